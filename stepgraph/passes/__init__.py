@@ -1,0 +1,20 @@
+"""The pipeline, the contract of a pass, the runner, and one file per pass."""
+
+from stepgraph.passes.contract import PASSES, Pass, PassReport, get
+from stepgraph.passes.pipeline import configured, default, exact
+from stepgraph.passes.recompute import parse_policy, policy_bytes
+from stepgraph.passes.runner import format_report, run_passes
+
+__all__ = [
+    "PASSES",
+    "Pass",
+    "PassReport",
+    "configured",
+    "default",
+    "exact",
+    "format_report",
+    "get",
+    "parse_policy",
+    "policy_bytes",
+    "run_passes",
+]

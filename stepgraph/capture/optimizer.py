@@ -1,0 +1,249 @@
+"""The optimizer inside the graph: AdamW, its state as inputs, its learning rate as a tensor.
+
+`MasterAdamW` is the optimizer for bf16 parameters: fp32 master weights and moments. `AdamWUpdate` writes one update
+as graph nodes: functional operators followed by one ``copy_`` per state tensor, so that every pass before the
+in-place one sees a graph without hidden mutation.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+aten = torch.ops.aten
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW that keeps an fp32 master copy of every parameter and fp32 moments.
+
+    For models held in bf16 or fp16: ``step`` converts each gradient to fp32, updates the master weights with torch's
+    fused kernel and rounds them back into the parameters. State per parameter: ``step``, ``exp_avg``,
+    ``exp_avg_sq``, ``master``, all fp32. Arguments: those of ``torch.optim.AdamW`` that the fused kernel takes.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
+
+    def init_state(self, param: torch.Tensor) -> None:
+        """Create the state of ``param`` if it has none."""
+        state = self.state[param]
+        if not state:
+            fp32 = {"dtype": torch.float32, "memory_format": torch.preserve_format}
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            state["exp_avg"] = torch.zeros_like(param, **fp32)
+            state["exp_avg_sq"] = torch.zeros_like(param, **fp32)
+            state["master"] = param.detach().to(torch.float32, copy=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``Optimizer.load_state_dict``, which by itself would round fp32 state to the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            for key, saved in state_dict["state"].get(i, {}).items():
+                self.state[param][key] = saved.detach().to(param.device, torch.float32, copy=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update from ``param.grad``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                self.init_state(p)
+            states = [self.state[p] for p in params]
+            steps = [s["step"] for s in states]
+            torch._foreach_add_(steps, 1)
+            masters = [s["master"] for s in states]
+            aten._fused_adamw_(
+                masters,
+                [p.grad.float() for p in params],
+                [s["exp_avg"] for s in states],
+                [s["exp_avg_sq"] for s in states],
+                [],
+                steps,
+                lr=group["lr"],
+                **_options(group),
+                amsgrad=False,
+            )
+            torch._foreach_copy_(params, masters)
+        return loss
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    return {
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": group["maximize"],
+    }
+
+
+class AdamWUpdate:
+    """One AdamW update of a list of parameters, as graph nodes.
+
+    ``optimizer``: ``MasterAdamW`` or ``torch.optim.AdamW``. With ``fused=True`` the update is one fused node per
+    parameter group. Otherwise it is the formula of torch's unfused AdamW, with the factors that depend on the step in
+    fp64; equal to it bit for bit on CPU, up to the last bit on CUDA, whose addcdiv contracts a multiply-add.
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), as torch.optim.AdamW computes it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        if type(optimizer) not in (torch.optim.AdamW, MasterAdamW):
+            raise ValueError(
+                f"optimizer {type(optimizer).__name__} cannot be captured; allowed: torch.optim.AdamW, "
+                "stepgraph.MasterAdamW; or capture without an optimizer and step it yourself"
+            )
+        self.optimizer = optimizer
+        self.master = isinstance(optimizer, MasterAdamW)
+        for group in optimizer.param_groups:
+            for flag in ("amsgrad", "differentiable", "capturable"):
+                if group[flag]:
+                    raise ValueError(f"AdamW({flag}=True) cannot be captured; use {flag}=False")
+            if isinstance(group["lr"], torch.Tensor) and not group["fused"]:
+                raise ValueError("AdamW with a tensor lr is captured with fused=True only; pass fused=True")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the state tensors of one parameter, in the order of the graph's inputs."""
+        return ("step", "exp_avg", "exp_avg_sq") + (("master",) if self.master else ())
+
+    def owned(self) -> list[tuple[int, torch.Tensor]]:
+        """(group index, parameter) of every parameter the optimizer updates."""
+        return [(i, p) for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
+
+    def init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The state of ``param``, created as eager's first step would if it does not exist yet."""
+        state = self.optimizer.state[param]
+        if self.master:
+            self.optimizer.init_state(param)
+        elif not state:
+            device = param.device if group["fused"] else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return state
+
+    def lr_input(self, group: dict[str, Any], device: torch.device) -> torch.Tensor:
+        """The tensor through which the graph reads a group's learning rate.
+
+        The CUDA fused kernel reads an fp32 tensor; everything else takes fp64, so that a Python float keeps its
+        value.
+        """
+        dtype = torch.float32 if group["fused"] and device.type == "cuda" else torch.float64
+        return torch.zeros((), dtype=dtype, device=device)
+
+    def constants(self) -> tuple:
+        """What of the optimizer is baked into the graph: when it changes, the step is captured again."""
+        return tuple(
+            (*_options(group).values(), group["fused"], len(group["params"])) for group in self.optimizer.param_groups
+        )
+
+    def trace(
+        self,
+        group: dict[str, Any],
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[dict[str, torch.Tensor]],
+        live_states: Sequence[dict[str, torch.Tensor]],
+        lr: torch.Tensor,
+        paths: Sequence[str],
+        attribute: Callable[[str], None],
+    ) -> None:
+        """Record the update of one group's local tensors; ``copy_`` writes each result into its input.
+
+        ``states`` are the graph's stand-ins for ``live_states``; ``attribute`` is told the module path of what is
+        recorded next.
+        """
+        if group["fused"]:
+            attribute("")
+            self._trace_fused(group, params, grads, states, lr)
+            return
+        factors: dict[float, tuple] = {}  # parameters at the same step share what depends on it
+        for param, grad, state, live, path in zip(params, grads, states, live_states, paths, strict=True):
+            attribute(path)
+            new_step = state["step"] + 1
+            key = float(live["step"])
+            if key not in factors:
+                factors[key] = _factors(group, new_step, lr)
+            _trace_unfused(group, param, grad, state, new_step, *factors[key])
+
+    def _trace_fused(self, group: dict, params: Sequence, grads: Sequence, states: Sequence[dict], lr: Any) -> None:
+        targets = [s["master"] for s in states] if self.master else list(params)
+        if self.master:
+            grads = [g.float() for g in grads]
+        steps = aten._foreach_add.Scalar([s["step"] for s in states], 1)
+        exp_avgs, exp_avg_sqs = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+        new_targets, _, new_avgs, new_sqs, _ = aten._fused_adamw.tensor_lr(
+            targets, list(grads), exp_avgs, exp_avg_sqs, [], steps, lr=lr, **_options(group), amsgrad=False
+        )
+        for old, new in (
+            *zip([s["step"] for s in states], steps, strict=True),
+            *zip(targets, new_targets, strict=True),
+            *zip(exp_avgs, new_avgs, strict=True),
+            *zip(exp_avg_sqs, new_sqs, strict=True),
+        ):
+            old.copy_(new)
+        if self.master:
+            for param, new in zip(params, new_targets, strict=True):
+                param.copy_(new)
+
+
+def _factors(group: dict, step: torch.Tensor, lr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp64 scalars of one step: decay factor, negated step size, square root of the second bias correction."""
+    beta1, beta2 = group["betas"]
+    step = step.double().to(lr.device)
+    return 1 - lr * group["weight_decay"], -(lr / (1 - beta1**step)), (1 - beta2**step).sqrt()
+
+
+def _trace_unfused(
+    group: dict,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    new_step: torch.Tensor,
+    decay: torch.Tensor,
+    neg_step_size: torch.Tensor,
+    correction2_sqrt: torch.Tensor,
+) -> None:
+    """One parameter's update in the operators, and the order, of torch's single-tensor AdamW."""
+    beta1, beta2 = group["betas"]
+    if group["maximize"]:
+        grad = -grad
+    new_param = param * decay if group["weight_decay"] != 0 else param
+    exp_avg = torch.lerp(state["exp_avg"], grad, 1 - beta1)
+    exp_avg_sq = torch.addcmul(state["exp_avg_sq"] * beta2, grad, grad, value=1 - beta2)
+    denominator = exp_avg_sq.sqrt() / correction2_sqrt + group["eps"]
+    # addcdiv takes its factor as a number only: its terms in its own order, with the factor as a tensor.
+    new_param = new_param + exp_avg * neg_step_size / denominator
+    state["step"].copy_(new_step)
+    state["exp_avg"].copy_(exp_avg)
+    state["exp_avg_sq"].copy_(exp_avg_sq)
+    param.copy_(new_param)
+
+
+def land_gradients(slots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
+    """Add gradients to ``param.grad`` as ``backward()`` does: assigned where it is None, accumulated elsewhere."""
+    for slot, grad in zip(slots, grads, strict=True):
+        param: nn.Parameter = slot.tensor
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad.add_(grad)

@@ -1,0 +1,168 @@
+"""Where each node of the graph comes from: module path, phase and source line.
+
+Forward operators are seen by a dispatch mode while module hooks keep the path of the module that is running.
+A backward operator belongs to the forward operator that created its autograd node: autograd numbers its nodes, the
+number is noted when the forward operator runs and looked up when the node's backward does. The additions with
+which autograd sums several gradients of one tensor run after the node that produced the last of them, and keep its
+provenance.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from stepgraph import compat
+
+KEY = "stepgraph"
+PHASES = ("forward", "loss", "backward", "optimizer")
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_SKIPPED = (_TORCH, _HERE, contextlib.__file__, compat.__file__)
+
+
+class Provenance(NamedTuple):
+    """Where a node comes from.
+
+    ``path``: module path as in ``named_modules()``, ``""`` for the model itself. ``phase``: one of ``PHASES``, or
+    ``"input"`` for placeholders. ``source``: ``file:line`` of the innermost frame of user code. ``checkpoint``: the
+    number of the ``torch.utils.checkpoint`` call the node ran in, if any.
+    """
+
+    path: str
+    phase: str
+    source: str
+    checkpoint: int | None = None
+
+
+def provenance(node: fx.Node) -> Provenance | None:
+    """The provenance of ``node``, or None for a node that no pass and no trace attributed."""
+    return node.meta.get("custom", {}).get(KEY)
+
+
+def set_provenance(node: fx.Node, value: Provenance) -> None:
+    """Attribute ``node`` to ``value``."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), KEY: value}
+
+
+def phase_of(node: fx.Node) -> str:
+    """The node's phase, ``"input"`` for placeholders and constants, ``"output"`` for the output node."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return "output" if node.op == "output" else "input"
+    found = provenance(node)
+    return found.phase if found else "unattributed"
+
+
+def user_frame(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost frame outside torch and this room."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_SKIPPED) and not filename.startswith("<"):
+            return f"{filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Recorder(compat.TorchDispatchMode):
+    """Attributes every node created while it is active. One per trace; enter it inside the traced function."""
+
+    supports_higher_order_operators = True  # FlexAttention passes through like any operator
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.phase = "loss"
+        self.stack: list[str] = []
+        self.checkpoint: int | None = None
+        self.checkpoints = 0
+        self.last_source = ""
+        self._forward: dict[int, Provenance] = {}
+        self._origin: Provenance | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        compat.set_node_annotation(KEY, self._here(sys._getframe(1)))
+        return func(*args, **(kwargs or {}))
+
+    def _here(self, frame: FrameType) -> Provenance | None:
+        if self.phase == "backward" or self._origin is not None:
+            return self._origin
+        self.last_source = source = user_frame(frame)
+        phase = "forward" if self.phase == "loss" and self.stack else self.phase
+        here = Provenance(self.stack[-1] if self.stack else "", phase, source, self.checkpoint)
+        if phase in ("forward", "loss"):
+            self._forward.setdefault(compat.current_sequence_nr(), here)
+        return here
+
+    @contextlib.contextmanager
+    def watch_modules(self) -> Iterator[None]:
+        """Keep the module path while the model's modules run."""
+        handles = []
+        for path, module in self.model.named_modules():
+
+            def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+                self.stack.append(path)
+
+            # Not called when the forward fails: the stack then stays, for the error message. Where the model itself
+            # catches the failure, the next module out clears what is left.
+            def leave(_module: nn.Module, _args: Any, _output: Any, path: str = path) -> None:
+                while self.stack.pop() != path:
+                    pass
+
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave))
+        try:
+            with compat.intercept_checkpoint(self._enter_checkpoint, self._leave_checkpoint):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter_checkpoint(self) -> None:
+        if self.checkpoint is None:  # a nested call belongs to the outer one
+            self.checkpoint = self.checkpoints
+            self.checkpoints += 1
+            self._checkpoint_depth = 0
+        self._checkpoint_depth += 1
+
+    def _leave_checkpoint(self) -> None:
+        self._checkpoint_depth -= 1
+        if self._checkpoint_depth == 0:
+            self.checkpoint = None
+
+    def watch_backward(self, loss: torch.Tensor) -> None:
+        """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary."""
+        seen, queue = set(), [loss.grad_fn]
+        while queue:
+            node = queue.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            origin = self._forward.get(node._sequence_nr())
+            node.register_prehook(self._prehook(origin and origin._replace(phase="backward")))
+            queue.extend(next_node for next_node, _ in node.next_functions)
+
+    def _prehook(self, origin: Provenance | None) -> Any:
+        def hook(_grad_outputs: Any) -> None:
+            self._origin = origin
+
+        return hook
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Operators run inside belong to ``phase``."""
+        saved = self.phase
+        self.phase, self._origin = phase, None
+        try:
+            yield
+        finally:
+            self.phase, self._origin = saved, None
+
+    def attribute(self, path: str) -> None:
+        """What follows in this phase belongs to the module at ``path``."""
+        self._origin = Provenance(path, self.phase, self.last_source)

@@ -1,0 +1,152 @@
+"""Every private torch import and every difference between torch versions, once.
+
+Supported: torch 2.11 to 2.13. Other rooms import these names from here and nothing that starts with an underscore
+from torch itself.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+import torch.utils.checkpoint as torch_checkpoint
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+__all__ = [
+    "DATA_DEPENDENT_ERRORS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "TorchDispatchMode",
+    "below_autograd",
+    "current_sequence_nr",
+    "dispatch_flex_attention",
+    "fake_mode",
+    "inductor_compile",
+    "intercept_checkpoint",
+    "is_traceable_wrapper_subclass",
+    "make_fx",
+    "pytree",
+    "rename_node",
+    "set_node_annotation",
+    "trace_context",
+]
+
+#: What fake tensors raise where a value, not only a shape, would be needed.
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fake mode for capture: static shapes; real tensors met on the way become constants of the graph."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+@contextlib.contextmanager
+def trace_context(mode: FakeTensorMode) -> Iterator[None]:
+    """What a trace runs under: node metadata kept, one tracing context, backward on this thread."""
+    with (
+        tracing(TracingContext(mode)),
+        fx_traceback.preserve_node_meta(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield
+
+
+def set_node_annotation(key: str, value: Any) -> None:
+    """Every FX node created from here on carries ``node.meta["custom"][key] = value``.
+
+    The public ``torch.fx.traceback.annotate`` is a context manager; one operator call cannot be wrapped in it from
+    inside an autograd hook, so the dictionary behind it is set directly.
+    """
+    fx_traceback.current_meta["custom"] = {key: value}
+
+
+def current_sequence_nr() -> int:
+    """Sequence number of the autograd node created last on this thread."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def below_autograd() -> contextlib.AbstractContextManager:
+    """Operators called inside skip the autograd dispatch keys: no graph, and about a microsecond less each."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+@contextlib.contextmanager
+def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
+    """``torch.utils.checkpoint`` runs its function plainly, between calls of ``enter`` and ``leave``.
+
+    A trace would otherwise record the recomputation itself, and record it wrongly where the function draws random
+    numbers: eager restores the generator's state on the host, which no graph node does. Both flavours of checkpoint
+    look these two names up in their module when called.
+    """
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        enter()
+        try:
+            yield
+        finally:
+            leave()
+
+    class Function:
+        @staticmethod
+        def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+            enter()
+            try:
+                return function(*args)
+            finally:
+                leave()
+
+    names = {"_checkpoint_without_reentrant_generator": generator, "CheckpointFunction": Function}
+    saved = {name: getattr(torch_checkpoint, name) for name in names}
+    for name, value in names.items():
+        setattr(torch_checkpoint, name, value)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(torch_checkpoint, name, value)
+
+
+@contextlib.contextmanager
+def dispatch_flex_attention() -> Iterator[None]:
+    """``flex_attention`` called in a trace records its higher-order operator.
+
+    Called outside Dynamo it would start Dynamo itself, which refuses to run inside another trace. The module's own
+    debug switch calls the operator directly instead.
+    """
+    import torch.nn.attention.flex_attention as flex
+
+    saved = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        yield
+    finally:
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = saved
+
+
+def inductor_compile(
+    module: torch.fx.GraphModule, example_inputs: Sequence[torch.Tensor], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """Compile a flat graph with Inductor, outside Dynamo. ``example_inputs`` may be fake."""
+    from torch._inductor import standalone_compile
+
+    return standalone_compile(
+        module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
+    )
+
+
+def rename_node(node: torch.fx.Node, name: str) -> None:
+    """Give ``node`` a name near ``name`` that is free and legal in its graph."""
+    node._rename(name)
+    node.target = node.name

@@ -1,0 +1,25 @@
+"""Checks shared by the model configurations: what was given, what is allowed, one fix."""
+
+
+def check_positive(config: object, *names: str) -> None:
+    """Raise ``ValueError`` unless every named field of ``config`` is above zero."""
+    for name in names:
+        value = getattr(config, name)
+        if not value > 0:
+            raise ValueError(f"{name}={value} is not positive; give a value above 0")
+
+
+def check_heads(dim: int, n_heads: int, n_kv_heads: int) -> None:
+    """Raise ``ValueError`` unless ``n_heads`` divides ``dim`` and ``n_kv_heads`` divides ``n_heads``."""
+    if dim % n_heads:
+        raise ValueError(f"n_heads={n_heads} does not divide dim={dim}; try {_near_divisors('n_heads', dim, n_heads)}")
+    if n_heads % n_kv_heads:
+        fix = _near_divisors("n_kv_heads", n_heads, n_kv_heads)
+        raise ValueError(f"n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}; try {fix}")
+
+
+def _near_divisors(name: str, total: int, given: int) -> str:
+    """The divisors of ``total`` on both sides of ``given``, as ``name=2 or name=4``."""
+    below = max(d for d in range(1, min(given, total) + 1) if total % d == 0)
+    above = [d for d in range(given, total + 1) if total % d == 0][:1]
+    return " or ".join(f"{name}={d}" for d in [below, *above])

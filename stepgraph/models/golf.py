@@ -1,0 +1,141 @@
+"""The small fast transformer of pytorch issue 179423, where Inductor lost time in the norms' backward.
+
+Eleven blocks of width 512, every norm without a weight, grouped-query attention with normalized queries and keys, a
+squared leaky ReLU, and no position embedding: the causal mask alone tells positions apart.
+
+Source: https://github.com/pytorch/pytorch/issues/179423 (the architecture and its settings).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stepgraph.models.checks import check_heads, check_positive
+from stepgraph.models.init import init_parameters
+
+
+@dataclass(frozen=True)
+class GolfConfig:
+    """Shape of a golf model; the defaults are the issue's. Raises ``ValueError`` for a shape that cannot be built."""
+
+    dim: int = 512  # width of the residual stream
+    n_layers: int = 11  # number of blocks
+    n_heads: int = 8  # query heads; head_dim is dim / n_heads
+    n_kv_heads: int = 4  # key and value heads, each shared by n_heads / n_kv_heads query heads
+    ffn_dim: int = 2048  # width of the feed-forward
+    vocab_size: int = 4096  # rows of the embedding and of the head
+    negative_slope: float = 0.5  # slope of the leaky ReLU below zero, before the square
+    residual_scales: bool = False  # a learned scale per channel on each residual branch
+
+    def __post_init__(self) -> None:
+        check_positive(self, "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+        check_heads(self.dim, self.n_heads, self.n_kv_heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.n_heads
+
+    def num_params(self, *, lookup_table: bool = True) -> int:
+        """Number of parameters; without ``lookup_table``, the embedding is left out (the head stays)."""
+        block = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads) + 2 * self.dim * self.ffn_dim
+        scales = 2 * self.dim if self.residual_scales else 0
+        tables = 2 if lookup_table else 1
+        return self.n_layers * (block + scales) + tables * self.vocab_size * self.dim
+
+
+def _norm(dim: int) -> nn.RMSNorm:
+    """RMSNorm without a weight; its eps is torch's default, the machine epsilon of the dtype it computes in."""
+    return nn.RMSNorm(dim, elementwise_affine=False)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention whose queries and keys are normalized per head."""
+
+    def __init__(self, config: GolfConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.gqa = config.n_kv_heads != config.n_heads
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.q_norm = _norm(config.head_dim)
+        self.k_norm = _norm(config.head_dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
+        B, T, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H, T, head_dim)
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H_kv, T, head_dim)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H_kv, T, head_dim)
+        # The issue repeats k and v for each query head; grouped attention computes the same without the copies.
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gqa)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    """``down(leaky_relu(up(x)) ** 2)``."""
+
+    def __init__(self, config: GolfConfig):
+        super().__init__()
+        self.negative_slope = config.negative_slope
+        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
+        return self.down_proj(F.leaky_relu(self.up_proj(x), self.negative_slope).square())
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream, scaled per channel if asked."""
+
+    def __init__(self, config: GolfConfig):
+        super().__init__()
+        self.attn_norm = _norm(config.dim)
+        self.attn = Attention(config)
+        self.mlp_norm = _norm(config.dim)
+        self.mlp = MLP(config)
+        self.attn_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
+        self.mlp_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
+        attn = self.attn(self.attn_norm(x))
+        x = x + (attn if self.attn_scale is None else self.attn_scale * attn)
+        mlp = self.mlp(self.mlp_norm(x))
+        return x + (mlp if self.mlp_scale is None else self.mlp_scale * mlp)
+
+
+class Golf(nn.Module):
+    """The golf model: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V).
+
+    Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
+    then :meth:`init_weights`.
+    """
+
+    def __init__(self, config: GolfConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.embed_norm = _norm(config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = _norm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.init_weights()
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Fill the parameters in place; a CPU ``generator`` gives the same weights on every device."""
+        init_parameters(self, self.config.n_layers, generator)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
+        x = self.embed_norm(self.embed(tokens))  # (B, T, D)
+        for block in self.layers:
+            x = block(x)
+        return self.head(self.norm(x))  # (B, T, V)
+
+
+def golf() -> GolfConfig:
+    """The issue's own settings: 35.9M parameters."""
+    return GolfConfig()

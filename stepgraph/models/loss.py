@@ -1,0 +1,20 @@
+"""The training loss of a language model."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+IGNORE = -100  # the target that does not count
+
+
+def next_token_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Mean cross entropy, in nats, of the next token: a scalar in fp32 whatever the model's dtype.
+
+    ``batch["tokens"]`` and ``batch["targets"]`` are (B, T) int64; ``targets[b, t]`` is the token that follows
+    ``tokens[b, t]``. Targets of -100 do not count; a batch without any other target has no mean and gives NaN.
+    """
+    logits = model(batch["tokens"])  # (B, T, V)
+    # fp32: in bf16 the sum of V exponentials and the mean over B * T tokens would lose most of their digits.
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORE)

@@ -1,0 +1,180 @@
+"""Facts about a flat graph that several passes need: purity, aliasing, mutation, liveness and bytes."""
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+#: Share their argument's storage although their schema does not say so.
+_HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
+
+
+def is_overload(node: fx.Node) -> bool:
+    """Whether the node calls a torch operator (not a higher-order one, not getitem)."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws from a random generator."""
+    return is_overload(node) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether the node writes into one of its arguments."""
+    return is_overload(node) and node.target._schema.is_mutable
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether the node may be removed when unused, or run again for the same result."""
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function" or is_random(node) or is_mutating(node):
+        return False
+    if is_overload(node):
+        return node.target.namespace in ("aten", "prims")
+    return node.target is operator.getitem or isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result shares storage with its first argument without writing to it."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    if not is_overload(node):
+        return False
+    if node.target in _HIDDEN_VIEWS:
+        return True
+    returns = node.target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def tensor_bytes(node: fx.Node) -> int:
+    """Bytes of the tensor or tensors that ``node`` produces."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+
+class Aliases:
+    """Which node owns the storage that each node's result lives in, and where each storage is written.
+
+    ``position[node]``: index in the graph. ``writes[root]``: positions of nodes that write into the root's storage.
+    A multi-output operator's outputs are owned by their getitem nodes.
+    """
+
+    def __init__(self, graph: fx.Graph):
+        self.position: dict[fx.Node, int] = {}
+        self.writes: dict[fx.Node, list[int]] = defaultdict(list)
+        self._root: dict[fx.Node, fx.Node] = {}
+        self._members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for i, node in enumerate(graph.nodes):
+            self.position[node] = i
+            self._root[node] = self._find_root(node)
+            self._members[self._root[node]].append(node)
+            if is_mutating(node):
+                for written in written_arguments(node):
+                    self.writes[self.root(written)].append(i)
+
+    def _find_root(self, node: fx.Node) -> fx.Node:
+        if is_view(node):
+            return self._root[node.args[0]]
+        if is_mutating(node) and not node.target._schema.name.startswith("aten::_foreach"):
+            written = written_arguments(node)
+            if len(written) == 1 and isinstance(node.meta.get("val"), torch.Tensor):
+                return self._root[written[0]]
+        return node
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The node that owns the storage of ``node``'s result."""
+        return self._root[node]
+
+    def written_between(self, node: fx.Node, first: int, last: int) -> bool:
+        """Whether the storage of ``node`` is written at a position in (first, last)."""
+        return any(first < p < last for p in self.writes.get(self.root(node), ()))
+
+    def reads(self, node: fx.Node, besides: tuple[fx.Node, ...] = ()) -> list[int]:
+        """Positions of the nodes that read any alias of ``node``'s storage, except ``besides``."""
+        members = self._members[self.root(node)]
+        return [self.position[user] for n in members for user in n.users if user not in besides]
+
+    def merge(self, node: fx.Node, root: fx.Node, last: dict[fx.Node, int]) -> None:
+        """``node``'s result now lives in ``root``'s storage; ``last`` (see `last_use`) follows."""
+        old = self._root[node]
+        last[root] = max(last[root], last[old])
+        for member in self._members.pop(old):
+            self._root[member] = root
+            self._members[root].append(member)
+
+    def last_use(self) -> dict[fx.Node, int]:
+        """For every root, the position of the last node that reads any alias of it."""
+        last: dict[fx.Node, int] = {}
+        for node, position in self.position.items():
+            root = self.root(node)
+            last[root] = max(last.get(root, 0), position)
+            for user in node.users:
+                last[root] = max(last[root], self.position[user])
+        return last
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes that ``node`` writes into."""
+    written: list[fx.Node] = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, fx.Node):
+                written.append(item)
+    return written
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes the graph needs. ``inputs``: state and batch, held throughout. ``peak``: most bytes alive at once, inputs
+    counted. ``saved``: bytes that forward leaves alive for backward."""
+
+    inputs: int
+    peak: int
+    saved: int
+
+
+def estimate_memory(graph: fx.Graph, phase_of: "dict[fx.Node, str] | None" = None) -> MemoryEstimate:
+    """Peak memory of running ``graph`` in order, each storage freed after its last use.
+
+    A static count from shapes: allocator rounding and kernels' workspaces are not in it.
+    """
+    aliases = Aliases(graph)
+    last = aliases.last_use()
+    frees: dict[int, list[fx.Node]] = defaultdict(list)
+    for root, position in last.items():
+        frees[position].append(root)
+    alive = inputs = sum(tensor_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
+    peak, saved, saved_peak = alive, 0, 0
+    owned: dict[fx.Node, int] = {}
+    saved_roots: set[fx.Node] = set()
+    if phase_of is not None:
+        for node in graph.nodes:
+            if phase_of.get(node) in ("forward", "loss") and any(phase_of.get(u) == "backward" for u in node.users):
+                saved_roots.add(aliases.root(node))
+    for node, position in aliases.position.items():
+        multiple = isinstance(node.meta.get("val"), (list, tuple))
+        if node.op == "call_function" and aliases.root(node) is node and not multiple:
+            owned[node] = tensor_bytes(node)
+            alive += owned[node]
+            peak = max(peak, alive)
+            if node in saved_roots:
+                saved += owned[node]
+                saved_peak = max(saved_peak, saved)
+        for root in frees[position]:
+            size = owned.pop(root, 0)
+            alive -= size
+            if root in saved_roots:
+                saved -= size
+    return MemoryEstimate(inputs, peak, saved_peak)

@@ -1,0 +1,85 @@
+"""Inductor over the whole of forward and backward.
+
+Matches: every operator of the forward, loss and backward phases that Inductor can take. Before -> after: a run of
+consecutive operators -> one compiled piece. The optimizer phase stays as it is: its fused kernel is already one
+launch, and in place. Tier numerics: fused kernels round differently from eager's. Preconditions: a flat graph; run
+last but for CUDA graphs. Random operators keep eager's generator, so the random state advances as in eager.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.capture import StepGraph, phase_of
+from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.partition import describe, needs_host, split
+
+flex_backward = torch.ops.higher_order.flex_attention_backward
+
+
+@dataclass(frozen=True)
+class InductorOptions:
+    """``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU)."""
+
+    max_autotune: bool = False
+
+
+@register("inductor", "numerics", options=InductorOptions(), provides=("compiled",), terminal=True)
+def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> None:
+    """Compile forward and backward with Inductor."""
+    on_cuda = any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
+    left: dict[fx.Node, str] = {}
+
+    def group(node: fx.Node) -> str:
+        if phase_of(node) == "optimizer":
+            return "optimizer"
+        reason = needs_host(node) if on_cuda else None
+        if not on_cuda and node.target is flex_backward:
+            reason = "Inductor has no FlexAttention backward on CPU"
+        if reason:
+            left[node] = reason
+            return "eager"
+        return "compiled"
+
+    module = split(step.module, group)
+    for node, reason in left.items():
+        report.notes.append(f"left to eager: {describe(node)}: {reason}")
+    config = {"fallback_random": True}
+    if options.max_autotune:
+        config |= {"max_autotune": True, "coordinate_descent_tuning": True}
+    start = time.perf_counter()
+    for name, piece in list(module.named_children()):
+        report.matched += len(piece.graph.nodes)
+        if piece.group != "compiled":
+            continue
+        compiled = Compiled(piece, config)
+        setattr(module, name, compiled)
+        report.changed += compiled.size
+    module.recompile()
+    step.executable = module
+    report.compile_s = time.perf_counter() - start
+    pieces = sum(isinstance(m, Compiled) for m in module.children())
+    report.summary = f"{report.changed} operators in {pieces} compiled piece{'s' * (pieces != 1)}"
+
+
+class Compiled(torch.nn.Module):
+    """One compiled piece. ``size``: operators in it."""
+
+    def __init__(self, piece: fx.GraphModule, config: dict[str, object]):
+        super().__init__()
+        self.group = piece.group
+        self.size = sum(n.op not in ("placeholder", "get_attr", "output") for n in piece.graph.nodes)
+        output = piece.graph.output_node()
+        self.single = isinstance(output.args[0], fx.Node)
+        if self.single:
+            output.args = ((output.args[0],),)
+            piece.recompile()
+        examples = [n.meta["val"] for n in piece.graph.find_nodes(op="placeholder")]
+        self.function = compat.inductor_compile(piece, examples, config)
+
+    def forward(self, *args: torch.Tensor) -> object:
+        results = self.function(*args)
+        return results[0] if self.single else results

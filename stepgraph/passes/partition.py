@@ -1,0 +1,64 @@
+"""Splits a flat graph into consecutive pieces, and finds the nodes that need the host."""
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from stepgraph.capture import provenance
+
+aten = torch.ops.aten
+_READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def split(module: fx.GraphModule, group_of: Callable[[fx.Node], Any]) -> fx.GraphModule:
+    """``module`` as a module that calls its pieces in order.
+
+    A piece is a longest run of consecutive operators with equal ``group_of``; the piece's submodule keeps it as
+    ``.group``. A getitem stays with the operator it takes apart.
+    """
+    pieces: dict[fx.Node, int] = {}
+    groups: list[Any] = []
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if node.target is operator.getitem and node.args[0] in pieces:
+            pieces[node] = pieces[node.args[0]]
+            continue
+        group = group_of(node)
+        if not groups or groups[-1] != group:
+            groups.append(group)
+        pieces[node] = len(groups) - 1
+    result = split_module(module, module, pieces.__getitem__, keep_original_order=True)
+    for i, group in enumerate(groups):
+        getattr(result, f"submod_{i}").group = group
+    return result
+
+
+def tensors_of(node: fx.Node) -> Iterable[torch.Tensor]:
+    """Fake tensors that the node reads or makes."""
+    for n in (node, *node.all_input_nodes):
+        value = n.meta.get("val")
+        yield from (v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor))
+
+
+def needs_host(node: fx.Node) -> str | None:
+    """Why ``node`` cannot be inside a CUDA graph, or None."""
+    if node.op == "call_module" or node.op in ("placeholder", "get_attr", "output"):
+        return None
+    if any(tag in getattr(node.target, "tags", ()) for tag in _READS_VALUES):
+        return "its result depends on values the host must read"
+    devices = {t.device.type for t in tensors_of(node)}
+    if devices - {"cuda"}:
+        return f"it works on {' and '.join(sorted(devices))} tensors"
+    return None
+
+
+def describe(node: fx.Node) -> str:
+    """``name (operator) in module path at file:line``."""
+    found = provenance(node)
+    where = f" in {found.path or 'the model'} at {found.source}" if found else ""
+    return f"{node.name} ({node.target}){where}"

@@ -1,0 +1,106 @@
+"""Runs passes: checks their contracts first, then applies, lints, times and reports each."""
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from stepgraph.capture import StepGraph
+from stepgraph.passes.contract import PASSES, Pass, PassReport, get
+from stepgraph.passes.pipeline import PIPELINES
+
+
+def resolve(passes: str | Iterable[str | Pass], disable: Sequence[str] = ()) -> tuple[list[Pass], bool]:
+    """The passes to run, and whether the caller named each (an unusable one is then an error, not skipped).
+
+    ``passes``: ``"exact"``, ``"default"``, or a list of names and configured passes.
+    """
+    named = not isinstance(passes, str)
+    if named:
+        chosen = [p if isinstance(p, Pass) else get(p) for p in passes]
+    elif passes in PIPELINES:
+        chosen = PIPELINES[passes]()
+    else:
+        raise ValueError(f"unknown pipeline {passes!r}; allowed: {', '.join(map(repr, PIPELINES))} or a list of passes")
+    for name in disable:
+        get(name)  # refuses an unknown name
+    return [p for p in chosen if p.name not in disable], named
+
+
+def check(passes: Sequence[Pass]) -> None:
+    """Raise ``ValueError`` if the order breaks a contract."""
+    have: set[str] = set()
+    terminal: Pass | None = None
+    seen: set[str] = set()
+    for p in passes:
+        if p.name in seen:
+            raise ValueError(f"pass {p.name} is listed twice; list it once")
+        seen.add(p.name)
+        if terminal and not p.terminal:
+            raise ValueError(f"pass {p.name} cannot run after {terminal.name}, which is terminal; put it before")
+        missing = [r for r in p.requires if r not in have]
+        if missing:
+            givers = [q.name for q in PASSES.values() if missing[0] in q.provides]
+            raise ValueError(f"pass {p.name} requires {missing[0]!r}; put {' or '.join(givers)} before it")
+        have |= set(p.provides)
+        terminal = p if p.terminal else terminal
+
+
+def unusable(p: Pass, step: StepGraph) -> str | None:
+    """Why the pass cannot run here, or None."""
+    version = tuple(int(x) for x in torch.__version__.split(".")[:2])
+    if version < p.min_torch:
+        return f"needs torch {p.min_torch[0]}.{p.min_torch[1]} or newer, this is {torch.__version__}"
+    if p.needs_cuda and not any(n.meta["val"].is_cuda for n in step.placeholders()):
+        return "the step has no CUDA tensors"
+    if p.needs_process_group and not torch.distributed.is_initialized():
+        return "no process group is initialized"
+    return None
+
+
+def run_passes(
+    step: StepGraph,
+    passes: str | Iterable[str | Pass] = "default",
+    *,
+    disable: Sequence[str] = (),
+    dump: Path | None = None,
+) -> list[PassReport]:
+    """Apply ``passes`` to ``step`` in order; reports go to ``step.log`` and are returned.
+
+    ``dump``: folder for the graph's text before the first pass and after each one. Raises ``ValueError`` for unknown
+    names and broken contracts before anything is changed.
+    """
+    chosen, named = resolve(passes, disable)
+    check(chosen)
+    if named:
+        for p in chosen:
+            reason = unusable(p, step)
+            if reason:
+                raise ValueError(f"pass {p.name} cannot run: {reason}; leave it out")
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        (dump / "00-captured.txt").write_text(step.text())
+    for i, p in enumerate(chosen, 1):
+        report = PassReport(p.name, p.tier, nodes_before=sum(1 for _ in step.nodes()))
+        report.skipped = unusable(p, step)
+        if report.skipped is None:
+            start = time.perf_counter()
+            p.apply(step, p.options, report)
+            step.graph.lint()
+            step.module.recompile()
+            report.apply_s = time.perf_counter() - start
+        report.nodes_after = sum(1 for _ in step.nodes())
+        step.log.append(report)
+        if dump is not None:
+            (dump / f"{i:02d}-{p.name}.txt").write_text(step.text())
+    return list(step.log)
+
+
+def format_report(reports: Sequence[PassReport]) -> str:
+    """The numbered pass report, with notes indented below each pass."""
+    lines = []
+    for i, report in enumerate(reports, 1):
+        lines.append(f"{i}. {report.line()}")
+        lines += [f"   {note}" for note in report.notes]
+    return "\n".join(lines)

@@ -1,0 +1,252 @@
+"""What a checkpoint holds, in memory: model and optimizer tensors by name, JSON for the rest, the RNG streams.
+
+Every large tensor gets one stable name (``model.layers.0.wq.weight``, ``optimizer.layers.0.wq.weight.exp_avg``) and
+goes through ``torch.distributed.checkpoint``; everything else becomes JSON. torch's own ``get_optimizer_state_dict``
+and ``set_optimizer_state_dict`` are not used: they create missing state by running ``optimizer.step()`` on zero
+gradients, and loading replaces the state and learning rate tensors whose addresses a captured step keeps. Here a layout
+saved beside the tensors says which state to create, and tensors that exist are filled in place.
+"""
+
+import base64
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# Names that torch.compile and activation checkpointing insert; wrapped and plain models share checkpoints.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# How torch.optim computes the update, not what it computes: these stay as this run chose them.
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+# ---- JSON that gives back what it was given ----
+
+
+def encode(value: object, where: str) -> object:
+    """JSON form of numbers, strings, None, lists, tuples, dicts with string keys, and small tensors, exact to the bit.
+
+    Errors: ValueError that names the place (``where``) of a value of any other type.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": encode(list(value), where)}
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        data = base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode()
+        return {"$tensor": data, "dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, dict) and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
+    kind = "dict, with keys that are not plain strings" if isinstance(value, dict) else type(value).__name__
+    raise ValueError(
+        f"{where} has type {kind}: a checkpoint takes numbers, strings, None, lists, tuples, dicts with string keys and "
+        f"tensors; convert it in state_dict()"
+    )
+
+
+def decode(value: object) -> object:
+    """The inverse of :func:`encode`; tensors come back on the CPU."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tuple" in value:
+        return tuple(decode(item) for item in value["$tuple"])
+    if "$tensor" in value:
+        data, dtype = bytearray(base64.b64decode(value["$tensor"])), getattr(torch, value["dtype"])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.reshape(value["shape"])
+    return {key: decode(item) for key, item in value.items()}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- model ----
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The live parameters and persistent buffers by fully qualified name; a tied tensor once, under its first name.
+
+    Errors: ValueError for extra state that is not a tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        if not isinstance(value, Tensor):
+            raise ValueError(f"model state {name!r} is a {type(value).__name__}: only tensors fit; make it a buffer")
+        if id(value) not in seen:
+            seen.add(id(value))
+            tensors[name] = value
+    return tensors
+
+
+def describe_tensors(tensors: dict[str, Tensor]) -> dict[str, list]:
+    """``{name: [shape, dtype]}`` in JSON form; for a DTensor the global shape, so the same on any mesh."""
+    return {name: [list(tensor.shape), _dtype_name(tensor.dtype)] for name, tensor in tensors.items()}
+
+
+def first_difference(saved: dict[str, list], here: dict[str, list]) -> str:
+    """A phrase on the first tensor whose name, shape or dtype differs between a checkpoint and a model."""
+    for name, (shape, dtype) in saved.items():
+        if name not in here:
+            return f"{name!r} with shape {tuple(shape)} is in the checkpoint and not in the model"
+        if here[name] != [shape, dtype]:
+            live_shape, live_dtype = here[name]
+            return (
+                f"{name!r} has shape {tuple(shape)} {dtype} in the checkpoint and "
+                f"{tuple(live_shape)} {live_dtype} in the model"
+            )
+    name, (shape, _) = next((name, entry) for name, entry in here.items() if name not in saved)
+    return f"{name!r} with shape {tuple(shape)} is in the model and not in the checkpoint"
+
+
+# ---- optimizer ----
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> tuple[dict, dict[str, Tensor]]:
+    """The optimizer's JSON layout (class, groups, one entry per state value) and its live state tensors by name.
+
+    ``names`` maps ``id(parameter)`` to its name. Errors: ValueError for a parameter that the model does not have.
+    """
+    layout: dict = {"class": type(optimizer).__name__, "groups": [], "state": {}}
+    tensors: dict[str, Tensor] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        members = _group_names(group, index, names)
+        options = {key: value for key, value in group.items() if key != "params"}
+        layout["groups"].append({"params": members, "options": encode(options, f"optimizer group {index}")})
+        for name, param in zip(members, group["params"], strict=True):
+            slots: dict[str, dict] = {}
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    # `host`: kept on the CPU although the parameter is not, as torch.optim does with `step`.
+                    host = value.device.type == "cpu" and param.device.type != "cpu"
+                    slots[key] = {"shape": list(value.shape), "dtype": _dtype_name(value.dtype), "host": host}
+                    tensors[_slot_name(name, key)] = value
+                else:
+                    slots[key] = {"value": encode(value, f"optimizer state {key!r} of {name!r}")}
+            if slots:
+                layout["state"][name] = slots
+    return layout, tensors
+
+
+def plan_optimizer(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], layout: dict
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """Tensors to read the saved state into, and a function that, once they are read, completes the restore.
+
+    State that exists is read in place; state that a never-stepped optimizer lacks is created, and belongs to the
+    optimizer only after the second call. Nothing is changed before that.
+    Errors: ValueError when class or parameter groups differ.
+    """
+    if layout["class"] != type(optimizer).__name__:
+        raise ValueError(
+            f"the checkpoint's optimizer is {layout['class']} and this run's is {type(optimizer).__name__}; "
+            f"use {layout['class']}"
+        )
+    if len(layout["groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the optimizer has {len(layout['groups'])} parameter groups in the checkpoint and "
+            f"{len(optimizer.param_groups)} here; build the same groups"
+        )
+    targets: dict[str, Tensor] = {}
+    state: dict[Tensor, dict] = {}
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, layout["groups"], strict=True)):
+        members = _group_names(group, index, names)
+        if members != saved["params"]:
+            odd = sorted(set(members) ^ set(saved["params"])) or ["the order"]
+            raise ValueError(
+                f"optimizer group {index} holds other parameters in the checkpoint than here (first difference: "
+                f"{odd[0]}); build the same groups"
+            )
+        for name, param in zip(members, group["params"], strict=True):
+            live = optimizer.state.get(param, {})
+            state[param] = {}
+            for key, slot in layout["state"].get(name, {}).items():
+                if "value" in slot:
+                    state[param][key] = decode(slot["value"])
+                else:
+                    state[param][key] = targets[_slot_name(name, key)] = _slot_tensor(live.get(key), slot, group, param)
+
+    def restore() -> None:
+        for param, slots in state.items():
+            optimizer.state.pop(param, None)
+            if slots:
+                optimizer.state[param] = slots
+        for group, saved in zip(optimizer.param_groups, layout["groups"], strict=True):
+            _restore_options(group, decode(saved["options"]))
+
+    return targets, restore
+
+
+def _slot_name(param: str, key: str) -> str:
+    return f"optimizer.{param}.{key}"
+
+
+def _group_names(group: dict, index: int, names: dict[int, str]) -> list[str]:
+    for position, param in enumerate(group["params"]):
+        if id(param) not in names:
+            raise ValueError(
+                f"parameter {position} of optimizer group {index}, shape {tuple(param.shape)}, is not in the model; "
+                f"build the optimizer from model.parameters()"
+            )
+    return [names[id(param)] for param in group["params"]]
+
+
+def _slot_tensor(live: object, slot: dict, group: dict, param: Tensor) -> Tensor:
+    shape, dtype = torch.Size(slot["shape"]), getattr(torch, slot["dtype"])
+    if isinstance(live, Tensor) and live.shape == shape and live.dtype == dtype:
+        return live
+    if shape == param.shape and shape:
+        # Same strides, and for a DTensor the same mesh and placements, as the parameter.
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    host = slot["host"]
+    if not shape and ("fused" in group or "capturable" in group):
+        # torch.optim wants `step` on the host, unless the update runs as one kernel or in a CUDA graph.
+        host = not (group.get("fused") or group.get("capturable"))
+    return torch.empty(shape, dtype=dtype, device="cpu" if host else param.device)
+
+
+@torch.no_grad()
+def _restore_options(group: dict, options: dict) -> None:
+    for key, saved in options.items():
+        live = group.get(key)
+        if key in _IMPLEMENTATION and key in group:
+            continue
+        if isinstance(live, Tensor):  # a captured step reads this very tensor
+            live.copy_(torch.as_tensor(saved))
+        elif isinstance(saved, Tensor) and key in group:
+            group[key] = saved.item()
+        else:
+            group[key] = saved
+
+
+# ---- random numbers ----
+
+
+def rng_state() -> dict:
+    """The default generators of torch (CPU and every CUDA device), numpy and Python, ready for :func:`encode`."""
+    numpy_state = np.random.get_state(legacy=False)
+    inner = {key: item.tolist() if isinstance(item, np.ndarray) else item for key, item in numpy_state["state"].items()}
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": {**numpy_state, "state": inner},
+        "python": random.getstate(),
+    }
+
+
+def set_rng_state(state: dict) -> None:
+    """Continue every stream of :func:`rng_state`. CUDA devices beyond those present, or those saved, are left out."""
+    torch.set_rng_state(state["torch"])
+    for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda_state, device)
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])

@@ -1,0 +1,43 @@
+"""The data room: what ``--data`` and ``--tokenizer`` name, and the batches a training step reads."""
+
+from dataclasses import dataclass
+
+from stepgraph.train.data.formats import open_source
+from stepgraph.train.data.loader import Batch, PackedLoader, unigram_entropy, validation_batches
+from stepgraph.train.data.sources import Source
+from stepgraph.train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
+
+__all__ = [
+    "Batch",
+    "ByteTokenizer",
+    "DataBundle",
+    "JsonTokenizer",
+    "PackedLoader",
+    "Source",
+    "Tokenizer",
+    "open_data",
+    "open_source",
+    "open_tokenizer",
+    "unigram_entropy",
+    "validation_batches",
+]
+
+
+@dataclass(frozen=True)
+class DataBundle:
+    """An opened source, its tokenizer, and one line for people that says how much text there is."""
+
+    source: Source
+    tokenizer: Tokenizer
+    description: str
+
+
+def open_data(data: str = "stdlib", tokenizer: str = "bytes", *, text_field: str = "text") -> DataBundle:
+    """Opens what ``--data`` and ``--tokenizer`` name.
+
+    Raises:
+        ValueError: one line; an unknown form, or a missing, empty or corrupt file.
+    """
+    opened = open_tokenizer(tokenizer)  # first: it is quick, and a wrong name should not wait for a large file
+    source = open_source(data, text_field)
+    return DataBundle(source, opened, source.describe())

@@ -1,0 +1,163 @@
+"""Where text comes from: sources of documents, each split once into train and validation.
+
+A document is ``bytes``: UTF-8 for text formats, and for source files whatever the file holds (a byte tokenizer needs
+no decoding). A source is random access: ``read(i)`` gives document i, so a position in a stream is just numbers.
+"""
+
+import hashlib
+import os
+import platform
+import sysconfig
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from stepgraph.errors import unknown_name
+from stepgraph.train.data.split import cut_sections, hash64, hash_names, mix64, shuffled, split_by_hash
+
+SPLITS = ("train", "val")
+
+
+class Source:
+    """Documents by index, and which of them are train and which validation.
+
+    Attributes:
+        name: what the user asked for, for messages.
+        unit: what a document is, in the plural ("files").
+        size: bytes of the whole, for messages.
+        train, val: document indices, int64; disjoint, together all documents, neither empty.
+        blocks: the block of each document where documents are loaded a block at a time (parquet row groups), or None.
+    """
+
+    name: str
+    unit = "documents"
+    size: int
+    train: np.ndarray
+    val: np.ndarray
+    blocks: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.train) + len(self.val)
+
+    def read(self, index: int) -> bytes:
+        """The content of document ``index``. Raises ValueError, naming the place, for one that is not text."""
+        raise NotImplementedError
+
+    def identity(self) -> bytes:
+        """What tells this data from other data with as many documents and bytes: names, or where documents lie."""
+        return b""
+
+    def documents(self, split: str) -> np.ndarray:
+        """The document indices of split "train" or "val", ascending."""
+        if split not in SPLITS:
+            raise unknown_name("split", split, SPLITS)
+        return self.train if split == "train" else self.val
+
+    def order(self, documents: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """``documents`` in the shuffled order of ``(seed, epoch)``, the same on every machine."""
+        blocks = None if self.blocks is None else self.blocks[documents]
+        return shuffled(documents, hash64(f"{seed}/{epoch}"), blocks)
+
+    def describe(self) -> str:
+        """One line for people: how much there is and how it is split."""
+        return (
+            f"{self.name}: {len(self):,} {self.unit}, {megabytes(self.size)}; "
+            f"{len(self.train):,} train / {len(self.val):,} validation"
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for the same documents in the same split, wherever the file lies. Reads the first and last document."""
+        digest = hashlib.blake2b(f"{type(self).__name__} {len(self)} {self.size}\n".encode(), digest_size=8)
+        for part in (self.val.tobytes(), self.identity(), self.read(0), self.read(len(self) - 1)):
+            digest.update(hashlib.blake2b(part).digest())
+        return digest.hexdigest()
+
+    def split_by_index(self, count: int) -> None:
+        """Splits by the index's hash; a lone document is left in train for ``open_source`` to cut."""
+        if count == 1:
+            self.train, self.val = np.array([0]), np.array([], dtype=np.int64)
+        else:
+            self.train, self.val = split_by_hash(mix64(np.arange(count)))
+
+
+class Stdlib(Source):
+    """The ``*.py`` files of the running Python's own standard library, read in place, sorted by relative path.
+
+    Left out, so that one version of Python gives the same files on different machines: installed packages, files
+    written by the build (``_sysconfigdata``, ``sitecustomize``), and the parts that distributions ship separately or
+    not at all: every test folder, the Tk programs (idlelib, tkinter, turtledemo), distutils, lib2to3 and ensurepip.
+    Tests also hold files that are broken on purpose. Empty files are no documents.
+    """
+
+    name = "stdlib"
+    unit = "files"
+    _skipped_anywhere = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    _skipped_at_top = {"idlelib", "tkinter", "turtledemo", "distutils", "lib2to3", "ensurepip"}
+    _skipped_files = ("_sysconfigdata", "sitecustomize", "usercustomize", "_distutils_system_mod")
+
+    def __init__(self, root: str | Path | None = None):
+        self._root = Path(root or sysconfig.get_path("stdlib"))
+        self._paths = sorted(self._find(), key=lambda path: path.as_posix())
+        if len(self._paths) < 2:
+            raise ValueError(
+                f"stdlib: {self._root} of Python {platform.python_version()} holds no *.py files: use --data FILE.txt"
+            )
+        self._sizes = [(self._root / path).stat().st_size for path in self._paths]
+        self.size = sum(self._sizes)
+        self.train, self.val = split_by_hash(hash_names(path.as_posix() for path in self._paths))
+
+    def _find(self) -> list[Path]:
+        found = []
+        for folder, subfolders, files in os.walk(self._root):
+            at = Path(folder).relative_to(self._root)
+            skipped = self._skipped_anywhere | (set() if at.parts else self._skipped_at_top)
+            subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith("config-")]
+            for name in files:
+                wanted = name.endswith(".py") and not name.startswith(self._skipped_files)
+                if wanted and (Path(folder) / name).stat().st_size:
+                    found.append(at / name)
+        return found
+
+    def read(self, index: int) -> bytes:
+        return (self._root / self._paths[index]).read_bytes()
+
+    def identity(self) -> bytes:
+        return "\n".join(
+            f"{path.as_posix()} {size}" for path, size in zip(self._paths, self._sizes, strict=True)
+        ).encode()
+
+
+class Sections(Source):
+    """One document cut by position: the first 95% train, the last 5% validation, in sections of about 64 KiB.
+
+    Sections are the unit that is shuffled; to the loader each is a document.
+    """
+
+    unit = "sections"
+
+    def __init__(self, name: str, size: int, text: bytes):
+        if len(text) < 2:
+            raise ValueError(f"{name} holds one document of {len(text)} bytes: too little to split; give more text")
+        self.name, self.size, self._text = name, size, text
+        self._bounds, self.train, self.val = cut_sections(text, 0, len(text))
+
+    def read(self, index: int) -> bytes:
+        return self._text[self._bounds[index] : self._bounds[index + 1]]
+
+    def describe(self) -> str:
+        return describe_sections(self)
+
+
+def describe_sections(source: Source) -> str:
+    return (
+        f"{source.name}: one document, {megabytes(source.size)}, split by position (the last 5% is validation) into "
+        f"{len(source.train):,} train / {len(source.val):,} validation sections"
+    )
+
+
+def megabytes(size: int) -> str:
+    if size < 1000:
+        return f"{size} bytes"
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"

@@ -1,0 +1,182 @@
+"""The command line as a user meets it: real processes for errors, the parser itself for values."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import stepgraph
+from stepgraph import cli
+from stepgraph.cli import parse_train
+from stepgraph.train.config import TrainConfig
+from stepgraph.train.presets import PRESETS
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "-m", "stepgraph", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("trian", "error: unknown command 'trian': did you mean 'train'?"),
+        ("--hlp", "error: unknown option --hlp: did you mean --help?"),
+        ("train llama3-8c", "error: unknown preset 'llama3-8c': did you mean 'llama3-8b'?"),
+        ("train --lrr 1e-3", "error: unknown option --lrr: did you mean --lr?"),
+        ("train golf --lr fast", "error: bad value for --lr: could not convert string to float: 'fast'"),
+    ],
+)
+def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
+    done = run(*arguments.split())
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message + "\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--lr", "--lr lacks its value: it takes 1"),
+        ("--betas 0.9", "--betas lacks its value: it takes 2"),
+        ("--steps 1.5", "bad value for --steps: invalid literal for int() with base 10: '1.5'"),
+        ("--schedule cosin", "bad value for --schedule: 'cosin' is not one of 'cosine', 'wsd', 'constant'"),
+        ("--batch_sise=3", "unknown option --batch_sise: did you mean --batch-size?"),
+        ("--no-cuda-grap", "unknown option --no-cuda-grap: did you mean --no-cuda-graph?"),
+        ("--model.n-layer 3", "unknown option --model.n-layer: did you mean --model.n-layers?"),
+        ("golf --model.max-seq-len 3", "unknown option --model.max-seq-len: did you mean"),
+        ("--preset golf", "unknown option --preset: did you mean"),
+        ("-x 1", "unknown option -x: see stepgraph"),
+        ("--steps 20 golf", "unexpected golf: write stepgraph train [PRESET] [--option VALUE ...]"),
+        ("--dump-graphs=yes", "unexpected yes: write"),
+        ("--model.n-heads 7", "bad value for model: n_heads=7 does not divide dim=384"),
+        ("--steps 5", "warmup_steps=10 must be below steps=5"),
+        ("--lr -1", "lr=-1.0 must be above 0"),
+        ("--memory budget=lots", "memory budget 'lots' is not a positive number"),
+        ("--disable-pass cuda_grap", "unknown pass 'cuda_grap': did you mean 'cuda_graph'"),
+        ("--resume no/such/run", "--resume no/such/run is not a run folder"),
+    ],
+)
+def test_a_bad_train_option_is_one_line(arguments, message):
+    with pytest.raises(ValueError) as error:
+        parse_train(arguments.split())
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_error_answers_before_anything_heavy_is_loaded():
+    code = (
+        "import sys\n"
+        "from stepgraph import cli\n"
+        "try: cli.main(['train', '--lrr', '1'])\n"
+        "except SystemExit as stop: print(stop.code)\n"
+        "heavy = ['stepgraph.train.trainer', 'stepgraph.train.metrics', 'matplotlib', 'torch._inductor']\n"
+        "print([name for name in heavy if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["2", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--version"], f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, triton"),
+        (["--help"], "usage: stepgraph COMMAND"),
+        ([], "usage: stepgraph COMMAND"),
+    ],
+)
+def test_version_and_help(arguments, shown, capsys):
+    assert exit_status(*arguments) == 0
+    assert capsys.readouterr().out.startswith(shown)
+
+
+def test_train_help_shows_every_option_with_its_text(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_train(["--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for field in dataclasses.fields(TrainConfig):
+        if field.name not in ("preset", "model"):
+            assert "--" + field.name.replace("_", "-") in shown
+    assert "Peak learning rate. (default: 0.002)" in shown
+    assert "--model.n-layers INT" in shown and "golf" in shown
+
+
+def test_no_preset_is_llama3_debug():
+    assert parse_train([]) == PRESETS["llama3-debug"]()
+
+
+def test_options_override_the_preset():
+    words = "golf --steps=300 --lr 5e-4 --betas 0.8 0.9 --no-cuda-graph --dump-graphs --model.n_layers 3 --out a/b"
+    config = parse_train([*words.split(), "--disable-pass", "cuda_graph", "--disable-pass", "dead_code"])
+    golf = PRESETS["golf"]()
+    assert config == dataclasses.replace(
+        golf,
+        steps=300,
+        lr=5e-4,
+        betas=(0.8, 0.9),
+        cuda_graph=False,
+        dump_graphs=True,
+        model=dataclasses.replace(golf.model, n_layers=3),
+        out=Path("a/b"),
+        disable_pass=("cuda_graph", "dead_code"),
+    )
+
+
+@pytest.mark.parametrize("form", [["--resume", "{}"], ["--resume={}"]])
+def test_resume_takes_the_runs_own_configuration(tmp_path, form):
+    ran = dataclasses.replace(PRESETS["golf"](), seed=7, lr=1.25e-4, out=Path("elsewhere"))
+    (tmp_path / "config.json").write_text(ran.to_json())
+    words = [word.format(tmp_path) for word in form]
+    resumed = dataclasses.replace(ran, out=None, resume=tmp_path)
+    assert parse_train(words) == resumed
+    assert parse_train(["golf", *words]) == resumed
+    assert parse_train([*words, "--steps", "9000"]) == dataclasses.replace(resumed, steps=9000)
+    with pytest.raises(ValueError, match="is a run of preset 'golf', not 'llama3-1b'"):
+        parse_train(["llama3-1b", *words])
+
+
+@pytest.mark.parametrize("text", ['{"steps": 3}', "", TrainConfig().to_json()[:200], "\x00\x00"])
+def test_resume_names_a_damaged_configuration(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: ") as error:
+        parse_train(["--resume", str(tmp_path)])
+    assert "\n" not in str(error.value)
+
+
+def install(monkeypatch, name, **functions):
+    """Puts a module ``stepgraph.NAME`` in place, to see what the command line calls and with what."""
+    module = type(sys)(f"stepgraph.{name}")
+    vars(module).update(functions)
+    package, _, leaf = module.__name__.rpartition(".")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
+
+
+def exit_status(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(arguments))
+    return stop.value.code
+
+
+def test_train_and_bench_end_with_the_status_of_what_they_call(monkeypatch):
+    calls = []
+    install(monkeypatch, "train.trainer", run=lambda config: calls.append(config.steps) or 130)
+    install(monkeypatch, "bench", main=lambda arguments: calls.append(arguments) or 3)
+    assert exit_status("train", "golf", "--steps", "777") == 130
+    assert exit_status("bench", "step", "--json", "x.json") == 3
+    assert calls == [777, ["step", "--json", "x.json"]]
+
+
+def test_an_error_for_people_is_one_line_and_a_defect_keeps_its_traceback(monkeypatch, capsys):
+    def refuse(config):
+        raise ValueError("data file is empty:\n  give another")
+
+    def break_down(config):
+        raise RuntimeError("a defect")
+
+    install(monkeypatch, "train.trainer", run=refuse)
+    assert exit_status("train") == 2
+    assert capsys.readouterr().err == "error: data file is empty: give another\n"
+    install(monkeypatch, "train.trainer", run=break_down)
+    with pytest.raises(RuntimeError, match="a defect"):
+        cli.main(["train"])

@@ -1,0 +1,359 @@
+"""Packing, resuming, splits and entropy: the properties of the stream that a training run reads."""
+
+import json
+import math
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.train.data import ByteTokenizer, PackedLoader, Source, open_data, unigram_entropy, validation_batches
+from stepgraph.train.data.sources import Sections, Stdlib
+from stepgraph.train.data.split import SECTION_BYTES, cut_sections, mix64, shuffled, split_by_hash
+
+EOS = ByteTokenizer.eos_id
+
+
+class Documents(Source):
+    """Documents in memory."""
+
+    name = "documents"
+
+    def __init__(self, texts: list[bytes]):
+        self.texts, self.size = texts, sum(map(len, texts))
+        self.split_by_index(len(texts))
+
+    def read(self, index: int) -> bytes:
+        return self.texts[index]
+
+
+texts = st.lists(st.binary(max_size=40), min_size=2, max_size=12)
+sizes = {"batch_size": st.integers(1, 4), "seq_len": st.integers(1, 17)}
+
+
+def loader(source: Source, **options) -> PackedLoader:
+    return PackedLoader(source, ByteTokenizer(), **({"batch_size": 2, "seq_len": 8} | options))
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys() == {"tokens", "targets"}
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def stream_of(source: Source, order: np.ndarray) -> list[int]:
+    """The stream spelled out one token at a time, as the definition says."""
+    return [token for index in order for token in [*source.read(index), EOS]]
+
+
+@settings(deadline=None)
+@given(texts=texts, seed=st.integers(-3, 2**70), shuffle=st.booleans(), **sizes)
+def test_every_token_of_an_epoch_is_predicted_once_and_in_order(texts, seed, shuffle, batch_size, seq_len):
+    source = Documents(texts)
+    packed = loader(source, seed=seed, shuffle=shuffle, batch_size=batch_size, seq_len=seq_len)
+    expected = []
+    for epoch in range(2):
+        order = source.order(source.train, seed, epoch) if shuffle else source.train
+        assert sorted(order) == source.train.tolist()
+        expected += stream_of(source, order)
+    inputs, targets = [], []
+    while len(targets) < len(expected):
+        assert packed.epoch <= 2
+        batch = next(packed)
+        for key in ("tokens", "targets"):
+            assert batch[key].shape == (batch_size, seq_len) and batch[key].dtype == torch.int64
+            assert batch[key].is_contiguous()
+        inputs += batch["tokens"].flatten().tolist()
+        targets += batch["targets"].flatten().tolist()
+    assert targets[: len(expected)] == expected
+    assert inputs == [EOS, *targets[:-1]]
+
+
+@settings(deadline=None)
+@given(texts=texts, cut=st.integers(0, 40), shuffle=st.booleans(), world_size=st.integers(1, 3), **sizes)
+def test_resuming_gives_exactly_the_batches_that_would_have_followed(
+    texts, cut, shuffle, world_size, batch_size, seq_len
+):
+    source = Documents(texts * 3)
+    for rank in range(world_size):
+        options = dict(batch_size=batch_size, seq_len=seq_len, shuffle=shuffle, rank=rank, world_size=world_size)
+        uninterrupted, resumed = loader(source, **options), loader(source, **options)
+        for _ in range(cut):
+            next(uninterrupted)
+        next(resumed)  # resuming a loader that was used already
+        state = json.loads(json.dumps(uninterrupted.state_dict()))
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        for _ in range(12):
+            assert_equal(next(uninterrupted), next(resumed))
+        assert uninterrupted.state_dict() == resumed.state_dict()
+
+
+def test_state_is_small_and_survives_a_document_longer_than_many_batches():
+    source = Documents([bytes(range(256)) * 400, b"short", b"other"] * 2)
+    packed = loader(source, batch_size=1, seq_len=64)
+    for _ in range(300):
+        next(packed)
+    state = packed.state_dict()
+    assert len(json.dumps(state)) < 400
+    other = loader(source, batch_size=1, seq_len=64)
+    other.load_state_dict(state)
+    assert_equal(next(packed), next(other))
+
+
+def test_state_of_another_stream_is_refused_and_changes_nothing():
+    source = Documents([b"one two", b"three", b"four five", b"six"])
+    packed = loader(source)
+    next(packed)
+    before = packed.state_dict()
+    same_shape = Documents([b"one two", b"three", b"FOUR FIVE", b"seven"])
+    for other, key in [
+        (loader(same_shape), "data"),
+        (loader(source, seq_len=9), "seq_len"),
+        (loader(source, seed=1), "seed"),
+        (loader(source, shuffle=False), "shuffle"),
+        (loader(source, rank=1, world_size=2), "rank"),
+        (loader(source, split="val"), "split"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^the saved data position has {key}=.*this run has {key}=.*$"):
+            packed.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="lacks 'data'"):
+        packed.load_state_dict({"epoch": 0})
+    assert packed.state_dict() == before
+
+
+def test_a_document_changed_under_a_saved_position_is_noticed():
+    source = Documents([b"first document"] * 6)  # in the middle, where the fingerprint does not look
+    packed = loader(source, batch_size=1, seq_len=20)
+    next(packed)
+    state = packed.state_dict()
+    assert state["offset"] == 5
+    reading = int(source.order(source.train, 0, 0)[state["document"]])
+    for change in (b"FIRST DOCUMENT", b"cut"):
+        source.texts[reading] = change
+        with pytest.raises(ValueError, match="changed since the data position was saved"):
+            loader(source, batch_size=1, seq_len=20).load_state_dict(state)
+
+
+def test_a_resumed_run_may_change_the_batch_size():
+    source = Documents([b"abcdefgh" * 5, b"ijkl", b"mnop" * 9])
+    one, two = loader(source, batch_size=1), loader(source, batch_size=2)
+    next(one)
+    two.load_state_dict(one.state_dict())
+    batch = next(two)
+    assert torch.equal(batch["targets"], torch.cat([next(one)["targets"], next(one)["targets"]]))
+
+
+@given(count=st.integers(8, 60), world_size=st.integers(1, 7), epoch=st.integers(0, 3))
+@settings(deadline=None)
+def test_ranks_read_disjoint_documents_that_make_up_the_epoch(count, world_size, epoch):
+    source = Documents([b"%04d" % i for i in range(count)])
+    read = []
+    for rank in range(world_size):
+        packed = loader(source, batch_size=1, seq_len=5, rank=rank, world_size=world_size)
+        while packed.epoch < epoch:
+            next(packed)
+        while packed.epoch == epoch:
+            read.append(bytes(next(packed)["targets"][0, :4].tolist()))
+    assert sorted(read) == [source.texts[i] for i in source.train]
+
+
+def test_more_ranks_than_documents_and_impossible_sizes_are_refused():
+    source = Documents([b"a", b"b", b"c"])
+    with pytest.raises(ValueError, match="3 data-parallel ranks need as many train documents, documents has 2: use"):
+        loader(source, world_size=3)
+    for options, message in [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"seq_len": -1}, "seq_len=-1"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is not a rank"),
+        ({"split": "validation"}, "unknown split 'validation': did you mean 'val'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            loader(source, **options)
+
+
+@settings(deadline=None)
+@given(length=st.integers(1, 200), n=st.integers(1, 6), world_size=st.integers(1, 3), **sizes)
+def test_validation_batches_are_the_fixed_start_of_the_split_shared_out_to_ranks(
+    length, n, world_size, batch_size, seq_len
+):
+    source = Documents([b"train", bytes(i % 251 for i in range(length))])
+    source.train, source.val = np.array([0]), np.array([1])
+    stream = stream_of(source, source.val)
+    size = batch_size * seq_len
+    rounds = min(n, len(stream) // (size * world_size))
+
+    def batches(rank):
+        sizes = dict(batch_size=batch_size, seq_len=seq_len)
+        return validation_batches(source, ByteTokenizer(), **sizes, n=n, rank=rank, world_size=world_size)
+
+    if not rounds:
+        with pytest.raises(ValueError, match=rf"^the validation split of documents has {len(stream)} tokens, .*$"):
+            batches(0)
+        return
+    ranks = [batches(rank) for rank in range(world_size)]
+    assert [len(rank) for rank in ranks] == [rounds] * world_size
+    joined = [token for round in zip(*ranks, strict=True) for batch in round for token in batch["targets"].flatten()]
+    assert joined == stream[: rounds * world_size * size]
+    assert ranks[0][0]["tokens"][0, 0] == EOS
+    for first, second in zip(ranks[0], batches(0), strict=True):
+        assert_equal(first, second)
+
+
+@settings(deadline=None)
+@given(length=st.integers(0, 40), world_size=st.integers(1, 4), **sizes)
+def test_the_sizes_that_a_too_small_validation_split_is_offered_do_fit(length, world_size, batch_size, seq_len):
+    source = Documents([b"train", b"v" * length])
+    source.train, source.val = np.array([0]), np.array([1])
+    options = dict(n=1, world_size=world_size)
+    try:
+        validation_batches(source, ByteTokenizer(), batch_size=batch_size, seq_len=seq_len, **options)
+    except ValueError as error:
+        offer = str(error).rsplit(": ", 1)[1]
+        if length + 1 < world_size:
+            assert offer == "use fewer ranks or more text"
+            return
+        fits = dict(pair.split("=") for pair in offer.removesuffix(" would fit").split(", "))
+        sizes = {name: int(value) for name, value in fits.items()}
+        assert len(validation_batches(source, ByteTokenizer(), **sizes, **options)) == 1
+
+
+def test_unigram_entropy_is_that_of_the_counts():
+    texts = [b"abracadabra", b"", b"hello world" * 3, bytes(range(256))]
+    counts = Counter(token for text in texts for token in [*text, EOS])
+    total = sum(counts.values())
+    expected = -math.fsum(n / total * math.log(n / total) for n in counts.values())
+    assert unigram_entropy(Documents(texts), ByteTokenizer()) == pytest.approx(expected, rel=1e-12)
+
+
+def test_unigram_entropy_stops_at_its_cap():
+    class Counting(Documents):
+        reads = 0
+
+        def read(self, index):
+            self.reads += 1
+            return super().read(index)
+
+    source = Counting([b"x" * 99] * 50)
+    unigram_entropy(source, ByteTokenizer(), max_tokens=1000)
+    assert source.reads == 10
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=200))
+def test_hash_split_is_disjoint_complete_and_never_empty(hashes):
+    train, val = split_by_hash(np.array(hashes, dtype=np.uint64))
+    assert sorted([*train, *val]) == list(range(len(hashes)))
+    assert len(train) and len(val)
+
+
+def test_index_split_is_about_five_percent_and_stable():
+    _, val = split_by_hash(mix64(np.arange(100_000)))
+    assert 0.045 < len(val) / 100_000 < 0.055
+    assert val[:6].tolist() == [10, 21, 48, 68, 83, 120]  # a change here would move everybody's split
+    # More documents do not move the ones that were there.
+    _, more = split_by_hash(mix64(np.arange(200_000)))
+    assert more[more < 100_000].tolist() == val.tolist()
+
+
+def test_mix64_is_splitmix64():
+    # The first outputs of the reference generator seeded with 0 and with 1234567.
+    assert int(mix64(np.array([0]))[0]) == 0xE220A8397B1DCDAF
+    assert int(mix64(np.array([1234567]))[0]) == 6457827717110365317
+
+
+def test_shuffles_differ_by_key_and_keep_blocks_together():
+    documents = np.arange(1000)
+    a, b = shuffled(documents, 1), shuffled(documents, 2)
+    assert sorted(a) == sorted(b) == documents.tolist()
+    assert (a == b).mean() < 0.02 and (a == documents).mean() < 0.02
+    assert abs(np.corrcoef(a, documents)[0, 1]) < 0.1 and abs(np.corrcoef(a, b)[0, 1]) < 0.1
+    blocks = np.repeat(np.arange(10), 100)
+    order = shuffled(documents, 3, blocks)
+    assert sorted(order) == documents.tolist()
+    assert (np.diff(blocks[order]) != 0).sum() == 9  # each block is entered once
+    assert blocks[order][::100].tolist() != list(range(10))
+
+
+@settings(deadline=None)
+@given(st.text(min_size=2, max_size=300).map(str.encode).filter(lambda t: len(t) > 1), st.integers(1, 900))
+def test_sections_partition_one_document_by_position(text, times):
+    text = text * times
+    bounds, train, val = cut_sections(text, 0, len(text))
+    assert bounds[0] == 0 and bounds[-1] == len(text) and (np.diff(bounds) > 0).all()
+    assert [*train, *val] == list(range(len(bounds) - 1))
+    assert np.diff(bounds).max() <= 2 * SECTION_BYTES
+    val_bytes = len(text) - bounds[val[0]]
+    assert 1 <= val_bytes <= 0.05 * len(text) + 2
+    if len(text) > 200:
+        assert val_bytes >= 0.02 * len(text)
+        for at in bounds[1:-1]:
+            assert text[at] & 0xC0 != 0x80  # no character is cut
+
+
+def test_sections_read_back_to_the_document():
+    text = b"".join(b"line %d\n" % i for i in range(60_000))
+    source = Sections("x", len(text), text)
+    parts = [source.read(i) for i in range(len(source))]
+    assert b"".join(parts) == text and len(parts) > 5
+    assert all(part.endswith(b"\n") for part in parts)
+
+
+def test_stdlib_is_real_text_split_by_file_without_tests_or_packages():
+    bundle = open_data("stdlib", "bytes")
+    source = bundle.source
+    names = [path.as_posix() for path in source._paths]
+    assert {"os.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
+    assert names == sorted(names)
+    assert not [name for name in names if "site-packages" in name or "test" in name.split("/")]
+    assert set(source.train) | set(source.val) == set(range(len(source))) and not set(source.train) & set(source.val)
+    assert 0.02 < len(source.val) / len(source) < 0.1
+    with open(json.decoder.__file__, "rb") as file:
+        assert source.read(names.index("json/decoder.py")) == file.read()
+    expected = f"stdlib: {len(names):,} files, {source.size / 1e6:.1f} MB; {len(source.train)} train / "
+    assert bundle.description == expected + f"{len(source.val)} validation"
+    assert source.fingerprint == Stdlib().fingerprint
+
+
+def test_stdlib_split_depends_on_names_only_and_broken_files_are_read_as_bytes(tmp_path):
+    for name in ("a.py", "b/c.py", "b/d.py", "e.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x = '\xff\xfe'\n")
+    for name in ("test/t.py", "b/tests/t.py", "site-packages/p.py", "idlelib/i.py", "config-3.11/c.py", "n.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("left out")
+    for name in ("empty.py", "_sysconfigdata__linux_.py"):
+        (tmp_path / name).touch()
+    source = Stdlib(tmp_path)
+    assert [path.as_posix() for path in source._paths] == ["a.py", "b/c.py", "b/d.py", "e.py"]
+    assert source.read(1) == b"x = '\xff\xfe'\n"
+    next(loader(source))
+    before = source.fingerprint
+    (tmp_path / "e.py").write_text("longer than it was before\n")
+    assert Stdlib(tmp_path).fingerprint != before
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=r"holds no \*\.py files: use --data FILE\.txt"):
+        Stdlib(empty)
+
+
+def test_stdlib_entropy_is_quick_and_plausible():
+    bundle = open_data("stdlib", "bytes")
+    start = time.perf_counter()
+    entropy = unigram_entropy(bundle.source, bundle.tokenizer)
+    assert time.perf_counter() - start < 2
+    assert 2.8 < entropy < 3.6  # nats; Python source is a little under five bits a byte
+
+
+def test_loading_is_no_bottleneck():
+    bundle = open_data("stdlib", "bytes")
+    packed = loader(bundle.source, batch_size=8, seq_len=256)
+    rates = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(300):
+            next(packed)
+        rates.append(300 * 2048 / (time.perf_counter() - start))
+    assert max(rates) > 5e6  # tokens/s; about 1e8 on an idle core, a Python loop over tokens gives 1e6
