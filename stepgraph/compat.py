@@ -5,11 +5,11 @@ from torch itself.
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import (
@@ -18,28 +18,27 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
-    "TorchDispatchMode",
     "below_autograd",
     "current_sequence_nr",
     "dispatch_flex_attention",
     "fake_mode",
+    "graph_of_trace",
     "inductor_compile",
     "intercept_checkpoint",
     "is_traceable_wrapper_subclass",
-    "make_fx",
     "pytree",
     "rename_node",
-    "set_node_annotation",
+    "trace",
     "trace_context",
 ]
 
@@ -54,22 +53,32 @@ def fake_mode() -> FakeTensorMode:
 
 @contextlib.contextmanager
 def trace_context(mode: FakeTensorMode) -> Iterator[None]:
-    """What a trace runs under: node metadata kept, one tracing context, backward on this thread."""
+    """What a trace runs under: one tracing context, backward on this thread."""
     with (
         tracing(TracingContext(mode)),
-        fx_traceback.preserve_node_meta(),
         torch.autograd.set_multithreading_enabled(False),
     ):
         yield
 
 
-def set_node_annotation(key: str, value: Any) -> None:
-    """Every FX node created from here on carries ``node.meta["custom"][key] = value``.
+def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """``make_fx`` on fake tensors, with the collector of reference cycles off.
 
-    The public ``torch.fx.traceback.annotate`` is a context manager; one operator call cannot be wrapped in it from
-    inside an autograd hook, so the dictionary behind it is set directly.
+    A trace makes objects only to keep them: the collector would walk the growing graph again and again, and cost a
+    deep model more per layer than a shallow one.
     """
-    fx_traceback.current_meta["custom"] = {key: value}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return make_fx(function, _disable_torch_fn_metadata_mode=True)(*fakes)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def graph_of_trace() -> torch.fx.Graph:
+    """The graph that the running `trace` writes."""
+    return get_proxy_mode().tracer.graph
 
 
 def current_sequence_nr() -> int:
@@ -150,3 +159,14 @@ def rename_node(node: torch.fx.Node, name: str) -> None:
     """Give ``node`` a name near ``name`` that is free and legal in its graph."""
     node._rename(name)
     node.target = node.name
+
+
+def _fused_adamw_on_meta(*args: Any, **kwargs: Any) -> None:
+    """Shapes of the fused AdamW update: it only writes in place."""
+
+
+# torch registers shapes for the overload with a number as learning rate only; for the one with a tensor, fake
+# tensors would otherwise compute on real zeros of the model's size.
+_LIBRARY = torch.library.Library("aten", "IMPL", "Meta")
+if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_.tensor_lr", "Meta"):
+    _LIBRARY.impl("_fused_adamw_.tensor_lr", _fused_adamw_on_meta)

@@ -1,8 +1,8 @@
 """The optimizer inside the graph: AdamW, its state as inputs, its learning rate as a tensor.
 
 `MasterAdamW` is the optimizer for bf16 parameters: fp32 master weights and moments. `AdamWUpdate` writes one update
-as graph nodes: functional operators followed by one ``copy_`` per state tensor, so that every pass before the
-in-place one sees a graph without hidden mutation.
+as graph nodes. The fused kernel works in place on the graph's inputs; the unfused formula is recorded as functional
+operators with one ``copy_`` per state tensor, and the in-place pass turns them into writes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -167,7 +167,7 @@ class AdamWUpdate:
         paths: Sequence[str],
         attribute: Callable[[str], None],
     ) -> None:
-        """Record the update of one group's local tensors; ``copy_`` writes each result into its input.
+        """Record the update of one group's local tensors; each result is written into its input.
 
         ``states`` are the graph's stand-ins for ``live_states``; ``attribute`` is told the module path of what is
         recorded next.
@@ -189,21 +189,14 @@ class AdamWUpdate:
         targets = [s["master"] for s in states] if self.master else list(params)
         if self.master:
             grads = [g.float() for g in grads]
-        steps = aten._foreach_add.Scalar([s["step"] for s in states], 1)
+        steps = [s["step"] for s in states]
+        aten._foreach_add_.Scalar(steps, 1)
         exp_avgs, exp_avg_sqs = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
-        new_targets, _, new_avgs, new_sqs, _ = aten._fused_adamw.tensor_lr(
+        aten._fused_adamw_.tensor_lr(
             targets, list(grads), exp_avgs, exp_avg_sqs, [], steps, lr=lr, **_options(group), amsgrad=False
         )
-        for old, new in (
-            *zip([s["step"] for s in states], steps, strict=True),
-            *zip(targets, new_targets, strict=True),
-            *zip(exp_avgs, new_avgs, strict=True),
-            *zip(exp_avg_sqs, new_sqs, strict=True),
-        ):
-            old.copy_(new)
         if self.master:
-            for param, new in zip(params, new_targets, strict=True):
-                param.copy_(new)
+            aten._foreach_copy_.default(list(params), targets)
 
 
 def _factors(group: dict, step: torch.Tensor, lr: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

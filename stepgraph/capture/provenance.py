@@ -1,6 +1,6 @@
 """Where each node of the graph comes from: module path, phase and source line.
 
-Forward operators are seen by a dispatch mode while module hooks keep the path of the module that is running.
+Nodes are attributed as the trace creates them, while module hooks keep the path of the module that is running.
 A backward operator belongs to the forward operator that created its autograd node: autograd numbers its nodes, the
 number is noted when the forward operator runs and looked up when the node's backward does. The additions with
 which autograd sums several gradients of one tensor run after the node that produced the last of them, and keep its
@@ -43,12 +43,12 @@ class Provenance(NamedTuple):
 
 def provenance(node: fx.Node) -> Provenance | None:
     """The provenance of ``node``, or None for a node that no pass and no trace attributed."""
-    return node.meta.get("custom", {}).get(KEY)
+    return node.meta.get(KEY)
 
 
 def set_provenance(node: fx.Node, value: Provenance) -> None:
     """Attribute ``node`` to ``value``."""
-    node.meta["custom"] = {**node.meta.get("custom", {}), KEY: value}
+    node.meta[KEY] = value
 
 
 def phase_of(node: fx.Node) -> str:
@@ -69,13 +69,10 @@ def user_frame(frame: FrameType | None) -> str:
     return ""
 
 
-class Recorder(compat.TorchDispatchMode):
-    """Attributes every node created while it is active. One per trace; enter it inside the traced function."""
-
-    supports_higher_order_operators = True  # FlexAttention passes through like any operator
+class Recorder:
+    """Attributes every node of a graph as a trace creates it. One per trace."""
 
     def __init__(self, model: nn.Module):
-        super().__init__()
         self.model = model
         self.phase = "loss"
         self.stack: list[str] = []
@@ -85,9 +82,21 @@ class Recorder(compat.TorchDispatchMode):
         self._forward: dict[int, Provenance] = {}
         self._origin: Provenance | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        compat.set_node_annotation(KEY, self._here(sys._getframe(1)))
-        return func(*args, **(kwargs or {}))
+    @contextlib.contextmanager
+    def watch_graph(self, graph: fx.Graph) -> Iterator[None]:
+        """Attribute the nodes created in ``graph``."""
+        create = graph.create_node
+
+        def create_attributed(*args: Any, **kwargs: Any) -> fx.Node:
+            node = create(*args, **kwargs)
+            node.meta[KEY] = self._here(sys._getframe(1))
+            return node
+
+        graph.create_node = create_attributed
+        try:
+            yield
+        finally:
+            del graph.create_node  # the class's method again
 
     def _here(self, frame: FrameType) -> Provenance | None:
         if self.phase == "backward" or self._origin is not None:

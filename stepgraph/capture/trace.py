@@ -108,13 +108,14 @@ def trace_step(
         for i, (where, wrapping) in leaf_entries.items():
             batch_leaves[i] = wrap(flat[where], wrapping)
         wanted = [i for i, slot in enumerate(slots) if slot.tensor.requires_grad]
-        with swapped(slots, tensors), recorder, recorder.watch_modules(), torch.enable_grad():
+        watch = recorder.watch_graph(compat.graph_of_trace())
+        with watch, swapped(slots, tensors), recorder.watch_modules(), torch.enable_grad():
             microbatches = _microbatches(batch_leaves, spec, accumulate)
             params = [(slots[i].path, tensors[i]) for i in wanted]
             loss, grads = _loss_and_grads(recorder, loss_fn, model, microbatches, params)
             assigned = [(t, holder[key]) for s, t in zip(slots, tensors, strict=True) for holder, key in s.places]
             _refuse_kept_tensors(model)
-        with recorder, recorder.in_phase("optimizer"), torch.no_grad():
+        with recorder.watch_graph(compat.graph_of_trace()), recorder.in_phase("optimizer"), torch.no_grad():
             for old, new in assigned:
                 if new is not old:
                     old.copy_(new)
@@ -135,7 +136,7 @@ def trace_step(
         return results
 
     with torch.no_grad(), mode, compat.trace_context(mode), compat.dispatch_flex_attention(), _explained(recorder):
-        module = compat.make_fx(traced)(*fakes)
+        module = compat.trace(traced, fakes)
     step = StepGraph(module, inputs.specs, outputs, repeated_blocks(model), _mesh_of(slots))
     _refuse_constants_with_gradient(step)
     keep = _name_inputs(step, n_state)
@@ -352,7 +353,6 @@ def _name_inputs(step: StepGraph, n_state: int) -> list[int]:
         set_provenance(node, Provenance(path, "input", ""))
         compat.rename_node(node, f"{spec.kind}_{spec.name}")
     step.inputs = [step.inputs[i] for i in keep]
-    step.module.recompile()
     return keep
 
 

@@ -13,6 +13,10 @@ aten = torch.ops.aten
 _HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
 
 
+#: Write into arguments although their schema does not say so: the positions of running mean and variance.
+_HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
+
+
 def is_overload(node: fx.Node) -> bool:
     """Whether the node calls a torch operator (not a higher-order one, not getitem)."""
     return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
@@ -25,7 +29,7 @@ def is_random(node: fx.Node) -> bool:
 
 def is_mutating(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
-    return is_overload(node) and node.target._schema.is_mutable
+    return is_overload(node) and (node.target._schema.is_mutable or node.target in _HIDDEN_WRITES)
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -124,6 +128,8 @@ class Aliases:
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes that ``node`` writes into."""
+    if node.target in _HIDDEN_WRITES:
+        return [node.args[i] for i in _HIDDEN_WRITES[node.target] if isinstance(node.args[i], fx.Node)]
     written: list[fx.Node] = []
     for i, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

@@ -1,8 +1,8 @@
 """In-place update: the optimizer and clipping write where their inputs lie.
 
 Matches: functional operators of the optimizer phase whose result is copied into an input of the graph, or whose
-first argument is dead afterwards. Before -> after: ``copy_(p, _fused_adamw(p, ...)[0])`` -> ``_fused_adamw_(p, ...)``;
-``copy_(m, lerp(m, g, w))`` -> ``lerp_(m, g, w)``; ``mul(g, c)`` with g dead after -> ``mul_(g, c)``.
+first argument is dead afterwards. Before -> after: ``copy_(m, lerp(m, g, w))`` -> ``lerp_(m, g, w)``; ``mul(g, c)`` with g
+dead after -> ``mul_(g, c)``.
 Exact: in-place operators run the same kernels. Preconditions: nothing reads the old value later.
 """
 
@@ -33,91 +33,30 @@ def inplace_update(step: StepGraph, options: object, report: PassReport) -> None
     for node in list(step.graph.nodes):
         if phase_of(node) != "optimizer" or not is_overload(node):
             continue
-        if node.target is aten._fused_adamw.tensor_lr:
-            saved += _fused(step, node, report)
-        elif node.target in (aten._foreach_add.Scalar, aten._foreach_mul.Tensor):
-            saved += _foreach(step, node, report)
+        if node.target is aten._foreach_mul.Tensor:
+            saved += _foreach_mul(step, node, report)
     saved += _chains(step, report)
     saved += _dead_first_arguments(step, report)
     report.summary = f"{report.changed} of {report.matched} updates made in place, {saved / 2**20:.1f} MiB not copied"
 
 
-def _copy_into(node: fx.Node, target: fx.Node) -> fx.Node | None:
-    """The ``copy_`` that writes ``node``'s result into the input ``target``, if there is one."""
-    if target.op != "placeholder":
-        return None
-    return next((u for u in node.users if u.target is aten.copy_.default and u.args == (target, node)), None)
-
-
-def _redirect(step: StepGraph, result: fx.Node, target: fx.Node) -> None:
-    """``result`` is now in ``target``'s storage: its ``copy_`` into it goes, other readers read ``target``."""
-    for user in list(result.users):
-        if user.target is aten.copy_.default and user.args == (target, result):
-            user.replace_all_uses_with(target)
-            step.graph.erase_node(user)
-    result.replace_all_uses_with(target)
-    step.graph.erase_node(result)
-
-
-def _fused(step: StepGraph, node: fx.Node, report: PassReport) -> int:
-    """The fused AdamW node: all of its state at once."""
-    for item in [i for outer in node.users for i in outer.users if not i.users] + list(node.users):
-        if not item.users:
-            step.graph.erase_node(item)
-    lists = getitem_users(node)
-    targets = {0: node.args[0], 2: node.args[2], 3: node.args[3]}
-    report.matched += sum(len(t) for t in targets.values())
-    results: list[tuple[fx.Node, fx.Node]] = []
-    for i, inputs in targets.items():
-        items = getitem_users(lists[i]) if i in lists else {}
-        for k, target in enumerate(inputs):
-            result = items.get(k)
-            if result is None or _copy_into(result, target) is None:
-                report.notes.append(f"{node.name}: {target.name} is not simply updated; the update keeps its copies")
-                return 0
-            results.append((result, target))
-    with step.graph.inserting_before(node):
-        new = step.graph.call_function(aten._fused_adamw_.tensor_lr, node.args, node.kwargs)
-    new.meta.update({k: v for k, v in node.meta.items() if k != "val"}, val=None)
-    saved = sum(tensor_bytes(target) for _, target in results)
-    saved += sum(tensor_bytes(grad) for grad in node.args[1])  # the functional operator copies the gradients too
-    for result, target in results:
-        _redirect(step, result, target)
-    for item in lists.values():
-        if not item.users:
-            step.graph.erase_node(item)
-    step.graph.erase_node(node)
-    report.changed += len(results)
-    return saved
-
-
-def _foreach(step: StepGraph, node: fx.Node, report: PassReport) -> int:
-    """Step counters (``_foreach_add`` copied into inputs) and clipped gradients (``_foreach_mul`` of dead ones)."""
+def _foreach_mul(step: StepGraph, node: fx.Node, report: PassReport) -> int:
+    """Gradients clipped all at once: ``_foreach_mul(grads, c)`` with every gradient dead after."""
     report.matched += len(node.args[0])
     items = getitem_users(node)
     aliases = Aliases(step.graph)
     last = aliases.last_use()
-    for k, target in enumerate(node.args[0]):
-        result = items.get(k)
-        copy = result and _copy_into(result, target)
-        into_input = copy is not None
-        if result is None or not (into_input or _is_dead_after(aliases, last, target, node)):
-            return 0
-        if into_input and any(p > aliases.position[node] for p in aliases.reads(target, besides=(copy,))):
-            return 0
-    in_place = {
-        aten._foreach_add.Scalar: aten._foreach_add_.Scalar,
-        aten._foreach_mul.Tensor: aten._foreach_mul_.Tensor,
-    }
+    if not all(k in items and _is_dead_after(aliases, last, g, node) for k, g in enumerate(node.args[0])):
+        return 0
     with step.graph.inserting_before(node):
-        new = step.graph.call_function(in_place[node.target], node.args, node.kwargs)
+        new = step.graph.call_function(aten._foreach_mul_.Tensor, node.args, node.kwargs)
     new.meta.update({k: v for k, v in node.meta.items() if k != "val"}, val=None)
-    saved = sum(tensor_bytes(t) for t in node.args[0])
-    for k, target in enumerate(new.args[0]):
-        _redirect(step, items[k], target)
+    for k, grad in enumerate(new.args[0]):
+        items[k].replace_all_uses_with(grad)
+        step.graph.erase_node(items[k])
     step.graph.erase_node(node)
     report.changed += len(new.args[0])
-    return saved
+    return sum(tensor_bytes(g) for g in new.args[0])
 
 
 def _is_dead_after(aliases: Aliases, last: dict[fx.Node, int], value: fx.Node, node: fx.Node) -> bool:

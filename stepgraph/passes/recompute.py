@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph.capture import StepGraph, phase_of, provenance
+from stepgraph.capture import StepGraph, phase_of, provenance, set_provenance
 from stepgraph.passes.analysis import Aliases, is_pure, is_view, tensor_bytes
 from stepgraph.passes.contract import PassReport, register
 
@@ -282,7 +282,7 @@ class Plan:
                 continue
             copy = self.step.graph.node_copy(current, lambda n: copies.get(n, n))
             found = provenance(current)
-            copy.meta["custom"] = {**copy.meta.get("custom", {}), "stepgraph": found._replace(phase="backward")}
+            set_provenance(copy, found._replace(phase="backward"))
             copy.meta["recomputes"] = current.name
             copies[current] = copy
             added += 1

@@ -88,12 +88,12 @@ def run_passes(
             start = time.perf_counter()
             p.apply(step, p.options, report)
             step.graph.lint()
-            step.module.recompile()
             report.apply_s = time.perf_counter() - start
         report.nodes_after = sum(1 for _ in step.nodes())
         step.log.append(report)
         if dump is not None:
             (dump / f"{i:02d}-{p.name}.txt").write_text(step.text())
+    step.module.recompile()
     return list(step.log)
 
 

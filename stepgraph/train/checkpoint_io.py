@@ -114,7 +114,7 @@ def _unwrapped(error: dcp.CheckpointException) -> BaseException:
     A full disk reaches torch.save as OSError and leaves it as RuntimeError (`unexpected pos`): the OSError is wanted.
     """
     cause = next(iter(error.failures.values()))[0]
-    reason = cause
+    reason = cause if isinstance(cause, Exception) else None
     while reason is not None and not isinstance(reason, OSError):
         reason = reason.__context__
     return reason or cause

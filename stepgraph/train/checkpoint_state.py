@@ -43,8 +43,8 @@ def encode(value: object, where: str) -> object:
         return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
     kind = "dict, with keys that are not plain strings" if isinstance(value, dict) else type(value).__name__
     raise ValueError(
-        f"{where} has type {kind}: a checkpoint takes numbers, strings, None, lists, tuples, dicts with string keys and "
-        f"tensors; convert it in state_dict()"
+        f"{where} has type {kind}: a checkpoint takes numbers, strings, None, lists, tuples, dicts with string keys "
+        f"and tensors; convert it in state_dict()"
     )
 
 
