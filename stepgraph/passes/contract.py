@@ -49,7 +49,8 @@ class Pass:
     ``apply(step, options, report)`` rewrites the graph in place and fills the report. ``tier``: ``exact`` leaves
     every result bitwise equal to eager, ``numerics`` may round differently. ``requires``, ``provides``: properties
     of the graph that must hold before, and hold after. ``terminal``: only terminal passes may follow. ``options``:
-    dataclass of the pass's options.
+    dataclass of the pass's options. ``optional``: where it cannot run it is skipped, with its reason in the report;
+    the pipelines' passes are, those that a caller names are not.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Pass:
     min_torch: tuple[int, int] = (2, 11)
     needs_cuda: bool = False
     needs_process_group: bool = False
+    optional: bool = False
 
     def with_options(self, **values: Any) -> "Pass":
         """The pass with some of its options set. ``ValueError`` names an option that does not exist."""

@@ -22,15 +22,20 @@ flex_backward = torch.ops.higher_order.flex_attention_backward
 
 @dataclass(frozen=True)
 class InductorOptions:
-    """``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU)."""
+    """``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU). ``gpu_only``: do nothing
+    on a CPU, where Inductor's kernels gain little over the bare graph for the time they take to compile."""
 
     max_autotune: bool = False
+    gpu_only: bool = False
 
 
 @register("inductor", "numerics", options=InductorOptions(), provides=("compiled",), terminal=True)
 def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> None:
     """Compile forward and backward with Inductor."""
     on_cuda = any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
+    if options.gpu_only and not on_cuda:
+        report.skipped = "on a CPU it gains little; --inductor full asks for it"
+        return
     left: dict[fx.Node, str] = {}
 
     def group(node: fx.Node) -> str:

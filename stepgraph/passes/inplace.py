@@ -1,8 +1,8 @@
 """In-place update: the optimizer and clipping write where their inputs lie.
 
 Matches: functional operators of the optimizer phase whose result is copied into an input of the graph, or whose
-first argument is dead afterwards. Before -> after: ``copy_(m, lerp(m, g, w))`` -> ``lerp_(m, g, w)``; ``mul(g, c)`` with g
-dead after -> ``mul_(g, c)``.
+first argument is dead afterwards. Before -> after: ``copy_(m, lerp(m, g, w))`` -> ``lerp_(m, g, w)``;
+``mul(g, c)`` with g dead after -> ``mul_(g, c)``.
 Exact: in-place operators run the same kernels. Preconditions: nothing reads the old value later.
 """
 

@@ -1,9 +1,14 @@
 """The pipelines: which passes run, in which order. Read this list first."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from stepgraph.passes import cleanup, cuda_graph, inductor, inplace, recompute  # noqa: F401  (they register themselves)
-from stepgraph.passes.contract import PASSES, Pass, get
+import stepgraph.passes.cleanup
+import stepgraph.passes.cuda_graph
+import stepgraph.passes.inductor
+import stepgraph.passes.inplace  # noqa: F401  (passes register themselves)
+from stepgraph.passes import recompute
+from stepgraph.passes.contract import PASSES, Pass
 
 #: Every pass in the order it runs. `exact` is this list without the `numerics` tier.
 ORDER = (
@@ -20,33 +25,30 @@ ORDER = (
 
 def exact() -> list[Pass]:
     """Passes that leave every result bitwise equal to eager."""
-    return [PASSES[name] for name in ORDER if PASSES[name].tier == "exact"]
+    return [p for p in default() if p.tier == "exact"]
 
 
 def default() -> list[Pass]:
-    """All passes."""
-    return [PASSES[name] for name in ORDER]
+    """All passes, each skipped where it cannot run, Inductor on a GPU only."""
+    passes = [replace(PASSES[name], optional=True) for name in ORDER]
+    return [p.with_options(gpu_only=True) if p.name == "inductor" else p for p in passes]
 
 
 PIPELINES: dict[str, Callable[[], list[Pass]]] = {"exact": exact, "default": default}
 
 
 def configured(
-    pipeline: str = "default", *, memory: str = "none", inductor: str = "full", cuda_graph: bool = True
+    pipeline: str = "default", *, memory: str = "none", inductor: str = "auto", cuda_graph: bool = True
 ) -> list[Pass]:
     """A pipeline with the trainer's options applied.
 
-    ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``full`` or ``off``.
+    ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``auto`` (on a GPU), ``full`` or ``off``.
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"unknown pipeline {pipeline!r}; allowed: {', '.join(map(repr, PIPELINES))}")
-    if inductor not in ("full", "off"):
-        raise ValueError(f"unknown inductor mode {inductor!r}; allowed: full, off")
-    chosen = []
-    for p in PIPELINES[pipeline]():
-        if p.name == "recompute":
-            p = get("recompute", **vars(recompute.parse_policy(memory)))
-        if (p.name == "inductor" and inductor == "off") or (p.name == "cuda_graph" and not cuda_graph):
-            continue
-        chosen.append(p)
-    return chosen
+    if inductor not in ("auto", "full", "off"):
+        raise ValueError(f"unknown inductor mode {inductor!r}; allowed: auto, full, off")
+    options = {"recompute": vars(recompute.parse_policy(memory)), "inductor": {"gpu_only": inductor == "auto"}}
+    dropped = {"inductor": inductor == "off", "cuda_graph": not cuda_graph}
+    chosen = [p for p in PIPELINES[pipeline]() if not dropped.get(p.name)]
+    return [p.with_options(**options.get(p.name, {})) for p in chosen]

@@ -11,13 +11,12 @@ from stepgraph.passes.contract import PASSES, Pass, PassReport, get
 from stepgraph.passes.pipeline import PIPELINES
 
 
-def resolve(passes: str | Iterable[str | Pass], disable: Sequence[str] = ()) -> tuple[list[Pass], bool]:
-    """The passes to run, and whether the caller named each (an unusable one is then an error, not skipped).
+def resolve(passes: str | Iterable[str | Pass], disable: Sequence[str] = ()) -> list[Pass]:
+    """The passes to run.
 
     ``passes``: ``"exact"``, ``"default"``, or a list of names and configured passes.
     """
-    named = not isinstance(passes, str)
-    if named:
+    if not isinstance(passes, str):
         chosen = [p if isinstance(p, Pass) else get(p) for p in passes]
     elif passes in PIPELINES:
         chosen = PIPELINES[passes]()
@@ -25,7 +24,7 @@ def resolve(passes: str | Iterable[str | Pass], disable: Sequence[str] = ()) -> 
         raise ValueError(f"unknown pipeline {passes!r}; allowed: {', '.join(map(repr, PIPELINES))} or a list of passes")
     for name in disable:
         get(name)  # refuses an unknown name
-    return [p for p in chosen if p.name not in disable], named
+    return [p for p in chosen if p.name not in disable]
 
 
 def check(passes: Sequence[Pass]) -> None:
@@ -71,13 +70,12 @@ def run_passes(
     ``dump``: folder for the graph's text before the first pass and after each one. Raises ``ValueError`` for unknown
     names and broken contracts before anything is changed.
     """
-    chosen, named = resolve(passes, disable)
+    chosen = resolve(passes, disable)
     check(chosen)
-    if named:
-        for p in chosen:
-            reason = unusable(p, step)
-            if reason:
-                raise ValueError(f"pass {p.name} cannot run: {reason}; leave it out")
+    for p in chosen:
+        reason = unusable(p, step)
+        if reason and not p.optional:
+            raise ValueError(f"pass {p.name} cannot run: {reason}; leave it out")
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "00-captured.txt").write_text(step.text())
