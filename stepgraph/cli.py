@@ -3,17 +3,13 @@
 Errors of use end in one line on stderr and exit status 2; any other exception keeps its traceback.
 """
 
-import contextlib
 import dataclasses
-import difflib
-import io
-import re
 import sys
-import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from stepgraph.errors import unknown_name
+from stepgraph.options import parse, unknown_option, value_of
 
 if TYPE_CHECKING:
     from stepgraph.train.config import TrainConfig
@@ -32,17 +28,6 @@ options:
 """
 
 DEFAULT_PRESET = "llama3-debug"
-
-# tyro's words (a pattern over the whole message) -> ours.
-_PLAIN = [
-    (r"^Unrecognized options: (.*)", r"unexpected \1: write stepgraph train [PRESET] [--option VALUE ...]"),
-    (r"^Missing value for argument '(\S+)'\. Expected (\d+) values\.", r"\1 lacks its value: it takes \2"),
-    (
-        r"^invalid choice (.*) for argument '(\S+)'\. Expected one of \((.*?),?\)\.",
-        r"bad value for \2: \1 is not one of \3",
-    ),
-    (r"^Error parsing (\S+):", r"bad value for \1:"),
-]
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -79,7 +64,7 @@ def _dispatch(arguments: list[str]) -> int:
 
             return bench.main(rest)
     if command.startswith("-"):
-        raise _unknown_option(command, ["--help", "--version"])
+        raise unknown_option(command, ["--help", "--version"])
     raise unknown_name("command", command, ["train", "bench"])
 
 
@@ -88,8 +73,6 @@ def parse_train(arguments: list[str]) -> "TrainConfig":
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
-    import tyro
-
     from stepgraph.train.config import TrainConfig
     from stepgraph.train.presets import PRESETS
 
@@ -98,23 +81,15 @@ def parse_train(arguments: list[str]) -> "TrainConfig":
     if preset not in PRESETS:
         raise unknown_name("preset", preset, PRESETS)
     default = PRESETS[preset]()
-    if resume := _value_of("--resume", options):
+    if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
 
-    _check_option_names(options, default)
-    with contextlib.redirect_stderr(io.StringIO()) as box:
-        try:
-            config = tyro.cli(
-                TrainConfig,
-                prog="stepgraph train [PRESET]",
-                description=f"{TrainConfig.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
-                args=options,
-                default=default,
-            )
-        except SystemExit as stop:
-            if stop.code == 0:  # --help
-                raise
-            raise ValueError(_one_line(box.getvalue())) from None
+    config = parse(
+        default,
+        options,
+        usage="stepgraph train [PRESET]",
+        description=f"{TrainConfig.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
+    )
     config.validate()
     return config
 
@@ -133,57 +108,3 @@ def _resumed(folder: Path, preset: str | None) -> "TrainConfig":
     if preset not in (None, config.preset):
         raise ValueError(f"--resume {folder} is a run of preset {config.preset!r}, not {preset!r}: leave PRESET out")
     return dataclasses.replace(config, resume=folder, out=None, init_from_hf=None)
-
-
-def _value_of(option: str, options: list[str]) -> str | None:
-    """The last value given to ``option``, as ``--option VALUE`` or ``--option=VALUE``."""
-    value = None
-    for position, word in enumerate(options):
-        if word.startswith(option + "="):
-            value = word.removeprefix(option + "=")
-        elif word == option and position + 1 < len(options):
-            value = options[position + 1]
-    return value
-
-
-def _check_option_names(options: list[str], default: "TrainConfig") -> None:
-    """Refuses the first unknown option with the nearest one: tyro's own answer takes a boxed page."""
-    allowed = ["--help", *_option_names(default, "")]
-    for word in options:
-        name = word.split("=", 1)[0]
-        # A dash and a digit start a negative number.
-        if re.match(r"--?[a-zA-Z]", name) and name != "-h" and name.replace("_", "-") not in allowed:
-            raise _unknown_option(name, allowed)
-
-
-def _option_names(config: object, prefix: str) -> typing.Iterator[str]:
-    """Every option that tyro makes of a dataclass: ``--name``, ``--no-name`` for a flag, ``--outer.name``."""
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        name, value = field.name.replace("_", "-"), getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _option_names(value, f"{prefix}{name}.")
-        # A group that the default leaves out (None) has no options.
-        elif field.name != "preset" and not any(map(dataclasses.is_dataclass, typing.get_args(hints[field.name]))):
-            yield f"--{prefix}{name}"
-            if isinstance(value, bool):
-                yield f"--{prefix}no-{name}"
-
-
-def _unknown_option(given: str, allowed: list[str]) -> ValueError:
-    near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
-    return ValueError(f"unknown option {given}: " + (f"did you mean {near[0]}?" if near else "see stepgraph --help"))
-
-
-def _one_line(box: str) -> str:
-    """The message in tyro's boxed error, without its frame and its advice."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
-    message = []
-    for line in lines[1:]:  # the first line is the box's title
-        if not line:  # a rule: the advice follows
-            break
-        message.append(line)
-    text = " ".join(message)
-    for pattern, plain in _PLAIN:
-        text = re.sub(pattern, plain, text)
-    return text

@@ -7,6 +7,7 @@ from torch itself.
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    is_fake,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -24,7 +26,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
-    "DATA_DEPENDENT_ERRORS",
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
@@ -33,22 +34,39 @@ __all__ = [
     "dispatch_flex_attention",
     "fake_mode",
     "graph_of_trace",
+    "has_step_hooks",
     "inductor_compile",
     "intercept_checkpoint",
+    "is_fake",
     "is_traceable_wrapper_subclass",
+    "mark_stepped",
+    "operator_needing_values",
     "pytree",
     "rename_node",
+    "storage_key",
     "trace",
     "trace_context",
 ]
 
 #: What fake tensors raise where a value, not only a shape, would be needed.
-DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+def operator_needing_values(error: Exception) -> str | None:
+    """Name of the operator that failed because fake tensors have no values; None if ``error`` is something else."""
+    if isinstance(error, _DATA_DEPENDENT):
+        return str(getattr(error, "func", "a data-dependent operator"))
+    for name, message in ((".numpy()", ".numpy() is not supported"), (".data_ptr()", "Cannot access data pointer")):
+        if isinstance(error, RuntimeError) and message in str(error):
+            return name
+    return None
 
 
 def fake_mode() -> FakeTensorMode:
     """A fake mode for capture: static shapes; real tensors met on the way become constants of the graph."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    # By default a shape environment would invent a symbol for the value of `.item()` and for the size of `nonzero`.
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True)
 
 
 @contextlib.contextmanager
@@ -81,6 +99,11 @@ def graph_of_trace() -> torch.fx.Graph:
     return get_proxy_mode().tracer.graph
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for two living tensors exactly if they share storage, also for fake tensors."""
+    return tensor.untyped_storage()._cdata
+
+
 def current_sequence_nr() -> int:
     """Sequence number of the autograd node created last on this thread."""
     return torch.autograd._get_sequence_nr() - 1
@@ -89,6 +112,17 @@ def current_sequence_nr() -> int:
 def below_autograd() -> contextlib.AbstractContextManager:
     """Operators called inside skip the autograd dispatch keys: no graph, and about a microsecond less each."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+@contextlib.contextmanager
+def _replaced(module: ModuleType, **values: Any) -> Iterator[None]:
+    """Names of a module of torch have other values while inside."""
+    saved = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(saved)
 
 
 @contextlib.contextmanager
@@ -110,21 +144,17 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
     class Function:
         @staticmethod
         def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+            # The re-entrant flavour has no backward unless one of its own arguments needs one.
+            needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
             enter()
             try:
-                return function(*args)
+                with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
+                    return function(*args)
             finally:
                 leave()
 
-    names = {"_checkpoint_without_reentrant_generator": generator, "CheckpointFunction": Function}
-    saved = {name: getattr(torch_checkpoint, name) for name in names}
-    for name, value in names.items():
-        setattr(torch_checkpoint, name, value)
-    try:
+    with _replaced(torch_checkpoint, _checkpoint_without_reentrant_generator=generator, CheckpointFunction=Function):
         yield
-    finally:
-        for name, value in saved.items():
-            setattr(torch_checkpoint, name, value)
 
 
 @contextlib.contextmanager
@@ -132,16 +162,13 @@ def dispatch_flex_attention() -> Iterator[None]:
     """``flex_attention`` called in a trace records its higher-order operator.
 
     Called outside Dynamo it would start Dynamo itself, which refuses to run inside another trace. The module's own
-    debug switch calls the operator directly instead.
+    debug switch calls the operator directly instead. Its front end refuses a backward on the CPU, which the operator
+    itself can do: with dense attention, so that a model for GPUs can be captured, and tried, on a CPU.
     """
     import torch.nn.attention.flex_attention as flex
 
-    saved = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
-    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    try:
+    with _replaced(flex, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True, _validate_device=lambda *_: None):
         yield
-    finally:
-        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = saved
 
 
 def inductor_compile(
@@ -153,6 +180,16 @@ def inductor_compile(
     return standalone_compile(
         module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
     )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user hooked code to ``optimizer.step``."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell torch's learning rate schedulers that the optimizer has stepped; they warn otherwise."""
+    optimizer._opt_called = True
 
 
 def rename_node(node: torch.fx.Node, name: str) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture import StepGraph, Traced, flatten_batch, trace_step
-from stepgraph.capture.optimizer import AdamWUpdate, land_gradients
+from stepgraph.capture import StepGraph, Traced, flatten_batch, gradients, trace_step
+from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.state import Watch, unwrap
 from stepgraph.capture.trace import LossFn
 from stepgraph.passes import Pass, PassReport, run_passes
 
@@ -42,7 +43,7 @@ def capture(
         optimizer: ``torch.optim.AdamW`` or ``stepgraph.MasterAdamW``: clipping and the update become part of the
             graph, and the learning rate is read from ``param_groups`` at every step. Without one, gradients land in
             ``param.grad`` as ``backward()`` leaves them.
-        max_grad_norm: clip gradients to this total 2-norm.
+        max_grad_norm: clip the step's gradients to this total 2-norm, before they are added to any ``param.grad``.
         accumulate: split the batch's tensors along their first dimension into so many microbatches; the step's loss
             and gradients are those of their mean.
         passes: ``"exact"`` (bitwise equal to eager), ``"default"``, or a list of names and configured passes.
@@ -94,6 +95,7 @@ class CapturedStep:
         self.passes = passes if isinstance(passes, str) else list(passes)
         self.disable, self.dump = tuple(disable), dump
         self.metrics: dict[str, torch.Tensor] = {}
+        self._modules = list(model.modules())
         self._update = AdamWUpdate(optimizer) if optimizer is not None else None
         self._bound: OrderedDict[tuple, _Bound] = OrderedDict()
         leaves, spec = flatten_batch(batch)
@@ -114,11 +116,12 @@ class CapturedStep:
         leaves, spec = flatten_batch(batch)
         signature = self._signature(leaves, spec)
         bound = self._bound.get(signature)
-        if bound is not None and bound.is_stale():
+        if bound is not None and bound.watch.sees_change():
             del self._bound[signature]
             bound = None
         if bound is None:
-            bound = self._bind(batch, signature)
+            with _no_autocast():
+                bound = self._bind(batch, signature)
         self._bound.move_to_end(signature)
         self._current = bound
         loss, self.metrics = bound.run(leaves)
@@ -126,11 +129,9 @@ class CapturedStep:
 
     def _signature(self, leaves: Sequence[Any], spec: Any) -> tuple:
         """Everything outside the tensors' values that the graph was specialized on."""
-        forms = tuple(
-            (leaf.shape, leaf.dtype, leaf.device, leaf.stride()) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        )
-        return forms, spec, self.model.training, self._update and self._update.constants()
+        forms = tuple(_form(leaf) for leaf in leaves)
+        training = tuple([module.training for module in self._modules])
+        return forms, spec, training, self._update and self._update.constants()
 
     def _bind(self, batch: Any, signature: tuple) -> "_Bound":
         if len(self._bound) >= MAX_CAPTURES:
@@ -166,15 +167,7 @@ class _Bound:
             if spec.kind == "lr"
         }
         self.lr_values: dict[int, float] = {}
-        self.optimizer_state = update.optimizer.state if update else None
-        self.addresses = [_address(slot.tensor) for slot in traced.slots]
-
-    def is_stale(self) -> bool:
-        """Whether the user has since replaced a tensor of the model or the optimizer's state."""
-        slots = self.traced.slots
-        if any(slot.moved() or _address(slot.tensor) != a for slot, a in zip(slots, self.addresses, strict=True)):
-            return True
-        return self.update is not None and self.update.optimizer.state is not self.optimizer_state
+        self.watch = Watch(traced.slots, update.optimizer if update else None)
 
     def run(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         for group, tensor in self.lrs.items():
@@ -184,7 +177,7 @@ class _Bound:
             elif self.lr_values.get(group) != lr:
                 tensor.fill_(lr)
                 self.lr_values[group] = lr
-        flat = [*self.state, *(leaves[i] for i in self.tensor_leaves)]
+        flat = [*self.state, *(tensor for i in self.tensor_leaves for tensor in unwrap(leaves[i])[0])]
         with torch.no_grad(), _no_autocast(), compat.below_autograd():
             results = self.traced.step.runner(flat)
         loss, metrics, grads = None, {}, []
@@ -195,16 +188,19 @@ class _Bound:
                 metrics[spec.name] = value
             else:
                 grads.append(value)
-        land_gradients(self.traced.landing, grads)
+        gradients.land(self.traced.landing, grads)
+        if self.update:
+            compat.mark_stepped(self.update.optimizer)
         return loss, metrics
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Where the tensor's data lies: ``param.data = ...`` and ``model.to(...)`` change it and not the object."""
-    if compat.is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return hash(tuple(getattr(tensor, name).data_ptr() for name in names))
-    return 0 if isinstance(tensor, compat.FakeTensor) else tensor.data_ptr()
+def _form(leaf: Any) -> Any:
+    """What of a leaf of the batch the graph was specialized on: a tensor's form, any other value itself."""
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf
+    inner, wrapping = unwrap(leaf)
+    plain = tuple((t.shape, t.dtype, t.device, t.stride()) for t in inner)
+    return plain if wrapping is None else (plain, wrapping.kind, wrapping.context, *wrapping.others.values())
 
 
 @contextlib.contextmanager

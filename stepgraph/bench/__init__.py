@@ -1,0 +1,30 @@
+"""``stepgraph bench``: measurements beside eager and ``torch.compile``, as JSON, a table and a picture."""
+
+from stepgraph.errors import unknown_name
+
+USAGE = """usage: stepgraph bench NAME [options]
+
+Measure stepgraph beside eager and torch.compile, on the same model, weights and batch.
+
+names:
+  step [PRESET ...] [options]        one training step; see stepgraph bench step --help
+  report FILE.json ... [--plot PNG]  recorded measurements as Markdown tables and as a bar chart
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``stepgraph bench ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
+    name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    match name:
+        case "-h" | "--help":
+            print(USAGE, end="")
+            return 0
+        case "step":
+            from stepgraph.bench import step
+
+            return step.main(rest)
+        case "report":
+            from stepgraph.bench import report
+
+            return report.main(rest)
+    raise unknown_name("benchmark", name, ["step", "report"])

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+
+from stepgraph import compat
 
 aten = torch.ops.aten
 
@@ -111,6 +112,8 @@ class AdamWUpdate:
                 f"optimizer {type(optimizer).__name__} cannot be captured; allowed: torch.optim.AdamW, "
                 "stepgraph.MasterAdamW; or capture without an optimizer and step it yourself"
             )
+        if compat.has_step_hooks(optimizer):
+            raise ValueError("the optimizer has step hooks, which a captured step would not run; remove them")
         self.optimizer = optimizer
         self.master = isinstance(optimizer, MasterAdamW)
         for group in optimizer.param_groups:
@@ -119,6 +122,8 @@ class AdamWUpdate:
                     raise ValueError(f"AdamW({flag}=True) cannot be captured; use {flag}=False")
             if isinstance(group["lr"], torch.Tensor) and not group["fused"]:
                 raise ValueError("AdamW with a tensor lr is captured with fused=True only; pass fused=True")
+            if any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
+                raise ValueError("AdamW with tensor betas cannot be captured; pass them as numbers")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -141,6 +146,15 @@ class AdamWUpdate:
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
 
+    def without_state(self) -> list[torch.Tensor]:
+        """The parameters that have no state yet."""
+        return [p for _, p in self.owned() if not self.optimizer.state.get(p)]
+
+    def drop_state(self, params: Iterable[torch.Tensor]) -> None:
+        """Forget the state of ``params``."""
+        for param in params:
+            self.optimizer.state.pop(param, None)
+
     def lr_input(self, group: dict[str, Any], device: torch.device) -> torch.Tensor:
         """The tensor through which the graph reads a group's learning rate.
 
@@ -162,14 +176,14 @@ class AdamWUpdate:
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         states: Sequence[dict[str, torch.Tensor]],
-        live_states: Sequence[dict[str, torch.Tensor]],
+        live_steps: Sequence[float],
         lr: torch.Tensor,
         paths: Sequence[str],
         attribute: Callable[[str], None],
     ) -> None:
         """Record the update of one group's local tensors; each result is written into its input.
 
-        ``states`` are the graph's stand-ins for ``live_states``; ``attribute`` is told the module path of what is
+        ``live_steps``: how many steps each parameter has seen. ``attribute`` is told the module path of what is
         recorded next.
         """
         if group["fused"]:
@@ -177,13 +191,12 @@ class AdamWUpdate:
             self._trace_fused(group, params, grads, states, lr)
             return
         factors: dict[float, tuple] = {}  # parameters at the same step share what depends on it
-        for param, grad, state, live, path in zip(params, grads, states, live_states, paths, strict=True):
+        for param, grad, state, live_step, path in zip(params, grads, states, live_steps, paths, strict=True):
             attribute(path)
             new_step = state["step"] + 1
-            key = float(live["step"])
-            if key not in factors:
-                factors[key] = _factors(group, new_step, lr)
-            _trace_unfused(group, param, grad, state, new_step, *factors[key])
+            if live_step not in factors:
+                factors[live_step] = _factors(group, new_step, lr)
+            _trace_unfused(group, param, grad, state, new_step, *factors[live_step])
 
     def _trace_fused(self, group: dict, params: Sequence, grads: Sequence, states: Sequence[dict], lr: Any) -> None:
         targets = [s["master"] for s in states] if self.master else list(params)
@@ -225,18 +238,12 @@ def _trace_unfused(
     exp_avg_sq = torch.addcmul(state["exp_avg_sq"] * beta2, grad, grad, value=1 - beta2)
     denominator = exp_avg_sq.sqrt() / correction2_sqrt + group["eps"]
     # addcdiv takes its factor as a number only: its terms in its own order, with the factor as a tensor.
-    new_param = new_param + exp_avg * neg_step_size / denominator
+    if param.dtype in (torch.bfloat16, torch.float16):  # addcdiv rounds once, at its end
+        step = new_param.float() + exp_avg.float() * neg_step_size / denominator.float()
+        new_param = step.to(param.dtype)
+    else:
+        new_param = new_param + exp_avg * neg_step_size / denominator
     state["step"].copy_(new_step)
     state["exp_avg"].copy_(exp_avg)
     state["exp_avg_sq"].copy_(exp_avg_sq)
     param.copy_(new_param)
-
-
-def land_gradients(slots: Sequence[Any], grads: Sequence[torch.Tensor]) -> None:
-    """Add gradients to ``param.grad`` as ``backward()`` does: assigned where it is None, accumulated elsewhere."""
-    for slot, grad in zip(slots, grads, strict=True):
-        param: nn.Parameter = slot.tensor
-        if param.grad is None:
-            param.grad = grad
-        else:
-            param.grad.add_(grad)

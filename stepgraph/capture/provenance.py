@@ -10,7 +10,8 @@ provenance.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -18,13 +19,15 @@ import torch
 from torch import fx, nn
 
 from stepgraph import compat
+from stepgraph.errors import CaptureError
 
 KEY = "stepgraph"
 PHASES = ("forward", "loss", "backward", "optimizer")
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
-_SKIPPED = (_TORCH, _HERE, contextlib.__file__, compat.__file__)
+_STEP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "step.py")
+_SKIPPED = (_TORCH, _HERE, _STEP, contextlib.__file__, compat.__file__)
 
 
 class Provenance(NamedTuple):
@@ -59,14 +62,23 @@ def phase_of(node: fx.Node) -> str:
     return found.phase if found else "unattributed"
 
 
+def _is_user_file(filename: str) -> bool:
+    return not filename.startswith(_SKIPPED) and not filename.startswith("<")
+
+
 def user_frame(frame: FrameType | None) -> str:
     """``file:line`` of the innermost frame outside torch and this room."""
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith(_SKIPPED) and not filename.startswith("<"):
-            return f"{filename}:{frame.f_lineno}"
+        if _is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def user_source(error: BaseException) -> str:
+    """``file:line`` of the innermost frame outside torch and this room that ``error`` came through."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((f"{file}:{line}" for file, line in reversed(frames) if _is_user_file(file)), "")
 
 
 class Recorder:
@@ -78,7 +90,7 @@ class Recorder:
         self.stack: list[str] = []
         self.checkpoint: int | None = None
         self.checkpoints = 0
-        self.last_source = ""
+        self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
         self._forward: dict[int, Provenance] = {}
         self._origin: Provenance | None = None
 
@@ -90,6 +102,7 @@ class Recorder:
         def create_attributed(*args: Any, **kwargs: Any) -> fx.Node:
             node = create(*args, **kwargs)
             node.meta[KEY] = self._here(sys._getframe(1))
+            _refuse_written_constants(node)
             return node
 
         graph.create_node = create_attributed
@@ -101,11 +114,12 @@ class Recorder:
     def _here(self, frame: FrameType) -> Provenance | None:
         if self.phase == "backward" or self._origin is not None:
             return self._origin
-        self.last_source = source = user_frame(frame)
+        source = user_frame(frame)
         phase = "forward" if self.phase == "loss" and self.stack else self.phase
         here = Provenance(self.stack[-1] if self.stack else "", phase, source, self.checkpoint)
         if phase in ("forward", "loss"):
             self._forward.setdefault(compat.current_sequence_nr(), here)
+            self._sources[here.path] = source
         return here
 
     @contextlib.contextmanager
@@ -144,17 +158,25 @@ class Recorder:
         if self._checkpoint_depth == 0:
             self.checkpoint = None
 
-    def watch_backward(self, loss: torch.Tensor) -> None:
-        """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary."""
-        seen, queue = set(), [loss.grad_fn]
+    def watch_backward(self, loss: torch.Tensor, params: Sequence[torch.Tensor]) -> None:
+        """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary.
+
+        Raises `CaptureError` if gradients flow into a tensor that is none of ``params``.
+        """
+        known = {id(p) for p in params}
+        seen, queue = set(), [(loss.grad_fn, None)]
         while queue:
-            node = queue.pop()
+            node, user = queue.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
+            if node.name() == "torch::autograd::AccumulateGrad":
+                if id(node.variable) not in known:
+                    _refuse_foreign(node.variable, user)
+                continue
             origin = self._forward.get(node._sequence_nr())
             node.register_prehook(self._prehook(origin and origin._replace(phase="backward")))
-            queue.extend(next_node for next_node, _ in node.next_functions)
+            queue.extend((next_node, origin) for next_node, _ in node.next_functions)
 
     def _prehook(self, origin: Provenance | None) -> Any:
         def hook(_grad_outputs: Any) -> None:
@@ -174,4 +196,25 @@ class Recorder:
 
     def attribute(self, path: str) -> None:
         """What follows in this phase belongs to the module at ``path``."""
-        self._origin = Provenance(path, self.phase, self.last_source)
+        self._origin = Provenance(path, self.phase, self._sources.get(path) or self._sources[""])
+
+
+def _refuse_foreign(tensor: torch.Tensor, user: Provenance | None) -> None:
+    where = f"{user.path or 'the model'} ({user.source})" if user else "the loss"
+    raise CaptureError(
+        f"a tensor of shape {list(tensor.shape)} that requires a gradient is used in {where} but is not one of the "
+        "model's parameters; register it as an nn.Parameter, and use no cached copy of a parameter"
+    )
+
+
+def _refuse_written_constants(node: fx.Node) -> None:
+    """A tensor that is no input is written: torch would also write into the user's own while it traces."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        if argument.alias_info and argument.alias_info.is_write and getattr(value, "op", None) == "get_attr":
+            where = provenance(node)
+            raise CaptureError(
+                f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
+                "its buffer; register it as a buffer"
+            )

@@ -2,7 +2,7 @@
 
 A parameter may be held by several modules (tied weights) and may be a wrapper such as DTensor; the graph sees each
 tensor once, as the local tensors inside it. `Slot` says where a tensor of the model lives, so that a trace can put
-its stand-in there and take it out again, and so that a step can see cheaply that a user replaced it.
+its stand-in there and take it out again; `Watch` sees cheaply that a user replaced one.
 """
 
 import contextlib
@@ -34,10 +34,6 @@ class Slot:
         """Path of the module that holds it."""
         return self.name.rpartition(".")[0]
 
-    def moved(self) -> bool:
-        """Whether any module now holds another tensor in this slot's place."""
-        return any(holder.get(key) is not self.tensor for holder, key in self.places)
-
 
 def model_slots(model: nn.Module) -> list[Slot]:
     """The model's parameters, then its buffers, each once, in ``named_modules()`` order."""
@@ -62,25 +58,77 @@ def model_slots(model: nn.Module) -> list[Slot]:
     return slots
 
 
+class Watch:
+    """Notices that the user replaced a tensor that a captured step is bound to. Runs in every step: plain loops."""
+
+    def __init__(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer | None):
+        self._places = [(holder, key, slot.tensor) for slot in slots for holder, key in slot.places]
+        self._optimizer = optimizer
+        self._state = dict(optimizer.state) if optimizer is not None else {}
+        self._tensors = [slot.tensor for slot in slots]
+        self._wrapped = [t for t in self._tensors if compat.is_traceable_wrapper_subclass(t)]
+        self._plain = [t for t in self._tensors if type(t) in (torch.Tensor, nn.Parameter)]
+        self._seen = self._look()
+
+    def _look(self) -> tuple:
+        """Where data lies (``param.data = ...`` and ``model.to(...)`` change it and not the object); what trains."""
+        inner = [part.data_ptr() for t in self._wrapped for part in unwrap(t)[0] if not compat.is_fake(part)]
+        return [t.data_ptr() for t in self._plain] + inner, [t.requires_grad for t in self._tensors]
+
+    def sees_change(self) -> bool:
+        """Whether the step must be bound, and so captured, again."""
+        for holder, key, tensor in self._places:
+            if holder.get(key) is not tensor:
+                return True
+        if self._optimizer is not None:
+            now = self._optimizer.state
+            for param, state in self._state.items():
+                if now.get(param) is not state:
+                    return True
+        return self._look() != self._seen
+
+
 @contextlib.contextmanager
-def swapped(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """The model holds ``tensors`` in place of its own while inside."""
+def swapped(model: nn.Module, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The model holds ``tensors`` in place of its own while inside; whatever it assigns there is undone at the end."""
+    held = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers)]
+    saved = [dict(d) for d in held]
     try:
         for slot, tensor in zip(slots, tensors, strict=True):
             for holder, key in slot.places:
                 holder[key] = tensor
         yield
     finally:
-        for slot in slots:
-            for holder, key in slot.places:
-                holder[key] = slot.tensor
+        for now, before in zip(held, saved, strict=True):
+            now.clear()
+            now.update(before)
+
+
+def kept_tensors(model: nn.Module) -> dict[int, str]:
+    """Fake tensors that the model's modules hold, in attributes or in containers in them: id -> where."""
+    found = {}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, (dict, list, tuple, set)) and value and key != "_modules":
+                leaves = compat.pytree.tree_leaves(list(value) if isinstance(value, set) else value)
+            else:
+                leaves = [value]
+            for leaf in leaves:
+                if compat.is_fake(leaf):
+                    found[id(leaf)] = f"module {path or 'model'} keeps a tensor of the step in {key}"
+    return found
 
 
 @dataclass
 class Wrapping:
-    """How to rebuild one tensor from its local tensors. ``context`` is None for a plain tensor."""
+    """How to rebuild one wrapped tensor from its local tensors.
+
+    ``names``: attributes of its tensors. ``others``: those that are no tensors, such as a mesh. ``context``: what the
+    tensor's class says of it beside them.
+    """
 
     names: list[str]
+    others: dict[str, object]
     context: object
     kind: type
     size: torch.Size
@@ -92,11 +140,14 @@ def unwrap(tensor: torch.Tensor) -> tuple[list[torch.Tensor], Wrapping | None]:
     if not compat.is_traceable_wrapper_subclass(tensor):
         return [tensor], None
     names, context = tensor.__tensor_flatten__()
-    inner = [getattr(tensor, name) for name in names]
-    for t in inner:
+    parts = {name: getattr(tensor, name) for name in names}
+    inner = {name: t for name, t in parts.items() if isinstance(t, torch.Tensor)}
+    for t in inner.values():
         if compat.is_traceable_wrapper_subclass(t):
             raise CaptureError(f"nested tensor wrappers are not supported: {type(tensor).__name__} holds {type(t)}")
-    return inner, Wrapping(names, context, type(tensor), tensor.size(), tensor.stride())
+    others = {name: value for name, value in parts.items() if name not in inner}
+    wrapping = Wrapping(list(inner), others, context, type(tensor), tensor.size(), tensor.stride())
+    return list(inner.values()), wrapping
 
 
 def wrap(inner: Sequence[torch.Tensor], wrapping: Wrapping | None) -> torch.Tensor:
@@ -104,7 +155,7 @@ def wrap(inner: Sequence[torch.Tensor], wrapping: Wrapping | None) -> torch.Tens
     if wrapping is None:
         (plain,) = inner
         return plain
-    parts = dict(zip(wrapping.names, inner, strict=True))
+    parts = dict(zip(wrapping.names, inner, strict=True)) | wrapping.others
     return wrapping.kind.__tensor_unflatten__(parts, wrapping.context, wrapping.size, wrapping.stride)
 
 

@@ -1,6 +1,5 @@
 """Training step -> `StepGraph`: one `make_fx` trace over fake tensors of forward, loss, backward, clip and update."""
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,11 @@ import torch
 from torch import nn
 
 from stepgraph import compat
+from stepgraph.capture import checks, gradients
 from stepgraph.capture.graph import InputSpec, OutputSpec, StepGraph
 from stepgraph.capture.optimizer import AdamWUpdate
-from stepgraph.capture.provenance import Provenance, Recorder, provenance, set_provenance
-from stepgraph.capture.state import Slot, Wrapping, model_slots, repeated_blocks, swapped, unwrap, wrap
+from stepgraph.capture.provenance import Provenance, Recorder, set_provenance
+from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -37,13 +37,13 @@ class Traced:
     """A captured step with the live tensors behind its inputs.
 
     ``state``: the live local tensor of every input that is not of the batch, in input order; ``lr`` inputs are
-    tensors of their own that the caller fills. ``landing``: slots whose gradients the graph returns. ``leaves``: the
-    example batch's leaves.
+    tensors of their own that the caller fills. ``landing``: the slots whose gradients the graph returns, and how to
+    wrap them. ``leaves``: the example batch's leaves.
     """
 
     step: StepGraph
     state: list[torch.Tensor]
-    landing: list[Slot]
+    landing: list[tuple[Slot, Wrapping | None]]
     slots: list[Slot]
     leaves: list[Any]
 
@@ -84,10 +84,11 @@ def trace_step(
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
     slots = model_slots(model)
     leaves, spec = flatten_batch(batch)
-    _check_microbatches(leaves, accumulate)
+    checks.check_microbatches(leaves, accumulate)
     inputs = _Inputs()
     entries = [inputs.add("parameter" if s.is_parameter else "buffer", s.name, s.tensor) for s in slots]
     update = AdamWUpdate(optimizer) if optimizer is not None else None
+    stateless = update.without_state() if update else []
     groups = _optimizer_inputs(update, slots, inputs) if update else []
     n_state = len(inputs.live)
     tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -97,7 +98,8 @@ def trace_step(
     fakes = [_fake(mode, t) for t in inputs.live]
     recorder = Recorder(model)
     outputs: list[OutputSpec] = []
-    landing: list[Slot] = []
+    landing: list[tuple[Slot, Wrapping | None]] = []
+    updated: set[int] = set()
 
     def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
         tensors = []
@@ -109,36 +111,46 @@ def trace_step(
             batch_leaves[i] = wrap(flat[where], wrapping)
         wanted = [i for i, slot in enumerate(slots) if slot.tensor.requires_grad]
         watch = recorder.watch_graph(compat.graph_of_trace())
-        with watch, swapped(slots, tensors), recorder.watch_modules(), torch.enable_grad():
+        kept_before = kept_tensors(model)
+        with watch, swapped(model, slots, tensors), recorder.watch_modules(), torch.enable_grad():
             microbatches = _microbatches(batch_leaves, spec, accumulate)
             params = [(slots[i].path, tensors[i]) for i in wanted]
             loss, grads = _loss_and_grads(recorder, loss_fn, model, microbatches, params)
-            assigned = [(t, holder[key]) for s, t in zip(slots, tensors, strict=True) for holder, key in s.places]
-            _refuse_kept_tensors(model)
+            held = [(s, t, holder[key]) for s, t in zip(slots, tensors, strict=True) for holder, key in s.places]
+            checks.refuse_kept(model, {*kept_before, *(id(new) for _, _, new in held)})
         with recorder.watch_graph(compat.graph_of_trace()), recorder.in_phase("optimizer"), torch.no_grad():
-            for old, new in assigned:
-                if new is not old:
-                    old.copy_(new)
+            _write_assigned(recorder, held, flat)
             by_index = {i: g for i, g in zip(wanted, grads, strict=True) if g is not None}
             results = [loss]
             outputs.append(OutputSpec("loss", "loss"))
             if max_grad_norm is not None:
-                by_index, norm = _clip(by_index, max_grad_norm)
+                by_index, norm = gradients.clip(by_index, max_grad_norm)
                 results.append(norm)
                 outputs.append(OutputSpec("metric", "grad_norm"))
-            by_index = {i: _local(g, tensors[i]) for i, g in by_index.items()}
-            updated = _record_update(recorder, update, groups, by_index, flat) if update else set()
-            for i, grad in by_index.items():
-                if i not in updated:
-                    landing.append(slots[i])
-                    outputs.append(OutputSpec("grad", slots[i].name))
-                    results.append(grad)
+            by_index = {i: gradients.local(g, tensors[i]) for i, g in by_index.items()}
+            if update:
+                updated.update(_record_update(recorder, update, groups, by_index, flat))
+            landed = {i: grad for i, grad in by_index.items() if i not in updated}
+            landing.extend((slots[i], entries[i][1]) for i in landed)
+            outputs.extend(OutputSpec("grad", slots[i].name) for i in landed)
+            results.extend(gradients.unshared(landed.values(), taken=flat))
         return results
 
-    with torch.no_grad(), mode, compat.trace_context(mode), compat.dispatch_flex_attention(), _explained(recorder):
-        module = compat.trace(traced, fakes)
+    try:
+        with (
+            torch.no_grad(),
+            mode,
+            compat.trace_context(mode),
+            compat.dispatch_flex_attention(),
+            checks.explained(recorder),
+        ):
+            module = compat.trace(traced, fakes)
+    finally:  # eager gives no state to parameters that the loss does not reach
+        reached = {id(slots[i].tensor) for i in updated}
+        if update:
+            update.drop_state(p for p in stateless if id(p) not in reached)
     step = StepGraph(module, inputs.specs, outputs, repeated_blocks(model), _mesh_of(slots))
-    _refuse_constants_with_gradient(step)
+    checks.refuse_fake_constants(step)
     keep = _name_inputs(step, n_state)
     step.capture_s = time.perf_counter() - start
     return Traced(step, [inputs.live[i] for i in keep if i < n_state], landing, slots, leaves)
@@ -160,7 +172,9 @@ def _optimizer_inputs(update: AdamWUpdate, slots: Sequence[Slot], inputs: _Input
         state = update.init_state(param, group["options"])
         i = index_of[id(param)]
         where = {key: inputs.add("optimizer", f"{slots[i].name}.{key}", state[key])[0] for key in update.keys}
-        group["members"].append((i, where, state))
+        # The unfused step count lives on the host, and parameters may differ in it.
+        count = 0.0 if group["options"]["fused"] else float(state["step"])
+        group["members"].append((i, where, count))
         group["paths"][i] = slots[i].path
     for group_index, group in enumerate(groups):
         if group["members"]:
@@ -173,7 +187,7 @@ def _optimizer_inputs(update: AdamWUpdate, slots: Sequence[Slot], inputs: _Input
         parts.append(slice(start, start + n))
         start += n
     for group in groups:
-        group["members"] = [(i, parts[i], where, state) for i, where, state in group["members"]]
+        group["members"] = [(i, parts[i], where, count) for i, where, count in group["members"]]
     return groups
 
 
@@ -193,17 +207,17 @@ def _loss_and_grads(
     microbatches = list(microbatches)
     for microbatch in microbatches:
         loss = loss_fn(model, microbatch)
-        _check_loss(loss)
+        checks.check_loss(loss)
         if len(microbatches) > 1:
             loss = loss / len(microbatches)
         seed = torch.ones_like(loss)
-        recorder.watch_backward(loss)
+        recorder.watch_backward(loss, [p for _, p in params])
         with recorder.in_phase("backward"), torch.no_grad():
             grads = torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True)
-            for i, (grad, (path, _)) in enumerate(zip(grads, params, strict=True)):
+            for i, (grad, (path, param)) in enumerate(zip(grads, params, strict=True)):
                 recorder.attribute(path)
                 if grad is not None:
-                    sums[i] = grad if sums[i] is None else sums[i] + grad
+                    sums[i] = gradients.as_accumulated(grad, param) if sums[i] is None else sums[i] + grad
         loss = loss.detach()
         total = loss if total is None else total + loss
     return total, sums
@@ -221,51 +235,26 @@ def _microbatches(leaves: Sequence[Any], spec: Any, n: int) -> Iterator[Any]:
         yield compat.pytree.tree_unflatten(part, spec)
 
 
-def _check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
-    if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate} is not allowed; it counts microbatches, 1 or more")
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] % accumulate:
-            raise ValueError(
-                f"accumulate={accumulate} does not divide the batch's first dimension {leaf.shape[0]}; "
-                f"try accumulate={max(d for d in range(1, accumulate) if leaf.shape[0] % d == 0)}"
+def _write_assigned(
+    recorder: Recorder, held: Sequence[tuple[Slot, torch.Tensor, torch.Tensor]], flat: Sequence[torch.Tensor]
+) -> None:
+    """Write tensors that forward assigned to buffers into the buffers. ``held``: (slot, its stand-in, what is held)."""
+    assigned = [(slot, old, new) for slot, old, new in held if new is not old]
+    for slot, old, new in assigned:
+        if new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+            form = "None" if new is None else _form(new)
+            raise CaptureError(
+                f"forward replaces {slot.name}, {_form(old)}, by {form}; a captured step cannot change the form of its "
+                "state, keep shape, dtype and device"
             )
+    values = gradients.unshared([new for _, _, new in assigned], taken=flat)  # one buffer may hold another's old value
+    for (slot, old, _), value in zip(assigned, values, strict=True):
+        recorder.attribute(slot.path)
+        old.copy_(value)
 
 
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise CaptureError(f"loss_fn returned a {type(loss).__name__}; it must return a scalar tensor")
-    if loss.ndim != 0 or not loss.is_floating_point():
-        raise CaptureError(
-            f"loss_fn returned a {loss.dtype} tensor of shape {list(loss.shape)}; it must return a floating-point "
-            "scalar, such as loss.mean()"
-        )
-    if loss.grad_fn is None:
-        raise CaptureError("the loss depends on no parameter that requires a gradient; check requires_grad and no_grad")
-
-
-def _clip(grads: dict[int, torch.Tensor], max_norm: float) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """Scale gradients to a total 2-norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does."""
-    values = list(grads.values())
-    on_cuda = all(g.device.type == "cuda" for g in values)
-    norm = torch.nn.utils.get_total_norm(values, 2.0, foreach=on_cuda or None)
-    if hasattr(norm, "full_tensor"):  # DTensor: a partial norm on each rank
-        norm = norm.full_tensor()
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if on_cuda and not any(compat.is_traceable_wrapper_subclass(g) for g in values):
-        clipped = torch.ops.aten._foreach_mul.Tensor(values, scale)
-    else:
-        clipped = [g * scale for g in values]
-    return dict(zip(grads, clipped, strict=True)), norm
-
-
-def _local(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a gradient, laid out over the mesh as its parameter is."""
-    if not compat.is_traceable_wrapper_subclass(grad):
-        return grad
-    if grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
-    return grad.to_local()
+def _form(tensor: torch.Tensor) -> str:
+    return f"a {tensor.dtype} tensor of shape {list(tensor.shape)} on {tensor.device}"
 
 
 def _record_update(
@@ -287,7 +276,7 @@ def _record_update(
             params=[flat[part][0] for _, part, _, _ in members],
             grads=[grads[i] for i, _, _, _ in members],
             states=[{key: flat[where][0] for key, where in wheres.items()} for _, _, wheres, _ in members],
-            live_states=[state for _, _, _, state in members],
+            live_steps=[count for _, _, _, count in members],
             lr=flat[group["lr"]][0],
             paths=[paths[i] for i, _, _, _ in members],
             attribute=recorder.attribute,
@@ -316,30 +305,6 @@ def _mesh_of(slots: Sequence[Slot]) -> Any:
     return next((slot.tensor.device_mesh for slot in slots if hasattr(slot.tensor, "device_mesh")), None)
 
 
-def _refuse_kept_tensors(model: nn.Module) -> None:
-    """A tensor of this step kept in a plain attribute would be stale, and fake, in the next."""
-    for path, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, compat.FakeTensor):
-                raise CaptureError(
-                    f"module {path or 'model'} keeps a tensor of the step in its attribute {key!r}, which a captured "
-                    "step cannot do; register it as a buffer"
-                )
-
-
-def _refuse_constants_with_gradient(step: StepGraph) -> None:
-    for node in step.graph.find_nodes(op="get_attr"):
-        value = getattr(step.module, node.target, None)
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            user = next(iter(node.users))
-            where = provenance(user)
-            raise CaptureError(
-                f"a tensor of shape {list(value.shape)} that requires a gradient is used in "
-                f"{where.path or 'the model'} ({where.source}) but is not one of its parameters; "
-                "register it as an nn.Parameter, and use no cached copy of a parameter"
-            )
-
-
 def _name_inputs(step: StepGraph, n_state: int) -> list[int]:
     """Readable names for placeholders; optimizer state that nothing uses is dropped. The indices kept."""
     nodes = step.graph.find_nodes(op="placeholder")
@@ -354,17 +319,3 @@ def _name_inputs(step: StepGraph, n_state: int) -> list[int]:
         compat.rename_node(node, f"{spec.kind}_{spec.name}")
     step.inputs = [step.inputs[i] for i in keep]
     return keep
-
-
-@contextlib.contextmanager
-def _explained(recorder: Recorder) -> Iterator[None]:
-    """Failures of the trace, told in one line with module path and source line."""
-    try:
-        yield
-    except compat.DATA_DEPENDENT_ERRORS as error:
-        path = recorder.stack[-1] if recorder.stack else ""
-        operator = str(getattr(error, "func", None) or "a data-dependent operator")
-        raise CaptureError(
-            f"cannot capture {path or 'the model'} at {recorder.last_source}: {operator} needs a tensor's value while "
-            "the step is only shapes (.item(), bool(tensor), nonzero and the like); use torch.where or masks"
-        ) from error

@@ -1,8 +1,9 @@
 """The pipeline, the contract of a pass, the runner, and one file per pass."""
 
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get
+from stepgraph.passes.forecast import peak_bytes_by_policy
 from stepgraph.passes.pipeline import configured, default, exact
-from stepgraph.passes.recompute import parse_policy, policy_bytes
+from stepgraph.passes.recompute import parse_policy
 from stepgraph.passes.runner import format_report, run_passes
 
 __all__ = [
@@ -15,6 +16,6 @@ __all__ = [
     "format_report",
     "get",
     "parse_policy",
-    "policy_bytes",
+    "peak_bytes_by_policy",
     "run_passes",
 ]

@@ -3,18 +3,29 @@
 import operator
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
+from stepgraph.capture import phase_of
+
 aten = torch.ops.aten
+higher_order = torch.ops.higher_order
 
 #: Share their argument's storage although their schema does not say so.
-_HIDDEN_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
-
+_HIDDEN_VIEWS = {
+    aten._reshape_alias.default,
+    aten._unsafe_view.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+}
 
 #: Write into arguments although their schema does not say so: the positions of running mean and variance.
 _HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
+
+#: Higher-order operators that only compute.
+_PURE_HIGHER_ORDER = {higher_order.flex_attention, higher_order.flex_attention_backward}
 
 
 def is_overload(node: fx.Node) -> bool:
@@ -23,8 +34,18 @@ def is_overload(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws from a random generator."""
-    return is_overload(node) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether the node draws from a random generator. Attention does only where its dropout is not zero."""
+    if not is_overload(node) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    return argument(node, "dropout_p") != 0
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """What the operator call passes as ``name``, its default if nothing; None where there is no such argument."""
+    for i, parameter in enumerate(node.target._schema.arguments):
+        if parameter.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, parameter.default_value)
+    return None
 
 
 def is_mutating(node: fx.Node) -> bool:
@@ -39,8 +60,9 @@ def is_pure(node: fx.Node) -> bool:
     if node.op != "call_function" or is_random(node) or is_mutating(node):
         return False
     if is_overload(node):
-        return node.target.namespace in ("aten", "prims")
-    return node.target is operator.getitem or isinstance(node.target, torch._ops.HigherOrderOperator)
+        # An operator that returns nothing is there for its effect, as an assertion is.
+        return node.target.namespace in ("aten", "prims") and bool(node.target._schema.returns)
+    return node.target is operator.getitem or node.target in _PURE_HIGHER_ORDER
 
 
 def is_view(node: fx.Node) -> bool:
@@ -88,9 +110,9 @@ class Aliases:
     def _find_root(self, node: fx.Node) -> fx.Node:
         if is_view(node):
             return self._root[node.args[0]]
-        if is_mutating(node) and not node.target._schema.name.startswith("aten::_foreach"):
+        if is_mutating(node) and isinstance(node.meta.get("val"), torch.Tensor):
             written = written_arguments(node)
-            if len(written) == 1 and isinstance(node.meta.get("val"), torch.Tensor):
+            if len(written) == 1:
                 return self._root[written[0]]
         return node
 
@@ -151,36 +173,38 @@ class MemoryEstimate:
     saved: int
 
 
-def estimate_memory(graph: fx.Graph, phase_of: "dict[fx.Node, str] | None" = None) -> MemoryEstimate:
+def estimate_memory(graph: fx.Graph) -> MemoryEstimate:
     """Peak memory of running ``graph`` in order, each storage freed after its last use.
 
     A static count from shapes: allocator rounding and kernels' workspaces are not in it.
     """
     aliases = Aliases(graph)
-    last = aliases.last_use()
     frees: dict[int, list[fx.Node]] = defaultdict(list)
-    for root, position in last.items():
+    for root, position in aliases.last_use().items():
         frees[position].append(root)
-    alive = inputs = sum(tensor_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
-    peak, saved, saved_peak = alive, 0, 0
-    owned: dict[fx.Node, int] = {}
-    saved_roots: set[fx.Node] = set()
-    if phase_of is not None:
-        for node in graph.nodes:
-            if phase_of.get(node) in ("forward", "loss") and any(phase_of.get(u) == "backward" for u in node.users):
-                saved_roots.add(aliases.root(node))
+    kept = {
+        aliases.root(node)
+        for node in graph.nodes
+        if phase_of(node) in ("forward", "loss") and any(phase_of(user) == "backward" for user in node.users)
+    }
+    peak = alive = inputs = sum(tensor_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
+    saved = saved_peak = 0
     for node, position in aliases.position.items():
-        multiple = isinstance(node.meta.get("val"), (list, tuple))
-        if node.op == "call_function" and aliases.root(node) is node and not multiple:
-            owned[node] = tensor_bytes(node)
-            alive += owned[node]
+        if _allocates(node, aliases):
+            alive += tensor_bytes(node)
             peak = max(peak, alive)
-            if node in saved_roots:
-                saved += owned[node]
+            if node in kept:
+                saved += tensor_bytes(node)
                 saved_peak = max(saved_peak, saved)
         for root in frees[position]:
-            size = owned.pop(root, 0)
-            alive -= size
-            if root in saved_roots:
-                saved -= size
+            if _allocates(root, aliases):
+                alive -= tensor_bytes(root)
+                if root in kept:
+                    saved -= tensor_bytes(root)
     return MemoryEstimate(inputs, peak, saved_peak)
+
+
+def _allocates(node: fx.Node, aliases: Aliases) -> bool:
+    """Whether the node's result is memory of its own; what an operator returns in a list belongs to the getitems."""
+    multiple = isinstance(node.meta.get("val"), (list, tuple))
+    return node.op == "call_function" and aliases.root(node) is node and not multiple

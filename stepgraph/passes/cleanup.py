@@ -17,30 +17,29 @@ _CASTS = {aten._to_copy.default}
 def fold_constants(step: StepGraph, options: object, report: PassReport) -> None:
     """Evaluate casts and device copies of literals once.
 
-    Matches ``lift_fresh_copy`` of a constant (``torch.tensor(...)`` in the model) and pure single-input operators on
-    it; before -> after: ``_to_copy(lift_fresh_copy(c))`` -> ``c'``. A literal on the host would otherwise be copied
-    to the GPU in every step, which a CUDA graph cannot hold.
+    Matches ``lift_fresh_copy`` of a constant (``torch.tensor(...)`` in the model) and casts of it; before -> after:
+    ``_to_copy(lift_fresh_copy(c))`` -> ``c'``. A literal on the host would otherwise be copied to the GPU in every
+    step, which a CUDA graph cannot hold. Not where the model writes into the literal.
     """
     aliases = Aliases(step.graph)
+    folded: set[fx.Node] = set()
     for node in list(step.graph.nodes):
-        literal = node.target is aten.lift_fresh_copy.default or (
-            node.target in _CASTS and node.args[0].op == "get_attr"
-        )
-        if not literal or not isinstance(node.args[0], fx.Node) or node.args[0].op != "get_attr":
+        # A tensor that the user holds is read live: only literals, and what was folded from them, never change.
+        copied = node.target is aten.lift_fresh_copy.default and node.args[0].op == "get_attr"
+        cast = node.target in _CASTS and node.args[0] in folded
+        if not copied and not cast:
             continue
-        source = node.args[0]
-        if node.target in _CASTS and not source.meta.get("stepgraph_literal"):
-            continue  # a tensor the user holds may change between steps
         report.matched += 1
         if aliases.writes.get(aliases.root(node)):
             continue
-        name = f"_literal_{len(step.graph.nodes)}_{node.name}"
         with torch.no_grad():
-            value = node.target(getattr(step.module, source.target), **node.kwargs)
+            value = node.target(getattr(step.module, node.args[0].target), **node.kwargs)
+        name = f"_literal_{node.name}"
         step.module.register_buffer(name, value, persistent=False)
         with step.graph.inserting_before(node):
             constant = step.graph.get_attr(name)
-        constant.meta.update(node.meta, stepgraph_literal=True)
+        constant.meta.update(node.meta)
+        folded.add(constant)
         node.replace_all_uses_with(constant)
         step.graph.erase_node(node)
         report.changed += 1
@@ -52,9 +51,10 @@ def remove_noop_views(step: StepGraph, options: object, report: PassReport) -> N
     """Drop views, and chains of views, that give back what they started from.
 
     Before -> after: ``t(t(x))`` -> ``x``; ``view(x, x.shape)``, ``detach(x)``, ``alias(x)``, ``expand(x, x.shape)``
-    -> ``x``. A view is dropped if a tensor earlier in its chain has the same shape, strides and offset.
+    -> ``x``. A view is dropped if a tensor earlier in its chain has the same shape, strides and offset. An input is
+    not returned itself, and a tensor that is reshaped in place stands for no other.
     """
-    returned = {n for n in step.graph.output_node().all_input_nodes}
+    returned = set(step.graph.output_node().all_input_nodes)
     for node in list(step.graph.nodes):
         if not is_view(node) or not is_overload(node):
             continue
@@ -72,7 +72,7 @@ def _same_view(node: fx.Node) -> fx.Node | None:
     value, found, current = node.meta["val"], None, node
     while is_view(current) and isinstance(current.args[0], fx.Node):
         current = current.args[0]
-        if _layout(current.meta.get("val")) == _layout(value):
+        if _layout(current.meta.get("val")) == _layout(value) and not _reshaped_in_place(current):
             found = current
     return found
 
@@ -80,7 +80,12 @@ def _same_view(node: fx.Node) -> fx.Node | None:
 def _layout(value: object) -> tuple | None:
     if not isinstance(value, torch.Tensor):
         return None
-    return value.shape, value.stride(), value.storage_offset(), value.dtype
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.is_conj(), value.is_neg()
+
+
+def _reshaped_in_place(node: fx.Node) -> bool:
+    """Whether an operator such as ``unsqueeze_`` changes the shape of the very tensor that ``node`` makes."""
+    return any(is_overload(user) and torch.Tag.inplace_view in user.target.tags for user in node.users)
 
 
 @register("dedupe_casts", "exact")
@@ -89,10 +94,10 @@ def dedupe_casts(step: StepGraph, options: object, report: PassReport) -> None:
 
     Before -> after: two equal casts (or views) of one tensor in one phase -> the first; ``bf16(fp32(x))`` with x in
     bf16 -> ``x``; a cast to the dtype and device x already has -> ``x``. Not across a write to the tensor, nor where
-    a copy is written to; not across phases, which would keep the cast alive in between.
+    a copy is written to or returned; not across phases, which would keep the cast alive in between.
     """
     aliases = Aliases(step.graph)
-    end = len(aliases.position)
+    returned = {aliases.root(n) for n in step.graph.output_node().all_input_nodes}
     seen: dict[tuple, fx.Node] = {}
     for node in list(step.graph.nodes):
         cast = node.target in _CASTS
@@ -101,18 +106,18 @@ def dedupe_casts(step: StepGraph, options: object, report: PassReport) -> None:
         report.matched += 1
         here = aliases.position[node]
         if cast:
-            if aliases.writes.get(node):
+            if aliases.writes.get(node) or node in returned:
                 continue
-            base = _before_casts(node)
-            # A copy may be replaced by what it copied only while that is not written.
-            if base is not None and not aliases.written_between(base, aliases.position[base], end):
+            base = _before_casts(node, aliases)
+            if base is not None:
                 node.replace_all_uses_with(base)
                 step.graph.erase_node(node)
                 report.changed += 1
                 continue
-        key = (node.target, str(node.args), str(sorted(node.kwargs.items(), key=str)), phase_of(node))
+        key = (node.target, str(node.args), str(node.kwargs), phase_of(node))
         first = seen.get(key)
-        if first is None or aliases.written_between(node.args[0], aliases.position[first], here):
+        written = cast and first and aliases.written_between(node.args[0], aliases.position[first], here)
+        if first is None or written or _reshaped_in_place(first):
             seen[key] = node
             continue
         node.replace_all_uses_with(first)
@@ -121,11 +126,13 @@ def dedupe_casts(step: StepGraph, options: object, report: PassReport) -> None:
     report.summary = f"{report.changed} of {report.matched} casts and views repeated or returning"
 
 
-def _before_casts(node: fx.Node) -> fx.Node | None:
-    """The tensor that a chain of widening casts ending in ``node`` gives back unchanged, if there is one."""
-    source = node.args[0]
-    value = node.meta["val"]
-    while True:
+def _before_casts(node: fx.Node, aliases: Aliases) -> fx.Node | None:
+    """The tensor that a chain of widening casts ending in ``node`` gives back unchanged, if there is one.
+
+    The copy may stand for it only while neither it nor a cast between is written.
+    """
+    source, value = node.args[0], node.meta["val"]
+    while not aliases.written_between(source, aliases.position[source], len(aliases.position)):
         given = source.meta["val"]
         if given.dtype == value.dtype and given.device == value.device and given.stride() == value.stride():
             return source
@@ -133,6 +140,7 @@ def _before_casts(node: fx.Node) -> fx.Node | None:
         if not widened or set(source.kwargs) - {"dtype"}:
             return None
         source = source.args[0]
+    return None
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

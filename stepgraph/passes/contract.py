@@ -16,8 +16,9 @@ class PassReport:
 
     ``matched`` and ``changed`` count what the pass looks for (its ``summary`` says what). ``notes``: anything a
     reader should know. ``skipped``: why it did not run, or None. ``apply_s``: seconds the pass itself ran;
-    ``compile_s``: seconds of those, or later at the first steps, spent in a compiler or in recording CUDA graphs.
-    ``nodes_before``, ``nodes_after``: operator nodes of the graph.
+    ``compile_s``: seconds besides, spent in a compiler, or at the first steps in recording CUDA graphs.
+    ``nodes_before``, ``nodes_after``: operator nodes of the graph. ``terminal``: what runs is no longer the graph, so
+    that no pass may follow in another run of passes.
     """
 
     name: str
@@ -31,15 +32,18 @@ class PassReport:
     compile_s: float = 0.0
     nodes_before: int = 0
     nodes_after: int = 0
+    terminal: bool = False
 
     def line(self) -> str:
         """The report in one line."""
         if self.skipped:
             return f"{self.name} [{self.tier}]: skipped, {self.skipped}"
         delta = self.nodes_after - self.nodes_before
-        text = f"{self.name} [{self.tier}]: {self.summary or f'{self.changed} of {self.matched} changed'}"
-        text += f"; nodes {self.nodes_after} ({delta:+d}); {self.apply_s:.2f} s"
-        return text + (f", of it compile {self.compile_s:.2f} s" if self.compile_s else "")
+        did = self.summary or f"{self.changed} of {self.matched} changed"
+        if not self.matched:
+            did = "found nothing to do"
+        text = f"{self.name} [{self.tier}]: {did}; nodes {self.nodes_after} ({delta:+d}); {self.apply_s:.2f} s"
+        return text + (f", compile {self.compile_s:.2f} s" if self.compile_s else "")
 
 
 @dataclass(frozen=True)

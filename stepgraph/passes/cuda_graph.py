@@ -7,6 +7,7 @@ starts another around it; the report names it.
 """
 
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,42 +29,38 @@ def cuda_graph(step: StepGraph, options: object, report: PassReport) -> None:
 class GraphRunner:
     """Runs a step through CUDA graphs. Call it with the graph's inputs; the state among them must keep its place.
 
-    Every call is one true step: the first runs without recording (kernels are chosen and workspaces allocated), the
-    second records each piece and replays it at once, later ones replay.
+    Every call is one true step: the first runs node by node without recording (kernels are chosen, workspaces
+    allocated, and nodes that wait for the GPU noticed), the second records each piece and replays it at once, later
+    ones replay.
     """
 
     def __init__(self, step: StepGraph, report: PassReport):
         self.step, self.report = step, report
         self.is_batch = [spec.kind == "batch" for spec in step.inputs]
-        self.forced: set[str] = set()  # nodes that failed to record, by name
+        self.waiting: set[str] = set()  # names of nodes that were seen to wait for the GPU
         self._split()
-        self.reset()
+        self.warm = False
+        self.program: list[_Piece] = []
+        self.static: list[torch.Tensor] = []
 
     def _split(self) -> None:
         reasons: dict[fx.Node, str] = {}
 
         def group(node: fx.Node) -> str:
-            reason = "it failed to record" if node.name in self.forced else needs_host(node)
+            reason = "it waits for the GPU" if node.name in self.waiting else needs_host(node)
             if reason:
                 reasons[node] = reason
             return "host" if reason else "device"
 
         self.module = split(self.step.executable, group)
-        notes = [f"outside the CUDA graph: {describe(node)}: {reason}" for node, reason in reasons.items()]
-        self.report.notes = notes
+        self.report.notes = [f"outside the CUDA graph: {describe(node)}: {reason}" for node, reason in reasons.items()]
         pieces = sum(piece.group == "device" for piece in self.module.children())
         self.report.changed = self.report.matched - len(reasons)
         self.report.summary = f"{pieces} CUDA graph{'s' * (pieces != 1)}, {len(reasons)} nodes on the host"
 
-    def reset(self) -> None:
-        """Forget what was recorded; the next two calls warm up and record again."""
-        self.calls = 0
-        self.program: list[_Piece] = []
-        self.static: list[torch.Tensor] = []
-
     def __call__(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        self.calls += 1
-        if self.calls == 1:
+        if not self.warm:
+            self.warm = True
             return self._warm_up(flat)
         if not self.program:
             start = time.perf_counter()
@@ -78,14 +75,21 @@ class GraphRunner:
         return [value.clone() for value in self.outputs]
 
     def _warm_up(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run the step once on a stream of its own, and split around the nodes that waited for the GPU.
+
+        They are found here, because a recording that fails leaves torch's random generator unusable.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            results = self.step.executable(*flat)
+            watch = WaitWatch(self.step.executable)
+            results = [value.clone() for value in watch.run(*flat)]
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        results = [value.clone() for value in results]
         torch.cuda.empty_cache()  # the recording's pool cannot use what the warm-up leaves cached
+        if watch.waiting:
+            self.waiting = watch.waiting
+            self._split()
         return results
 
     def _record(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -93,6 +97,7 @@ class GraphRunner:
         pool = torch.cuda.graph_pool_handle()
         values: dict[fx.Node, Any] = {}
         inputs = iter(self.static)
+        program: list[_Piece] = []
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 values[node] = next(inputs)
@@ -100,39 +105,49 @@ class GraphRunner:
                 values[node] = getattr(self.module, node.target)
             elif node.op == "call_module":
                 piece = _Piece(getattr(self.module, node.target), fx.map_arg(node.args, values.__getitem__))
-                try:
-                    values[node] = piece.record(pool)
-                except (RuntimeError, torch.AcceleratorError) as error:
-                    return self._finish_eagerly(node, values, error)
-                self.program.append(piece)
+                values[node] = piece.record(pool)
+                program.append(piece)
             elif node.op == "call_function":  # getitem of a piece's results
                 values[node] = node.target(*fx.map_arg(node.args, values.__getitem__))
             else:
                 self.outputs = fx.map_arg(node.args[0], values.__getitem__)
+        self.program = program
         return [value.clone() for value in self.outputs]
 
-    def _finish_eagerly(self, failed: fx.Node, values: dict[fx.Node, Any], error: Exception) -> Sequence[torch.Tensor]:
-        """Recording ``failed`` did not work, and has run nothing: find the node, run the rest of this step plainly."""
-        piece = getattr(self.module, failed.target)
-        culprit = _first_failing(piece, fx.map_arg(failed.args, values.__getitem__))
-        if culprit is None or culprit.name in self.forced:
-            raise error
-        self.forced.add(culprit.name)
-        rest = iter([n for n in self.module.graph.nodes])
-        for node in rest:
-            if node is failed:
-                break
-        for node in [failed, *rest]:
-            if node.op == "call_module":
-                values[node] = getattr(self.module, node.target)(*fx.map_arg(node.args, values.__getitem__))
-            elif node.op == "call_function":
-                values[node] = node.target(*fx.map_arg(node.args, values.__getitem__))
-            elif node.op == "output":
-                results = [v.clone() for v in fx.map_arg(node.args[0], values.__getitem__)]
-        torch.cuda.synchronize()
-        self._split()
-        self.program, self.static = [], []
-        return results
+
+class WaitWatch(fx.Interpreter):
+    """Runs a graph node by node; ``waiting`` holds the names of the nodes that made the host wait for the GPU.
+
+    torch's own check (``torch.cuda.set_sync_debug_mode``) tells, as a warning.
+    """
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
+        self.waiting: set[str] = set()
+        self.current = ""
+
+    def run(self, *args: Any) -> Any:
+        mode = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            show = warnings.showwarning
+
+            def notice(message: Warning | str, *rest: Any, **kwargs: Any) -> None:
+                if "synchronizing CUDA operation" in str(message):
+                    self.waiting.add(self.current)
+                else:
+                    show(message, *rest, **kwargs)
+
+            warnings.showwarning = notice
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                return super().run(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n.name
+        return super().run_node(n)
 
 
 class _Piece:
@@ -150,8 +165,13 @@ class _Piece:
             self.results = self.module(*self.args)
             return self.results
         torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.results = self.module(*self.args)
+        try:
+            with torch.cuda.graph(self.graph, pool=pool):
+                self.results = self.module(*self.args)
+        except RuntimeError as error:
+            nodes = [n.name for n in getattr(self.module, "graph", fx.Graph()).nodes if n.op == "call_function"]
+            span = f"nodes {nodes[0]} to {nodes[-1]}" if nodes else "a compiled piece"
+            raise RuntimeError(f"{span} cannot be recorded as a CUDA graph; leave out the pass cuda_graph") from error
         self.graph.replay()
         return self.results
 
@@ -164,24 +184,3 @@ class _Piece:
         for old, new in zip(olds, news, strict=True):
             if old is not new:
                 old.copy_(new)
-
-
-def _first_failing(piece: torch.nn.Module, args: Sequence[Any]) -> fx.Node | None:
-    """The node of ``piece`` that cannot be recorded, found by recording node by node."""
-    if not isinstance(piece, fx.GraphModule):
-        return None
-
-    class Watch(fx.Interpreter):
-        current: fx.Node | None = None
-
-        def run_node(self, n: fx.Node) -> Any:
-            Watch.current = n
-            return super().run_node(n)
-
-    torch.cuda.synchronize()
-    try:
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            Watch(piece).run(*args)
-    except (RuntimeError, torch.AcceleratorError):
-        return Watch.current
-    return None

@@ -15,17 +15,19 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture import StepGraph, phase_of
 from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.expand_optimizer import COMPILE
 from stepgraph.passes.partition import describe, needs_host, split
-
-flex_backward = torch.ops.higher_order.flex_attention_backward
+from stepgraph.passes.rematerialize import rematerialize
 
 
 @dataclass(frozen=True)
 class InductorOptions:
-    """``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU). ``gpu_only``: do nothing
+    """``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU). ``rematerialize``: carry
+    the fewest bytes from forward to backward (see `rematerialize`). ``gpu_only``: do nothing
     on a CPU, where Inductor's kernels gain little over the bare graph for the time they take to compile."""
 
     max_autotune: bool = False
+    rematerialize: bool = True
     gpu_only: bool = False
 
 
@@ -36,29 +38,37 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     if options.gpu_only and not on_cuda:
         report.skipped = "on a CPU it gains little; --inductor full asks for it"
         return
+    if options.rematerialize:
+        again, before, after = rematerialize(step)
+        report.notes.append(
+            f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
+            f"{after / 2**20:.0f} of {before / 2**20:.0f} MiB"
+        )
     left: dict[fx.Node, str] = {}
 
     def group(node: fx.Node) -> str:
         if phase_of(node) == "optimizer":
-            return "optimizer"
+            return "compiled optimizer" if node.meta.get(COMPILE) else "optimizer"
         reason = needs_host(node) if on_cuda else None
-        if not on_cuda and node.target is flex_backward:
-            reason = "Inductor has no FlexAttention backward on CPU"
         if reason:
             left[node] = reason
             return "eager"
-        return "compiled"
+        # Forward is a piece of its own, so that what backward reads is written once and not rebuilt by each reader.
+        apart = options.rematerialize and phase_of(node) == "forward"
+        return "compiled forward" if apart else "compiled"
 
     module = split(step.module, group)
     for node, reason in left.items():
         report.notes.append(f"left to eager: {describe(node)}: {reason}")
-    config = {"fallback_random": True}
+    # Inductor takes a graph without autograd for inference and moves each node next to its first reader. Here that
+    # would put every weight gradient at the end: activations live longer, and reductions over the same rows part.
+    config = {"fallback_random": True, "reorder_for_locality": False}
     if options.max_autotune:
         config |= {"max_autotune": True, "coordinate_descent_tuning": True}
     start = time.perf_counter()
     for name, piece in list(module.named_children()):
         report.matched += len(piece.graph.nodes)
-        if piece.group != "compiled":
+        if not piece.group.startswith("compiled"):
             continue
         compiled = Compiled(piece, config)
         setattr(module, name, compiled)

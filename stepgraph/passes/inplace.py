@@ -6,6 +6,8 @@ first argument is dead afterwards. Before -> after: ``copy_(m, lerp(m, g, w))`` 
 Exact: in-place operators run the same kernels. Preconditions: nothing reads the old value later.
 """
 
+from collections import Counter
+
 import torch
 from torch import fx
 
@@ -42,30 +44,43 @@ def inplace_update(step: StepGraph, options: object, report: PassReport) -> None
 
 def _foreach_mul(step: StepGraph, node: fx.Node, report: PassReport) -> int:
     """Gradients clipped all at once: ``_foreach_mul(grads, c)`` with every gradient dead after."""
-    report.matched += len(node.args[0])
+    grads, factor = node.args
+    report.matched += len(grads)
     items = getitem_users(node)
     aliases = Aliases(step.graph)
     last = aliases.last_use()
-    if not all(k in items and _is_dead_after(aliases, last, g, node) for k, g in enumerate(node.args[0])):
+    readers = Counter(aliases.root(g) for g in (*grads, factor))
+    dead = [
+        k
+        for k, grad in enumerate(grads)
+        if k in items
+        and _same_form(items[k], grad)
+        and _is_dead_after(aliases, last, grad, node)
+        and readers[aliases.root(grad)] == 1
+    ]
+    if not dead:
         return 0
+    rest = [k for k in range(len(grads)) if k not in set(dead)]
     with step.graph.inserting_before(node):
-        new = step.graph.call_function(aten._foreach_mul_.Tensor, node.args, node.kwargs)
-    new.meta.update({k: v for k, v in node.meta.items() if k != "val"}, val=None)
-    for k, grad in enumerate(new.args[0]):
-        items[k].replace_all_uses_with(grad)
+        new = step.graph.call_function(aten._foreach_mul_.Tensor, ([grads[k] for k in dead], factor))
+    new.meta.update(node.meta, val=None)
+    for k in dead:
+        items[k].replace_all_uses_with(grads[k])
         step.graph.erase_node(items[k])
-    step.graph.erase_node(node)
-    report.changed += len(new.args[0])
-    return sum(tensor_bytes(g) for g in new.args[0])
+    for place, k in enumerate(rest):
+        items[k].update_arg(1, place)
+    node.update_arg(0, [grads[k] for k in rest])
+    node.meta["val"] = [node.meta["val"][k] for k in rest]
+    if not rest:
+        step.graph.erase_node(node)
+    report.changed += len(dead)
+    return sum(tensor_bytes(grads[k]) for k in dead)
 
 
 def _is_dead_after(aliases: Aliases, last: dict[fx.Node, int], value: fx.Node, node: fx.Node) -> bool:
-    """Whether ``node`` is the last to read the storage of ``value``, which the graph itself allocated densely."""
+    """Whether ``node`` is the last to read the storage of ``value``, which the graph itself allocated."""
     root = aliases.root(value)
-    if root.op != "call_function" or last[root] > aliases.position[node]:
-        return False
-    tensor = value.meta["val"]
-    return all(stride != 0 or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return root.op == "call_function" and last[root] <= aliases.position[node]
 
 
 def _chains(step: StepGraph, report: PassReport) -> int:
@@ -102,6 +117,7 @@ def _chains(step: StepGraph, report: PassReport) -> int:
 
 
 def _same_form(a: fx.Node, b: fx.Node) -> bool:
+    """Whether a fresh result could lie where the other tensor lies: also no element of that is then shared."""
     x, y = a.meta["val"], b.meta["val"]
     return x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride()
 

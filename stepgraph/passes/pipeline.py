@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import stepgraph.passes.cleanup
 import stepgraph.passes.cuda_graph
+import stepgraph.passes.expand_optimizer
 import stepgraph.passes.inductor
 import stepgraph.passes.inplace  # noqa: F401  (passes register themselves)
 from stepgraph.passes import recompute
@@ -18,7 +19,8 @@ ORDER = (
     "dead_code",  # what nothing reads
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
-    "inductor",  # numerics: forward and backward as fused kernels
+    "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
+    "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch
 )
 
@@ -49,6 +51,6 @@ def configured(
     if inductor not in ("auto", "full", "off"):
         raise ValueError(f"unknown inductor mode {inductor!r}; allowed: auto, full, off")
     options = {"recompute": vars(recompute.parse_policy(memory)), "inductor": {"gpu_only": inductor == "auto"}}
-    dropped = {"inductor": inductor == "off", "cuda_graph": not cuda_graph}
+    dropped = {"expand_optimizer": inductor == "off", "inductor": inductor == "off", "cuda_graph": not cuda_graph}
     chosen = [p for p in PIPELINES[pipeline]() if not dropped.get(p.name)]
     return [p.with_options(**options.get(p.name, {})) for p in chosen]

@@ -8,6 +8,7 @@ policy: capture runs them plainly and marks their nodes.
 Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), for the idea.
 """
 
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import fx
 
 from stepgraph.capture import StepGraph, phase_of, provenance, set_provenance
+from stepgraph.errors import unknown_name
 from stepgraph.passes.analysis import Aliases, is_pure, is_view, tensor_bytes
 from stepgraph.passes.contract import PassReport, register
 
@@ -28,6 +30,8 @@ EXPENSIVE = {
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten.sort, aten.topk,
 }  # fmt: skip
+
+POLICIES = ("none", "selective", "full", "budget")
 
 #: A chain of cheap operators longer than this is cut by keeping a result: a residual stream without declared blocks
 #: would otherwise be recomputed from the embedding up.
@@ -46,6 +50,12 @@ class MemoryPolicy:
     policy: str = "none"
     budget: float = 0.0
     budget_is_fraction: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise unknown_name("memory policy", self.policy, POLICIES)
+        if self.policy == "budget" and not 0 < self.budget < float("inf"):
+            raise ValueError(f"memory budget {self.budget:g} is not a positive number; give GiB or a fraction")
 
 
 def parse_policy(text: str) -> MemoryPolicy:
@@ -69,73 +79,88 @@ def parse_policy(text: str) -> MemoryPolicy:
 def recompute(step: StepGraph, options: MemoryPolicy, report: PassReport) -> None:
     """Trade memory for time: recompute forward results in backward by a memory policy."""
     plan = Plan(step)
-    marked = plan.checkpointed()
-    before = plan.kept_bytes(marked)
+    everything = plan.kept_bytes(set())
     report.matched = len(plan.saved)
+    if options.policy in ("full", "selective") and not step.blocks:
+        report.notes.append("the model declares no repeated blocks (nn.ModuleList): treated as one block")
     if options.policy == "budget":
-        limit = options.budget * (plan.kept_bytes(set()) if options.budget_is_fraction else 2**30)
-        dropped = plan.fit(limit, marked)
+        unit = everything if options.budget_is_fraction else 2**30
+        dropped = plan.fit(options.budget * unit)
+        if dropped is None:
+            least = plan.kept_bytes(plan.dropped("full"))
+            enough = math.ceil(least / unit * 1e4) / 1e4
+            raise ValueError(
+                f"memory budget of {_size(options.budget * unit)} cannot be met: with everything in the blocks "
+                f"recomputed {_size(least)} of {_size(everything)} remain; ask for at least "
+                f"budget={enough:g}{'' if options.budget_is_fraction else 'GiB'}"
+            )
     else:
-        if options.policy in ("full", "selective") and not step.blocks:
-            report.notes.append("the model declares no repeated blocks (nn.ModuleList): treated as one block")
-        dropped = marked | {"none": set, "full": plan.full, "selective": plan.selective}[options.policy]()
+        dropped = plan.dropped(options.policy)
+    kept, marked = plan.kept_bytes(dropped), len(plan.checkpointed())
     report.changed = plan.rewrite(dropped)
-    kept = plan.kept_bytes(dropped)
     report.summary = (
         f"policy {options.policy}: {report.changed} nodes computed again; kept for backward "
-        f"{_gib(kept)} of {_gib(before if not marked else plan.kept_bytes(set()))}"
+        f"{_size(kept)} of {_size(everything)}"
     )
     if marked:
-        report.notes.append(f"{len(marked)} results inside torch.utils.checkpoint calls are recomputed, as they ask")
+        report.notes.append(f"{marked} results inside torch.utils.checkpoint calls are recomputed, as they ask")
 
 
-def policy_bytes(step: StepGraph) -> dict[str, int]:
-    """Bytes kept for backward under each policy, without rewriting anything."""
-    plan = Plan(step)
-    marked = plan.checkpointed()
-    return {
-        "none": plan.kept_bytes(marked),
-        "selective": plan.kept_bytes(marked | plan.selective()),
-        "full": plan.kept_bytes(marked | plan.full()),
-    }
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+def _size(size: float) -> str:
+    power = next((p for p in (3, 2) if size >= 2 ** (10 * p)), 1)
+    return f"{size / 2 ** (10 * power):.2f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 class Plan:
     """The forward results that backward reads, and what it takes to compute each again.
 
     A result is known by its root: the node that owns its storage. ``saved``: roots backward reads, in order.
+    ``forward``: the phases that count as forward; the rest up to the optimizer counts as backward.
     """
 
-    def __init__(self, step: StepGraph):
+    def __init__(self, step: StepGraph, forward: tuple[str, ...] = ("forward", "loss")):
         self.step = step
+        self.forward = forward
         self.nodes = list(step.graph.nodes)
         self.aliases = Aliases(step.graph)
         self.phase = {node: phase_of(node) for node in self.nodes}
-        self.block = {node: step.block_of(node) for node in self.nodes}
+        self.block = self._blocks()
         self.saved: dict[fx.Node, None] = {}
         for node in self.nodes:
-            if self._is_forward(node) and any(self.phase[user] == "backward" for user in node.users):
+            if self._is_forward(node) and any(self.is_backward(user) for user in node.users):
                 root = self.aliases.root(node)
                 if root.op == "call_function":
                     self.saved[root] = None
         self._repeatable = {n: self._can_repeat(n) for n in self.nodes if self._is_forward(n)}
 
+    def _blocks(self) -> dict[fx.Node, str | None]:
+        """The repeated block of every node; looked up once per module path, which many nodes share."""
+        blocks, by_path = {}, {}
+        for node in self.nodes:
+            found = provenance(node)
+            path = found.path if found else None
+            if path not in by_path:
+                by_path[path] = self.step.block_of(node)
+            blocks[node] = by_path[path]
+        return blocks
+
     def _is_forward(self, node: fx.Node) -> bool:
-        return self.phase[node] in ("forward", "loss")
+        return self.phase[node] in self.forward
+
+    def is_backward(self, node: fx.Node) -> bool:
+        """Whether the node runs after forward and before the optimizer."""
+        return self.phase[node] in ("loss", "backward") and not self._is_forward(node)
 
     def _can_repeat(self, node: fx.Node) -> bool:
         """Whether running ``node`` again in backward gives the same bits."""
-        if not is_pure(node) or (node.target is operator.getitem and not is_pure(node.args[0])):
+        operator_node = self.operator(node)
+        if not is_pure(node) or not is_pure(operator_node):
             return False
         root = self.aliases.root(node)
         if self.aliases.writes.get(root):
             return False  # written in place after it was made
         here = self.aliases.position[node]
-        for source in node.all_input_nodes:
+        for source in operator_node.all_input_nodes:
             writes = self.aliases.writes.get(self.aliases.root(source), ())
             # The optimizer writes parameters after all of backward; any other write may fall in between.
             if any(p > here and self.phase[self.nodes[p]] != "optimizer" for p in writes):
@@ -144,7 +169,17 @@ class Plan:
 
     # Policies: each returns the roots that need not be kept.
 
-    def _candidates(self) -> Iterable[fx.Node]:
+    def dropped(self, policy: str) -> set[fx.Node]:
+        """What ``policy`` (not ``budget``) and the model's checkpoint calls recompute.
+
+        Recomputing a small result may need a large one that was not kept before: a stronger policy that would keep
+        more gives way to the weaker one.
+        """
+        marked = self.checkpointed()
+        choices = [marked, marked | self.selective(), marked | self.full()]
+        return min(choices[: 1 + POLICIES.index(policy)], key=self.kept_bytes)
+
+    def candidates(self) -> Iterable[fx.Node]:
         """Every forward root that can be computed again, whether or not backward reads it now."""
         return (n for n, ok in self._repeatable.items() if ok and self.aliases.root(n) is n)
 
@@ -152,12 +187,12 @@ class Plan:
         """Whether forward nodes of another region read the result."""
         return any(
             self._is_forward(user) and region[user] != region[root]
-            for alias in self._alias_nodes(root)
+            for alias in self.alias_nodes(root)
             for user in alias.users
             if not is_view(user)
         )
 
-    def _alias_nodes(self, root: fx.Node) -> list[fx.Node]:
+    def alias_nodes(self, root: fx.Node) -> list[fx.Node]:
         nodes, queue = [], [root]
         while queue:
             node = queue.pop()
@@ -168,38 +203,36 @@ class Plan:
     def checkpointed(self) -> set[fx.Node]:
         """What the model's own ``torch.utils.checkpoint`` calls ask to recompute."""
         region = {n: (provenance(n).checkpoint if provenance(n) else None) for n in self.nodes}
-        return {n for n in self._candidates() if region[n] is not None and not self._crosses(n, region)}
+        return {n for n in self.candidates() if region[n] is not None and not self._crosses(n, region)}
 
     def full(self) -> set[fx.Node]:
         """Everything inside repeated blocks except what leaves them."""
-        inside = (n for n in self._candidates() if self.block[n] is not None or not self.step.blocks)
+        inside = (n for n in self.candidates() if self.block[n] is not None or not self.step.blocks)
         return {n for n in inside if not self._crosses(n, self.block)}
 
     def selective(self) -> set[fx.Node]:
         """Cheap operators, in chains of at most ``MAX_CHAIN``, that do not cross blocks."""
         dropped: set[fx.Node] = set()
         depth: dict[fx.Node, int] = {}
-        for node in self._candidates():
-            if self._is_expensive(node) or self._crosses(node, self.block):
+        for node in self.candidates():
+            if self.is_expensive(node) or self._crosses(node, self.block):
                 continue
-            sources = [self.aliases.root(s) for s in self._operator(node).all_input_nodes]
-            length = 1 + max((depth.get(s, 0) for s in sources), default=0)
+            length = 1 + max((depth.get(s, 0) for s in self.sources(node)), default=0)
             if length <= MAX_CHAIN:
                 depth[node] = length
                 dropped.add(node)
         return dropped
 
-    def fit(self, limit: float, marked: set[fx.Node]) -> set[fx.Node]:
-        """The least recomputation that keeps at most ``limit`` bytes: cheapest seconds per byte first."""
-        everything = self.full()
-        order = sorted(everything - marked, key=lambda n: self._seconds(n) / max(tensor_bytes(n), 1))
+    def fit(self, limit: float) -> set[fx.Node] | None:
+        """The least recomputation found that keeps at most ``limit`` bytes: cheapest seconds per byte first.
+
+        None: even ``full`` keeps more.
+        """
+        marked, full = self.checkpointed(), self.dropped("full")
+        if self.kept_bytes(full) > limit:
+            return None
+        order = sorted(full - marked, key=lambda n: self._seconds(n) / max(tensor_bytes(n), 1))
         low, high = 0, len(order)
-        least = self.kept_bytes(marked | everything)
-        if least > limit:
-            raise ValueError(
-                f"memory budget of {_gib(limit)} cannot be met: with everything in the blocks recomputed, "
-                f"{_gib(least)} remain; ask for at least that"
-            )
         while low < high:
             middle = (low + high) // 2
             if self.kept_bytes(marked | set(order[:middle])) <= limit:
@@ -209,19 +242,19 @@ class Plan:
         return marked | set(order[:low])
 
     @staticmethod
-    def _operator(node: fx.Node) -> fx.Node:
+    def operator(node: fx.Node) -> fx.Node:
         return node.args[0] if node.target is operator.getitem else node
 
-    def _is_expensive(self, node: fx.Node) -> bool:
-        target = self._operator(node).target
+    def is_expensive(self, node: fx.Node) -> bool:
+        target = self.operator(node).target
         packet = getattr(target, "overloadpacket", None)
         return packet in EXPENSIVE or isinstance(target, torch._ops.HigherOrderOperator)
 
     def _seconds(self, node: fx.Node) -> float:
-        op = self._operator(node)
+        op = self.operator(node)
         moved = tensor_bytes(op) + sum(tensor_bytes(s) for s in op.all_input_nodes)
         flops = 0
-        if self._is_expensive(node):
+        if self.is_expensive(node):
             shapes = [s.meta["val"].shape for s in op.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
             inner = shapes[0][-1] if shapes and len(shapes[0]) else 1
             result = op.meta["val"]
@@ -244,8 +277,12 @@ class Plan:
             if root not in dropped:
                 kept.add(root)
                 continue
-            queue += [self.aliases.root(source) for source in self._operator(root).all_input_nodes]
+            queue += self.sources(root)
         return kept
+
+    def sources(self, root: fx.Node) -> list[fx.Node]:
+        """The roots that the operator behind ``root`` reads."""
+        return [self.aliases.root(source) for source in self.operator(root).all_input_nodes]
 
     def kept_bytes(self, dropped: set[fx.Node]) -> int:
         """Bytes of `kept`."""
@@ -257,7 +294,7 @@ class Plan:
             return 0
         graph, copies, added = self.step.graph, {}, 0
         for user in self.nodes:
-            if self.phase[user] != "backward":
+            if not self.is_backward(user):
                 continue
             for source in user.all_input_nodes:
                 if not self._is_forward(source) or self.aliases.root(source) not in dropped:
@@ -266,6 +303,9 @@ class Plan:
                     replacement, new = self._copy(source, dropped, copies, user)
                 added += new
                 user.replace_input_with(source, replacement)
+        for node in reversed(self.nodes):
+            if node in copies and not node.users:  # forward made it for backward alone
+                graph.erase_node(node)
         return added
 
     def _copy(self, node: fx.Node, dropped: set, copies: dict[fx.Node, fx.Node], user: fx.Node) -> tuple[fx.Node, int]:

@@ -72,21 +72,30 @@ def run_passes(
     """
     chosen = resolve(passes, disable)
     check(chosen)
+    done = next((report.name for report in step.log if report.terminal), None)
+    if chosen and done:
+        raise ValueError(f"pass {done}, which is terminal, has run on this step already; capture the step again")
+    skipped = {p.name: unusable(p, step) for p in chosen}
     for p in chosen:
-        reason = unusable(p, step)
-        if reason and not p.optional:
-            raise ValueError(f"pass {p.name} cannot run: {reason}; leave it out")
+        if skipped[p.name] and not p.optional:
+            raise ValueError(f"pass {p.name} cannot run: {skipped[p.name]}; leave it out")
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "00-captured.txt").write_text(step.text())
+    provided: set[str] = set()
     for i, p in enumerate(chosen, 1):
-        report = PassReport(p.name, p.tier, nodes_before=sum(1 for _ in step.nodes()))
-        report.skipped = unusable(p, step)
+        report = PassReport(p.name, p.tier, nodes_before=sum(1 for _ in step.nodes()), skipped=skipped[p.name])
+        missing = [r for r in p.requires if r not in provided]
+        if missing:
+            report.skipped = report.skipped or f"the pass that provides {missing[0]!r} was skipped"
         if report.skipped is None:
             start = time.perf_counter()
             p.apply(step, p.options, report)
             step.graph.lint()
-            report.apply_s = time.perf_counter() - start
+            report.apply_s = time.perf_counter() - start - report.compile_s
+        if report.skipped is None:  # a pass may find out itself that it cannot run
+            provided |= set(p.provides)
+            report.terminal = p.terminal
         report.nodes_after = sum(1 for _ in step.nodes())
         step.log.append(report)
         if dump is not None:

@@ -1,10 +1,12 @@
 """From a configuration to the parts of a run: device, model, optimizer, loss, and the captured step."""
 
 import contextlib
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,6 +15,15 @@ from stepgraph import passes
 from stepgraph.models import Golf, Llama3, Llama3Config, next_token_loss
 from stepgraph.train.config import TrainConfig
 from stepgraph.train.hf_weights import load_hf
+from stepgraph.train.metrics import peak_flops
+from stepgraph.train.out_of_memory import is_out_of_memory, memory_bytes
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of torch, numpy and Python, all of which a checkpoint keeps."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def pick_device(name: str) -> torch.device:
@@ -20,6 +31,21 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch sees no GPU here: use --device cpu or --device auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """What the run computes on, for people."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.get_num_threads()} threads"
+
+
+def device_peak(config: TrainConfig, device: torch.device) -> float | None:
+    """Peak FLOP/s of ``device`` in the precision of the run's matrix products, None where it is unknown."""
+    if device.type != "cuda":
+        return None
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    return peak_flops(torch.cuda.get_device_name(device), dtype)
 
 
 def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
@@ -32,7 +58,16 @@ def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
     if config.precision == "bf16":
         for param in model.parameters():  # buffers (the RoPE tables) stay fp32
             param.data = param.data.to(torch.bfloat16)
-    model.to_empty(device=device)
+    try:
+        model.to_empty(device=device)
+    except RuntimeError as failure:
+        if not is_out_of_memory(failure):
+            raise
+        needs = sum(p.nbytes for p in model.parameters()) / 2**30
+        raise ValueError(
+            f"the model does not fit: its parameters alone take {needs:.1f} GiB, the {device.type} has "
+            f"{memory_bytes(device) / 2**30:.1f} GiB; choose a smaller one"
+        ) from failure
     model.init_weights(torch.Generator().manual_seed(config.seed))
     if config.init_from_hf is not None:
         load_hf(model, config.init_from_hf)
@@ -64,6 +99,17 @@ def build_loss(config: TrainConfig, device: torch.device) -> Callable[[nn.Module
     return loss_fn
 
 
+def example_batch(config: TrainConfig, device: torch.device) -> dict[str, torch.Tensor]:
+    """A batch of the form that training reads, int64 (accumulate * B, T); capture looks at the form only."""
+    shape = (config.accumulate * config.batch_size, config.seq_len)
+    return {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("tokens", "targets")}
+
+
+def clip_at(config: TrainConfig) -> float:
+    """Without clipping, an infinite limit: gradients keep their bits and the step still reports their norm."""
+    return float("inf") if config.max_grad_norm is None else config.max_grad_norm
+
+
 def build_step(
     config: TrainConfig,
     model: nn.Module,
@@ -78,7 +124,7 @@ def build_step(
         loss_fn,
         batch,
         optimizer,
-        max_grad_norm=config.max_grad_norm,
+        max_grad_norm=clip_at(config),
         accumulate=config.accumulate,
         passes=passes.configured(
             config.passes, memory=config.memory, inductor=config.inductor, cuda_graph=config.cuda_graph

@@ -1,0 +1,84 @@
+"""The step times of ``stepgraph bench step`` as a bar chart."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from stepgraph.bench.results import Row
+from stepgraph.bench.table import best_compile, title, where
+
+_INK, _MUTED, _GRID = "#1f2933", "#6b7785", "#e4e7eb"
+_OURS, _COMPILE, _EAGER = "#2f6fb5", "#a9b8c9", "#cfd6de"
+
+Panel = tuple[str, dict[str, Any], dict[str, Any], Sequence[Row]]  # model, environment, settings, its rows
+
+
+def bar_chart(panels: Sequence[Panel], png: Path) -> None:
+    """Draws a panel for each model with a bar for each provider that ran, and writes ``png``. Needs no display.
+
+    A bar is the median step in ms, its whisker the fastest and the slowest repeat. Raises ValueError if nothing ran.
+    """
+    panels = [(*panel[:3], [row for row in panel[3] if row.step_ms]) for panel in panels]
+    panels = [panel for panel in panels if panel[3]]
+    if not panels:
+        raise ValueError("no provider ran in these records: nothing to draw")
+    heights = [len(rows) + 1.6 for *_, rows in panels]  # in bars; the rest is the panel's title and axis
+    figure = Figure(figsize=(9, 0.42 * sum(heights) + 0.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.04)
+    all_axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axes, (model, env, settings, rows) in zip(all_axes, panels, strict=True):
+        _bars(axes, rows)
+        _dress(axes, title(model, settings), where(env, settings))
+    all_axes[-1].set_xlabel(
+        "ms per training step, shorter is faster (dark line: fastest to slowest repeat)", color=_INK
+    )
+    figure.savefig(png)
+
+
+def _bars(axes: Axes, rows: Sequence[Row]) -> None:
+    best = best_compile(rows)
+    longest = max(max(row.step_ms_all) for row in rows)
+    axes.set_xlim(0, 1.3 * longest)  # room for the labels
+    for place, row in enumerate(rows):
+        ours = row.provider.startswith("stepgraph")
+        color = _OURS if ours else _EAGER if row.provider == "eager" else _COMPILE
+        low, high = min(row.step_ms_all), max(row.step_ms_all)
+        axes.barh(place, row.step_ms, height=0.68, color=color)
+        axes.plot([low, high], [place, place], color=_INK, linewidth=1.2, solid_capstyle="butt")
+        label = f"{row.step_ms:.4g} ms"
+        if ours and best:
+            label += f"   {best.step_ms / row.step_ms:.2f}x torch.compile"
+        axes.annotate(
+            label,
+            xy=(max(high, row.step_ms), place),
+            xytext=(7, 0),
+            textcoords="offset points",
+            va="center",
+            color=_INK,
+            fontsize=9.5,
+            weight="bold" if ours else "normal",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},  # over the grid
+        )
+    axes.set_yticks(range(len(rows)), [row.provider for row in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # the first provider on top
+
+
+def _dress(axes: Axes, heading: str, device: str) -> None:
+    """Title, device, quiet frame and grid."""
+    axes.annotate(
+        heading, (0, 1), xytext=(0, 22), xycoords="axes fraction", textcoords="offset points", color=_INK,
+        fontsize=12, weight="bold",
+    )  # fmt: skip
+    axes.annotate(
+        device, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points", color=_MUTED, fontsize=9
+    )
+    axes.grid(axis="x", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.spines["left"].set_color(_MUTED)
+    axes.tick_params(colors=_INK, length=0)

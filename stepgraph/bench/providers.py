@@ -1,0 +1,117 @@
+"""The ways to run one training step that are measured side by side.
+
+All do the same: loss, backward, clip the gradients' total norm, update with torch's fused AdamW.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph import passes
+
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step is made of, the same for every provider. ``loss_fn(model, batch)`` gives an fp32 scalar."""
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
+    batch: dict[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer
+
+
+class Step(Protocol):
+    """A training step. ``capture_s`` and ``compile_s``: seconds spent so far, None where they cannot be told apart."""
+
+    capture_s: float | None
+    compile_s: float | None
+
+    def __call__(self) -> torch.Tensor:
+        """One step; the loss, detached."""
+        ...
+
+
+class EagerStep:
+    """The loop that everyone writes. Its forward and backward can be timed apart."""
+
+    capture_s: float | None = None
+    compile_s: float | None = None
+
+    def __init__(self, parts: Parts):
+        self.parts = parts
+        self.params = list(parts.model.parameters())
+        self.forward = self._loss
+
+    def _loss(self) -> torch.Tensor:
+        return self.parts.loss_fn(self.parts.model, self.parts.batch)
+
+    def update(self) -> None:
+        """Clip, update, forget the gradients."""
+        nn.utils.clip_grad_norm_(self.params, MAX_GRAD_NORM)
+        self.parts.optimizer.step()
+        self.parts.optimizer.zero_grad(set_to_none=True)
+
+    def __call__(self) -> torch.Tensor:
+        loss = self.forward()
+        loss.backward()
+        self.update()
+        return loss.detach()
+
+
+class CompiledStep(EagerStep):
+    """``torch.compile`` of model and loss together, without graph breaks, for static shapes; clipping and the fused
+    update, already a few launches, stay eager, as people use it."""
+
+    def __init__(self, parts: Parts, mode: str | None = None):
+        super().__init__(parts)
+        self.forward = torch.compile(self._loss, dynamic=False, fullgraph=True, mode=mode)
+
+
+class CapturedStep:
+    """``stepgraph.capture`` of the whole step."""
+
+    def __init__(self, parts: Parts, passes: Any):
+        self.batch = parts.batch
+        start = time.perf_counter()
+        self.step = stepgraph.capture(
+            parts.model, parts.loss_fn, parts.batch, parts.optimizer, max_grad_norm=MAX_GRAD_NORM, passes=passes
+        )
+        # Tracing and passes. CUDA graphs are recorded later, so this is the time to tell the compilers apart.
+        self.capture_s = time.perf_counter() - start - self.compile_s
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds in compilers and in recording CUDA graphs."""
+        return sum(report.compile_s for report in self.step.report)
+
+    def __call__(self) -> torch.Tensor:
+        return self.step(self.batch)
+
+
+def _autotuned() -> list[passes.Pass]:
+    """The default pipeline with Inductor's autotuning, the counterpart of ``compile-max-autotune``."""
+    return [
+        p.with_options(max_autotune=True, gpu_only=False) if p.name == "inductor" else p
+        for p in passes.configured("default")
+    ]
+
+
+#: Name -> the step made of the parts. `stepgraph` is what `stepgraph train` runs by default.
+PROVIDERS: dict[str, Callable[[Parts], Step]] = {
+    "eager": EagerStep,
+    "compile": CompiledStep,
+    "compile-max-autotune": lambda parts: CompiledStep(parts, mode="max-autotune"),
+    "stepgraph": lambda parts: CapturedStep(parts, passes.configured("default")),
+    "stepgraph-exact": lambda parts: CapturedStep(parts, passes.configured("exact")),
+    "stepgraph-inductor": lambda parts: CapturedStep(parts, passes.configured("default", inductor="full")),
+    "stepgraph-max-autotune": lambda parts: CapturedStep(parts, _autotuned()),
+}
+
+DEFAULT = ("eager", "compile", "compile-max-autotune", "stepgraph", "stepgraph-exact")

@@ -1,0 +1,117 @@
+"""The record of ``stepgraph bench step``: its JSON form, and the check that all providers trained the same."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Largest relative difference of two providers' losses over the first steps, by the parameters' dtype.
+#: fp32: a compiled kernel sums in another order than eager's and so differs in the last bits of 24 (6e-8); a few
+#: updates, in which AdamW divides a gradient by its own size, carry that to 1e-6 in practice, and a wrong gradient or
+#: a forgotten clip shows above 1e-3. bf16: one rounding is up to 2**-8 = 4e-3, and eager rounds between operators
+#: where a fused kernel does not; the losses are means over all tokens, so a handful of roundings is the limit.
+TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One model under one provider. What was not or cannot be measured is null."""
+
+    model: str
+    """Preset."""
+    provider: str
+    """A name of ``providers.PROVIDERS``."""
+    step_ms: float | None = None
+    """Time of a step, ms: median over the repeats."""
+    step_ms_all: list[float] = dataclasses.field(default_factory=list)
+    """The median step of each repeat, ms."""
+    fwd_ms: float | None = None
+    """Forward and loss, ms, timed apart from ``step_ms``; null for stepgraph, whose one graph has no such boundary."""
+    bwd_ms: float | None = None
+    """Backward, likewise."""
+    host_ms: float | None = None
+    """CUDA: time until the call of a step returns, ms, from an idle device."""
+    tokens_per_s: float | None = None
+    """Tokens per second at ``step_ms``."""
+    peak_mem_gib: float | None = None
+    """CUDA: most memory that torch's allocator reserved, GiB. CPU: growth of the process's peak resident memory since
+    its imports; for compilers it holds what compiling took, their own modules included."""
+    step_mem_gib: float | None = None
+    """CPU: most bytes of tensors that a step has alive beyond those alive between steps, GiB."""
+    loss: float | None = None
+    """Loss of the first step, nats per token."""
+    losses: list[float | None] = dataclasses.field(default_factory=list)
+    """Losses of the first steps; null where not finite."""
+    first_step_s: float | None = None
+    """From the built model to the end of the first step, s: capture and compilation included."""
+    capture_s: float | None = None
+    """stepgraph: capture and passes, s, compilers left out."""
+    compile_s: float | None = None
+    """stepgraph: compilers and recording of CUDA graphs, s. torch.compile: ``first_step_s`` less a step."""
+    rms_norm_kernels: list[str] | None = None
+    """CUDA, eager: the kernels behind the model's RMSNorm, forward and backward."""
+    versions: dict[str, Any] | None = None
+    """Versions of stepgraph, torch, triton, python, CUDA and cuDNN in the provider's process."""
+    error: str | None = None
+    """Why the provider failed, in one line."""
+    disagreement: str | None = None
+    """Which loss is not that of the provider compared with, in one line."""
+
+
+def check_losses(rows: Sequence[Row], precision: str) -> str:
+    """Compares every provider's first losses with eager's (without eager: the first provider's), one model's ``rows``.
+
+    Sets ``disagreement`` where they differ by more than the tolerance, or are not finite. Returns the finding, a line.
+    """
+    ran = [row for row in rows if row.losses]
+    usable = [row for row in ran if None not in row.losses]
+    reference = next((row for row in usable if row.provider == "eager"), usable[0] if usable else None)
+    tolerance = TOLERANCES[precision]
+    worst, where = 0.0, ""
+    for row in ran:
+        if None in row.losses:
+            row.disagreement = f"{row.provider}: the loss of step {row.losses.index(None) + 1} is not finite"
+            continue
+        for number, (loss, expected) in enumerate(zip(row.losses, reference.losses, strict=True), start=1):
+            difference = abs(loss - expected) / abs(expected)
+            if difference > tolerance:
+                row.disagreement = (
+                    f"{row.provider}: the loss of step {number} is {loss:.6g}, that of {reference.provider} "
+                    f"{expected:.6g}: {difference:.1e} apart, tolerance {tolerance:g} ({precision})"
+                )
+                break
+            if difference > worst:
+                worst, where = difference, f" ({row.provider}, step {number})"
+    if wrong := [row.disagreement for row in ran if row.disagreement]:
+        return "losses disagree: " + "; ".join(wrong)
+    if len(ran) < 2:
+        return "no two providers ran: no losses to compare"
+    return (
+        f"losses agree with {reference.provider} over {len(reference.losses)} steps: largest relative difference "
+        f"{worst:.1e}{where}, tolerance {tolerance:g} ({precision})"
+    )
+
+
+def finite(value: float) -> float | None:
+    """``value``, or None where JSON has no form for it."""
+    return value if math.isfinite(value) else None
+
+
+def write(path: Path, environment: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Writes the record to ``path``."""
+    record = {"environment": environment, "settings": settings, "rows": [dataclasses.asdict(row) for row in rows]}
+    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
+    """(environment, settings, rows) that ``write`` wrote. Raises ValueError for another file."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record["environment"], record["settings"], [Row(**row) for row in record["rows"]]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a record of stepgraph bench step: give a file that --json wrote") from error

@@ -1,0 +1,94 @@
+"""Command-line options from dataclasses: tyro parses them, and every error of use is one line with one fix."""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+import typing
+
+T = typing.TypeVar("T")
+
+# tyro's words (a pattern over the whole message) -> ours; {usage} is the command's own form.
+_PLAIN = [
+    (r"^Unrecognized options: (.*)", r"unexpected \1: write {usage}"),
+    (r"^Missing value for argument '(\S+)'\. Expected (\d+) values\.", r"\1 lacks its value: it takes \2"),
+    (
+        r"^invalid choice (.*) for argument '(\S+)'\. Expected one of \((.*?),?\)\.",
+        r"bad value for \2: \1 is not one of \3",
+    ),
+    (r"^Error parsing (\S+):", r"bad value for \1:"),
+]
+
+
+def parse(default: T, options: list[str], *, usage: str, description: str) -> T:
+    """``default``, a dataclass, with the fields that ``options`` set; ``--help`` prints and exits.
+
+    ``usage`` is the command with its arguments, such as ``stepgraph train [PRESET]``. A field named ``preset`` is no
+    option. Raises ValueError, in one line, for an unknown option (with the nearest one) and for a bad value.
+    """
+    import tyro
+
+    _check_names(options, default)
+    with contextlib.redirect_stderr(io.StringIO()) as box:
+        try:
+            return tyro.cli(type(default), prog=usage, description=description, args=options, default=default)
+        except SystemExit as stop:
+            if stop.code == 0:  # --help
+                raise
+            raise ValueError(_one_line(box.getvalue(), usage)) from None
+
+
+def value_of(option: str, options: list[str]) -> str | None:
+    """The last value given to ``option``, as ``--option VALUE`` or ``--option=VALUE``."""
+    value = None
+    for position, word in enumerate(options):
+        if word.startswith(option + "="):
+            value = word.removeprefix(option + "=")
+        elif word == option and position + 1 < len(options):
+            value = options[position + 1]
+    return value
+
+
+def unknown_option(given: str, allowed: list[str]) -> ValueError:
+    """The error that refuses the option ``given`` and offers the nearest of those ``allowed``."""
+    near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
+    return ValueError(f"unknown option {given}: " + (f"did you mean {near[0]}?" if near else "see stepgraph --help"))
+
+
+def _check_names(options: list[str], default: object) -> None:
+    """Refuses the first unknown option with the nearest one: tyro's own answer takes a boxed page."""
+    allowed = ["--help", *_names(default, "")]
+    for word in options:
+        name = word.split("=", 1)[0]
+        # A dash and a digit start a negative number.
+        if re.match(r"--?[a-zA-Z]", name) and name != "-h" and name.replace("_", "-") not in allowed:
+            raise unknown_option(name, allowed)
+
+
+def _names(config: object, prefix: str) -> typing.Iterator[str]:
+    """Every option that tyro makes of a dataclass: ``--name``, ``--no-name`` for a flag, ``--outer.name``."""
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        name, value = field.name.replace("_", "-"), getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _names(value, f"{prefix}{name}.")
+        # A group that the default leaves out (None) has no options.
+        elif field.name != "preset" and not any(map(dataclasses.is_dataclass, typing.get_args(hints[field.name]))):
+            yield f"--{prefix}{name}"
+            if isinstance(value, bool):
+                yield f"--{prefix}no-{name}"
+
+
+def _one_line(box: str, usage: str) -> str:
+    """The message in tyro's boxed error, without its frame and its advice."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
+    message = []
+    for line in lines[1:]:  # the first line is the box's title
+        if not line:  # a rule: the advice follows
+            break
+        message.append(line)
+    text = " ".join(message)
+    for pattern, plain in _PLAIN:
+        text = re.sub(pattern, plain.replace("{usage}", f"{usage} [--option VALUE ...]"), text)
+    return text

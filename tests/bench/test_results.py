@@ -1,0 +1,107 @@
+"""The check of losses, and the tables, on rows written by hand."""
+
+import json
+
+import pytest
+
+from stepgraph.bench import results
+from stepgraph.bench.results import Row, check_losses
+from stepgraph.bench.table import section
+
+ENVIRONMENT = {
+    "versions": {"torch": "2.11.0", "stepgraph": "0.1.0", "cuda": "13.0"},
+    "gpus": ["NVIDIA H200"],
+    "cpu": "A processor",
+    "torch_threads": 2,
+}
+
+
+def settings(device="cuda", **model):
+    chosen = {"batch_size": 32, "seq_len": 2048, "precision": "bf16", "flops_per_token": 3e8, "peak_flops": 989.5e12}
+    chosen |= {"losses": "losses agree"} | model
+    return {"device": device, "steps": 10, "repeats": 5, "models": {"golf": chosen}}
+
+
+def row(provider, step_ms=None, **values):
+    tokens = 65536 / (step_ms / 1000) if step_ms else None
+    return Row(model="golf", provider=provider, step_ms=step_ms, tokens_per_s=tokens, **values)
+
+
+def test_losses_within_the_tolerance_agree():
+    rows = [row("eager", losses=[5.0, 4.0]), row("compile", losses=[5.0, 4.0002])]
+    assert check_losses(rows, "fp32") == (
+        "losses agree with eager over 2 steps: largest relative difference 5.0e-05 (compile, step 2), "
+        "tolerance 0.0001 (fp32)"
+    )
+    assert all(r.disagreement is None for r in rows)
+
+
+@pytest.mark.parametrize(("precision", "loss"), [("fp32", 4.0005), ("fp32", 3.9995), ("bf16", 4.09), ("bf16", 3.91)])
+def test_a_loss_beyond_the_tolerance_names_provider_and_step(precision, loss):
+    # Eager is the reference wherever it stands.
+    rows = [row("stepgraph", losses=[5.0, loss]), row("eager", losses=[5.0, 4.0]), row("compile", losses=[5.0, 4.0])]
+    assert check_losses(rows, precision).startswith("losses disagree: stepgraph: the loss of step 2 is")
+    assert [r.disagreement is None for r in rows] == [False, True, True]
+    assert "that of eager 4:" in rows[0].disagreement
+
+
+def test_a_loss_that_is_not_finite_is_no_reference_and_does_not_agree():
+    rows = [row("eager", losses=[5.0, None]), row("compile", losses=[5.0, 4.0]), row("stepgraph", losses=[5.0, 4.0])]
+    assert check_losses(rows, "bf16") == "losses disagree: eager: the loss of step 2 is not finite"
+    assert [r.disagreement is None for r in rows] == [False, True, True]
+
+
+def test_without_two_providers_nothing_is_compared():
+    nothing = "no two providers ran: no losses to compare"
+    assert check_losses([row("eager", losses=[5.0]), row("compile", error="broke")], "fp32") == nothing
+    assert check_losses([row("eager", error="broke")], "fp32") == nothing
+
+
+def test_the_table_of_a_gpu():
+    rows = [
+        row(
+            "eager", 200.0, host_ms=30.0, peak_mem_gib=40.0, loss=8.3, fwd_ms=60.0, bwd_ms=130.0, rms_norm_kernels=["k"]
+        ),
+        row("compile", 150.0, host_ms=20.0, peak_mem_gib=30.0, loss=8.31),
+        row("compile-max-autotune", 125.0, host_ms=1.25, peak_mem_gib=31.0, loss=8.32),
+        row("stepgraph", 100.0, host_ms=0.5, peak_mem_gib=29.5, loss=8.33),
+        row("stepgraph-exact", error="OutOfMemoryError: too much"),
+    ]
+    lines = section("golf", ENVIRONMENT, settings(), rows).splitlines()
+    assert lines[0] == "### golf, batch 32 x 2048, bf16"
+    assert lines[2] == "NVIDIA H200; torch 2.11.0, stepgraph 0.1.0, CUDA 13.0"
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert table[0] == [
+        *("provider", "step ms", "vs compile", "vs eager", "tokens/s", "peak GiB", "loss", "host ms", "TFLOP/s", "MFU")
+    ]
+    # 655,360 tokens/s x 3e8 FLOP = 197 TFLOP/s, of 989.5
+    assert table[5] == ["stepgraph", "100", "1.25x", "2.00x", "655,360", "29.50", "8.3300", "0.5", "197", "19.9%"]
+    assert table[3][2] == "0.83x"  # compile beside the better mode
+    assert table[6] == ["stepgraph-exact", "failed", *[""] * 8]
+    assert len({len(line) for line in lines if line.startswith("|")}) == 1  # aligned
+    text = "\n".join(lines)
+    assert "(compile-max-autotune)" in text and "- stepgraph-exact failed: OutOfMemoryError: too much" in text
+    assert "- eager, timed apart: forward 60 ms, backward 130 ms" in text and "- eager's RMSNorm ran k" in text
+
+
+def test_the_table_of_a_cpu_without_torch_compile():
+    rows = [row("eager", 200.0, step_mem_gib=0.5), row("stepgraph", 100.0, step_mem_gib=0.25)]
+    text = section("golf", ENVIRONMENT, settings("cpu"), rows)
+    assert "A processor, 2 threads; torch 2.11.0" in text and "MFU" not in text and "step MiB" in text
+    assert "| stepgraph |     100 |            |    2.00x |" in text
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path):
+    rows = [row("eager", 200.0, losses=[5.0, None])]
+    path = tmp_path / "record.json"
+    results.write(path, ENVIRONMENT, settings(), rows)
+    assert results.read(path) == (ENVIRONMENT, settings(), rows)
+    json.loads(path.read_text(), parse_constant=pytest.fail)  # strict JSON
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"environment": 1, "settings": 2, "rows": [{"x": 3}]}'])
+def test_another_file_is_refused_in_one_line(tmp_path, text):
+    path = tmp_path / "record.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not a record of stepgraph bench step: give a file that --json wrote"):
+        results.read(path)

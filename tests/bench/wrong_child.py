@@ -1,0 +1,16 @@
+"""The child process with a provider more, whose update is wrong: it forgets the first parameter's gradient."""
+
+from stepgraph.bench import child
+from stepgraph.bench.providers import PROVIDERS, EagerStep
+
+
+class Wrong(EagerStep):
+    def update(self):
+        self.params[0].grad.zero_()
+        super().update()
+
+
+PROVIDERS["wrong"] = Wrong
+
+if __name__ == "__main__":
+    child.main()

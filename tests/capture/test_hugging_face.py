@@ -1,0 +1,84 @@
+"""Unmodified Hugging Face models, bit for bit."""
+
+import functools
+
+import pytest
+import torch
+
+import stepgraph
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 53}
+SMALL |= {"intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
+
+
+def llama(**options):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, **options}))
+
+
+def qwen2(**options):
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**SMALL, **options}))
+
+
+def gpt2(**options):
+    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=53, n_positions=64, **options)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def loss_fn(model, batch):
+    return model(**batch).loss
+
+
+def batches(n=2, mask=False):
+    result = []
+    for _ in range(n):
+        ids = torch.randint(53, (4, 12))
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if mask:
+            batch["attention_mask"] = (torch.arange(12) < torch.tensor([[12], [9], [5], [12]])).long()
+            batch["labels"][batch["attention_mask"] == 0] = -100
+        result.append(batch)
+    return result
+
+
+adamw = functools.partial(torch.optim.AdamW, lr=3e-3, fused=True)
+
+
+def make_optimizer(model):
+    return adamw(model.parameters())
+
+
+@pytest.mark.parametrize("passes", [[], "exact"])
+@pytest.mark.parametrize("make", [llama, gpt2])  # GPT-2 draws dropout
+def test_families(check_training, make, passes):
+    model = make().train()
+    check_training(model, loss_fn, batches(), make_optimizer, max_grad_norm=1.0, passes=passes, steps=10)
+
+
+def test_qwen2_in_bf16_with_master_weights(check_training):
+    model = qwen2(tie_word_embeddings=True).train().bfloat16()
+    check_training(
+        model, loss_fn, batches(), lambda m: stepgraph.MasterAdamW(m.parameters(), lr=3e-3), max_grad_norm=1.0
+    )
+
+
+def test_padding_mask_and_accumulation(check_training):
+    check_training(llama().train(), loss_fn, batches(mask=True), make_optimizer, accumulate=2)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(check_training, use_reentrant):
+    model = gpt2().train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.config.use_cache = False
+    check_training(model, loss_fn, batches(), make_optimizer)
+
+
+def test_batch_of_a_tokenizer(check_training):
+    """A BatchEncoding is a mapping, not a dict."""
+    model = llama().train()
+    batch = transformers.BatchEncoding(batches(1)[0])
+    step = stepgraph.capture(model, loss_fn, batch, make_optimizer(model), passes="exact")
+    first = step(batch)
+    assert step(batch) < first

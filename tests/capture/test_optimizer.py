@@ -1,0 +1,245 @@
+"""The optimizer inside the graph: every option of AdamW that can be captured, bit for bit; the others refused."""
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import stepgraph
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6))
+
+
+def mse(model, batch):
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def pairs(n=3):
+    return [{"x": torch.randn(4, 6), "y": torch.randn(4, 6)} for _ in range(n)]
+
+
+def capture(model, optimizer, **options):
+    return stepgraph.capture(model, mse, pairs(1)[0], optimizer, passes="exact", **options)
+
+
+KINDS = {
+    "unfused": torch.optim.AdamW,
+    "fused": functools.partial(torch.optim.AdamW, fused=True),
+    "foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "master": stepgraph.MasterAdamW,
+}
+each_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
+
+@each_kind
+@pytest.mark.parametrize("maximize", [False, True])
+def test_options(check_training, make, maximize):
+    def optimizer(model):
+        return make(model.parameters(), lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2, maximize=maximize)
+
+    check_training(mlp(), mse, pairs(), optimizer, max_grad_norm=0.1)
+
+
+@each_kind
+def test_parameter_groups(check_training, make):
+    def optimizer(model):
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        return make(
+            [{"params": decayed, "weight_decay": 0.3}, {"params": others, "lr": 0.1, "weight_decay": 0.0}], lr=0.01
+        )
+
+    check_training(mlp(), mse, pairs(), optimizer)
+
+
+class Partial(nn.Module):
+    """Has a frozen parameter, and parameters that the loss does not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.used(x)).tanh()
+
+
+@each_kind
+def test_frozen_and_unused_parameters(check_training, make):
+    step = check_training(Partial(), mse, pairs(), lambda m: make(m.parameters(), lr=0.01), max_grad_norm=0.1)
+    stateful = {s.name.rpartition(".")[0] for s in step.graph.inputs if s.kind == "optimizer"}
+    assert stateful == {"used.weight", "used.bias"}
+
+
+@each_kind
+def test_gradients_of_parameters_outside_the_optimizer_land(check_training, make):
+    step = check_training(mlp(), mse, pairs(), lambda m: make([m[0].weight, m[2].bias], lr=0.01))
+    assert [s.name for s in step.graph.outputs if s.kind == "grad"] == ["0.bias", "2.weight"]
+
+
+@each_kind
+def test_schedule_needs_no_recapture(check_training, make, monkeypatch):
+    traces = []
+    trace_step = stepgraph.step.trace_step
+    monkeypatch.setattr(stepgraph.step, "trace_step", lambda *a, **k: traces.append(1) or trace_step(*a, **k))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of a schedule that steps before its optimizer
+        check_training(
+            mlp(),
+            mse,
+            pairs(),
+            lambda m: make(m.parameters(), lr=0.1),
+            make_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 8),
+        )
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensor_learning_rate(check_training, dtype):
+    def optimizer(model):
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1, dtype=dtype), fused=True)
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+    check_training(mlp(), mse, pairs(), optimizer, make_schedule=schedule)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_far_into_a_run(dtype, fused):
+    """After thousands of steps the bias corrections are other numbers; parameters may have seen different counts."""
+    batches, results = pairs(), []
+    batches = [{k: v.to(dtype) for k, v in b.items()} for b in batches]
+    start = mlp().to(dtype)
+    for captured in (False, True):
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+        for i, p in enumerate(model.parameters()):
+            state = {"step": torch.tensor(4321.0 + i % 2), "exp_avg": p.detach() * 0.1, "exp_avg_sq": p.detach() ** 2}
+            optimizer.state[p] = state
+        step = stepgraph.capture(model, mse, batches[0], optimizer, passes="exact") if captured else None
+        for i in range(10):
+            if captured:
+                step(batches[i % 3])
+                continue
+            mse(model, batches[i % 3]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())])
+    assert all(map(torch.equal, *results))
+
+
+@each_kind
+@pytest.mark.parametrize("captured_first", [False, True])
+def test_state_dict_between_eager_and_captured(make, captured_first):
+    """Train, hand model and optimizer over through their state dicts, train on: as one eager run."""
+    batches = pairs()
+    start = mlp()
+
+    def train(model, optimizer, captured):
+        if captured:
+            step = capture(model, optimizer)
+            return [step(batch) for batch in batches]
+        for batch in batches:
+            mse(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+    reference = copy.deepcopy(start)
+    optimizer = make(reference.parameters(), lr=0.01)
+    train(reference, optimizer, False)
+    train(reference, optimizer, False)
+
+    first = copy.deepcopy(start)
+    first_optimizer = make(first.parameters(), lr=0.01)
+    train(first, first_optimizer, captured_first)
+    second = mlp()
+    second_optimizer = make(second.parameters(), lr=0.5)
+    second.load_state_dict(first.state_dict())
+    second_optimizer.load_state_dict(first_optimizer.state_dict())
+    train(second, second_optimizer, not captured_first)
+    assert all(map(torch.equal, reference.parameters(), second.parameters()))
+
+
+def test_master_weights_are_not_rounded_by_load_state_dict():
+    model = mlp().bfloat16()
+    optimizer = stepgraph.MasterAdamW(model.parameters(), lr=1e-4)
+    step = stepgraph.capture(model, lambda m, x: m(x).square().mean(), torch.randn(4, 6).bfloat16(), optimizer)
+    step(torch.randn(4, 6).bfloat16())
+    copied = stepgraph.MasterAdamW(copy.deepcopy(model).parameters(), lr=1e-4)
+    copied.load_state_dict(optimizer.state_dict())
+    for a, b in zip(optimizer.state.values(), copied.state.values(), strict=True):
+        assert all(t.dtype == torch.float32 for t in b.values())
+        assert all(torch.equal(a[k], b[k]) and a[k] is not b[k] for k in a)
+
+
+def test_master_adamw_is_adamw_in_fp32():
+    """On fp32 parameters, torch's own AdamW is the reference."""
+    start, batches = mlp(), pairs()
+    results = []
+    for make in (stepgraph.MasterAdamW, functools.partial(torch.optim.AdamW, fused=True)):
+        model = copy.deepcopy(start)
+        optimizer = make(model.parameters(), lr=0.01, weight_decay=0.1)
+        for batch in batches:
+            mse(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(list(model.parameters()))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD cannot be captured; allowed: torch.optim.AdamW"),
+        (lambda p: torch.optim.Adam(p), "Adam cannot be captured"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), r"AdamW\(amsgrad=True\) cannot be captured"),
+        (lambda p: torch.optim.AdamW(p, differentiable=True), r"AdamW\(differentiable=True\)"),
+        (lambda p: torch.optim.AdamW(p, capturable=True, foreach=True, lr=torch.tensor(0.1)), "capturable=True"),
+        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)), "fused=True only"),
+        (
+            lambda p: torch.optim.AdamW([nn.Parameter(torch.ones(3))]),
+            "a parameter of shape .3. that the model does not",
+        ),
+    ],
+)
+def test_optimizers_that_are_refused(make, message):
+    model = mlp()
+    with pytest.raises(ValueError, match=message) as error:
+        capture(model, make(model.parameters()))
+    assert "\n" not in str(error.value)
+
+
+def test_step_hooks_are_refused():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="step hooks"):
+        capture(model, optimizer)
+
+
+def test_a_changed_option_is_captured_again(check_training):
+    start, batches = mlp(), pairs()
+    results = []
+    for captured in (False, True):
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = capture(model, optimizer) if captured else None
+        for i in range(4):
+            if i == 2:
+                optimizer.param_groups[0]["weight_decay"] = 0.5
+            if captured:
+                step(batches[0])
+                continue
+            mse(model, batches[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(list(model.parameters()))
+    assert all(map(torch.equal, *results))

@@ -1,0 +1,29 @@
+"""Tests that need a CUDA GPU; skipped, visibly, elsewhere."""
+
+import os
+
+# cuBLAS reads this once, when it starts; without it deterministic algorithms are refused.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "/tests/gpu/" in item.path.as_posix():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def deterministic():
+    """Deterministic algorithms, without which eager does not repeat itself on a GPU."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,118 @@
+"""The inductor pass on a CPU: close to eager, with eager's random numbers, and honest about what it left out."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import stepgraph
+from stepgraph.passes import configured
+
+# Inductor's C++ compiler takes most of a test's time.
+pytestmark = pytest.mark.slow
+
+PASSES = configured(inductor="full")
+
+
+def train(model, loss_fn, batches, make_optimizer, step=None):
+    """Losses of a few steps, plain or captured, from one seed."""
+    torch.manual_seed(3)
+    losses, optimizer = [], None if step else make_optimizer(model)
+    for batch in batches:
+        if step:
+            losses.append(step(batch).item())
+            continue
+        loss = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, torch.get_rng_state()
+
+
+def compare(model, loss_fn, batches, make_optimizer, *, parameters=1e-4):
+    """Inductor's kernels sum in another order than eager's: losses agree to about 1e-5 (fp32, sums of some hundred
+    terms), parameters after four steps of lr 3e-3 to ``parameters``: AdamW turns a gradient near zero into a step of
+    either sign, so a wrong gradient would show as up to 4 * 3e-3 = 1.2e-2."""
+    eager, captured, again = model, copy.deepcopy(model), copy.deepcopy(model)
+    expected, generator = train(eager, loss_fn, batches, make_optimizer)
+    step = stepgraph.capture(captured, loss_fn, batches[0], make_optimizer(captured), passes=PASSES)
+    actual, generator_after = train(captured, loss_fn, batches, make_optimizer, step)
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-5, atol=2e-5)
+    assert torch.equal(generator, generator_after), "the random state does not advance as in eager"
+    for (name, a), b in zip(eager.state_dict().items(), captured.state_dict().values(), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=parameters, msg=lambda m, name=name: f"{name}: {m}")
+    step = stepgraph.capture(again, loss_fn, batches[0], make_optimizer(again), passes=PASSES)
+    assert train(again, loss_fn, batches, make_optimizer, step)[0] == actual, "two runs differ"
+    return step
+
+
+def report_of(step, name="inductor"):
+    return next(r for r in step.report if r.name == name)
+
+
+def test_llama(tools):
+    step = compare(tools.llama(n_layers=1), tools.next_token_loss, tools.tokens(n=4), tools.fused_adamw)
+    report = report_of(step)
+    assert report.changed > 50 and report.compile_s > 0
+    assert "compiled piece" in report.summary and f"compile {report.compile_s:.2f} s" in report.line()
+    assert report.apply_s < report.compile_s  # the second compilation is served by Inductor's cache, and still slower
+
+
+class Mixed(nn.Module):
+    """Dropout, batch norm's running statistics, a buffer written by hand, and a call of ``torch.utils.checkpoint``."""
+
+    def __init__(self):
+        super().__init__()
+        # No bias before a batch norm: its gradient is zero but for rounding, and AdamW would step by its sign.
+        self.up, self.norm, self.down = nn.Linear(12, 24, bias=False), nn.BatchNorm1d(24), nn.Linear(24, 12)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        h = nn.functional.dropout(nn.functional.gelu(self.norm(self.up(x))), 0.3)
+        return x + checkpoint(lambda h: torch.dropout(self.down(h).tanh(), 0.2, True), h, use_reentrant=False)
+
+
+def test_dropout_buffers_and_checkpoint(tools):
+    step = compare(Mixed(), tools.mse, tools.vectors(8, 12, n=4), tools.fused_adamw)
+    assert any("torch.utils.checkpoint" in note for note in report_of(step, "recompute").notes)
+
+
+def test_gradients_without_an_optimizer(tools):
+    """Outputs in a tuple, not one tensor; and a parameter that the loss does not reach."""
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "idle": nn.Linear(4, 4)})
+    batch = tools.vectors(6, 4)[0]
+    loss_fn = lambda model, batch: tools.mse(model["used"], batch)  # noqa: E731
+    step = stepgraph.capture(model, loss_fn, batch, passes=PASSES)
+    loss = step(batch)
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    expected = loss_fn(twin, batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_gpu_only_does_nothing_on_a_cpu(tools):
+    step = stepgraph.capture(tools.Tower(), tools.mse, tools.vectors(6, 12)[0])
+    assert report_of(step).skipped and step.graph.executable is step.graph.module
+
+
+def test_recomputation_survives_compilation(tools):
+    """Losses as eager's, with blocks computed again inside one compiled piece."""
+    model = tools.Tower(p=0.0, n=2)
+    batches = tools.vectors(6, 12, n=4)
+    eager, captured = copy.deepcopy(model), copy.deepcopy(model)
+    passes = configured(memory="full", inductor="full")
+    make = functools.partial(torch.optim.AdamW, lr=3e-3, fused=True)
+    step = stepgraph.capture(captured, tools.mse, batches[0], make(captured.parameters()), passes=passes)
+    expected, _ = train(eager, tools.mse, batches, lambda m: make(m.parameters()))
+    actual, _ = train(captured, tools.mse, batches, None, step)
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-5, atol=2e-5)

@@ -1,0 +1,220 @@
+"""The contract is checked before anything changes; the runner applies, times, reports and dumps."""
+
+import dataclasses
+import re
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import stepgraph
+from stepgraph.capture import set_provenance
+from stepgraph.passes import PASSES, Pass, configured, default, exact, format_report, get, run_passes
+from stepgraph.passes.contract import NoOptions, register
+from stepgraph.passes.pipeline import ORDER
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def step(tools):
+    return tools.by_hand(lambda x: (x.t().t() * 2,), torch.randn(3, 3))
+
+
+def make(name, apply=lambda step, options, report: None, **facts):
+    return Pass(name, facts.pop("tier", "exact"), apply, name, NoOptions(), **facts)
+
+
+def refused(step, passes, match, **options):
+    """``passes`` is refused in one line, and nothing has changed."""
+    before = step.text()
+    with pytest.raises(ValueError, match=match) as error:
+        run_passes(step, passes, **options)
+    assert "\n" not in str(error.value)
+    assert step.text() == before and step.log == []
+
+
+@pytest.mark.parametrize(
+    "passes, match",
+    [
+        (["dead_cod"], "unknown pass 'dead_cod': did you mean 'dead_code'"),
+        (["remove_noop_views", "cuda_graf"], "unknown pass 'cuda_graf': did you mean 'cuda_graph'"),
+        ("fast", "unknown pipeline 'fast'; allowed: 'exact', 'default'"),
+        (["dead_code", "dead_code"], "dead_code is listed twice"),
+        (["inductor", "dead_code"], "dead_code cannot run after inductor, which is terminal"),
+        (["remove_noop_views", "cuda_graph"], "cuda_graph cannot run: the step has no CUDA tensors; leave it out"),
+        ([make("late", requires=("compiled",))], "late requires 'compiled'; put inductor before it"),
+        ([make("late", requires=("compiled",)), "inductor"], "late requires 'compiled'; put inductor before it"),
+        ([make("new", min_torch=(3, 0))], r"new cannot run: needs torch 3\.0 or newer, this is"),
+        ([make("ranks", needs_process_group=True)], "no process group is initialized"),
+    ],
+)
+def test_broken_contracts_change_nothing(step, passes, match):
+    refused(step, passes, match)
+
+
+def test_unknown_disabled_pass_is_refused(step):
+    refused(step, "exact", "unknown pass 'recomput': did you mean 'recompute'", disable=["recomput"])
+
+
+def test_unknown_option_is_refused():
+    with pytest.raises(ValueError, match="unknown option of pass recompute 'polcy': did you mean 'policy'"):
+        get("recompute", polcy="full")
+    with pytest.raises(ValueError, match="unknown option of pass dead_code"):
+        get("dead_code", hard=True)
+    with pytest.raises(ValueError, match="unknown pipeline 'fast'"):
+        configured("fast")
+    with pytest.raises(ValueError, match="unknown inductor mode 'on'; allowed"):
+        configured(inductor="on")
+
+
+def test_capture_refuses_too(tools):
+    model, batch = tools.Tower(), tools.vectors(6, 12)[0]
+    with pytest.raises(ValueError, match="did you mean 'dead_code'"):
+        stepgraph.capture(model, tools.mse, batch, passes=["dead_coed"])
+
+
+def test_requirement_met_and_then_skipped_with_its_provider(step):
+    ran = []
+    give = make("give", provides=("thing",), min_torch=(3, 0), optional=True)
+    take = make("take", lambda step, options, report: ran.append("take"), requires=("thing",), optional=True)
+    reports = run_passes(step, [give, take])
+    assert not ran and "needs torch 3.0" in reports[0].skipped and "'thing' was skipped" in reports[1].skipped
+    step.log.clear()
+    run_passes(step, [dataclasses.replace(give, min_torch=(2, 11)), take])
+    assert ran == ["take"]
+
+
+def test_no_pass_follows_a_terminal_one_in_another_run(step):
+    run_passes(step, [make("end", terminal=True)])
+    with pytest.raises(ValueError, match="pass end, which is terminal, has run on this step already"):
+        run_passes(step, ["dead_code"])
+
+
+def test_pipelines_skip_what_cannot_run_and_say_why(step):
+    reports = run_passes(step, "default")
+    assert [r.name for r in reports] == list(ORDER)
+    lines = {r.name: r.line() for r in reports}
+    assert lines["cuda_graph"] == "cuda_graph [exact]: skipped, the step has no CUDA tensors"
+    assert lines["inductor"].startswith("inductor [numerics]: skipped, on a CPU")
+
+
+def test_pipelines_list_every_registered_pass_once():
+    assert sorted(ORDER) == sorted(PASSES)
+    assert [p.name for p in default()] == list(ORDER)
+    assert [p.name for p in exact()] == [n for n in ORDER if PASSES[n].tier == "exact"]
+    assert {p.tier for p in PASSES.values()} == {"exact", "numerics"}
+    assert all(p.doc for p in PASSES.values())
+
+
+def test_configured_sets_the_trainers_options():
+    passes = {p.name: p for p in configured(memory="budget=2GiB", inductor="full", cuda_graph=False)}
+    assert passes["recompute"].options.budget == 2.0 and not passes["inductor"].options.gpu_only
+    assert "cuda_graph" not in passes
+    assert "inductor" not in {p.name for p in configured(inductor="off")}
+
+
+def test_disabled_passes_are_left_out(step):
+    names = [r.name for r in run_passes(step, "exact", disable=["recompute", "cuda_graph"])]
+    assert names == [p.name for p in exact() if p.name not in ("recompute", "cuda_graph")]
+
+
+def test_register_gives_a_pass_its_facts(monkeypatch):
+    @dataclass(frozen=True)
+    class Options:
+        size: int = 1
+
+    monkeypatch.setattr("stepgraph.passes.contract.PASSES", {})
+
+    @register("sized", "numerics", options=Options(), terminal=True)
+    def sized(step, options, report):
+        """Does a thing.
+
+        More about it.
+        """
+
+    from stepgraph.passes.contract import PASSES as registered
+
+    p = registered["sized"]
+    assert (p.name, p.tier, p.doc, p.terminal) == ("sized", "numerics", "Does a thing.", True)
+    assert p.with_options(size=3).options.size == 3 and p.options.size == 1
+
+
+def test_options_and_report_reach_the_pass(step):
+    def apply(step, options, report):
+        report.matched, report.changed = 3, options.changed
+        report.notes.append("one was odd")
+
+    @dataclass(frozen=True)
+    class Options:
+        changed: int = 0
+
+    odd = dataclasses.replace(make("odd", apply), options=Options()).with_options(changed=2)
+    reports = run_passes(step, ["dead_code", odd])
+    assert reports == step.log
+    text = format_report(reports)
+    assert re.fullmatch(
+        r"1\. dead_code \[exact\]: 0 unused nodes removed; nodes 3 \(\+0\); \d+\.\d\d s\n"
+        r"2\. odd \[exact\]: 2 of 3 changed; nodes 3 \(\+0\); \d+\.\d\d s\n"
+        r"   one was odd",
+        text,
+    )
+
+
+def test_both_times_are_in_the_report(step):
+    def apply(step, options, report):
+        report.matched = 1
+        start = time.perf_counter()
+        time.sleep(0.05)
+        report.compile_s = time.perf_counter() - start
+        time.sleep(0.02)
+
+    (report,) = run_passes(step, [make("both", apply)])
+    assert report.compile_s >= 0.05 and report.apply_s >= 0.02
+    assert f"{report.apply_s:.2f} s, compile {report.compile_s:.2f} s" in report.line()
+
+
+def test_node_counts_are_in_the_report(step):
+    reports = run_passes(step, ["remove_noop_views", "dead_code"])
+    assert [(r.nodes_before, r.nodes_after) for r in reports] == [(3, 2), (2, 1)]
+    assert "nodes 1 (-1)" in reports[1].line()
+
+
+def test_a_pass_that_breaks_the_graph_is_caught(step):
+    def apply(step, options, report):
+        first, *_, last = step.nodes()
+        last.append(first)  # its reader now comes before it
+
+    with pytest.raises(RuntimeError, match="before"):
+        run_passes(step, [make("breaks", apply)])
+
+
+def test_what_runs_is_the_rewritten_graph(step):
+    def apply(step, options, report):
+        for node in step.nodes():
+            if node.target is aten.mul.Tensor:
+                node.update_arg(1, 3)
+                set_provenance(node, None)
+
+    run_passes(step, [make("triples", apply)])
+    assert torch.equal(step.runner([torch.ones(3, 3)])[0], torch.full((3, 3), 3.0))
+
+
+def test_dump_writes_the_graph_before_and_after_each_pass(tools, tmp_path):
+    model, batch = tools.llama(), tools.tokens()[0]
+    optimizer = tools.adamw(model)
+    folder = tmp_path / "deep" / "graphs"
+    passes = ["remove_noop_views", "dedupe_casts", "dead_code", "inplace_update"]
+    step = stepgraph.capture(model, tools.next_token_loss, batch, optimizer, passes=passes, dump=folder)
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == ["00-captured.txt", *(f"{i:02d}-{name}.txt" for i, name in enumerate(passes, 1))]
+    texts = [(folder / name).read_text() for name in files]
+    for text, count in zip(texts, [step.report[0].nodes_before, *(r.nodes_after for r in step.report)], strict=True):
+        lines = text.splitlines()
+        inputs = sum(" = input" in line or " = constant" in line for line in lines)
+        assert len(lines) == inputs + count + 1 and lines[-1].startswith("return ")
+        assert re.search(r"^mm\w*: float32\[\d+, \d+\] = aten\.mm\(.*# forward layers\.0\.\S+ \w+\.py:\d+$", text, re.M)
+    assert len(set(texts)) == len(texts)
+    assert "aten.lerp_" in texts[-1] and "aten.lerp_" not in texts[-2]
+    assert texts[-1] == step.graph.text()

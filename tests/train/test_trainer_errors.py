@@ -1,0 +1,247 @@
+"""Runs that cannot begin and runs that fail: one clear line, and nothing lost."""
+
+import json
+import os
+import re
+import resource
+
+import pytest
+import torch
+
+from stepgraph.models import next_token_loss
+from stepgraph.train import build
+from stepgraph.train.checkpoint import Checkpointer
+from stepgraph.train.config import TrainConfig
+from stepgraph.train.out_of_memory import memory_bytes
+from stepgraph.train.trainer import Run
+
+ONE_LAYER = ["--model.n-layers", 1]
+
+
+def one_line(capsys) -> str:
+    """What stderr holds: a single line that begins with `error: `."""
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+# ---- before the run begins ----
+
+
+def write(path, content):
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (lambda tmp: ["--data", tmp / "missing.txt"], "missing.txt: No such file"),
+        (lambda tmp: ["--data", write(tmp / "a.txt", b"text \xff\xfe text" * 999)], "not UTF-8 at byte 5"),
+        (lambda tmp: ["--data", write(tmp / "a.txt", "")], "is empty"),
+        (lambda tmp: ["--data", write(tmp / "a.jsonl", '{"text": "x"}\n{"text": \n')], "a.jsonl:2: not valid JSON"),
+        (lambda tmp: ["--data", write(tmp / "a.parquet", b"PAR1 and no more")], "not a readable parquet file"),
+        (lambda tmp: ["--data", write(tmp / "a.txt", "too little text")], "too few for one batch of batch_size=4"),
+        (lambda tmp: ["--tokenizer", write(tmp / "tokenizer.json", '{"model": ')], "is not valid JSON"),
+        (lambda tmp: ["--tokenizer", write(tmp / "tokenizer.json", '{"model": 1}')], "is not a tokenizer"),
+        (lambda tmp: ["--model.vocab-size", 256], "the tokenizer has 257 tokens, the model 256"),
+        (lambda tmp: ["--model.vocab-size", 2_000_000_000], "the model does not fit: its parameters alone take 953."),
+        (lambda tmp: ["--init-from-hf", tmp], "config.json"),
+        (lambda tmp: ["--export-hf", tmp], "is not empty: give a new folder"),
+        (lambda tmp: ["--memory", "ful"], "unknown memory policy 'ful'"),
+        (lambda tmp: ["--passes", "exactly"], "--passes"),
+        (lambda tmp: ["--lr", "nan"], "lr=nan must be above 0"),
+    ],
+    ids=lambda value: re.sub(r"\W+", "-", value) if isinstance(value, str) else "",
+)
+def test_bad_input_is_one_line_and_leaves_no_run_folder(options, says, trainer, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "file").touch()
+    assert trainer.here(*ONE_LAYER, *options(tmp_path / "in"), "--out", tmp_path / "run") == 2
+    assert says in one_line(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(trainer, tmp_path, capsys):
+    assert trainer.here("--device", "cuda", "--out", tmp_path / "run") == 2
+    assert "torch sees no GPU here" in one_line(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_cannot_be_had_is_refused_and_kept(trainer, tmp_path, capsys):
+    file = write(tmp_path / "file", "mine")
+    assert trainer.here("--out", tmp_path) == 2
+    assert "is not empty" in one_line(capsys)
+    assert trainer.here("--out", file) == 2
+    assert "is a file" in one_line(capsys)
+    assert trainer.here("--out", file / "run") == 2
+    assert "cannot write the run folder" in one_line(capsys)
+    (tmp_path / "locked").mkdir(mode=0o500)
+    if os.geteuid() != 0:  # root may write anywhere
+        assert trainer.here("--out", tmp_path / "locked" / "run") == 2
+        assert "Permission denied" in one_line(capsys)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "locked"] and file.read_text() == "mine"
+
+
+# ---- while it runs ----
+
+
+def failed(trainer, folder):
+    summary = trainer.summary(folder)
+    assert summary["status"] == "failed"
+    return summary
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(trainer, tmp_path, capsys):
+    """The learning rate explodes after a good checkpoint: a run of 4 good steps, resumed with a mad --lr."""
+    folder = tmp_path / "run"
+    assert trainer.here(*ONE_LAYER, "--steps", 4, "--schedule", "constant", "--out", folder) == 0
+    capsys.readouterr()
+    options = ["--steps", 12, "--lr", "1e38", "--val-every", 0, "--checkpoint-every", 1]
+    assert trainer.resume(folder, *options) == 1
+    error = one_line(capsys)
+    step, kept, saved = re.fullmatch(
+        r"error: the (?:loss|gradient norm) of step (\d+) is (?:nan|inf); its batch is kept in (\S+); "
+        r"--resume \S+ \(step (\d+)\) with a lower --lr\n",
+        error,
+    ).groups()
+    step, saved = int(step), int(saved)
+    summary = failed(trainer, folder)
+    assert summary["error"] == error.removeprefix("error: ").rstrip("\n")
+    assert step > 4 and saved == step - 1  # the step itself was not saved
+    assert trainer.checkpoints(folder)[-1] == f"step-{saved:08d}" and "step-00000004" in trainer.checkpoints(folder)
+    assert trainer.metrics(folder, "loss")[-1][0] == step - 1
+
+    batch = torch.load(kept, weights_only=True)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in batch.items()} == dict.fromkeys(
+        ("tokens", "targets"), ((4, 64), torch.int64)
+    )
+    # With these parameters that batch does give what was reported.
+    config = TrainConfig.from_json((folder / "config.json").read_text())
+    model = build.build_model(config, torch.device("cpu"))
+    Checkpointer(folder / "checkpoints").load(folder, {"model": model}, rng=False)
+    loss = next_token_loss(model, batch)
+    loss.backward()
+    assert not all(torch.isfinite(t).all() for t in (loss, *(p.grad for p in model.parameters())))
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "one step ahead of the host"])
+def test_the_bad_step_is_never_saved_even_when_it_is_the_last(ahead, trainer, tmp_path, monkeypatch, capsys):
+    original = Run._launch
+
+    def poisoned(self):
+        self.runs_ahead = ahead
+        launched = original(self)
+        if launched.step == 8:
+            launched.loss.fill_(float("inf"))
+        return launched
+
+    monkeypatch.setattr(Run, "_launch", poisoned)
+    assert trainer.here(*ONE_LAYER, "--steps", 8, "--out", tmp_path / "run") == 1
+    assert "the loss of step 8 is inf" in one_line(capsys)
+    assert trainer.checkpoints(tmp_path / "run") == ["step-00000004"]
+    assert trainer.metrics(tmp_path / "run", "loss")[-1][0] == 7 and failed(trainer, tmp_path / "run")
+
+
+def test_a_validation_loss_that_is_not_finite_stops_the_run_before_the_save(trainer, tmp_path, capsys):
+    options = ["--steps", 1, "--warmup-steps", 0, "--lr", "1e18"]
+    assert trainer.here(*ONE_LAYER, *options, "--out", tmp_path / "run") == 1
+    assert re.match(
+        r"error: the validation loss after step 1 is nan; its batch is kept in .*start again", one_line(capsys)
+    )
+    assert failed(trainer, tmp_path / "run")["train_loss_nats"] > 0
+    assert trainer.checkpoints(tmp_path / "run") == []
+
+
+GPU_SAYS = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
+CPU_SAYS = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 21474836480 bytes. Error"
+
+
+@pytest.mark.parametrize(
+    ("failure", "peaks", "options", "advice"),
+    [
+        (torch.OutOfMemoryError(GPU_SAYS), (2.0, 0.8, 0.5), [], "try --memory selective"),
+        (RuntimeError(CPU_SAYS), (2.0, 1.5, 0.5), [], "try --memory full"),
+        (torch.OutOfMemoryError(GPU_SAYS), (0.5, 0.4, 0.3), ["--memory", "selective"], "try --memory full"),
+        (RuntimeError(CPU_SAYS), (2.0, 1.5, 1.2), [], "no other policy fits: lower --batch-size"),
+        (
+            torch.OutOfMemoryError(GPU_SAYS),
+            (2.0, 1.5, 0.5),
+            ["--memory", "full", "--batch-size", 1],
+            "no other policy fits: lower --seq-len",
+        ),
+    ],
+    ids=["gpu", "cpu", "selective", "none fits", "full"],
+)
+def test_out_of_memory_says_what_was_asked_for_and_what_would_fit(
+    failure, peaks, options, advice, trainer, tmp_path, monkeypatch, capsys
+):
+    def fail(self):
+        raise failure
+
+    total = memory_bytes(torch.device("cpu"))
+    sizes = dict(zip(("none", "selective", "full"), (int(share * total) for share in peaks), strict=True))
+    monkeypatch.setattr(Run, "_launch", fail)
+    monkeypatch.setattr("stepgraph.passes.peak_bytes_by_policy", lambda step: sizes)
+    assert trainer.here(*ONE_LAYER, *options, "--out", tmp_path / "run") == 1
+    error = one_line(capsys)
+    assert re.match(r"error: out of memory: asked for 20\.00? GiB; the step's estimated peak by --memory, of ", error)
+    assert f"selective {sizes['selective'] / 2**30:.1f} GiB" in error and error.endswith(f"; {advice}\n")
+    assert failed(trainer, tmp_path / "run")["error"] in error
+
+
+def test_out_of_memory_with_the_true_estimate(trainer, tmp_path, monkeypatch, capsys):
+    def fail(self):
+        raise torch.OutOfMemoryError(GPU_SAYS)
+
+    monkeypatch.setattr(Run, "_launch", fail)
+    assert trainer.here("--out", tmp_path / "run") == 1
+    assert "try --memory selective" in one_line(capsys)  # this tiny model fits, and selective asks for less
+
+
+def test_a_disk_that_takes_no_more_is_one_line_and_earlier_checkpoints_stay(trainer, tmp_path, monkeypatch, capsys):
+    original, calls = Checkpointer.save, []
+
+    def full(self, step, state):
+        calls.append(step)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if len(calls) == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        try:
+            return original(self, step, state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    monkeypatch.setattr(Checkpointer, "save", full)
+    assert trainer.here(*ONE_LAYER, "--out", tmp_path / "run") == 1
+    assert "step-00000008: " in (error := one_line(capsys)) and "earlier checkpoints are intact" in error
+    assert trainer.checkpoints(tmp_path / "run") == ["step-00000004"] and failed(trainer, tmp_path / "run")
+    monkeypatch.undo()
+    assert trainer.resume(tmp_path / "run") == 0
+
+
+def test_a_defect_keeps_its_traceback_and_is_in_the_summary(trainer, tmp_path, monkeypatch):
+    def fail(self):
+        raise TypeError("a defect\nof two lines")
+
+    monkeypatch.setattr(Run, "_launch", fail)
+    with pytest.raises(TypeError):
+        trainer.here(*ONE_LAYER, "--out", tmp_path / "run")
+    assert failed(trainer, tmp_path / "run")["error"] == "TypeError: a defect"
+    assert json.loads((tmp_path / "run" / "passes.json").read_text())
+
+
+def test_a_memory_budget_that_cannot_be_met_is_one_line(trainer, tmp_path, capsys):
+    assert trainer.here(*ONE_LAYER, "--memory", "budget=0.01", "--out", tmp_path / "run") == 2
+    assert "memory budget of" in one_line(capsys)
+    assert failed(trainer, tmp_path / "run")["steps"] == 0
+
+
+def test_ctrl_c_before_the_run_begins_is_one_line(trainer, tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "build_model", interrupt)
+    assert trainer.here("--out", tmp_path / "run") == 130
+    assert "interrupted before the run began" in one_line(capsys) and not (tmp_path / "run").exists()

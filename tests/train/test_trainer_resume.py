@@ -1,0 +1,199 @@
+"""Runs that are killed or asked to stop, and then go on as if nothing had happened, to the last bit."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from stepgraph.train import build
+from stepgraph.train.checkpoint import Checkpointer
+from stepgraph.train.trainer import Run
+
+OPTIONS = ["--model.n-layers", 1, "--steps", 24, "--val-every", 12]
+
+
+@pytest.fixture(scope="module")
+def whole(trainer, tmp_path_factory) -> Path:
+    """The run that is never interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert trainer.here(*OPTIONS, "--out", folder) == 0
+    return folder
+
+
+def assert_went_on(trainer, whole: Path, folder: Path, *, killed: bool = False) -> None:
+    trainer.assert_same_run(whole, folder, 24)
+    assert trainer.metrics(folder, "val_loss") == trainer.metrics(whole, "val_loss")
+    for tag in ("train/loss", "val/loss"):
+        events, expected = trainer.events(folder, tag), trainer.events(whole, tag)
+        if killed:  # TensorBoard's writer is a thread: a kill may take its latest events, metrics.jsonl loses none
+            expected = [event for event in expected if event in events]
+        assert events == expected
+    summary, expected = trainer.summary(folder), trainer.summary(whole)
+    for key in ("status", "error", "steps", "tokens", "train_loss_nats", "val_loss_nats"):
+        assert summary[key] == expected[key], key
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_of_a_save_and_again_at_any_time_goes_on_bitwise(trainer, whole, tmp_path):
+    folder = tmp_path / "run"
+    checkpoints = folder / "checkpoints"
+    process = trainer.start(*OPTIONS, "--checkpoint-every", 1, "--out", folder)
+    for _ in range(5):
+        with process:
+            while process.poll() is None:
+                if list(checkpoints.glob(".tmp-step-*")) and any(checkpoints.glob("step-*")):
+                    process.kill()
+            printed = process.stdout.read()
+        assert process.returncode == -signal.SIGKILL, f"it ended before a kill could hit a save: {printed}"
+        if list(checkpoints.glob(".tmp-step-*")):  # the save was not done
+            break
+        process = trainer.start("--resume", folder)
+    else:
+        pytest.fail("no kill hit a save")
+    saved = trainer.checkpoints(folder)
+    assert saved and not (folder / "summary.json").exists()
+
+    process = trainer.start("--resume", folder)
+    with process:
+        resumed_after = int(saved[-1].removeprefix("step-"))
+        for line in process.stdout:
+            if line.startswith(f"step {resumed_after + 3}/24 "):
+                break
+        time.sleep(random.SystemRandom().uniform(0, 0.1))
+        process.kill()
+
+    if trainer.resume(folder) == 2:  # it was quicker than the kill
+        assert trainer.checkpoints(folder)[-1] == "step-00000024"
+    assert not list(checkpoints.glob(".tmp-*"))
+    assert_went_on(trainer, whole, folder, killed=True)
+
+
+def test_sigterm_ends_a_run_cleanly_after_a_save(trainer, whole, tmp_path):
+    folder = tmp_path / "run"
+    process = trainer.start(*OPTIONS, "--out", folder)
+    with process:
+        for line in process.stdout:
+            if line.startswith("step 5/24 "):
+                process.terminate()
+                break
+        rest = process.stdout.read()
+    summary = trainer.summary(folder)
+    step = summary["steps"]
+    assert process.returncode == 0 and (summary["status"], summary["error"]) == ("interrupted", None)
+    assert f"SIGTERM: stopping after step {step}; continue with --resume {folder}\n" in rest
+    assert 5 <= step < 24 and trainer.checkpoints(folder)[-1] == f"step-{step:08d}"
+    assert "Traceback" not in rest and (folder / "loss.png").exists()
+    assert trainer.resume(folder) == 0
+    assert_went_on(trainer, whole, folder)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "number", "stops_after"),
+    [
+        (build, "build_step", 1, signal.SIGTERM, 0),  # while the step is captured and compiled
+        (Run, "_launch", 7, signal.SIGINT, 7),
+        (Run, "_validate", 1, signal.SIGINT, 12),
+        (Checkpointer, "save", 2, signal.SIGINT, 8),
+    ],
+    ids=["capture", "step", "validation", "save"],
+)
+def test_a_signal_at_any_moment_saves_and_ends_cleanly(
+    owner, name, call, number, stops_after, trainer, whole, tmp_path, monkeypatch, capsys
+):
+    original, calls = getattr(owner, name), []
+
+    def signalled(*arguments):
+        calls.append(None)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return original(*arguments)
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, signalled)
+        assert trainer.here(*OPTIONS, "--out", folder) == 0
+    summary = trainer.summary(folder)
+    assert (summary["status"], summary["steps"]) == ("interrupted", stops_after)
+    assert trainer.checkpoints(folder)[-1] == f"step-{stops_after:08d}"
+    assert f"{number.name}: stopping after step {stops_after}; continue with --resume" in capsys.readouterr().out
+    assert trainer.resume(folder) == 0
+    assert_went_on(trainer, whole, folder)
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(trainer, tmp_path, monkeypatch):
+    original = Run._launch
+
+    def twice(self):
+        if self.step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self)
+
+    monkeypatch.setattr(Run, "_launch", twice)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.here(*OPTIONS, "--out", tmp_path / "run")
+    summary = trainer.summary(tmp_path / "run")
+    assert (summary["status"], summary["steps"], summary["error"]) == ("failed", 6, "KeyboardInterrupt")
+    assert trainer.checkpoints(tmp_path / "run") == ["step-00000004"]
+
+
+def test_more_steps_and_other_options_of_the_optimizer_hold_after_a_resume(trainer, tmp_path):
+    options = ["--model.n-layers", 1, "--steps", 4, "--schedule", "constant", "--val-every", 0]
+    assert trainer.here(*options, "--out", tmp_path / "run") == 0
+    for copy, decay in (("same", "0.1"), ("other", "0.9")):
+        shutil.copytree(tmp_path / "run", tmp_path / copy)
+        assert trainer.resume(tmp_path / copy, "--steps", 6, "--batch-size", 2, "--weight-decay", decay) == 0
+    tokens = [tokens for _, tokens in trainer.metrics(tmp_path / "same", "tokens")]
+    assert tokens == [256, 512, 768, 1024, 1152, 1280]
+    same, other = (trainer.metrics(tmp_path / copy, "loss") for copy in ("same", "other"))
+    assert same[:5] == other[:5] and same[5] != other[5]  # the sixth loss is the first to see the decay
+
+
+def test_what_cannot_be_resumed_is_refused_in_one_line_and_nothing_is_lost(trainer, whole, tmp_path, capsys):
+    def files(folder):
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def refused(folder, *more):
+        before = files(folder)
+        capsys.readouterr()
+        assert trainer.resume(folder, *more) == 2
+        assert files(folder) == before
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        return error
+
+    assert "nothing is left to do" in refused(whole) and "--steps" in refused(whole)
+    assert "another model" in refused(whole, "--steps", 30, "--model.dim", 32)
+    assert "another model" in refused(whole, "--steps", 30, "--precision", "bf16")
+    assert "seed=0" in refused(whole, "--steps", 30, "--seed", 1)
+    assert "not a run folder" in refused(tmp_path)
+    assert "not a run folder" in refused(tmp_path / "nowhere")
+
+    damaged = tmp_path / "damaged"
+    shutil.copytree(whole, damaged)
+    newest = max((damaged / "checkpoints").iterdir())
+    data = newest / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert "is damaged" in refused(damaged, "--steps", 30)
+    for path in (damaged / "checkpoints").iterdir():
+        (path / "__0_0.distcp").write_bytes(content[:1000])
+    with pytest.warns(UserWarning, match="is skipped"):
+        assert "every checkpoint" in refused(damaged, "--steps", 30)
+    shutil.rmtree(damaged / "checkpoints")
+    assert "not a checkpoint" in refused(damaged, "--steps", 30)
+
+
+def test_a_truncated_newest_checkpoint_is_passed_over_for_the_one_before(trainer, whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    with open(folder / "checkpoints/step-00000024/__0_0.distcp", "r+b") as file:
+        file.truncate(1000)
+    with pytest.warns(UserWarning, match="step-00000024 is skipped"):
+        assert trainer.resume(folder) == 0
+    assert_went_on(trainer, whole, folder)
