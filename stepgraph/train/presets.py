@@ -18,7 +18,7 @@ def llama3_debug() -> TrainConfig:
         model=models.llama3_debug(),
         seq_len=256,
         batch_size=8,
-        steps=150,
+        steps=200,
         lr=2e-3,
         warmup_steps=10,
         val_every=50,
