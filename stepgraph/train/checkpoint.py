@@ -224,7 +224,7 @@ def _advice(damaged: Path) -> str:
     for path in siblings[siblings.index(damaged) + 1 :] if damaged in siblings else ():
         with contextlib.suppress(_DamagedError):
             _verify(path, contents=True)
-            return f"the earlier {path} is intact, resume from it"
+            return f"the earlier {path} is intact: delete {damaged.name} and resume again"
     return "no earlier checkpoint is usable, start a new run"
 
 

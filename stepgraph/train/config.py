@@ -47,7 +47,7 @@ class TrainConfig:
     """Optimizer updates in the whole run; after --resume those already done count too."""
 
     seed: int = 0
-    """Seeds the weights, the data order and dropout. Two runs with one seed are bitwise equal."""
+    """Seeds the weights, the data order and dropout. On a CPU, two runs with one seed are bitwise equal."""
 
     # -- optimizer (AdamW) --------------------------------------------------------------------------------------------
     lr: float = 2e-3

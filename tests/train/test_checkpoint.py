@@ -709,9 +709,12 @@ def random_kills(folder: Path) -> None:
         for step in range(start, 41):
             Checkpointer(run, keep=2).save(step, states[step - 1])
 
+    start = time.perf_counter()  # how long a save takes depends on the machine and on what else it does
+    Checkpointer(folder / "timed").save(1, states[0])
+    one_save = time.perf_counter() - start
     for _ in range(15):
         child = fork(lambda start=last + 1: save_on(start))
-        time.sleep(chance.uniform(0, 0.1))
+        time.sleep(chance.uniform(0, 4 * one_save))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         latest = Checkpointer(run).latest()
