@@ -134,8 +134,12 @@ def test_a_second_ctrl_c_ends_the_run_at_once(trainer, tmp_path, monkeypatch):
         return original(self)
 
     monkeypatch.setattr(Run, "_launch", twice)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.here(*OPTIONS, "--out", tmp_path / "run")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may start with it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.here(*OPTIONS, "--out", tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
     summary = trainer.summary(tmp_path / "run")
     assert (summary["status"], summary["steps"], summary["error"]) == ("failed", 6, "KeyboardInterrupt")
     assert trainer.checkpoints(tmp_path / "run") == ["step-00000004"]
