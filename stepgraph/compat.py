@@ -21,14 +21,13 @@ from torch._subclasses.fake_tensor import (
     is_fake,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
-    "ShapeEnv",
     "below_autograd",
     "current_sequence_nr",
     "dispatch_flex_attention",
@@ -64,9 +63,8 @@ def operator_needing_values(error: Exception) -> str | None:
 
 def fake_mode() -> FakeTensorMode:
     """A fake mode for capture: static shapes; real tensors met on the way become constants of the graph."""
-    # By default a shape environment would invent a symbol for the value of `.item()` and for the size of `nonzero`.
-    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True)
+    # No shape environment: it would invent symbols for the value of `.item()` and for the size of `nonzero`.
+    return FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
 
 
 @contextlib.contextmanager

@@ -109,12 +109,14 @@ def kept_tensors(model: nn.Module) -> dict[int, str]:
     found = {}
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, (dict, list, tuple, set)) and value and key != "_modules":
+            if isinstance(value, torch.Tensor):
+                leaves = [value]
+            elif isinstance(value, (dict, list, tuple, set)) and value and key != "_modules":
                 leaves = compat.pytree.tree_leaves(list(value) if isinstance(value, set) else value)
             else:
-                leaves = [value]
+                continue
             for leaf in leaves:
-                if compat.is_fake(leaf):
+                if isinstance(leaf, torch.Tensor) and compat.is_fake(leaf):
                     found[id(leaf)] = f"module {path or 'model'} keeps a tensor of the step in {key}"
     return found
 
