@@ -23,8 +23,8 @@ from stepgraph.passes.rematerialize import rematerialize
 @dataclass(frozen=True)
 class InductorOptions:
     """``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU). ``rematerialize``: carry
-    the fewest bytes from forward to backward (see `rematerialize`). ``gpu_only``: do nothing
-    on a CPU, where Inductor's kernels gain little over the bare graph for the time they take to compile."""
+    the fewest bytes from forward to backward (see `rematerialize`). ``gpu_only``: do nothing on a CPU, where
+    compiling takes up to a minute."""
 
     max_autotune: bool = False
     rematerialize: bool = True
@@ -36,7 +36,7 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     """Compile forward and backward with Inductor."""
     on_cuda = any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
     if options.gpu_only and not on_cuda:
-        report.skipped = "on a CPU it gains little; --inductor full asks for it"
+        report.skipped = "on a CPU it takes long to compile; --inductor full asks for it"
         return
     if options.rematerialize:
         again, before, after = rematerialize(step)
