@@ -34,6 +34,7 @@ __all__ = [
     "fake_mode",
     "graph_of_trace",
     "has_step_hooks",
+    "in_plain_eager",
     "inductor_compile",
     "intercept_checkpoint",
     "is_fake",
@@ -112,6 +113,15 @@ def below_autograd() -> contextlib.AbstractContextManager:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def in_plain_eager() -> bool:
+    """Nothing watches operators: no compiler, dispatch mode or function transform (vmap, grad) is active."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 @contextlib.contextmanager
 def _replaced(module: ModuleType, **values: Any) -> Iterator[None]:
     """Names of a module of torch have other values while inside."""
@@ -171,13 +181,18 @@ def dispatch_flex_attention() -> Iterator[None]:
 
 def inductor_compile(
     module: torch.fx.GraphModule, example_inputs: Sequence[torch.Tensor], options: dict[str, Any]
-) -> Callable[..., Any]:
-    """Compile a flat graph with Inductor, outside Dynamo. ``example_inputs`` may be fake."""
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a flat graph with Inductor, outside Dynamo. ``example_inputs`` may be fake.
+
+    The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
+    """
     from torch._inductor import standalone_compile
 
-    return standalone_compile(
+    artifact = standalone_compile(
         module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
     )
+    # Around the function that takes a list lie one that takes arguments one by one and one that keeps Dynamo out.
+    return artifact._compiled_fn.__wrapped__.__wrapped__
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -25,6 +25,7 @@ from stepgraph.models import next_token_loss
 from stepgraph.train.build import build_model
 from stepgraph.train.config import TrainConfig
 from stepgraph.train.environment import package_versions
+from stepgraph.train.host_memory import keep_freed_memory
 from stepgraph.train.metrics import peak_mem_gib
 
 #: Steps whose losses are compared, before anything is timed. They also warm up: CUDA graphs are recorded by the third.
@@ -85,6 +86,8 @@ class Run:
 
     def __init__(self, config: TrainConfig, provider: str, device: torch.device):
         self.config, self.provider, self.device = config, provider, device
+        if device.type == "cpu":
+            keep_freed_memory()  # as `stepgraph train` does; for every provider alike
         # VmHWM counts from the process's start: what the imports took is not the step's.
         self.memory_before = 0.0 if device.type == "cuda" else peak_mem_gib(device)
 

@@ -97,20 +97,16 @@ class CapturedStep:
 
 def _autotuned() -> list[passes.Pass]:
     """The default pipeline with Inductor's autotuning, the counterpart of ``compile-max-autotune``."""
-    return [
-        p.with_options(max_autotune=True, gpu_only=False) if p.name == "inductor" else p
-        for p in passes.configured("default")
-    ]
+    return [p.with_options(max_autotune=True) if p.name == "inductor" else p for p in passes.configured("default")]
 
 
-#: Name -> the step made of the parts. `stepgraph` is what `stepgraph train` runs by default.
+#: Name -> the step made of the parts. `stepgraph` is `stepgraph.capture` as it is by default.
 PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "eager": EagerStep,
     "compile": CompiledStep,
     "compile-max-autotune": lambda parts: CompiledStep(parts, mode="max-autotune"),
     "stepgraph": lambda parts: CapturedStep(parts, passes.configured("default")),
     "stepgraph-exact": lambda parts: CapturedStep(parts, passes.configured("exact")),
-    "stepgraph-inductor": lambda parts: CapturedStep(parts, passes.configured("default", inductor="full")),
     "stepgraph-max-autotune": lambda parts: CapturedStep(parts, _autotuned()),
 }
 

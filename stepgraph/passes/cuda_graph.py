@@ -6,6 +6,7 @@ graph's static memory; the batch is copied into static buffers. A node that need
 starts another around it; the report names it.
 """
 
+import functools
 import time
 import warnings
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch import fx
 
 from stepgraph.capture import StepGraph
 from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.partition import describe, needs_host, split
+from stepgraph.passes.partition import Program, describe, needs_host, split
 
 
 @register("cuda_graph", "exact", terminal=True, needs_cuda=True)
@@ -79,16 +80,16 @@ class GraphRunner:
 
         They are found here, because a recording that fails leaves torch's random generator unusable.
         """
-        stream = torch.cuda.Stream()
+        stream = _recording_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            watch = WaitWatch(self.step.executable)
-            results = [value.clone() for value in watch.run(*flat)]
+            results, waiting = run_watched(self.step.executable, flat)
+            results = [value.clone() for value in results]
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the recording's pool cannot use what the warm-up leaves cached
-        if watch.waiting:
-            self.waiting = watch.waiting
+        if waiting:
+            self.waiting = waiting
             self._split()
         return results
 
@@ -115,46 +116,49 @@ class GraphRunner:
         return [value.clone() for value in self.outputs]
 
 
-class WaitWatch(fx.Interpreter):
-    """Runs a graph node by node; ``waiting`` holds the names of the nodes that made the host wait for the GPU.
+@functools.cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    """The stream of ``device`` for warming up and recording: cuBLAS keeps a workspace (32 MiB) for every stream."""
+    return torch.cuda.Stream(device)
+
+
+def run_watched(module: fx.GraphModule, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], set[str]]:
+    """Run ``module`` node by node: (its results, names of the nodes that made the host wait for the GPU).
 
     torch's own check (``torch.cuda.set_sync_debug_mode``) tells, as a warning.
     """
+    waiting: set[str] = set()
+    current = ""
 
-    def __init__(self, module: fx.GraphModule):
-        super().__init__(module)
-        self.waiting: set[str] = set()
-        self.current = ""
+    def on_node(node: fx.Node) -> None:
+        nonlocal current
+        current = node.name
 
-    def run(self, *args: Any) -> Any:
-        mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            show = warnings.showwarning
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        show = warnings.showwarning
 
-            def notice(message: Warning | str, *rest: Any, **kwargs: Any) -> None:
-                if "synchronizing CUDA operation" in str(message):
-                    self.waiting.add(self.current)
-                else:
-                    show(message, *rest, **kwargs)
+        def listen(message: Warning | str, *rest: Any, **kwargs: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                waiting.add(current)
+            else:
+                show(message, *rest, **kwargs)
 
-            warnings.showwarning = notice
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                return super().run(*args)
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.current = n.name
-        return super().run_node(n)
+        warnings.showwarning = listen
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            return Program(module, on_node)(flat), waiting
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 class _Piece:
     """A piece of the step between two visits to the host: a recorded CUDA graph, or host code run as it is."""
 
-    def __init__(self, module: torch.nn.Module, args: Sequence[Any]):
+    def __init__(self, module: fx.GraphModule, args: Sequence[Any]):
         self.module, self.args = module, list(args)
+        self.run = Program(module)
         self.graph = torch.cuda.CUDAGraph() if module.group == "device" else None
         self.results: Any = None
 
@@ -162,14 +166,14 @@ class _Piece:
         """Record the piece (or just run it) and run it once. Its results stay where later replays write them."""
         if self.graph is None:
             # Later pieces read these tensors in place, so each replay copies its new results into them.
-            self.results = self.module(*self.args)
+            self.results = self.run(self.args)
             return self.results
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(self.graph, pool=pool):
-                self.results = self.module(*self.args)
+            with torch.cuda.graph(self.graph, pool=pool, stream=_recording_stream(torch.cuda.current_device())):
+                self.results = self.run(self.args)
         except RuntimeError as error:
-            nodes = [n.name for n in getattr(self.module, "graph", fx.Graph()).nodes if n.op == "call_function"]
+            nodes = [n.name for n in self.module.graph.nodes if n.op == "call_function"]
             span = f"nodes {nodes[0]} to {nodes[-1]}" if nodes else "a compiled piece"
             raise RuntimeError(f"{span} cannot be recorded as a CUDA graph; leave out the pass cuda_graph") from error
         self.graph.replay()
@@ -179,7 +183,7 @@ class _Piece:
         if self.graph is not None:
             self.graph.replay()
             return
-        fresh = self.module(*self.args)
+        fresh = self.run(self.args)
         olds, news = (r if isinstance(r, (tuple, list)) else (r,) for r in (self.results, fresh))
         for old, new in zip(olds, news, strict=True):
             if old is not new:

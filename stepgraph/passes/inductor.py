@@ -16,29 +16,25 @@ from stepgraph import compat
 from stepgraph.capture import StepGraph, phase_of
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.expand_optimizer import COMPILE
-from stepgraph.passes.partition import describe, needs_host, split
+from stepgraph.passes.partition import Program, describe, needs_host, split
 from stepgraph.passes.rematerialize import rematerialize
 
 
 @dataclass(frozen=True)
 class InductorOptions:
-    """``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU). ``rematerialize``: carry
-    the fewest bytes from forward to backward (see `rematerialize`). ``gpu_only``: do nothing on a CPU, where
-    compiling takes up to a minute."""
+    """``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU). ``rematerialize``: on a
+    GPU, carry the fewest bytes from forward to backward (see `rematerialize`); a CPU would pay for computing again."""
 
     max_autotune: bool = False
     rematerialize: bool = True
-    gpu_only: bool = False
 
 
 @register("inductor", "numerics", options=InductorOptions(), provides=("compiled",), terminal=True)
 def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> None:
     """Compile forward and backward with Inductor."""
     on_cuda = any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
-    if options.gpu_only and not on_cuda:
-        report.skipped = "on a CPU it takes long to compile; --inductor full asks for it"
-        return
-    if options.rematerialize:
+    rematerialized = options.rematerialize and on_cuda
+    if rematerialized:
         again, before, after = rematerialize(step)
         report.notes.append(
             f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
@@ -49,12 +45,14 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     def group(node: fx.Node) -> str:
         if phase_of(node) == "optimizer":
             return "compiled optimizer" if node.meta.get(COMPILE) else "optimizer"
+        if getattr(node.target, "namespace", "") == "stepgraph":
+            return "kernel"
         reason = needs_host(node) if on_cuda else None
         if reason:
             left[node] = reason
             return "eager"
         # Forward is a piece of its own, so that what backward reads is written once and not rebuilt by each reader.
-        apart = options.rematerialize and phase_of(node) == "forward"
+        apart = rematerialized and phase_of(node) == "forward"
         return "compiled forward" if apart else "compiled"
 
     module = split(step.module, group)
@@ -75,6 +73,7 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
         report.changed += compiled.size
     module.recompile()
     step.executable = module
+    step.runner = Program(module)
     report.compile_s = time.perf_counter() - start
     pieces = sum(isinstance(m, Compiled) for m in module.children())
     report.summary = f"{report.changed} operators in {pieces} compiled piece{'s' * (pieces != 1)}"
@@ -96,5 +95,9 @@ class Compiled(torch.nn.Module):
         self.function = compat.inductor_compile(piece, examples, config)
 
     def forward(self, *args: torch.Tensor) -> object:
-        results = self.function(*args)
+        return self.boxed(list(args))
+
+    def boxed(self, args: list[torch.Tensor]) -> object:
+        """Run on ``args`` and empty the list: each tensor is let go after its last use."""
+        results = self.function(args)
         return results[0] if self.single else results

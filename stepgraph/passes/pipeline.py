@@ -6,6 +6,7 @@ from dataclasses import replace
 import stepgraph.passes.cleanup
 import stepgraph.passes.cuda_graph
 import stepgraph.passes.expand_optimizer
+import stepgraph.passes.fuse_loss
 import stepgraph.passes.inductor
 import stepgraph.passes.inplace  # noqa: F401  (passes register themselves)
 from stepgraph.passes import recompute
@@ -19,6 +20,7 @@ ORDER = (
     "dead_code",  # what nothing reads
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
+    "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
     "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch
@@ -31,26 +33,25 @@ def exact() -> list[Pass]:
 
 
 def default() -> list[Pass]:
-    """All passes, each skipped where it cannot run, Inductor on a GPU only."""
-    passes = [replace(PASSES[name], optional=True) for name in ORDER]
-    return [p.with_options(gpu_only=True) if p.name == "inductor" else p for p in passes]
+    """All passes, each skipped where it cannot run."""
+    return [replace(PASSES[name], optional=True) for name in ORDER]
 
 
 PIPELINES: dict[str, Callable[[], list[Pass]]] = {"exact": exact, "default": default}
 
 
 def configured(
-    pipeline: str = "default", *, memory: str = "none", inductor: str = "auto", cuda_graph: bool = True
+    pipeline: str = "default", *, memory: str = "none", inductor: str = "full", cuda_graph: bool = True
 ) -> list[Pass]:
     """A pipeline with the trainer's options applied.
 
-    ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``auto`` (on a GPU), ``full`` or ``off``.
+    ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``full`` or ``off``.
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"unknown pipeline {pipeline!r}; allowed: {', '.join(map(repr, PIPELINES))}")
-    if inductor not in ("auto", "full", "off"):
-        raise ValueError(f"unknown inductor mode {inductor!r}; allowed: auto, full, off")
-    options = {"recompute": vars(recompute.parse_policy(memory)), "inductor": {"gpu_only": inductor == "auto"}}
+    if inductor not in ("full", "off"):
+        raise ValueError(f"unknown inductor mode {inductor!r}; allowed: full, off")
+    options = {"recompute": vars(recompute.parse_policy(memory))}
     dropped = {"expand_optimizer": inductor == "off", "inductor": inductor == "off", "cuda_graph": not cuda_graph}
     chosen = [p for p in PIPELINES[pipeline]() if not dropped.get(p.name)]
     return [p.with_options(**options.get(p.name, {})) for p in chosen]

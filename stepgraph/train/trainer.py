@@ -22,6 +22,7 @@ from stepgraph.train.config import TrainConfig
 from stepgraph.train.data import PackedLoader, open_data, unigram_entropy, validation_batches
 from stepgraph.train.environment import environment
 from stepgraph.train.hf_weights import save_hf
+from stepgraph.train.host_memory import keep_freed_memory
 from stepgraph.train.metrics import Progress, RunFolder, Summary, format_seconds, mfu, peak_mem_gib
 from stepgraph.train.out_of_memory import is_out_of_memory, memory_advice
 from stepgraph.train.schedule import lr_at
@@ -74,6 +75,8 @@ class Run:
         if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
             raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
         build.seed_all(config.seed)
+        if self.device.type == "cpu":
+            keep_freed_memory()
 
         data = open_data(config.data, config.tokenizer)
         if data.tokenizer.vocab_size > config.model.vocab_size:

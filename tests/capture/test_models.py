@@ -181,7 +181,7 @@ def test_two_runs_with_one_seed_are_equal():
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(12, 32), nn.Dropout(0.3), nn.Linear(32, 12))
         batches = pairs()
-        step = stepgraph.capture(model, mse, batches[0], adamw(model))
+        step = stepgraph.capture(model, mse, batches[0], adamw(model), passes="exact")
         losses = [step(batches[i % 3]) for i in range(10)]
         results.append([*losses, *(p.detach() for p in model.parameters())])
     assert all(map(torch.equal, *results))

@@ -132,7 +132,7 @@ def test_expansion_takes_clipping_in_place_with_it():
 
 def test_nodes_that_wait_for_the_gpu_are_noticed(monkeypatch):
     """torch tells of a synchronization as a warning; here a node warns as it does, on a CPU."""
-    watch_module = sys.modules["stepgraph.passes.cuda_graph"]
+    cuda_graph = sys.modules["stepgraph.passes.cuda_graph"]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
 
@@ -145,6 +145,6 @@ def test_nodes_that_wait_for_the_gpu_are_noticed(monkeypatch):
     first = graph.call_function(torch.relu, (x,))
     second = graph.call_function(waits, (first,))
     graph.output([graph.call_function(torch.neg, (second,))])
-    watch = watch_module.WaitWatch(fx.GraphModule({}, graph))
-    assert torch.equal(watch.run(torch.ones(2))[0], torch.full((2,), -2.0))
-    assert watch.waiting == {second.name}
+    results, waiting = cuda_graph.run_watched(fx.GraphModule({}, graph), [torch.ones(2)])
+    assert torch.equal(results[0], torch.full((2,), -2.0))
+    assert waiting == {second.name}

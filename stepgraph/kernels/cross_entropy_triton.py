@@ -1,0 +1,79 @@
+"""The Triton kernel of `cross_entropy`: one program a row, the second pass served from registers or L2."""
+
+import torch
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _kernel(logits, targets, scale, losses, stride, V, ignore, BLOCK: tl.constexpr, ONE: tl.constexpr):
+    """Row ``program_id(0)``: its loss, and ``(softmax - onehot) * scale`` over the logits. ``ONE``: V <= BLOCK."""
+    row = tl.program_id(0).to(tl.int64)
+    x = logits + row * stride
+    target = tl.load(targets + row)
+    counts = target != ignore
+    inside = (target >= 0) & (target < V)
+    columns = tl.arange(0, BLOCK)
+    # Base 2: the hardware's exponential. A running maximum per row, one exponential per element.
+    if ONE:
+        v = tl.load(x + columns, mask=columns < V, other=-float("inf")).to(tl.float32) * _LOG2E
+        top = tl.max(v, 0)
+        total = tl.sum(tl.exp2(v - top), 0)
+    else:
+        top = -float("inf")
+        total = 0.0
+        for start in range(0, V, BLOCK):
+            at = start + columns
+            v = tl.load(x + at, mask=at < V, other=-float("inf"), eviction_policy="evict_last").to(tl.float32) * _LOG2E
+            higher = tl.maximum(top, tl.max(v, 0))
+            # A row that starts with -inf has no maximum yet.
+            shift = tl.where(higher == -float("inf"), 0.0, higher)
+            total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(v - shift), 0)
+            top = higher
+    log_total = top + tl.log2(total)
+    at_target = tl.load(x + target, mask=inside, other=float("nan")).to(tl.float32)
+    tl.store(losses + row, tl.where(counts, log_total * _LN2 - at_target, 0.0))
+    factor = tl.where(counts, tl.load(scale), 0.0)
+    tl.debug_barrier()  # the target's logit is read before it is overwritten
+    if ONE:
+        slope = (tl.exp2(v - log_total) - tl.where(columns == target, 1.0, 0.0)) * factor
+        tl.store(x + columns, tl.where(counts, slope, 0.0).to(logits.dtype.element_ty), mask=columns < V)
+    else:
+        for start in range(0, V, BLOCK):
+            at = start + columns
+            v = tl.load(x + at, mask=at < V, other=0.0, eviction_policy="evict_first").to(tl.float32) * _LOG2E
+            slope = (tl.exp2(v - log_total) - tl.where(at == target, 1.0, 0.0)) * factor
+            tl.store(x + at, tl.where(counts, slope, 0.0).to(logits.dtype.element_ty), mask=at < V)
+
+
+def configuration(V: int) -> tuple[int, int]:
+    """(BLOCK, warps) for rows of ``V`` logits."""
+    if V <= 8192:
+        block = max(triton.next_power_of_2(V), 128)
+        return block, max(block // 1024, 1)
+    return 8192, 8
+
+
+def launch(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    grad: torch.Tensor,
+    mean: bool,
+    ignore: int,
+    config: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """As `cross_entropy.cross_entropy_`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
+    rows, V = logits.shape
+    count = (targets != ignore).sum() if mean else None
+    scale = (grad / count if mean else grad).float()
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    block, warps = config or configuration(V)
+    if rows and V:
+        _kernel[(rows,)](
+            logits, targets, scale, losses, logits.stride(0), V, ignore, BLOCK=block, ONE=block >= V, num_warps=warps
+        )
+    total = losses.sum()
+    return total / count if mean else total
