@@ -34,6 +34,7 @@ __all__ = [
     "fake_mode",
     "graph_of_trace",
     "has_step_hooks",
+    "in_function_transform",
     "in_plain_eager",
     "inductor_compile",
     "intercept_checkpoint",
@@ -113,6 +114,11 @@ def below_autograd() -> contextlib.AbstractContextManager:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def in_function_transform() -> bool:
+    """A transform of ``torch.func`` (vmap, grad) is active in eager. Under the compiler it is the compiler's affair."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def in_plain_eager() -> bool:
     """Nothing watches operators: no compiler, dispatch mode or function transform (vmap, grad) is active."""
     return not (
@@ -185,12 +191,23 @@ def inductor_compile(
     """Compile a flat graph with Inductor, outside Dynamo. ``example_inputs`` may be fake.
 
     The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
+    Raises ``ValueError`` where a C++ compiler is needed and there is none.
     """
-    from torch._inductor import standalone_compile
+    from torch._inductor import config, standalone_compile
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
-    artifact = standalone_compile(
-        module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
-    )
+    try:
+        artifact = standalone_compile(
+            module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
+        )
+    except InductorError as failure:
+        if not isinstance(failure.inner_exception, InvalidCxxCompiler):
+            raise
+        tried = " and ".join(name for name in config.cpp.cxx if name)
+        raise ValueError(
+            f"Inductor finds no C++ compiler (it tried {tried}): install one, g++ for example, or do without Inductor, "
+            "by --inductor off or passes='exact'"
+        ) from None
     # Around the function that takes a list lie one that takes arguments one by one and one that keeps Dynamo out.
     return artifact._compiled_fn.__wrapped__.__wrapped__
 

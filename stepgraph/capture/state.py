@@ -8,6 +8,7 @@ its stand-in there and take it out again; `Watch` sees cheaply that a user repla
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -59,12 +60,17 @@ def model_slots(model: nn.Module) -> list[Slot]:
 
 
 class Watch:
-    """Notices that the user replaced a tensor that a captured step is bound to. Runs in every step: plain loops."""
+    """Notices that the user replaced a tensor that a captured step is bound to.
+
+    Runs in every step over every tensor of the state, so its loops are those of the interpreter itself (``map``).
+    """
 
     def __init__(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer | None):
-        self._places = [(holder, key, slot.tensor) for slot in slots for holder, key in slot.places]
         self._optimizer = optimizer
-        self._state = dict(optimizer.state) if optimizer is not None else {}
+        self._holders = [holder for slot in slots for holder, _ in slot.places]
+        self._keys = [key for slot in slots for _, key in slot.places]
+        self._held = [slot.tensor for slot in slots for _ in slot.places]
+        self._states = list(optimizer.state.values()) if optimizer is not None else []
         self._tensors = [slot.tensor for slot in slots]
         self._wrapped = [t for t in self._tensors if compat.is_traceable_wrapper_subclass(t)]
         self._plain = [t for t in self._tensors if type(t) in (torch.Tensor, nn.Parameter)]
@@ -73,18 +79,16 @@ class Watch:
     def _look(self) -> tuple:
         """Where data lies (``param.data = ...`` and ``model.to(...)`` change it and not the object); what trains."""
         inner = [part.data_ptr() for t in self._wrapped for part in unwrap(t)[0] if not compat.is_fake(part)]
-        return [t.data_ptr() for t in self._plain] + inner, [t.requires_grad for t in self._tensors]
+        places = list(map(torch.Tensor.data_ptr, self._plain))
+        return places, inner, list(map(attrgetter("requires_grad"), self._tensors))
 
     def sees_change(self) -> bool:
         """Whether the step must be bound, and so captured, again."""
-        for holder, key, tensor in self._places:
-            if holder.get(key) is not tensor:
-                return True
-        if self._optimizer is not None:
-            now = self._optimizer.state
-            for param, state in self._state.items():
-                if now.get(param) is not state:
-                    return True
+        if not all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
+            return True
+        states = self._optimizer.state.values() if self._optimizer is not None else []
+        if len(states) != len(self._states) or not all(map(is_, states, self._states)):
+            return True
         return self._look() != self._seen
 
 

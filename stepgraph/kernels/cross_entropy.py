@@ -20,7 +20,7 @@ def reference(
     inside = (targets >= 0) & (targets < logits.shape[1])
     index = torch.where(counts & inside, targets, 0).unsqueeze(1)
     losses = torch.where(inside, -logs.gather(1, index).squeeze(1), torch.nan).where(counts, 0.0)
-    scale = grad / counts.sum() if mean else grad
+    scale = grad.to(logs.dtype) / (counts.sum() if mean else 1)
     loss = losses.sum() / counts.sum() if mean else losses.sum()
     slopes = logs.exp().scatter_add(1, index, -torch.ones_like(index, dtype=logs.dtype))
     return loss, torch.where(counts.unsqueeze(1), slopes * scale, 0.0).to(logits.dtype)

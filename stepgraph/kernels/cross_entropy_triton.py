@@ -50,11 +50,10 @@ def _kernel(logits, targets, scale, losses, stride, V, ignore, BLOCK: tl.constex
 
 
 def configuration(V: int) -> tuple[int, int]:
-    """(BLOCK, warps) for rows of ``V`` logits."""
-    if V <= 8192:
-        block = max(triton.next_power_of_2(V), 128)
-        return block, max(block // 1024, 1)
-    return 8192, 8
+    """(BLOCK, warps) for rows of ``V`` logits: few warps with much to do each, so that several programs share an SM and
+    one computes while another waits for memory."""
+    block = min(max(triton.next_power_of_2(V), 128), 8192)
+    return block, min(max(block // 1024, 1), 4)
 
 
 def launch(
@@ -67,13 +66,16 @@ def launch(
 ) -> torch.Tensor:
     """As `cross_entropy.cross_entropy_`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
     rows, V = logits.shape
+    if V > 1 and logits.stride(1) != 1:
+        raise ValueError(f"logits have strides {logits.stride()}, rows must be contiguous: call .contiguous() on them")
     count = (targets != ignore).sum() if mean else None
     scale = (grad / count if mean else grad).float()
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block, warps = config or configuration(V)
-    if rows and V:
+    if rows:
         _kernel[(rows,)](
-            logits, targets, scale, losses, logits.stride(0), V, ignore, BLOCK=block, ONE=block >= V, num_warps=warps
-        )
+            logits, targets.contiguous(), scale, losses, logits.stride(0), V, ignore,
+            BLOCK=block, ONE=block >= V, num_warps=warps,
+        )  # fmt: skip
     total = losses.sum()
     return total / count if mean else total

@@ -110,9 +110,10 @@ class Aliases:
     def _find_root(self, node: fx.Node) -> fx.Node:
         if is_view(node):
             return self._root[node.args[0]]
+        # What a writing operator returns is what it wrote only if its schema says so: a loss may come out beside.
         if is_mutating(node) and isinstance(node.meta.get("val"), torch.Tensor):
             written = written_arguments(node)
-            if len(written) == 1:
+            if len(written) == 1 and node.target._schema.returns[0].alias_info is not None:
                 return self._root[written[0]]
         return node
 

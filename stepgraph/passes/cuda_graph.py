@@ -37,7 +37,7 @@ class GraphRunner:
 
     def __init__(self, step: StepGraph, report: PassReport):
         self.step, self.report = step, report
-        self.is_batch = [spec.kind == "batch" for spec in step.inputs]
+        self.batch = [i for i, spec in enumerate(step.inputs) if spec.kind == "batch"]
         self.waiting: set[str] = set()  # names of nodes that were seen to wait for the GPU
         self._split()
         self.warm = False
@@ -68,9 +68,8 @@ class GraphRunner:
             results = self._record(flat)
             self.report.compile_s += time.perf_counter() - start
             return results
-        for buffer, value, is_batch in zip(self.static, flat, self.is_batch, strict=True):
-            if is_batch:
-                buffer.copy_(value, non_blocking=True)
+        for i in self.batch:
+            self.static[i].copy_(flat[i], non_blocking=True)
         for piece in self.program:
             piece.replay()
         return [value.clone() for value in self.outputs]
@@ -94,7 +93,9 @@ class GraphRunner:
         return results
 
     def _record(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        self.static = [v.clone() if batch else v for v, batch in zip(flat, self.is_batch, strict=True)]
+        self.static = list(flat)
+        for i in self.batch:
+            self.static[i] = flat[i].clone()
         pool = torch.cuda.graph_pool_handle()
         values: dict[fx.Node, Any] = {}
         inputs = iter(self.static)

@@ -7,6 +7,7 @@ Tier numerics: the kernel sums in another order, and its result is rounded once.
 indices as targets, no class weights, mean or sum.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from stepgraph.passes.contract import PassReport, register
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # torch's numbers for the reductions
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
 @register("fuse_loss", "numerics", needs_cuda=True)
@@ -46,7 +48,7 @@ def fuse_loss(step: StepGraph, options: object, report: PassReport) -> None:
 @dataclass
 class _Loss:
     """The nodes of one loss. ``logits``: before the cast to fp32. ``slopes``: their gradient, after the cast back.
-    ``private``: nothing else reads the logits."""
+    ``private``: nothing else reads the logits, and their rows are contiguous."""
 
     logits: fx.Node
     softmax: fx.Node
@@ -58,23 +60,36 @@ class _Loss:
     def rewrite(self, graph: fx.Graph, aliases: Aliases) -> None:
         """Put the operator in their place."""
         _, targets, _, reduction, ignore = self.forward.args
+        before = getitem_users(self.forward)[0]
         with graph.inserting_before(self.forward):
-            logits = self.logits if self.private else self._call(aten.clone.default, self.logits)
-            grad = self._early(self.backward.args[0], aliases.position)
+            logits = self.logits
+            if not self.private:
+                logits = self._call(aten.clone.default, logits, memory_format=torch.contiguous_format)
+            logits = self._shaped_as(logits, self.softmax)
+            grad = self._cast(self._early(self.backward.args[0], aliases.position), torch.float32)
             loss = self._call(cross_entropy_._opoverload, logits, targets, grad, reduction == _MEAN, ignore)
-        getitem_users(self.forward)[0].replace_all_uses_with(loss)
-        self.slopes.replace_all_uses_with(logits)
+            loss = self._cast(loss, before.meta["val"].dtype)
+            slopes = self._shaped_as(logits, self.slopes)
+        before.replace_all_uses_with(loss)
+        self.slopes.replace_all_uses_with(slopes)
         _erase_unread(graph, [self.slopes, *getitem_users(self.forward).values(), self.forward])
 
     def _early(self, grad: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
         """``grad``, computed before the loss is."""
+        if grad.target is aten.ones_like.default and position[grad] > position[self.forward]:
+            value = grad.meta["val"]
+            return self._call(aten.full.default, list(value.shape), 1.0, dtype=value.dtype, device=value.device)
         if position[grad] < position[self.forward]:
             return grad
-        if grad.target is aten.ones_like.default:
-            value = grad.meta["val"]
-            return self._call(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
         args, kwargs = fx.map_arg((grad.args, grad.kwargs), lambda n: self._early(n, position))
         return self._call(grad.target, *args, **kwargs)
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return node if node.meta["val"].dtype == dtype else self._call(aten._to_copy.default, node, dtype=dtype)
+
+    def _shaped_as(self, node: fx.Node, other: fx.Node) -> fx.Node:
+        shape = other.meta["val"].shape
+        return node if node.meta["val"].shape == shape else self._call(aten.view.default, node, list(shape))
 
     def _call(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
         node = self.forward.graph.call_function(target, args, kwargs)
@@ -87,10 +102,11 @@ class _Loss:
 
 def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     """The loss around ``softmax``, or why it cannot be rewritten."""
-    by_target = {user.target: user for user in softmax.users}
+    readers = list(_readers(softmax))
+    by_target = {user.target: user for user in readers}
     forward, backward = by_target.get(aten.nll_loss_forward.default), by_target.get(aten.nll_loss_backward.default)
     last = by_target.get(aten._log_softmax_backward_data.default)
-    if not (forward and backward and last) or len(softmax.users) != 3:
+    if not (forward and backward and last) or len(readers) != 3:
         return "not a class loss with its backward alone"
     weight, reduction = forward.args[2:4]
     if weight is not None or reduction == _NONE:
@@ -100,24 +116,47 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
         return "its backward belongs to another loss"
     if total is not None and set(total.users) != {backward}:
         return "the number of rows is read elsewhere"
-    wide = softmax.args[0]
-    cast = wide.target is aten._to_copy.default and len(wide.users) == 1
-    logits = wide.args[0] if cast else wide
-    dtype, (slopes, *others) = logits.meta["val"].dtype, last.users or (last,)
-    if not cast or last.meta["val"].dtype == dtype:
-        slopes = last
-    elif others or slopes.target is not aten._to_copy.default or slopes.meta["val"].dtype != dtype:
-        return "its gradient is read in another dtype than the logits'"
-    if softmax.args[1] not in (1, -1) or logits.meta["val"].ndim != 2 or dtype not in _DTYPES:
-        return f"logits of {logits.meta['val'].ndim} dimensions in {dtype}"
+    logits, slopes, reader = _ends(softmax, last)
+    rows, targets = softmax.meta["val"], forward.args[1].meta["val"]
+    if softmax.args[1] not in (1, -1) or rows.ndim != 2 or rows.dtype not in _DTYPES:
+        return f"logits of {rows.ndim} dimensions in {rows.dtype}"
+    if targets.dtype != torch.int64:
+        return f"targets in {targets.dtype}"
+    if aliases.written_between(logits, aliases.position[reader], aliases.position[forward]):
+        return "its logits are overwritten before it"
     if not _known_before(backward.args[0], forward, aliases):
         return "the gradient that comes in depends on the loss"
     root = aliases.root(logits)
-    members = [root, *(n for n in aliases.position if is_view(n) and aliases.root(n) is root)]
-    readers = {user for member in members for user in member.users if not is_view(user)}
-    dense = logits.meta["val"].is_contiguous()
-    private = root.op == "call_function" and dense and readers == {wide if cast else softmax}
+    members = [n for n in aliases.position if aliases.root(n) is root]
+    used = {user for member in members for user in member.users if not is_view(user)}
+    private = root.op == "call_function" and logits.meta["val"].is_contiguous() and used == {reader}
     return _Loss(logits, softmax, forward, backward, slopes, private)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads ``node``, directly or through ``detach``."""
+    for user in node.users:
+        yield from _readers(user) if user.target is aten.detach.default else (user,)
+
+
+def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """(logits, their gradient, the first reader of the logits): outside a cast to fp32 and back, if there is one.
+
+    Between the casts a tensor may be reshaped, as Hugging Face's losses do.
+    """
+    cast, back = softmax.args[0], last
+    while cast.target in _RESHAPES and len(cast.users) == 1:
+        cast = cast.args[0]
+    while back.target is not aten._to_copy.default and len(back.users) == 1:
+        (user,) = back.users
+        if user.target not in (aten._to_copy.default, *_RESHAPES):
+            break
+        back = user
+    if cast.target is aten._to_copy.default and len(cast.users) == 1 and back.target is aten._to_copy.default:
+        before, after = cast.args[0].meta["val"], back.meta["val"]
+        if before.dtype in _DTYPES and (before.dtype, before.device) == (after.dtype, last.meta["val"].device):
+            return cast.args[0], back, cast
+    return softmax.args[0], last, softmax
 
 
 def _known_before(node: fx.Node, loss: fx.Node, aliases: Aliases) -> bool:

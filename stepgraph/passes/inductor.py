@@ -47,7 +47,7 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
             return "compiled optimizer" if node.meta.get(COMPILE) else "optimizer"
         if getattr(node.target, "namespace", "") == "stepgraph":
             return "kernel"
-        reason = needs_host(node) if on_cuda else None
+        reason = needs_host(node) if on_cuda else _needs_gpu(node)
         if reason:
             left[node] = reason
             return "eager"
@@ -77,6 +77,13 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     report.compile_s = time.perf_counter() - start
     pieces = sum(isinstance(m, Compiled) for m in module.children())
     report.summary = f"{report.changed} operators in {pieces} compiled piece{'s' * (pieces != 1)}"
+
+
+def _needs_gpu(node: fx.Node) -> str | None:
+    """Why Inductor cannot compile ``node`` for a CPU, or None."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):  # FlexAttention
+        return "Inductor compiles its backward for GPUs only"
+    return None
 
 
 class Compiled(torch.nn.Module):

@@ -74,24 +74,21 @@ class RunFolder:
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         """Makes the folder ``path``, or with ``resume_step`` continues it as it was after that many updates: metrics
-        of later steps, which are about to be repeated, are dropped.
+        of later steps, which are about to be repeated, are dropped, and so is the summary of the part that ended.
 
         Raises ValueError when ``path`` is not empty and is not being resumed.
         """
+        if resume_step is None:
+            require_unused(path)
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.graphs = path / "graphs"
         self._metrics_file = path / "metrics.jsonl"
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"run folder {path} is a file: choose another --out")
-        if resume_step is None and path.is_dir() and any(path.iterdir()):
-            raise ValueError(
-                f"run folder {path} is not empty: choose another --out, or continue it with --resume {path}"
-            )
         path.mkdir(parents=True, exist_ok=True)
         if resume_step is not None and self._metrics_file.exists():
             kept = [record for record in read_metrics(self._metrics_file) if record["step"] <= resume_step]
             _write_atomically(self._metrics_file, "".join(_json_line(record) for record in kept))
+        (path / "summary.json").unlink(missing_ok=True)  # should this process be killed, it has none
         # Line buffering: each record reaches the file whole, so a killed run loses none that it reported.
         self._metrics = self._metrics_file.open("a", buffering=1, encoding="utf-8")
         purge = None if resume_step is None else resume_step + 1
@@ -141,6 +138,18 @@ class RunFolder:
         """Writes out what is buffered. The folder takes no more metrics."""
         self._metrics.close()
         self._tensorboard.close()
+
+
+def require_unused(path: Path) -> None:
+    """Raise ValueError unless ``path`` can be the folder of a new run: it is not there, or is empty."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"run folder {path} is a file: choose another --out")
+    try:
+        used = path.is_dir() and any(path.iterdir())
+    except OSError as failure:
+        raise ValueError(f"cannot read the run folder {path}: {failure.strerror}; choose another --out") from failure
+    if used:
+        raise ValueError(f"run folder {path} is not empty: choose another --out, or continue it with --resume {path}")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from stepgraph.train.data import PackedLoader, open_data, unigram_entropy, valid
 from stepgraph.train.environment import environment
 from stepgraph.train.hf_weights import save_hf
 from stepgraph.train.host_memory import keep_freed_memory
-from stepgraph.train.metrics import Progress, RunFolder, Summary, format_seconds, mfu, peak_mem_gib
+from stepgraph.train.metrics import Progress, RunFolder, Summary, format_seconds, mfu, peak_mem_gib, require_unused
 from stepgraph.train.out_of_memory import is_out_of_memory, memory_advice
 from stepgraph.train.schedule import lr_at
 from stepgraph.train.signals import StopSignals
@@ -74,6 +74,9 @@ class Run:
         self.runs_ahead = self.device.type == "cuda"
         if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
             raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
+        path = config.run_folder()
+        if not config.resume:
+            require_unused(path)  # before the data is opened, which may take long
         build.seed_all(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -95,7 +98,6 @@ class Run:
         self.loss_fn = build.build_loss(config, self.device)
         self.done = {"step": 0, "tokens": 0}
 
-        path = config.run_folder()
         self.checkpointer = Checkpointer(path / "checkpoints", keep=config.keep_checkpoints)
         self.saved_step: int | None = None
         if config.resume:

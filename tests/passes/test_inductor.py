@@ -1,6 +1,7 @@
 """The inductor pass on a CPU: close to eager, with eager's random numbers, and honest about what it left out."""
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stepgraph
-from stepgraph.passes import configured
+from stepgraph.passes import configured, get
 
 # Inductor's C++ compiler takes most of a test's time.
 pytestmark = pytest.mark.slow
@@ -109,6 +110,41 @@ def test_compiled_pieces_let_go_of_what_they_read(tools):
     (node,) = executable.graph.find_nodes(op="call_module")
     args = [torch.zeros(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in node.args]
     assert len(getattr(executable, node.target).boxed(args)) == len(step.graph.outputs) and args == []
+
+
+def test_flex_attention_is_left_to_eager_on_a_cpu(tools):
+    """Its backward is not compiled for CPUs; all around it is."""
+    models = [tools.llama(n_layers=1, attention=attention) for attention in ("flex", "sdpa")]
+    models[0].load_state_dict(models[1].state_dict())
+    batch = tools.tokens()[0]
+    step = stepgraph.capture(models[0], tools.next_token_loss, batch, passes="default")
+    loss, expected = step(batch), tools.next_token_loss(models[1], batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
+    report = report_of(step)
+    assert report.changed > 40
+    for note, name in zip(report.notes, ("flex_attention", "flex_attention_backward"), strict=True):
+        assert note.startswith(f"left to eager: {name} ({name}) in layers.0.attn at ")
+        assert note.endswith("Inductor compiles its backward for GPUs only")
+
+
+def test_an_operator_of_ours_stays_between_compiled_pieces(tools):
+    """It writes the logits' gradient over what one piece made, and the next piece reads that."""
+    model, batch = tools.llama(n_layers=1, dtype=torch.bfloat16), tools.tokens()[0]
+    fuse = dataclasses.replace(get("fuse_loss"), needs_cuda=False)
+    results = []
+    for passes in ([], ["remove_noop_views", fuse, "inductor"]):
+        twin = copy.deepcopy(model)
+        step = stepgraph.capture(twin, tools.next_token_loss, batch, passes=passes)
+        results.append((step(batch), {name: param.grad for name, param in twin.named_parameters()}))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-3, atol=0)
+    for name, grad in results[0][1].items():
+        error = (results[1][1][name].double() - grad.double()).norm() / grad.double().norm()
+        assert error < 3e-2, f"{name}: {error:.1e}"  # bf16: a rounding is up to 2^-9, through some ten operators
+    groups = [piece.group for piece in step.graph.executable.children()]
+    assert groups == ["compiled", "kernel", "compiled"] and "in 2 compiled pieces" in report_of(step).summary
 
 
 def test_recomputation_survives_compilation(tools):

@@ -84,7 +84,23 @@ def test_a_run_folder_that_cannot_be_had_is_refused_and_kept(trainer, tmp_path, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "locked"] and file.read_text() == "mine"
 
 
+def test_a_run_folder_in_use_is_refused_before_the_data_is_opened(trainer, tmp_path, capsys):
+    assert trainer.here("--data", tmp_path / "missing.txt", "--out", tmp_path.parent) == 2
+    assert "is not empty" in one_line(capsys)
+
+
 # ---- while it runs ----
+
+
+def test_without_a_cpp_compiler_inductor_says_what_to_do(trainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # nothing compiled before serves
+    output, _ = (process := trainer.start(*ONE_LAYER, "--inductor", "full", "--out", tmp_path / "run")).communicate()
+    assert process.returncode == 2 and "Traceback" not in output
+    assert output.splitlines()[-1] == (
+        "error: Inductor finds no C++ compiler (it tried no-such-compiler): install one, g++ for example, or do "
+        "without Inductor, by --inductor off or passes='exact'"
+    )
 
 
 def failed(trainer, folder):

@@ -157,6 +157,19 @@ def test_more_steps_and_other_options_of_the_optimizer_hold_after_a_resume(train
     assert same[:5] == other[:5] and same[5] != other[5]  # the sixth loss is the first to see the decay
 
 
+def test_a_resumed_run_has_no_summary_until_it_writes_its_own(trainer, whole, tmp_path, monkeypatch):
+    folder, original, seen = tmp_path / "run", Run._launch, []
+    shutil.copytree(whole, folder)
+
+    def look(self):
+        seen.append((folder / "summary.json").exists())
+        return original(self)
+
+    monkeypatch.setattr(Run, "_launch", look)
+    assert trainer.resume(folder, "--steps", 26) == 0
+    assert seen == [False, False] and trainer.summary(folder)["steps"] == 26
+
+
 def test_what_cannot_be_resumed_is_refused_in_one_line_and_nothing_is_lost(trainer, whole, tmp_path, capsys):
     def files(folder):
         return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import sysconfig
+from abc import ABC, abstractmethod
 from functools import cached_property
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from stepgraph.train.data.split import cut_sections, hash64, hash_names, mix64, 
 SPLITS = ("train", "val")
 
 
-class Source:
+class Source(ABC):
     """Documents by index, and which of them are train and which validation.
 
     Attributes:
@@ -40,9 +41,9 @@ class Source:
     def __len__(self) -> int:
         return len(self.train) + len(self.val)
 
+    @abstractmethod
     def read(self, index: int) -> bytes:
         """The content of document ``index``. Raises ValueError, naming the place, for one that is not text."""
-        raise NotImplementedError
 
     def identity(self) -> bytes:
         """What tells this data from other data with as many documents and bytes: names, or where documents lie."""

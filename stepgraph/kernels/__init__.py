@@ -1,0 +1,24 @@
+"""Normalization at memory speed: public functions, modules, and operators under ``torch.ops.stepgraph``."""
+
+from stepgraph.kernels.functional import (
+    Quantized,
+    dequantize,
+    layer_norm,
+    layer_norm_fp8,
+    qk_norm,
+    rms_norm,
+    rms_norm_fp8,
+)
+from stepgraph.kernels.modules import LayerNorm, RMSNorm
+
+__all__ = [
+    "LayerNorm",
+    "Quantized",
+    "RMSNorm",
+    "dequantize",
+    "layer_norm",
+    "layer_norm_fp8",
+    "qk_norm",
+    "rms_norm",
+    "rms_norm_fp8",
+]
