@@ -40,6 +40,7 @@ __all__ = [
     "intercept_checkpoint",
     "is_fake",
     "is_traceable_wrapper_subclass",
+    "keep_saved_tensors",
     "mark_stepped",
     "operator_needing_values",
     "pytree",
@@ -210,6 +211,13 @@ def inductor_compile(
         ) from None
     # Around the function that takes a list lie one that takes arguments one by one and one that keeps Dynamo out.
     return artifact._compiled_fn.__wrapped__.__wrapped__
+
+
+def keep_saved_tensors() -> contextlib.AbstractContextManager:
+    """What torch.compile compiles inside may run backward again (``retain_graph``): it keeps what forward saved."""
+    from torch._functorch import config
+
+    return config.patch(donated_buffer=False)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

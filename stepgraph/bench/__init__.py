@@ -4,11 +4,13 @@ from stepgraph.errors import unknown_name
 
 USAGE = """usage: stepgraph bench NAME [options]
 
-Measure stepgraph beside eager and torch.compile, on the same model, weights and batch.
+Measure stepgraph beside eager and torch.compile, on the same inputs.
 
 names:
   step [PRESET ...] [options]        one training step; see stepgraph bench step --help
-  report FILE.json ... [--plot PNG]  recorded measurements as Markdown tables and as a bar chart
+  norm [options]                     RMS norm and layer norm, forward and backward, shape by shape, beside other
+                                     packages' kernels; see stepgraph bench norm --help
+  report FILE.json ... [--plot PNG]  recorded measurements as Markdown tables and as a chart
 """
 
 
@@ -23,8 +25,12 @@ def main(argv: list[str]) -> int:
             from stepgraph.bench import step
 
             return step.main(rest)
+        case "norm":
+            from stepgraph.bench import norm
+
+            return norm.main(rest)
         case "report":
             from stepgraph.bench import report
 
             return report.main(rest)
-    raise unknown_name("benchmark", name, ["step", "report"])
+    raise unknown_name("benchmark", name, ["step", "norm", "report"])

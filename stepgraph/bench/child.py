@@ -6,12 +6,10 @@ is a request. Every answer is one line of JSON on what was stdout; all else that
 
 import json
 import os
-import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -20,6 +18,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from stepgraph.bench.device import kernels_of, mark, spans
 from stepgraph.bench.providers import PROVIDERS, EagerStep, Parts, Step
 from stepgraph.models import next_token_loss
 from stepgraph.train.build import build_model
@@ -135,24 +134,13 @@ class Run:
         """Milliseconds of each of ``parts``, run in turn ``repeats`` times. On CUDA by events in the stream, so that
         nothing waits in between."""
         self._wait()
-        marks = [self._mark()]
+        marks = [mark(self.device)]
         for _ in range(repeats):
             for part in parts:
                 part()
-                marks.append(self._mark())
-        self._wait()
-        if self.device.type == "cuda":
-            spans = [a.elapsed_time(b) for a, b in pairwise(marks)]
-        else:
-            spans = [1000 * (b - a) for a, b in pairwise(marks)]
-        return [spans[i :: len(parts)] for i in range(len(parts))]
-
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+                marks.append(mark(self.device))
+        times = spans(marks)
+        return [times[i :: len(parts)] for i in range(len(parts))]
 
     def _host_times(self, steps: int) -> list[float]:
         """Milliseconds until the call returns, each from an idle device."""
@@ -191,13 +179,8 @@ class Run:
         dtype = torch.float32 if self.config.precision == "fp32" else torch.bfloat16
         x = torch.randn(4096, *norm.normalized_shape, dtype=dtype, device=self.device, requires_grad=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not torch.float32):
-            y = norm(x)  # a first call may compile the kernel
-            dy = torch.ones_like(y)
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-                torch.autograd.grad(norm(x), x, dy)
-                torch.cuda.synchronize()
-        names = [event.key for event in profiler.key_averages() if event.device_type.name == "CUDA"]
-        return list(dict.fromkeys(re.sub(r"^void |\(anonymous namespace\)::|<.*", "", name) for name in names))
+            dy = torch.ones_like(norm(x))  # a first call may compile the kernel
+            return kernels_of(lambda: torch.autograd.grad(norm(x), x, dy))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from stepgraph.bench.results import Row
 from stepgraph.bench.table import best_compile, title, where
 
-_INK, _MUTED, _GRID = "#1f2933", "#6b7785", "#e4e7eb"
-_OURS, _COMPILE, _EAGER = "#2f6fb5", "#a9b8c9", "#cfd6de"
+INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
+OURS_COLOR, _COMPILE, _EAGER = "#2f6fb5", "#a9b8c9", "#cfd6de"
 
 Panel = tuple[str, dict[str, Any], dict[str, Any], Sequence[Row]]  # model, environment, settings, its rows
 
@@ -33,10 +33,9 @@ def bar_chart(panels: Sequence[Panel], png: Path) -> None:
     all_axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axes, (model, env, settings, rows) in zip(all_axes, panels, strict=True):
         _bars(axes, rows)
-        _dress(axes, title(model, settings), where(env, settings))
-    all_axes[-1].set_xlabel(
-        "ms per training step, shorter is faster (dark line: fastest to slowest repeat)", color=_INK
-    )
+        dress(axes, title(model, settings), where(env, settings))
+        axes.grid(axis="x", color=GRID, linewidth=0.8)
+    all_axes[-1].set_xlabel("ms per training step, shorter is faster (dark line: fastest to slowest repeat)", color=INK)
     figure.savefig(png)
 
 
@@ -46,10 +45,10 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlim(0, 1.3 * longest)  # room for the labels
     for place, row in enumerate(rows):
         ours = row.provider.startswith("stepgraph")
-        color = _OURS if ours else _EAGER if row.provider == "eager" else _COMPILE
+        color = OURS_COLOR if ours else _EAGER if row.provider == "eager" else _COMPILE
         low, high = min(row.step_ms_all), max(row.step_ms_all)
         axes.barh(place, row.step_ms, height=0.68, color=color)
-        axes.plot([low, high], [place, place], color=_INK, linewidth=1.2, solid_capstyle="butt")
+        axes.plot([low, high], [place, place], color=INK, linewidth=1.2, solid_capstyle="butt")
         label = f"{row.step_ms:.4g} ms"
         if ours and best:
             label += f"   {best.step_ms / row.step_ms:.2f}x torch.compile"
@@ -59,7 +58,7 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
             xytext=(7, 0),
             textcoords="offset points",
             va="center",
-            color=_INK,
+            color=INK,
             fontsize=9.5,
             weight="bold" if ours else "normal",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},  # over the grid
@@ -68,17 +67,16 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylim(len(rows) - 0.4, -0.6)  # the first provider on top
 
 
-def _dress(axes: Axes, heading: str, device: str) -> None:
-    """Title, device, quiet frame and grid."""
+def dress(axes: Axes, heading: str, device: str) -> None:
+    """Title, device and a quiet frame."""
     axes.annotate(
-        heading, (0, 1), xytext=(0, 22), xycoords="axes fraction", textcoords="offset points", color=_INK,
+        heading, (0, 1), xytext=(0, 22), xycoords="axes fraction", textcoords="offset points", color=INK,
         fontsize=12, weight="bold",
     )  # fmt: skip
     axes.annotate(
-        device, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points", color=_MUTED, fontsize=9
+        device, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points", color=MUTED, fontsize=9
     )
-    axes.grid(axis="x", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.spines["left"].set_color(_MUTED)
-    axes.tick_params(colors=_INK, length=0)
+    axes.spines["left"].set_color(MUTED)
+    axes.tick_params(colors=INK, length=0)

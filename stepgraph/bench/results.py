@@ -1,4 +1,4 @@
-"""The record of ``stepgraph bench step``: its JSON form, and the check that all providers trained the same."""
+"""The record of ``stepgraph bench step``, the check that all its providers trained the same, and records as JSON."""
 
 import dataclasses
 import json
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from stepgraph.bench.norm_results import NormRow
 
 #: Largest relative difference of two providers' losses over the first steps, by the parameters' dtype.
 #: fp32: a compiled kernel sums in another order than eager's and so differs in the last bits of 24 (6e-8); a few
@@ -101,18 +103,28 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def write(path: Path, environment: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row]) -> None:
+def write(path: Path, environment: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row | NormRow]) -> None:
     """Writes the record to ``path``."""
     record = {"environment": environment, "settings": settings, "rows": [dataclasses.asdict(row) for row in rows]}
     path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
-    """(environment, settings, rows) that ``write`` wrote. Raises ValueError for another file."""
+def is_norm(settings: dict[str, Any]) -> bool:
+    """Whether a record with these settings is of ``stepgraph bench norm``."""
+    return "benchmark" in settings and settings["benchmark"] == "norm"
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """(environment, settings, rows) that ``write`` wrote; rows of ``Row`` or ``NormRow``. Raises ValueError for another
+    file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return record["environment"], record["settings"], [Row(**row) for row in record["rows"]]
+        settings = record["settings"]
+        kind = NormRow if is_norm(settings) else Row
+        return record["environment"], settings, [kind(**row) for row in record["rows"]]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a record of stepgraph bench step: give a file that --json wrote") from error
+        raise ValueError(
+            f"{path} is not a record of stepgraph bench step or norm: give a file that --json wrote"
+        ) from error

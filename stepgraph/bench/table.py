@@ -61,14 +61,14 @@ def table(chosen: dict[str, Any], rows: Sequence[Row]) -> list[str]:
             line.append(f"{row.host_ms:.3g}" if row.host_ms is not None else "")
             line.append(f"{flops / 1e12:.0f}" if flops else "")
             line.append(f"{flops / chosen['peak_flops']:.1%}" if flops and chosen["peak_flops"] else "")
-    return _align(columns, cells)
+    return align(columns, cells)
 
 
 def _times_faster(row: Row, than: Row | None) -> str:
     return f"{than.step_ms / row.step_ms:.2f}x" if than and row.step_ms else ""
 
 
-def _align(columns: list[str], cells: list[list[str]]) -> list[str]:
+def align(columns: list[str], cells: list[list[str]]) -> list[str]:
     """A Markdown table, the first column to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]

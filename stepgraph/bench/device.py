@@ -1,0 +1,40 @@
+"""Taking times on a device, and asking which kernels it ran."""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def mark(device: torch.device) -> Any:
+    """A point in time; on CUDA in the current stream, so that nothing waits for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def spans(marks: Sequence[Any]) -> list[float]:
+    """Milliseconds between neighbours among ``marks``, once the device has passed the last."""
+    if isinstance(marks[0], torch.cuda.Event):
+        marks[-1].synchronize()
+        return [a.elapsed_time(b) for a, b in pairwise(marks)]
+    return [1000 * (b - a) for a, b in pairwise(marks)]
+
+
+def kernels_of(call: Callable[[], Any]) -> list[str]:
+    """The names of the CUDA kernels behind ``call``, without template arguments, in the order of first use.
+
+    torch comes with several kernels for one function, and picks by shape and version. Call ``call`` once before: a
+    first call may compile its kernel.
+    """
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    names = [event.key for event in profiler.key_averages() if event.device_type.name == "CUDA"]
+    return list(dict.fromkeys(re.sub(r"^void |\(anonymous namespace\)::|<.*", "", name) for name in names))

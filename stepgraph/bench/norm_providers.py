@@ -1,0 +1,182 @@
+"""Who computes a norm in ``stepgraph bench norm``: ours, torch, its compiler, and the kernels of other packages.
+
+Each is called as its users call it. Forward runs with gradients on, as in training: it stores what backward needs.
+Backward is ``torch.autograd.grad(..., retain_graph=True)`` through the package's own autograd function, for the
+gradients of x, weight and (layer norm) bias. Only QuACK's layer norm has no autograd function: its public
+``layernorm_fwd`` and ``layernorm_bwd`` are called directly, with the fp32 weights that they ask for. torch.compile
+gets ``torch.nn.functional`` of static shapes, after a reset for every shape; max-autotune is measured without CUDA
+graphs of its own, which would copy x, and under the same CUDA graph as all others.
+"""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stepgraph import kernels
+
+Tensor = torch.Tensor
+Function = Callable[..., Tensor]
+
+OPS = ("rms_norm", "layer_norm")
+
+#: Added to the mean square or the variance, by every provider.
+EPS = 1e-6
+
+
+class Provider:
+    """One norm with its parameters. ``op`` is of `OPS`; ``weight`` and ``bias`` are (N,), bias None for rms_norm."""
+
+    package: str | None = None
+    """What must be importable."""
+    needs_cuda = False
+    overwrites_dy = False
+    """Backward writes dx over dy."""
+
+    def __init__(self, op: str, weight: Tensor, bias: Tensor | None):
+        self.n = weight.numel()
+        self.params = [weight] if bias is None else [weight, bias]
+        self.weight, self.bias = weight, bias
+        self.function: Function = getattr(self, op)()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y (M, N) of x (M, N)."""
+        return self.function(x)
+
+    def saved(self, x: Tensor) -> Any:
+        """What backward needs of a forward: y with its autograd graph."""
+        return self.function(x)
+
+    def backward(self, saved: Any, x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        """(dx, dw) or (dx, dw, db)."""
+        return torch.autograd.grad(saved, (x, *self.params), dy, retain_graph=True)
+
+    def rms_norm(self) -> Function:
+        raise NotImplementedError
+
+    def layer_norm(self) -> Function:
+        raise NotImplementedError
+
+
+class Ours(Provider):
+    """``stepgraph.kernels``."""
+
+    def rms_norm(self) -> Function:
+        return lambda x: kernels.rms_norm(x, self.weight, eps=EPS)
+
+    def layer_norm(self) -> Function:
+        return lambda x: kernels.layer_norm(x, self.weight, self.bias, eps=EPS)
+
+
+class Eager(Provider):
+    """``torch.nn.functional``."""
+
+    def rms_norm(self) -> Function:
+        return lambda x: F.rms_norm(x, (self.n,), self.weight, EPS)
+
+    def layer_norm(self) -> Function:
+        return lambda x: F.layer_norm(x, (self.n,), self.weight, self.bias, EPS)
+
+
+class Compiled(Eager):
+    """``torch.compile`` of eager, for this shape alone."""
+
+    mode: str | None = None
+
+    def __init__(self, op: str, weight: Tensor, bias: Tensor | None):
+        super().__init__(op, weight, bias)
+        torch.compiler.reset()
+        self.function = torch.compile(self.function, dynamic=False, fullgraph=True, mode=self.mode)
+
+
+class CompiledMaxAutotune(Compiled):
+    mode = "max-autotune-no-cudagraphs"
+
+
+class Quack(Provider):
+    package, needs_cuda = "quack", True
+
+    def __init__(self, op: str, weight: Tensor, bias: Tensor | None):
+        self.direct = op == "layer_norm"
+        super().__init__(op, weight, bias)
+
+    def rms_norm(self) -> Function:
+        quack = _import("quack.rmsnorm")
+        return lambda x: quack.rmsnorm(x, self.weight, eps=EPS)
+
+    def layer_norm(self) -> Function:
+        self.quack = _import("quack.rmsnorm")
+        self.params = [p.detach().float() for p in self.params]
+        return lambda x: self.quack.layernorm_fwd(x.detach(), *self.params, EPS, True, True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)[0] if self.direct else self.function(x)
+
+    def backward(self, saved: Any, x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        if not self.direct:
+            return super().backward(saved, x, dy)
+        _, rstd, mean = saved
+        return self.quack.layernorm_bwd(x.detach(), self.params[0], dy, rstd, mean)
+
+
+class Liger(Provider):
+    package, needs_cuda = "liger_kernel", True
+    overwrites_dy = True  # RMS norm's default; a copy of its own would cost it a pass
+
+    def rms_norm(self) -> Function:
+        functional = _import("liger_kernel.transformers.functional")
+        return lambda x: functional.liger_rms_norm(x, self.weight, EPS)
+
+    def layer_norm(self) -> Function:
+        functional = _import("liger_kernel.transformers.functional")
+        return lambda x: functional.liger_layer_norm(x, self.weight, self.bias, EPS)
+
+
+class TransformerEngine(Provider):
+    package, needs_cuda = "transformer_engine", True
+
+    def _module(self, name: str) -> nn.Module:
+        module = getattr(_import("transformer_engine.pytorch"), name)(self.n, eps=EPS, params_dtype=self.weight.dtype)
+        module.weight = self.weight
+        return module
+
+    def rms_norm(self) -> Function:
+        return self._module("RMSNorm")
+
+    def layer_norm(self) -> Function:
+        module = self._module("LayerNorm")
+        module.bias = self.bias
+        return module
+
+
+class Apex(Provider):
+    package, needs_cuda = "apex", True
+
+    def rms_norm(self) -> Function:
+        norms = _import("apex.normalization.fused_layer_norm")
+        return lambda x: norms.fused_rms_norm_affine(x, self.weight, (self.n,), EPS)
+
+    def layer_norm(self) -> Function:
+        norms = _import("apex.normalization.fused_layer_norm")
+        return lambda x: norms.fused_layer_norm_affine(x, self.weight, self.bias, (self.n,), EPS)
+
+
+#: Name -> provider. Those whose package is missing are named in the output.
+PROVIDERS: dict[str, type[Provider]] = {
+    "ours": Ours,
+    "eager": Eager,
+    "compile": Compiled,
+    "compile-max-autotune": CompiledMaxAutotune,
+    "quack": Quack,
+    "liger": Liger,
+    "te": TransformerEngine,
+    "apex": Apex,
+}
+
+
+def _import(name: str) -> ModuleType:
+    return importlib.import_module(name)

@@ -1,0 +1,142 @@
+"""What ``stepgraph bench norm`` found: its rows, and ours beside the others."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+#: Ours is slow where it takes more than this times the best peer's time.
+SLOWER = 1.02
+
+#: Above this much traffic a norm has no excuse for staying below the speed of a copy.
+LARGE_BYTES = 128 * 2**20
+
+OURS = "ours"
+
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(kw_only=True)
+class NormRow:
+    """One operation on one shape by one provider, timed in one way. What was not or cannot be measured is null."""
+
+    op: str
+    """Such as ``rms_norm fwd`` or ``layer_norm bwd``."""
+    m: int
+    """Rows."""
+    n: int
+    """Length of a row."""
+    dtype: str
+    """Of x, y and their gradients: bf16, fp16 or fp32."""
+    provider: str
+    """A name of ``norm_providers.PROVIDERS``."""
+    timing: str
+    """``do_bench``, ``graph`` or ``wall``: see ``norm_timing``."""
+    ms: float | None = None
+    """Median time of a call, ms."""
+    gbps: float | None = None
+    """GB/s of the least traffic (`least_bytes`) at ``ms``."""
+    pct_copy: float | None = None
+    """The same in percent of the copy bandwidth that was measured in the same run."""
+    wrong: str | None = None
+    """How far the result is from float64, in one line: then it is not timed."""
+    error: str | None = None
+    """Why the provider failed, in one line."""
+
+    def set_time(self, ms: float, copy_gbps: float) -> None:
+        """Fills in ``ms`` and what follows from it."""
+        self.ms = ms
+        self.gbps = least_bytes(self) / (ms * 1e6)
+        self.pct_copy = 100 * self.gbps / copy_gbps
+
+
+def least_bytes(row: NormRow) -> int:
+    """Bytes that must be moved: x and y forward; x, dy and dx backward. Weights and statistics are left out."""
+    passes = 2 if row.op.endswith("fwd") else 3
+    return passes * row.m * row.n * ITEM_BYTES[row.dtype]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All providers on one shape, for one op and timing."""
+
+    rows: tuple[NormRow, ...]
+
+    @property
+    def shape(self) -> str:
+        return f"{self.rows[0].m}x{self.rows[0].n}"
+
+    def row(self, provider: str) -> NormRow | None:
+        return next((row for row in self.rows if row.provider == provider), None)
+
+    @cached_property
+    def ours(self) -> NormRow | None:
+        """Our row, where it has a time."""
+        row = self.row(OURS)
+        return row if row and row.ms else None
+
+    @cached_property
+    def best(self) -> NormRow | None:
+        """The fastest of the others that are right."""
+        return min((row for row in self.rows if row.provider != OURS and row.ms), key=lambda row: row.ms, default=None)
+
+    def ratio(self, peer: NormRow | None) -> float | None:
+        """How many times as fast as ``peer`` ours is."""
+        return peer.ms / self.ours.ms if peer and peer.ms and self.ours else None
+
+    @property
+    def slower(self) -> bool:
+        """Ours takes more than `SLOWER` times the best peer's time, or gives no right result where a peer does."""
+        return self.best is not None and (self.ours is None or self.ours.ms > SLOWER * self.best.ms)
+
+
+def comparisons(rows: Sequence[NormRow]) -> dict[tuple[str, str], list[Comparison]]:
+    """(op, timing) -> its shapes, by row length and then by rows."""
+    found: dict[tuple[str, str], dict[tuple[int, int], list[NormRow]]] = {}
+    for row in rows:
+        found.setdefault((row.op, row.timing), {}).setdefault((row.n, row.m), []).append(row)
+    return {key: [Comparison(tuple(shapes[at])) for at in sorted(shapes)] for key, shapes in found.items()}
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of at least one positive value."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def geometric_means(shapes: Sequence[Comparison]) -> str:
+    """One line: how many times as fast as each other provider ours is, over the shapes that both ran."""
+    names = list(dict.fromkeys(row.provider for shape in shapes for row in shape.rows if row.provider != OURS))
+    found = {name: [r for shape in shapes if (r := shape.ratio(shape.row(name)))] for name in names}
+    found["the best peer"] = [r for shape in shapes if (r := shape.ratio(shape.best))]
+    words = [f"{name} {geometric_mean(ratios):.2f}x ({len(ratios)})" for name, ratios in found.items() if ratios]
+    return "geometric mean of times as fast (shapes): " + ", ".join(words)
+
+
+def slow_shapes(shapes: Sequence[Comparison]) -> str:
+    """One line: where ours is slower than the best peer, worst first."""
+    compared = [shape for shape in shapes if shape.best]
+    slow = sorted((shape for shape in compared if shape.slower), key=lambda shape: shape.ratio(shape.best) or 0.0)
+    line = f"slower than {SLOWER}x the best peer at {len(slow)} of {len(compared)} shapes"
+    words = [f"{s.shape} ({1 / r:.2f}x {s.best.provider})" if (r := s.ratio(s.best)) else s.shape for s in slow]
+    return line + (": " + ", ".join(words) if words else "")
+
+
+def large_shapes(shapes: Sequence[Comparison]) -> str | None:
+    """One line: how near to a copy ours is where there is much to move; None where there is no such shape."""
+    large = [shape.ours for shape in shapes if shape.ours and least_bytes(shape.ours) > LARGE_BYTES]
+    if not large:
+        return None
+    least = min(large, key=lambda row: row.pct_copy)
+    return (
+        f"over {LARGE_BYTES >> 20} MiB of traffic: at least {least.pct_copy:.1f}% of copy ({least.m}x{least.n}), "
+        f"mean {sum(row.pct_copy for row in large) / len(large):.1f}%, over {len(large)} shapes"
+    )
+
+
+def summary(rows: Sequence[NormRow]) -> str:
+    """The last line: at how many shapes ours is slower than the best peer."""
+    words = []
+    for (op, timing), shapes in comparisons(rows).items():
+        compared = [shape for shape in shapes if shape.best]
+        words.append(f"{op} {timing} {sum(shape.slower for shape in compared)} of {len(compared)}")
+    return f"shapes where ours is slower than {SLOWER}x the best peer: " + (", ".join(words) or "nothing was measured")

@@ -1,0 +1,125 @@
+"""Compiling a kernel once, and launching it without the work that the JIT does at every call.
+
+A kernel is compiled for what it is told here and nothing else: dtypes of its pointers and whether they are aligned to
+16 bytes, its compile-time constants, and options. Integers are always 64 bits and never specialized on. After that a
+launch takes the addresses of its tensors and calls the launcher of the compiled kernel.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime import driver
+
+#: Triton's interpreter is on: kernels run on CPU tensors, one program after another.
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+_POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int64: "*i64",
+}
+
+
+def kinds_of(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int | float]) -> tuple[str, ...]:
+    """Triton's names for the types of arguments; absent tensors are constants."""
+    pointers = ("constexpr" if t is None else _POINTERS[t.dtype] for t in tensors)
+    return (*pointers, *("fp32" if isinstance(n, float) else "i64" for n in numbers))
+
+
+def compile_kernel(
+    kernel: Any,
+    kinds: Sequence[str],
+    unaligned: Sequence[int],
+    constants: dict[str, Any],
+    target: GPUTarget,
+    *,
+    warps: int,
+    registers: int | None,
+    cooperative: bool,
+) -> CompiledKernel:
+    """Compile ``kernel``, whose leading parameters have ``kinds``; pointers at ``unaligned`` are no multiples of 16."""
+    names = kernel.arg_names
+    signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
+    absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "constexpr"}
+    pointers = [i for i, kind in enumerate(kinds) if kind.startswith("*")]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in pointers if i not in unaligned}
+    options: dict[str, Any] = {"num_warps": warps, "launch_cooperative_grid": cooperative}
+    if registers is not None:
+        options["maxnreg"] = registers
+    return triton.compile(ASTSource(kernel, signature, constants | absent, attrs), target=target, options=options)
+
+
+@functools.cache
+def _compile_cached(kernel: Any, kinds: Any, unaligned: Any, constants: Any, options: Any, device: int) -> Any:
+    target = driver.active.get_current_target()
+    return compile_kernel(kernel, kinds, unaligned, dict(constants), target, **dict(options))
+
+
+class Launch:
+    """A kernel with everything fixed but its tensors, whose dtypes are those of the first call, and the stream.
+
+    Its leading parameters are the tensors of a call (or None), then ``numbers``.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        numbers: tuple[int | float, ...],
+        constants: dict[str, Any],
+        grid: int,
+        *,
+        warps: int,
+        registers: int | None = None,
+        cooperative: bool = False,
+    ):
+        self.kernel = kernel
+        self.numbers = numbers
+        self.constants = constants
+        self.grid = grid
+        self.options = {"warps": warps, "registers": registers, "cooperative": cooperative}
+        self._rest = (*numbers, *(None for _ in constants))
+        self._runners: dict[tuple[int, ...], Callable[..., None]] = {}
+
+    def __call__(self, stream: int | None, *tensors: torch.Tensor | None) -> None:
+        """Launch on ``stream`` (None: the interpreter)."""
+        if INTERPRETED:
+            self.kernel[(self.grid,)](*tensors, *self.numbers, **self.constants)
+            return
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for address in addresses:
+            if address is not None:
+                bits |= address
+        unaligned = () if bits & 15 == 0 else tuple(i for i, a in enumerate(addresses) if a is not None and a & 15)
+        runner = self._runners.get(unaligned)
+        if runner is None:
+            runner = self._runners[unaligned] = self._compiled(tensors, unaligned)[(self.grid, 1, 1)]
+        runner(*addresses, *self._rest, stream=stream)
+
+    def _compiled(self, tensors: Sequence[torch.Tensor | None], unaligned: tuple[int, ...]) -> CompiledKernel:
+        kinds = kinds_of(tensors, self.numbers)
+        constants, options = tuple(self.constants.items()), tuple(self.options.items())
+        return _compile_cached(self.kernel, kinds, unaligned, constants, options, current_device())
+
+
+@functools.cache
+def _active() -> Any:
+    """Triton's driver, past the look-up that ``driver.active`` is."""
+    return driver.active if not INTERPRETED else None
+
+
+def current_device() -> int:
+    """Index of the CUDA device that launches go to."""
+    return _active().get_current_device()
+
+
+def current_stream(device: torch.device) -> int | None:
+    """The raw stream that torch launches on; None under the interpreter."""
+    return None if INTERPRETED else _active().get_current_stream(device.index)

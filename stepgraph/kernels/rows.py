@@ -1,0 +1,100 @@
+"""Where the rows of a tensor lie: any leading shape and strides become two levels, ``outer`` and ``inner``.
+
+    row r of x starts at  (r // size) * outer + (r % size) * inner  elements
+
+A slice of a fused QKV projection, a transposed batch, an expanded gradient need no copy. More than two levels that do
+not merge (a permutation of three dimensions) are copied. Strides reach a kernel divided by ``align``, the largest power
+of two up to 16 that divides both: multiplied back inside, the compiler knows what they are a multiple of and loads 16
+bytes at a time.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Rows(NamedTuple):
+    """Rows of ``tensor`` with strides in units of ``align`` elements; ``size`` rows on the inner level."""
+
+    tensor: torch.Tensor
+    outer: int
+    inner: int
+    size: int
+    align: int
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether the inner level is there at all."""
+        return self.size > 1
+
+
+def _merged(shape: torch.Size, strides: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Levels ``(size, stride)`` of the leading dimensions, the last first, with neighbours merged where they can be."""
+    levels: list[tuple[int, int]] = []
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if levels and stride == levels[-1][0] * levels[-1][1]:
+            levels[-1] = (size * levels[-1][0], levels[-1][1])
+        else:
+            levels.append((size, stride))
+    return levels
+
+
+def rows_of(x: torch.Tensor, heads: int = 1) -> Rows:
+    """Rows of ``x`` (..., N), or (..., heads, N); copied only if two levels cannot say where they are."""
+    levels = _merged(x.shape[:-1], x.stride()[:-1])
+    if len(levels) > 2:
+        return rows_of(x.contiguous(), heads)
+    if not levels:
+        levels = [(1, x.shape[-1])]
+    if len(levels) == 1:
+        outer, inner, size = levels[0][1], 0, 1
+    else:
+        outer, inner, size = levels[1][1], levels[0][1], levels[0][0]
+    align = math.gcd(outer, inner, 16)
+    return Rows(x, outer // align, inner // align, size, align)
+
+
+@triton.jit
+def row_start(row, outer, inner, size, ALIGN: tl.constexpr, TWO_LEVELS: tl.constexpr):
+    """First element of each row, in 64 bits."""
+    if TWO_LEVELS:
+        count = size.to(row.dtype)
+        return ((row // count).to(tl.int64) * outer + (row % count).to(tl.int64) * inner) * ALIGN
+    else:
+        return row.to(tl.int64) * outer * ALIGN
+
+
+@triton.jit
+def rows_of_step(step, tokens, head, H: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr, BIG: tl.constexpr):
+    """Numbers of the rows of a step (one token, or ``ROWS / BH`` tokens with the same heads), and which there are."""
+    token = (step.to(tl.int64) if BIG else step) * (ROWS // BH) + tl.arange(0, ROWS) // BH
+    return token * H + head, (token < tokens) & (head < H)
+
+
+@triton.jit
+def tile_mask(valid, col, N: tl.constexpr, FULL: tl.constexpr):
+    """Mask of a tile: rows that exist, and columns that do where the tile is not known to be full."""
+    if FULL:
+        return valid[:, None]
+    else:
+        return valid[:, None] & (col < N)[None, :]
+
+
+@triton.jit
+def hold(x, zero, HOLD: tl.constexpr):
+    """``x``, which the compiler takes for a new value, so that its float32 form is not kept since the last use.
+
+    Between the two uses of a row only its 16-bit form stays in registers: half of them. ``zero`` is a zero that neither
+    the compiler nor ptxas knows to be one.
+    """
+    if HOLD:
+        return tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $2;", "=r,r,r,r", [x, zero], dtype=x.dtype, is_pure=False, pack=2
+        )
+    else:
+        return x

@@ -1,0 +1,91 @@
+"""Rows shared by several programs: each holds some columns, and they exchange what the whole row must know.
+
+A row of more than about 16,384 elements does not fit the registers of one program. Instead of reading it twice,
+``SPLIT`` programs, which run at the same time on different processors (a cooperative launch), hold one slice each for
+the whole pass over memory, publish their share of a sum over the row, and wait for the others'. Loads of the rows to
+come are in flight meanwhile.
+
+A share travels as one 64-bit word, its float32 value below and the number of its step above, written and read whole: no
+fence, no second trip for a flag. The words of four steps are enough even where a tile is finished a step late: who
+publishes step i + 4 has collected step i + 2, so all have published that, and so collected step i. The words are zero
+before and after: the last of a group to leave clears them. Shares are added in the order of their columns, so results
+repeat bit for bit.
+
+Triton's interpreter runs programs one after another and would wait for ever. There a launch is done twice:
+``EXCHANGE`` is "publish", then "collect", with one word per step.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def words_of_group(steps, P, KINDS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, EXCHANGE: tl.constexpr):
+    """How many words a group has."""
+    turns = 4 if EXCHANGE == "wait" else tl.cdiv(steps, P) + 1
+    return turns * (KINDS * SPLIT * ROWS)
+
+
+@triton.jit
+def share_slot(words, step, which: tl.constexpr, KINDS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+               EXCHANGE: tl.constexpr):  # fmt: skip
+    """Words of one kind of share in one step of this program's group: (SPLIT, ROWS)."""
+    turn = step % 4 if EXCHANGE == "wait" else step
+    return words + (turn * KINDS + which) * (SPLIT * ROWS)
+
+
+@triton.jit
+def publish(value, slot, part, step, ROWS: tl.constexpr, EXCHANGE: tl.constexpr):
+    """Let the group see ``value`` (ROWS,) of this part."""
+    if EXCHANGE != "collect":
+        low = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        word = ((step + 1).to(tl.int64) << 32) | low
+        tl.atomic_xchg(slot + part * ROWS + tl.arange(0, ROWS), word, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def collect(words, step, which: tl.constexpr, KINDS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+            EXCHANGE: tl.constexpr):  # fmt: skip
+    """Shares (SPLIT rounded up to a power of two, ROWS) of all parts in a step, once they are there.
+
+    Zero where there is no part. Those of step -1 are there from the start.
+    """
+    if EXCHANGE == "wait":
+        slot = share_slot(words, step + 4, which, KINDS, SPLIT, ROWS, EXCHANGE)
+    else:
+        slot = share_slot(words, tl.maximum(step, 0), which, KINDS, SPLIT, ROWS, EXCHANGE)
+    WIDTH: tl.constexpr = triton.next_power_of_2(SPLIT)
+    part = tl.arange(0, WIDTH)[:, None]
+    at = slot + (part % SPLIT) * ROWS + tl.arange(0, ROWS)[None, :]
+    if EXCHANGE == "wait":
+        # A loop written in Triton here would keep the compiler from pipelining the loop around it.
+        value = tl.inline_asm_elementwise(
+            """{
+            .reg .pred early;
+            .reg .b32 tag;
+            POLL:
+            ld.relaxed.gpu.global.v2.b32 {$0, tag}, [$1];
+            setp.ne.b32 early, tag, $2;
+            @early bra POLL;
+            }""",
+            "=r,l,r",
+            [at.to(tl.int64), tl.zeros((WIDTH, ROWS), tl.int32) + (step + 1).to(tl.int32)],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        value = tl.load(at).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(part < SPLIT, value, 0.0)
+
+
+@triton.jit
+def leave(words, leavers, KINDS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, EXCHANGE: tl.constexpr):
+    """The last program of a group to come here leaves its words and its counter zero, as they were found."""
+    if EXCHANGE == "wait":
+        tl.debug_barrier()
+        if tl.atomic_add(leavers, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            SIZE: tl.constexpr = 4 * KINDS * SPLIT * ROWS
+            at = tl.arange(0, triton.next_power_of_2(SIZE))
+            tl.store(words + at, tl.zeros_like(at).to(tl.int64), mask=at < SIZE)
+            tl.store(leavers, 0)

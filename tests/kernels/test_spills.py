@@ -1,0 +1,134 @@
+"""Every configuration that `select` picks is compiled for sm_90, without a GPU, and must not spill a register.
+
+A call on meta tensors goes through the real backend; what it would launch is compiled instead. A spilled register is
+traffic to memory in the inner loop of a kernel whose only virtue is the traffic that it saves.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from stepgraph.kernels import launch, plans, triton_norm, triton_pair
+from stepgraph.kernels.select import Hardware
+from stepgraph.kernels.spec import FP8, Norm
+
+H200 = Hardware(132, 228 * 1024 - 4096)
+GRID = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384,
+        32768, 65536, 131072)  # fmt: skip
+ODD = (1, 33, 100, 2880, 11008, 13824, 50257, 262144)
+ELEMENTS = (1, 1 << 23, 1 << 29)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+Compilation = tuple[launch.Launch, tuple[str, ...]]
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[dict[tuple, Compilation]]:
+    """What the backend would launch on an H200, once each, by what it would be compiled from."""
+    seen: dict[tuple, Compilation] = {}
+
+    def record(self: launch.Launch, stream: int, *tensors: torch.Tensor | None) -> None:
+        kinds = launch.kinds_of(tensors, self.numbers)
+        key = (self.kernel.fn.__name__, kinds, *self.constants.items(), *self.options.items())
+        seen.setdefault(key, (self, kinds))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Launch, "__call__", record)
+        patch.setattr(plans, "hardware_of", lambda x: H200)
+        for module in (triton_norm, triton_pair):
+            patch.setattr(module, "current_device", lambda: None)
+            patch.setattr(module, "current_stream", lambda device: 0)
+            patch.setattr(module, "zeros", lambda device, stream, n: torch.empty(n, dtype=torch.int64, device=device))
+            patch.setattr(module, "PLANS", plans.Plans())
+        yield seen
+
+
+def both_directions(
+    n: int, elements: int, kind: str = "rms", x: torch.dtype = BF16, weight: torch.dtype | None = None,
+    residual: bool = False, out: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Forward and backward of a norm of rows of ``n``, on meta tensors."""
+    m = max(1, elements // n)
+    rows = torch.empty(m, n, dtype=x, device="meta")
+    w = torch.empty(n, dtype=weight or x, device="meta")
+    bias = w if kind == "layer" else None
+    norm = Norm(kind, 1e-6, 0.0, out or x)
+    _, h, mean, rstd, _ = triton_norm.forward(norm, rows, w, bias, rows if residual else None, residual)
+    h = rows if h is None else h
+    triton_norm.backward(norm, rows, h, w, mean, rstd, h if residual else None, x, True, True, bias is not None)
+
+
+def spilled_bytes(compilation: Compilation, capsys: pytest.CaptureFixture[str]) -> int:
+    """What ptxas says of the spills of a kernel."""
+    what, kinds = compilation
+    capsys.readouterr()
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
+        triton.knobs.nvidia.dump_ptxas_log = True
+        triton.knobs.compilation.always_compile = True
+        launch.compile_kernel(what.kernel, kinds, (), what.constants, GPUTarget("cuda", 90, 32), **what.options)
+    return int(re.search(r"(\d+) bytes spill stores", capsys.readouterr().out).group(1))
+
+
+def assert_no_spills(seen: dict[tuple, Compilation], capsys: pytest.CaptureFixture[str]) -> None:
+    assert seen
+    spills = {key: spilled_bytes(compilation, capsys) for key, compilation in seen.items()}
+    assert not any(spills.values()), "\n".join(f"{spilled} bytes: {key}" for key, spilled in spills.items() if spilled)
+
+
+@pytest.mark.parametrize("n", [128, 4096, 5120, 16384, 131072])
+def test_rms_norm_in_bfloat16_does_not_spill(n, capsys):
+    with recorded_launches() as seen:
+        both_directions(n, 1 << 29)
+    assert_no_spills(seen, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", GRID + ODD)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_grid_does_not_spill(kind, n, capsys):
+    with recorded_launches() as seen:
+        for elements in ELEMENTS:
+            both_directions(n, elements, kind)
+    assert_no_spills(seen, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [100, 256, 4096, 14336, 16384, 65536])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"x": FP32},
+        {"weight": FP32},
+        {"residual": True},
+        {"residual": True, "kind": "layer"},
+        {"out": FP8},
+        {"kind": "layer", "x": FP32},
+    ],
+    ids=str,
+)
+def test_other_forms_do_not_spill(case, n, capsys):
+    with recorded_launches() as seen:
+        both_directions(n, 1 << 28, **case)
+    assert_no_spills(seen, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["shared", "per head", "none"])
+def test_pairs_do_not_spill(weights, capsys):
+    q = torch.empty(8192, 32, 128, dtype=BF16, device="meta")
+    k = torch.empty(8192, 8, 128, dtype=BF16, device="meta")
+    shapes = {"shared": ((128,), (128,)), "per head": ((32, 128), (8, 128)), "none": None}[weights]
+    wq, wk = (None, None) if shapes is None else (torch.empty(s, dtype=BF16, device="meta") for s in shapes)
+    norm = Norm("rms", 1e-6, 0.0, BF16)
+    with recorded_launches() as seen:
+        _, _, rstd_q, rstd_k = triton_norm.forward_pair(norm, q, k, wq, wk)
+        triton_norm.backward_pair(norm, q, k, q, k, wq, wk, rstd_q, rstd_k, True, wq is not None)
+    assert_no_spills(seen, capsys)
