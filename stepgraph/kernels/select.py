@@ -132,13 +132,13 @@ def register_estimate(problem: Problem, config: Config) -> float:
     held = elements * sum(size / 4 for size in problem.loads[: 2 if problem.backward else 1])
     if problem.N % vector(problem):
         # Rows that start anywhere are loaded element by element: an address for each, and nothing packed.
-        held = elements * 3.0
+        held = elements * 3.6
     weights = columns * problem.weights * (problem.weight_size / 4)
     sums = columns * problem.sums
     along = 1.5 * rows_in_thread * vector(problem)
     pointers = 4.0 * rows_in_thread * (len(problem.loads) + len(problem.stores))
-    if config.split > 16:
-        pointers += 24.0  # the shares of all parts at once
+    if config.split > 16 or (config.split > 1 and len(problem.loads) > 2):
+        pointers += 24.0  # the shares of all parts at once, or the rows of a third tensor
     extra = (14 if problem.layer else 0) + (8 if problem.quantized else 0) + 0.5 * config.pieces(problem.N)
     if config.split > 1:
         # Backward holds the tile of the step before, too.
@@ -231,7 +231,7 @@ def candidates(problem: Problem, hw: Hardware) -> Iterator[Config]:
         part = -(-problem.N // split)
         threads = 32 * warps
         # The widest tiles that all threads fill, and narrower ones where those waste less at the end of a row.
-        widest = min(threads * vec, 1 << (part - 1).bit_length())
+        widest = max(2, min(threads * vec, 1 << (part - 1).bit_length()))  # `hold` takes 16-bit values in pairs
         blocks = [widest >> shift for shift in range(4) if widest >> shift >= min(widest, 32)]
         padded = {block: -(-part // block) * block for block in blocks}
         blocks = [block for block in blocks if not any(padded[b] <= padded[block] for b in blocks if b > block)]
