@@ -196,7 +196,8 @@ def backward_rows(
                 if dh is not None:
                     g_row = dh + row_start(done_row, g_outer, g_inner, g_size, G_ALIGN, G_TWO)[:, None]
                     value += tl.load(g_row + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-                tl.store(dx + (done_row.to(tl.int64) * N)[:, None] + at, value.to(dx.dtype.element_ty), mask=mask)
+                place = dx + (done_row.to(tl.int64) * N)[:, None] + at
+                tl.store(place, value.to(dx.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
     if EXCHANGED:
         leave(shares, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)

@@ -7,8 +7,8 @@
     fp8                    scale = amax(|row of y|) / 448, or 1 for a row of zeros;  y8 = y / scale, clamped
 
 A row is ``PIECES`` tiles of ``BLOCK`` columns, a power of two: 5120 is 5 x 1024, with nothing wasted. A program takes
-``ROWS`` rows a step and strides over the steps; with one step per program there is no loop to speak of. With per-head
-weights (``H`` > 1) the rows of a step are ``ROWS / BH`` tokens of ``BH`` heads, always the same heads for a program.
+``ROWS`` rows a step and strides over the steps; with one step per program there is no loop to speak of, and where rows
+are long the weight is loaded only when it is needed (``LATE``), not held beside them. With per-head weights (``H`` > 1) the rows of a step are ``ROWS / BH`` tokens of ``BH`` heads, always the same heads for a program.
 Source: Zhang and Sennrich 2019 (arXiv:1910.07467); Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
 """
 
@@ -28,6 +28,18 @@ def load_weight(weight, head, col, N: tl.constexpr, H: tl.constexpr, FULL: tl.co
         head = tl.zeros((1,), tl.int32)
     mask = tile_mask(head < H, col, N, FULL)
     return tl.load(weight + head[:, None] * N + col[None, :], mask=mask, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def piece_of(weight, held, k: tl.constexpr, head, col, zero, N: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr,
+             LATE: tl.constexpr, HOLD: tl.constexpr):  # fmt: skip
+    """Piece ``k`` of the weight or bias, if there is one: from ``held``, or loaded only now."""
+    if weight is None:
+        return None
+    elif LATE:
+        return load_weight(weight, head, col, N, H, FULL)
+    else:
+        return hold(held[k], zero, HOLD)
 
 
 @triton.jit
@@ -51,7 +63,7 @@ def forward_rows(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, EXCHANGE: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, LATE: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """All rows of one of ``programs`` programs."""
     LAYER: tl.constexpr = mean is not None
@@ -78,11 +90,12 @@ def forward_rows(
 
     ws = ()
     bs = ()
-    for k in tl.static_range(PIECES):
-        if weight is not None:
-            ws = ws + (load_weight(weight, head, col + k * BLOCK, N, H, k < FULL),)
-        if bias is not None:
-            bs = bs + (load_weight(bias, head, col + k * BLOCK, N, H, k < FULL),)
+    if not LATE:
+        for k in tl.static_range(PIECES):
+            if weight is not None:
+                ws = ws + (load_weight(weight, head, col + k * BLOCK, N, H, k < FULL),)
+            if bias is not None:
+                bs = bs + (load_weight(bias, head, col + k * BLOCK, N, H, k < FULL),)
 
     for step in tl.range(p, steps, P, num_stages=STAGES):
         turn = (step - p) // P
@@ -100,7 +113,7 @@ def forward_rows(
                 r = tl.load(r_row + at, mask=mask, other=0.0, eviction_policy="evict_first")
                 value = (value.to(tl.float32) + r.to(tl.float32)).to(residual.dtype.element_ty)
                 if h is not None:
-                    tl.store(h + (row.to(tl.int64) * N)[:, None] + at, value, mask=mask)
+                    tl.store(h + (row.to(tl.int64) * N)[:, None] + at, value, mask=mask, cache_modifier=".cs")
             hs = hs + (value,)
             wide = value.to(tl.float32)
             total += wide if LAYER else wide * wide
@@ -143,8 +156,8 @@ def forward_rows(
         if QUANTIZED:
             peak = tl.zeros((ROWS, BLOCK), tl.float32)
             for k in tl.static_range(PIECES):
-                w = hold(ws[k], zero, HOLD_W) if weight is not None else None
-                b = hold(bs[k], zero, HOLD_W) if bias is not None else None
+                w = piece_of(weight, ws, k, head, col + k * BLOCK, zero, N, H, k < FULL, LATE, HOLD_W)
+                b = piece_of(bias, bs, k, head, col + k * BLOCK, zero, N, H, k < FULL, LATE, HOLD_W)
                 value = tl.abs(affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET))
                 if LAYER and k >= FULL:
                     value = tl.where((col + k * BLOCK < N)[None, :], value, 0.0)
@@ -160,12 +173,12 @@ def forward_rows(
         for k in tl.static_range(PIECES):
             at = (col + k * BLOCK)[None, :]
             mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
-            w = hold(ws[k], zero, HOLD_W) if weight is not None else None
-            b = hold(bs[k], zero, HOLD_W) if bias is not None else None
+            w = piece_of(weight, ws, k, head, col + k * BLOCK, zero, N, H, k < FULL, LATE, HOLD_W)
+            b = piece_of(bias, bs, k, head, col + k * BLOCK, zero, N, H, k < FULL, LATE, HOLD_W)
             value = affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET)
             if QUANTIZED:
                 value = tl.clamp(value / s[:, None], -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-            tl.store(y_row + at, value.to(y.dtype.element_ty), mask=mask)
+            tl.store(y_row + at, value.to(y.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
     if SPLIT > 1:
         leave(words, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
@@ -178,14 +191,14 @@ def forward_kernel(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, EXCHANGE: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, LATE: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``."""
     forward_rows(
         x, residual, weight, bias, y, h, mean, rstd, scale, words,
         leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, tl.program_id(0), tl.num_programs(0),
         N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-        ROWS, BH, BLOCK, PIECES, SPLIT, STAGES, HOLD, HOLD_W, EXCHANGE,
+        ROWS, BH, BLOCK, PIECES, SPLIT, STAGES, HOLD, HOLD_W, LATE, EXCHANGE,
     )  # fmt: skip
 
 
@@ -204,12 +217,12 @@ def forward_pair_kernel(
         forward_rows(
             q, None, wq, None, yq, None, None, rstd_q, None, None,
             0, Mq, q_outer, q_inner, q_size, 0, 0, 1, eps, program, programs_q.to(tl.int32),
-            N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1, STAGES, HOLD, HOLD_W, "wait",
+            N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1, STAGES, HOLD, HOLD_W, False, "wait",
         )  # fmt: skip
     else:
         forward_rows(
             k, None, wk, None, yk, None, None, rstd_k, None, None,
             0, Mk, k_outer, k_inner, k_size, 0, 0, 1, eps,
             (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
-            N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1, STAGES, HOLD, HOLD_W, "wait",
+            N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1, STAGES, HOLD, HOLD_W, False, "wait",
         )  # fmt: skip

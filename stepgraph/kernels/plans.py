@@ -172,11 +172,13 @@ def partials_of(problem: Problem, finish: str, cover: Cover) -> int:
     return (cover.slots + (cover.slots // 15 + 8 if finish == "tree" else 0)) * problem.sums * pitch_of(problem)
 
 
-def sum_tile(finish: str, config: Config, cover: Cover) -> dict[str, int]:
-    """Slots and columns added at once: about 32 registers of every thread."""
+def sum_tile(finish: str, config: Config, cover: Cover, slot: int) -> dict[str, int]:
+    """Slots and columns added at once: about 32 registers of every thread. ``slot``: elements of one."""
     if finish == "tree":
         return {"SUM_ROWS": FANIN.value, "SUM_WIDTH": min(config.block, 2 * config.threads)}
-    return {"SUM_ROWS": min(1 << (cover.slots - 1).bit_length(), config.threads), "SUM_WIDTH": 32}
+    # Few columns each while that leaves programs without work; 8 are the 32 bytes that memory moves at least.
+    width = min(32, max(8, 1 << (slot // cover.grid).bit_length()))
+    return {"SUM_ROWS": min(1 << (cover.slots - 1).bit_length(), 32 * config.threads // width), "SUM_WIDTH": width}
 
 
 def sum_rows(problem: Problem, config: Config, heads: int) -> int:

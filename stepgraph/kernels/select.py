@@ -47,6 +47,10 @@ class Config:
         """Tiles of a row that one program holds."""
         return math.ceil(math.ceil(n / self.split) / self.block)
 
+    def late(self, problem: "Problem") -> bool:
+        """Whether forward loads the weight after the row's sum, instead of holding it: one use of long rows."""
+        return self.programs == 0 and problem.heads == 1 and elements_of_thread(problem, self)[1] >= 32
+
     @property
     def cooperative(self) -> bool:
         """Whether programs wait for each other, so that all must run at once."""

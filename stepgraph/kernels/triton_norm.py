@@ -62,6 +62,7 @@ def _forward_plan(
         "SPLIT": config.split,
         "HOLD": plans.held(x if residual is None else residual),
         "HOLD_W": config.hold_weight and plans.held(weight),
+        "LATE": config.late(problem),
         **x_place.constants("X"),
         **r_place.constants("R"),
         **plans.tiles(problem, config),
@@ -118,9 +119,10 @@ class BackwardPlan(NamedTuple):
 
 def _add_launch(problem: Problem, slots: int) -> Launch:
     """The second launch of ``FINISH == "launch"``."""
-    width, warps = 32, 8
     pitch = plans.pitch_of(problem)
-    constants = {"PLANES": problem.sums, "ROWS": min(1 << (slots - 1).bit_length(), 32 * warps), "WIDTH": width}
+    width, warps = 8 if pitch * problem.sums <= 8192 else 32, 8
+    rows = min(1 << (slots - 1).bit_length(), 1024 * warps // width)
+    constants = {"PLANES": problem.sums, "ROWS": rows, "WIDTH": width}
     numbers = (slots, problem.heads * problem.N, pitch)
     return Launch(add_slots_kernel, numbers, constants, -(-pitch * problem.sums // width), warps=warps)
 
@@ -161,7 +163,7 @@ def _backward_plan(
         **places[0].constants("D"),
         **places[1].constants("H"),
         **places[2].constants("G"),
-        **plans.sum_tile(finish, config, cover),
+        **plans.sum_tile(finish, config, cover, problem.sums * plans.pitch_of(problem)),
         **plans.tiles(problem, config),
     }
     cooperative = shares > 0 or finish == "grid"

@@ -127,7 +127,7 @@ def _backward_plan(
         "SUM_K": plans.sum_rows(problems[1], config, covers[1].heads),
         "FINISH_Q": ways[0],
         "FINISH_K": ways[1],
-        "SUM_WIDTH": plans.sum_tile("tree", config, covers[0])["SUM_WIDTH"],
+        "SUM_WIDTH": plans.sum_tile("tree", config, covers[0], 0)["SUM_WIDTH"],
         **_constants(norm, problems, config, covers, wq),
     }
     for name, place in zip(("DQ", "DK", "Q", "K"), places, strict=True):
