@@ -31,15 +31,14 @@ def load_weight(weight, head, col, N: tl.constexpr, H: tl.constexpr, FULL: tl.co
 
 
 @triton.jit
-def piece_of(weight, held, k: tl.constexpr, head, col, zero, N: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr,
-             LATE: tl.constexpr, HOLD: tl.constexpr):  # fmt: skip
-    """Piece ``k`` of the weight or bias, if there is one: from ``held``, or loaded only now."""
-    if weight is None:
-        return None
-    elif LATE:
-        return load_weight(weight, head, col, N, H, FULL)
-    else:
-        return hold(held[k], zero, HOLD)
+def row_piece(x_row, r_row, at, mask, LAST: tl.constexpr):
+    """One piece of the rows to be normalized, residual added and rounded as the residual stream is."""
+    POLICY: tl.constexpr = "evict_first" if LAST else "evict_last"
+    value = tl.load(x_row + at, mask=mask, other=0.0, eviction_policy=POLICY)
+    if r_row is not None:
+        r = tl.load(r_row + at, mask=mask, other=0.0, eviction_policy=POLICY)
+        value = (value.to(tl.float32) + r.to(tl.float32)).to(r.dtype)
+    return value
 
 
 @triton.jit
@@ -63,7 +62,7 @@ def forward_rows(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, LATE: tl.constexpr, EXCHANGE: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, LATE: tl.constexpr, AGAIN: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """All rows of one of ``programs`` programs."""
     LAYER: tl.constexpr = mean is not None
@@ -101,20 +100,20 @@ def forward_rows(
         turn = (step - p) // P
         row, valid = rows_of_step(step, tokens, head, H, ROWS, BH, BIG)
         x_row = x + row_start(row, x_outer, x_inner, x_size, X_ALIGN, X_TWO)[:, None]
+        r_row = None
+        if residual is not None:
+            r_row = residual + row_start(row, r_outer, r_inner, r_size, R_ALIGN, R_TWO)[:, None]
         y_row = y + (row.to(tl.int64) * N)[:, None]
         hs = ()
         total = tl.zeros((ROWS, BLOCK), tl.float32)
         for k in tl.static_range(PIECES):
             at = (col + k * BLOCK)[None, :]
             mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
-            value = tl.load(x_row + at, mask=mask, other=0.0, eviction_policy="evict_first")
-            if residual is not None:
-                r_row = residual + row_start(row, r_outer, r_inner, r_size, R_ALIGN, R_TWO)[:, None]
-                r = tl.load(r_row + at, mask=mask, other=0.0, eviction_policy="evict_first")
-                value = (value.to(tl.float32) + r.to(tl.float32)).to(residual.dtype.element_ty)
-                if h is not None:
-                    tl.store(h + (row.to(tl.int64) * N)[:, None] + at, value, mask=mask, cache_modifier=".cs")
-            hs = hs + (value,)
+            value = row_piece(x_row, r_row, at, mask, not AGAIN)
+            if h is not None:
+                tl.store(h + (row.to(tl.int64) * N)[:, None] + at, value, mask=mask, cache_modifier=".cs")
+            if not AGAIN:
+                hs = hs + (value,)
             wide = value.to(tl.float32)
             total += wide if LAYER else wide * wide
 
@@ -156,8 +155,8 @@ def forward_rows(
         if QUANTIZED:
             peak = tl.zeros((ROWS, BLOCK), tl.float32)
             for k in tl.static_range(PIECES):
-                w = piece_of(weight, ws, k, head, col + k * BLOCK, zero, N, H, k < FULL, LATE, HOLD_W)
-                b = piece_of(bias, bs, k, head, col + k * BLOCK, zero, N, H, k < FULL, LATE, HOLD_W)
+                w = hold(ws[k], zero, HOLD_W) if weight is not None else None
+                b = hold(bs[k], zero, HOLD_W) if bias is not None else None
                 value = tl.abs(affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET))
                 if LAYER and k >= FULL:
                     value = tl.where((col + k * BLOCK < N)[None, :], value, 0.0)
@@ -173,9 +172,21 @@ def forward_rows(
         for k in tl.static_range(PIECES):
             at = (col + k * BLOCK)[None, :]
             mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
-            w = piece_of(weight, ws, k, head, col + k * BLOCK, zero, N, H, k < FULL, LATE, HOLD_W)
-            b = piece_of(bias, bs, k, head, col + k * BLOCK, zero, N, H, k < FULL, LATE, HOLD_W)
-            value = affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET)
+            w = None
+            b = None
+            if LATE:
+                if weight is not None:
+                    w = load_weight(weight, head, col + k * BLOCK, N, H, k < FULL)
+                if bias is not None:
+                    b = load_weight(bias, head, col + k * BLOCK, N, H, k < FULL)
+            else:
+                w = hold(ws[k], zero, HOLD_W) if weight is not None else None
+                b = hold(bs[k], zero, HOLD_W) if bias is not None else None
+            if AGAIN:
+                hk = row_piece(x_row, r_row, at, mask, True)
+            else:
+                hk = hold(hs[k], zero, HOLD)
+            value = affine(hk, mu, rs, w, b, OFFSET)
             if QUANTIZED:
                 value = tl.clamp(value / s[:, None], -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
             tl.store(y_row + at, value.to(y.dtype.element_ty), mask=mask, cache_modifier=".cs")
@@ -191,14 +202,14 @@ def forward_kernel(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, LATE: tl.constexpr, EXCHANGE: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, LATE: tl.constexpr, AGAIN: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``."""
     forward_rows(
         x, residual, weight, bias, y, h, mean, rstd, scale, words,
         leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, tl.program_id(0), tl.num_programs(0),
         N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-        ROWS, BH, BLOCK, PIECES, SPLIT, STAGES, HOLD, HOLD_W, LATE, EXCHANGE,
+        ROWS, BH, BLOCK, PIECES, SPLIT, STAGES, HOLD, HOLD_W, LATE, AGAIN, EXCHANGE,
     )  # fmt: skip
 
 
@@ -217,12 +228,12 @@ def forward_pair_kernel(
         forward_rows(
             q, None, wq, None, yq, None, None, rstd_q, None, None,
             0, Mq, q_outer, q_inner, q_size, 0, 0, 1, eps, program, programs_q.to(tl.int32),
-            N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1, STAGES, HOLD, HOLD_W, False, "wait",
+            N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1, STAGES, HOLD, HOLD_W, False, False, "wait",
         )  # fmt: skip
     else:
         forward_rows(
             k, None, wk, None, yk, None, None, rstd_k, None, None,
             0, Mk, k_outer, k_inner, k_size, 0, 0, 1, eps,
             (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
-            N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1, STAGES, HOLD, HOLD_W, False, "wait",
+            N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1, STAGES, HOLD, HOLD_W, False, False, "wait",
         )  # fmt: skip

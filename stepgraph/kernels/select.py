@@ -1,17 +1,25 @@
-"""Which configuration a kernel runs with: a small model of the hardware, over every configuration that fits.
+"""Which configuration a kernel runs with: what a thread and a processor should hold, and what then fits.
 
-What makes a norm fast is bytes in flight. A processor moves its share of the memory bandwidth only while about 40 KB of
-its loads are under way; what it does between two loads (wait, reduce over the row, exchange between programs) must be
-short beside the time its tiles take to arrive; and the tail (sums over rows) must be short beside the whole. Registers
-and shared memory bound how many rows a program may hold. `estimate` says this in nanoseconds, `candidates` lists what
-fits, `select` takes the least. Nothing here knows a shape by name; constants were fitted on one H200.
+Memory runs at its full rate only while every processor has some 64 KiB of loads under way, in tiles that are neither so
+small that a step is all waiting nor so large that registers spill. On an H200 that came down to a few rules, the same
+for all row lengths (measured from 64 to 131,072 columns and from 1 to 2 million rows; see `benchmarks/`):
+
+forward     a thread holds 32 bytes of a row, and rows until it holds 32 bytes; each program does one step, and as many
+            run at once as fit. Very long rows are read twice, by 1024 threads: the second time from L2.
+backward    programs of ``w`` warps, ``8 / w`` on a processor, each with two steps of loads ahead. A row is spread over
+            as many threads as in forward; a thread holds up to 64 bytes of each tensor. One step in all: no pipeline.
+long rows   that no program can hold, or of which many must pass, are shared by programs with a slice each (see `wide`).
+sums        over rows are finished by a second, small launch where the call is short, and otherwise in the kernel: the
+            cooperative launch that waiting for each other needs costs 2 microseconds (see `partials`).
+
+A rule's configuration that would not fit gives way to smaller steps, more warps, then more programs to a row. Nothing
+here knows a shape by name.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -49,7 +57,12 @@ class Config:
 
     def late(self, problem: "Problem") -> bool:
         """Whether forward loads the weight after the row's sum, instead of holding it: one use of long rows."""
-        return self.programs == 0 and problem.heads == 1 and elements_of_thread(problem, self)[1] >= 32
+        whole = self.programs == 0 and self.split == 1 and problem.heads == 1 and not problem.quantized
+        return whole and elements_of_thread(problem, self)[1] >= 32
+
+    def again(self, problem: "Problem") -> bool:
+        """Whether forward reads the row a second time, from L2, instead of holding it."""
+        return self.late(problem) and self.threads == 1024 and not problem.layer
 
     @property
     def cooperative(self) -> bool:
@@ -91,15 +104,20 @@ class Hardware(NamedTuple):
     """Bytes of shared memory that programs on one processor can use together."""
 
 
+#: Registers of a processor.
 REGISTERS = 65536
-#: Bytes per nanosecond that one processor moves while all do, and the most it moves alone.
-RATE, RATE_ALONE = 32.2, 70.0
-#: Nanoseconds: launch and ramp; a load from memory; what a step costs besides its bytes; an exchange between programs.
-LAUNCH, LATENCY, STEP, EXCHANGE, WAIT = 2500.0, 1100.0, 350.0, 1500.0, 500.0
 #: Bytes of shared memory left to the first-level cache where programs exchange: with less, steps took twice as long.
 CACHE = 64 * 1024
-#: Nanoseconds per element of a tile that a processor computes on.
-COMPUTE_FORWARD, COMPUTE_BACKWARD = 0.04, 0.065
+#: Bytes of a tensor that a thread should hold.
+HOLD_FORWARD, HOLD_BACKWARD = 32, 64
+#: Warps of a processor in backward: programs times warps of a program.
+WARPS_BACKWARD = 8
+#: Bytes read and written above which backward finishes its sums in the kernel.
+LONG_CALL = 128 * 2**20
+#: Steps of a program above which sharing rows pays, where one program could hold a row.
+MANY_STEPS = 16
+#: Bytes of the longest row that one program of forward reads twice, and that backward holds.
+LONGEST_AGAIN, LONGEST_HELD = 128 * 1024, 32 * 1024
 
 
 @functools.cache
@@ -156,121 +174,169 @@ def shared_estimate(problem: Problem, config: Config) -> int:
     return (config.stages - 1) * tile * sum(problem.loads) + 1024 * config.warps // 4
 
 
-def _finish(problem: Problem, config: Config, programs: int) -> float:
-    """Nanoseconds of adding up what ``programs`` programs summed."""
-    if not problem.sums or programs == 1:
-        return 0.0
-    slot = 4 * problem.sums * problem.N * problem.heads
-    if config.finish == "tree":
-        levels = math.ceil(math.log(programs, 16))
-        share = slot / config.split / max(1, problem.heads // head_block(problem, config))
-        return levels * 2200 + share * (min(programs, 16) * levels) / 60
-    together = programs * slot / 2500 + 700 * math.ceil(programs / 256)
-    return together + (2600 if config.finish == "grid" else 3600)
-
-
-def estimate(problem: Problem, config: Config, hw: Hardware) -> float:
-    """Nanoseconds of a call, about."""
-    heads = head_block(problem, config)
-    blocks = math.ceil(problem.M / problem.heads / (config.rows // heads)) * math.ceil(problem.heads / heads)
-    tile = config.rows * config.block * config.pieces(problem.N)
-    used = tile * min(1.0, problem.N / (config.block * config.pieces(problem.N) * config.split))
-    load, store = used * sum(problem.loads), used * sum(problem.stores)
-    compute = tile * (COMPUTE_BACKWARD if problem.backward else COMPUTE_FORWARD)
-    if config.programs:
-        resident = config.programs
-    else:
-        by_registers = REGISTERS / (config.threads * register_estimate(problem, config))
-        resident = max(1, int(min(by_registers, 2048 / config.threads, 24)))
-    slots = hw.processors * resident // config.split
-    running = min(blocks, slots) * config.split
-    on_one = math.ceil(running / hw.processors)
-    rounds = math.ceil(blocks / slots)
-    rate = min(RATE_ALONE, RATE * hw.processors / min(running, hw.processors))
-    exchange = EXCHANGE + 8 * config.split if config.split > 1 else 0.0
-    serial = STEP + compute * max(1.0, 8 / config.warps) + (0.0 if problem.backward else exchange)
-    if config.stages > 1:
-        ahead = LATENCY / (config.stages - 1)
-        step = max(on_one * (load + store) / rate, on_one * compute, serial + ahead * 0.5, exchange)
-        if config.split > 1:
-            # The exchange is not hidden: who shares a row waits for the slowest, least where programs take turns.
-            step += WAIT * (1.2 if config.programs != 2 else 0.8) + 3 * config.split + 60 * config.pieces(problem.N)
-        elif problem.backward and config.block > 32 * vector(problem):
-            # Each row's sum goes through shared memory, and all warps wait for it.
-            step *= 1 + 0.001 * config.rows * config.warps
-        if problem.backward and config.split * config.programs == 1 and elements_of_thread(problem, config)[0] >= 4:
-            # Many short reductions one after another; a second program on the processor fills the gaps.
-            step *= 1.12
-        # Backward finishes a tile that others have shares of one step later.
-        total = LATENCY + (rounds + (problem.backward and config.split > 1)) * step
-    else:
-        # Programs take turns: one loads while another computes and stores; a program alone does neither at once.
-        alone = LATENCY + serial + (load + store) / rate
-        step = max(on_one * (load + store) / rate, on_one * compute, alone / (1.0 if rounds == 1 else 1.3))
-        total = rounds * step
-    return LAUNCH + total + _finish(problem, config, running // config.split // math.ceil(problem.heads / heads))
-
-
-def fits(problem: Problem, config: Config) -> bool:
-    """Whether a configuration can run without spilling registers, by the estimate."""
-    most = config.registers or 255
-    if math.prod(elements_of_thread(problem, config)) > 64:
+def fits(problem: Problem, config: Config, hw: Hardware) -> bool:
+    """Whether a configuration runs without spilling registers, by the estimate, and its tiles fit shared memory."""
+    if config.split > hw.processors * max(1, config.programs):
         return False
-    return register_estimate(problem, config) <= min(most, REGISTERS // config.threads)
+    shared = hw.shared - (CACHE if config.split > 1 else 0)
+    if shared_estimate(problem, config) * max(1, config.programs) > shared:
+        return False
+    if not config.again(problem) and math.prod(elements_of_thread(problem, config)) > 64:
+        return False
+    most = min(config.registers or 255, REGISTERS // config.threads)
+    return register_estimate(problem, config) <= most
 
 
-def _splits(problem: Problem) -> list[int]:
-    """Numbers of programs that may share a row: few for long slices, many where there are few rows."""
-    if problem.heads > 1 or problem.N <= 4096:
-        return [1]
-    slices = (32768, 16384, 12288, 8192, 6144, 4096, 2048)
-    return sorted({-(-problem.N // size) for size in slices if size >= problem.N // 256})
+def _floor(x: float) -> int:
+    """The power of two at or below ``x``, at least 1."""
+    return 1 << (max(1, int(x)).bit_length() - 1)
 
 
-def candidates(problem: Problem, hw: Hardware) -> Iterator[Config]:
-    """Every configuration worth a look whose tiles fit shared memory."""
-    vec = vector(problem)
-    sums = problem.backward and problem.sums > 0
-    for split, warps in itertools.product(_splits(problem), (2, 4, 8, 16)):
-        part = -(-problem.N // split)
-        threads = 32 * warps
-        # The widest tiles that all threads fill, and narrower ones where those waste less at the end of a row.
-        widest = max(2, min(threads * vec, 1 << (part - 1).bit_length()))  # `hold` takes 16-bit values in pairs
-        blocks = [widest >> shift for shift in range(4) if widest >> shift >= min(widest, 32)]
-        padded = {block: -(-part // block) * block for block in blocks}
-        blocks = [block for block in blocks if not any(padded[b] <= padded[block] for b in blocks if b > block)]
-        for block, factor in itertools.product(blocks, (1, 2, 4)):
-            rows = max(1, threads * vec // block) * factor
-            loops = ((3, p) for p in (1, 2, 4, 8) if 8 <= p * warps <= 32)
-            for stages, programs in (*loops, *(() if problem.backward or split > 1 else ((1, 0),))):
-                for finish in ("tree", "grid", "launch") if sums else ("tree",):
-                    config = Config(rows, block, warps, stages, programs, split, finish, not sums or split > 1)
-                    shared = hw.shared - (CACHE if split > 1 else 0)
-                    if shared_estimate(problem, config) * (programs or 1) <= shared and split <= hw.processors:
-                        yield config
+def _block(n: int, widest: int) -> int:
+    """Columns of a tile for slices of ``n``: wide tiles, and little past the end of a row.
+
+    Padding up to a third costs less than narrower tiles do, but for rows that are shorter than a warp's load: there
+    narrow tiles cost nothing.
+    """
+    widest = max(2, min(widest, 1 << (n - 1).bit_length()))
+    blocks = [widest >> shift for shift in range(4) if widest >> shift >= min(widest, 32)]
+    padded = {block: -(-n // block) * block for block in blocks}
+    allowed = n if n < 256 else n * 4 / 3
+    return next((block for block in blocks if padded[block] <= allowed), min(blocks, key=lambda b: (padded[b], -b)))
+
+
+def _rows(problem: Problem, warps: int, part: int, most: float, hw: Hardware, programs: int) -> tuple[int, int]:
+    """Rows and columns of a tile of slices of ``part`` columns, a thread holding at most ``most`` elements."""
+    threads = 32 * warps
+    block = _block(part, threads * vector(problem))
+    least = max(1, threads * vector(problem) // block)
+    rows = max(least, _floor(most * threads / (-(-part // block) * block)))
+    # Few rows: smaller steps, as long as there is a program for each.
+    while rows > least and 2 * math.ceil(problem.M / rows) <= hw.processors * programs:
+        rows //= 2
+    return min(rows, 4096), block
+
+
+def _warps(problem: Problem, most: int) -> int:
+    """Warps of which every thread has 32 bytes of a row."""
+    return max(2, min(most, _floor(problem.N * max(problem.loads) / 1024)))
+
+
+def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
+    """Forward configurations, the best first."""
+    size = max(problem.loads)
+    bytes_of_row = problem.N * size
+    held = HOLD_FORWARD // size
+    if bytes_of_row <= LONGEST_HELD:
+        warps = _warps(problem, 16)
+        while warps <= 32:
+            # Up to, not including, twice what a thread should hold.
+            rows, block = _rows(problem, warps, problem.N, 2 * held - 1, hw, 1)
+            while rows >= 1:
+                yield Config(rows, block, warps, 1, 0)
+                rows //= 2
+            warps *= 2
+    elif bytes_of_row <= LONGEST_AGAIN // 2 or (bytes_of_row <= LONGEST_AGAIN and problem.M >= hw.processors):
+        yield Config(1, _block(problem.N, 32 * 32 * vector(problem)), 32, 1, 0)
+    slices = (32768, 16384, 8192, 4096, 2048) if problem.M >= 2 * hw.processors else (8192, 4096, 2048)
+    for part in slices:
+        split = -(-problem.N * size // (2 * part))
+        if split > 1 and problem.heads == 1:
+            warps = max(2, part // 2048)
+            block = _block(-(-problem.N // split), 32 * warps * vector(problem))
+            yield Config(1, block, warps, 3, max(1, 16 // warps), split)
+
+
+def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:
+    """Backward configurations, the best first."""
+    size = max(problem.loads)
+    bytes_of_row = problem.N * size
+    traffic = problem.M * problem.N * sum(problem.loads + problem.stores)
+    finish = "grid" if traffic > LONG_CALL else "launch"
+    shared = list(_backward_shared(problem, hw, finish))
+    if shared and bytes_of_row > LONGEST_HELD // 2:
+        first = shared[0]
+        steps = math.ceil(problem.M / first.rows) * first.split / (hw.processors * first.programs)
+        if bytes_of_row > LONGEST_HELD or steps >= MANY_STEPS:
+            yield from shared
+    warps = _warps_backward(problem)
+    while warps <= 16:
+        programs = max(1, WARPS_BACKWARD // warps)
+        # A program that is alone on its processor has more in flight if it holds one and a half times as much.
+        most = HOLD_BACKWARD / size * (1.5 if programs == 1 else 1)
+        rows, block = _rows(problem, warps, problem.N, most, hw, programs)
+        if problem.M <= 2 * rows * hw.processors * programs < 2 * problem.M:
+            rows *= 2  # then one step does it
+        while rows >= 1:
+            once = _steps(problem, rows) <= hw.processors * programs
+            yield Config(rows, block, warps, 1 if once else 3, programs, 1, finish, hold_weight=not problem.sums)
+            rows //= 2
+        warps *= 2
+    yield from shared
+
+
+def _warps_backward(problem: Problem) -> int:
+    bytes_of_row = problem.N * max(problem.loads)
+    if bytes_of_row < 512:
+        return 8 if bytes_of_row <= 256 else 4
+    if bytes_of_row <= 512 * WARPS_BACKWARD and problem.N & (problem.N - 1) == 0:
+        return max(2, bytes_of_row // 512)  # one tile holds a row
+    return _warps(problem, WARPS_BACKWARD)
+
+
+def _steps(problem: Problem, rows: int) -> int:
+    """Steps of all programs together, a step being ``rows`` rows of the same heads."""
+    heads = min(rows, 1 << (problem.heads - 1).bit_length())
+    return math.ceil(problem.M / problem.heads / (rows // heads)) * math.ceil(problem.heads / heads)
+
+
+def _backward_shared(problem: Problem, hw: Hardware, finish: str) -> Iterator[Config]:
+    """Backward configurations in which programs share rows: slices of 2048 columns while those are 16 or fewer."""
+    if problem.heads > 1:
+        return
+    bytes_of_row = problem.N * max(problem.loads)
+    if problem.M * bytes_of_row <= 32 * 2**20:
+        kinds = ((2048, 4, 2), (1024, 2, 1), (512, 2, 1))
+    elif bytes_of_row <= 80 * 1024:
+        kinds = ((2048, 2, 2), (2048, 2, 1), (1024, 2, 1), (512, 2, 1))
+    elif bytes_of_row <= 160 * 1024:
+        kinds = ((4096, 4, 2), (4096, 4, 1), (2048, 4, 1), (1024, 4, 1))
+    else:
+        kinds = ((6144, 4, 1), (4096, 4, 1), (2048, 4, 1), (1024, 4, 1))
+    for part, warps, rows in kinds:
+        split = -(-bytes_of_row // (2 * part))
+        if split > 1:
+            block = _block(-(-problem.N // split), 32 * warps * vector(problem))
+            yield Config(rows, block, warps, 3, WARPS_BACKWARD // warps, split, finish, hold_weight=True)
+
+
+def preferences(problem: Problem, hw: Hardware) -> Iterator[Config]:
+    """Configurations of a call, the best first."""
+    return _backward(problem, hw) if problem.backward else _forward(problem, hw)
 
 
 @functools.lru_cache(maxsize=4096)
 def _select(problem: Problem, hw: Hardware, alone: bool) -> Config:
-    # Among equals, the simpler one: no waiting between programs, fewer programs, smaller steps.
-    def cost(config: Config) -> tuple:
-        return (estimate(problem, config, hw), config.split, config.finish != "tree", config.programs, config.rows)
-
-    def allowed(config: Config) -> bool:
-        return alone or (config.split == 1 and config.finish == "tree")
-
-    every = [config for config in candidates(problem, hw) if allowed(config)]
-    found = [config for config in every if fits(problem, config)]
-    if found:
-        return min(found, key=cost)
+    tried = list(preferences(problem, hw))
+    if not alone:
+        tried = [replace(config, finish="tree") for config in tried if config.split == 1]
+    for config in tried:
+        if fits(problem, config, hw):
+            return config
     # Weights per head of very long rows: nothing fits; what spills least is still right.
-    return min(every, key=lambda config: (register_estimate(problem, config), config.rows))
+    possible = [config for config in tried if config.split <= hw.processors * max(1, config.programs)]
+    if not possible:
+        raise ValueError(
+            f"rows of {problem.N} are longer than {hw.processors} processors can share; split the last dimension"
+        )
+    return min(possible, key=lambda config: (register_estimate(problem, config), config.rows))
 
 
 def select(problem: Problem, hw: Hardware, *, alone: bool = True) -> Config:
     """The configuration of a call: fixed by its shape and dtypes, so that results repeat bit for bit.
 
-    Not ``alone``, for a launch over two tensors: no program waits for another.
+    Not ``alone``, for a launch over two tensors: no program waits for another. Raises ValueError for rows too long to
+    be shared by all processors.
     """
     # Numbers of rows are rounded to three bits: a serving batch of any size finds its configuration in the cache.
     shift = max(0, problem.M.bit_length() - 3)
