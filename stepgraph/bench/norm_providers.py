@@ -9,6 +9,7 @@ graphs of its own, which would copy x, and under the same CUDA graph as all othe
 """
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ OPS = ("rms_norm", "layer_norm")
 EPS = 1e-6
 
 
-class Provider:
+class Provider(ABC):
     """One norm with its parameters. ``op`` is of `OPS`; ``weight`` and ``bias`` are (N,), bias None for rms_norm."""
 
     package: str | None = None
@@ -55,11 +56,13 @@ class Provider:
         """(dx, dw) or (dx, dw, db)."""
         return torch.autograd.grad(saved, (x, *self.params), dy, retain_graph=True)
 
+    @abstractmethod
     def rms_norm(self) -> Function:
-        raise NotImplementedError
+        """A function of x."""
 
+    @abstractmethod
     def layer_norm(self) -> Function:
-        raise NotImplementedError
+        """A function of x."""
 
 
 class Ours(Provider):

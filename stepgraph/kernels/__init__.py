@@ -10,11 +10,13 @@ from stepgraph.kernels.functional import (
     rms_norm_fp8,
 )
 from stepgraph.kernels.modules import LayerNorm, RMSNorm
+from stepgraph.kernels.tuning import autotune
 
 __all__ = [
     "LayerNorm",
     "Quantized",
     "RMSNorm",
+    "autotune",
     "dequantize",
     "layer_norm",
     "layer_norm_fp8",

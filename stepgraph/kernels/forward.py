@@ -7,8 +7,10 @@
     fp8                    scale = amax(|row of y|) / 448, or 1 for a row of zeros;  y8 = y / scale, clamped
 
 A row is ``PIECES`` tiles of ``BLOCK`` columns, a power of two: 5120 is 5 x 1024, with nothing wasted. A program takes
-``ROWS`` rows a step and strides over the steps; with one step per program there is no loop to speak of, and where rows
-are long the weight is loaded only when it is needed (``LATE``), not held beside them. With per-head weights (``H`` > 1) the rows of a step are ``ROWS / BH`` tokens of ``BH`` heads, always the same heads for a program.
+``ROWS`` rows a step and strides over the steps; with one step per program there is no loop to speak of. Where rows are
+long the weight is loaded only when it is needed (``LATE``), not held beside them, and very long rows are read again
+(``AGAIN``), from L2. What is written is streamed past the loads that wait to be evicted. With per-head weights
+(``H`` > 1) the rows of a step are ``ROWS / BH`` tokens of ``BH`` heads, always the same heads for a program.
 Source: Zhang and Sennrich 2019 (arXiv:1910.07467); Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
 """
 
@@ -62,7 +64,8 @@ def forward_rows(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, LATE: tl.constexpr, AGAIN: tl.constexpr, EXCHANGE: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, LATE: tl.constexpr, AGAIN: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """All rows of one of ``programs`` programs."""
     LAYER: tl.constexpr = mean is not None
@@ -202,7 +205,8 @@ def forward_kernel(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, LATE: tl.constexpr, AGAIN: tl.constexpr, EXCHANGE: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, LATE: tl.constexpr, AGAIN: tl.constexpr,
+    EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``."""
     forward_rows(
@@ -228,12 +232,14 @@ def forward_pair_kernel(
         forward_rows(
             q, None, wq, None, yq, None, None, rstd_q, None, None,
             0, Mq, q_outer, q_inner, q_size, 0, 0, 1, eps, program, programs_q.to(tl.int32),
-            N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1, STAGES, HOLD, HOLD_W, False, False, "wait",
+            N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
+            STAGES, HOLD, HOLD_W, False, False, "wait",
         )  # fmt: skip
     else:
         forward_rows(
             k, None, wk, None, yk, None, None, rstd_k, None, None,
             0, Mk, k_outer, k_inner, k_size, 0, 0, 1, eps,
             (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
-            N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1, STAGES, HOLD, HOLD_W, False, False, "wait",
+            N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
+            STAGES, HOLD, HOLD_W, False, False, "wait",
         )  # fmt: skip

@@ -17,6 +17,7 @@ here knows a shape by name.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -156,6 +157,10 @@ def register_estimate(problem: Problem, config: Config) -> float:
         # Rows that start anywhere are loaded element by element: an address for each, and nothing packed.
         held = elements * 3.6
     weights = columns * problem.weights * (problem.weight_size / 4)
+    if config.late(problem):
+        weights = 8.0 * problem.weights
+    if config.again(problem):
+        held = 16.0
     sums = columns * problem.sums
     along = 1.5 * rows_in_thread * vector(problem)
     pointers = 4.0 * rows_in_thread * (len(problem.loads) + len(problem.stores))
@@ -174,12 +179,17 @@ def shared_estimate(problem: Problem, config: Config) -> int:
     return (config.stages - 1) * tile * sum(problem.loads) + 1024 * config.warps // 4
 
 
-def fits(problem: Problem, config: Config, hw: Hardware) -> bool:
-    """Whether a configuration runs without spilling registers, by the estimate, and its tiles fit shared memory."""
+def runs(problem: Problem, config: Config, hw: Hardware) -> bool:
+    """Whether programs that share a row can all be there at once, and their tiles fit shared memory."""
     if config.split > hw.processors * max(1, config.programs):
         return False
     shared = hw.shared - (CACHE if config.split > 1 else 0)
-    if shared_estimate(problem, config) * max(1, config.programs) > shared:
+    return shared_estimate(problem, config) * max(1, config.programs) <= shared
+
+
+def fits(problem: Problem, config: Config, hw: Hardware) -> bool:
+    """Whether a configuration runs, and without spilling registers, by the estimate."""
+    if not runs(problem, config, hw):
         return False
     if not config.again(problem) and math.prod(elements_of_thread(problem, config)) > 64:
         return False
@@ -236,15 +246,16 @@ def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
                 yield Config(rows, block, warps, 1, 0)
                 rows //= 2
             warps *= 2
-    elif bytes_of_row <= LONGEST_AGAIN // 2 or (bytes_of_row <= LONGEST_AGAIN and problem.M >= hw.processors):
+    elif bytes_of_row <= LONGEST_AGAIN // 2 or (bytes_of_row <= LONGEST_AGAIN and hw.processors <= problem.M):
         yield Config(1, _block(problem.N, 32 * 32 * vector(problem)), 32, 1, 0)
-    slices = (32768, 16384, 8192, 4096, 2048) if problem.M >= 2 * hw.processors else (8192, 4096, 2048)
-    for part in slices:
-        split = -(-problem.N * size // (2 * part))
-        if split > 1 and problem.heads == 1:
+    # Shared by programs: 16 warps on a processor, 8 where more registers are needed.
+    slices = (32768, 16384, 8192, 4096, 2048, 1024) if 2 * hw.processors <= problem.M else (8192, 4096, 2048, 1024)
+    for on_one, part in itertools.product((16, 8), slices if problem.heads == 1 else ()):
+        split = -(-bytes_of_row // (2 * part))
+        if split > 1:
             warps = max(2, part // 2048)
             block = _block(-(-problem.N // split), 32 * warps * vector(problem))
-            yield Config(1, block, warps, 3, max(1, 16 // warps), split)
+            yield Config(1, block, warps, 3, max(1, on_one // warps), split)
 
 
 def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:
@@ -323,8 +334,8 @@ def _select(problem: Problem, hw: Hardware, alone: bool) -> Config:
     for config in tried:
         if fits(problem, config, hw):
             return config
-    # Weights per head of very long rows: nothing fits; what spills least is still right.
-    possible = [config for config in tried if config.split <= hw.processors * max(1, config.programs)]
+    # Nothing fits, on a small GPU or with weights per head of long rows: what spills least is still right.
+    possible = [config for config in tried if runs(problem, config, hw) and config.pieces(problem.N) <= 64]
     if not possible:
         raise ValueError(
             f"rows of {problem.N} are longer than {hw.processors} processors can share; split the last dimension"

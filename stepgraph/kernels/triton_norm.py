@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.kernels import plans
+from stepgraph.kernels import plans, tuning
 from stepgraph.kernels.backward import backward_kernel
 from stepgraph.kernels.forward import forward_kernel
 from stepgraph.kernels.launch import INTERPRETED, Launch, current_device, current_stream
 from stepgraph.kernels.partials import add_slots_kernel
 from stepgraph.kernels.plans import Place, layout
-from stepgraph.kernels.select import Config, Problem, select
+from stepgraph.kernels.select import Config, Problem
 from stepgraph.kernels.spec import Norm
 from stepgraph.kernels.triton_pair import backward_pair, forward_pair
 from stepgraph.kernels.workspace import zeros
@@ -25,6 +25,7 @@ Tensor = torch.Tensor
 Optional = Tensor | None
 
 PLANS = plans.Plans()
+tuning.on_change(PLANS.clear)
 
 
 class ForwardPlan(NamedTuple):
@@ -49,7 +50,7 @@ def _forward_plan(
         (weight is not None) + (bias is not None), 0, 2 if weight is None else weight.element_size(), norm.quantized,
     )  # fmt: skip
     hw = plans.hardware_of(x)
-    config = config or select(problem, hw)
+    config = config or tuning.choose(problem, hw, lambda c: forward(norm, x, weight, bias, residual, keep_h, config=c))
     cover = plans.cover_of(problem, config, hw)
     x_place, r_place = plans.place_of(x, heads), plans.place_of(residual, heads)
     words = plans.share_words(problem, config, cover)
@@ -129,8 +130,8 @@ def _add_launch(problem: Problem, slots: int) -> Launch:
 
 
 def _backward_plan(
-    norm: Norm, dy: Tensor, h: Tensor, weight: Optional, dh: Optional, dx_dtype: torch.dtype,
-    need_dx: bool, need_dw: bool, need_db: bool, config: Config | None,
+    norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional,
+    dx_dtype: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool, config: Config | None,
 ) -> BackwardPlan:  # fmt: skip
     heads = plans.heads_of(weight)
     loads = (dy.element_size(), h.element_size())
@@ -142,7 +143,8 @@ def _backward_plan(
         2 if weight is None else weight.element_size(),
     )  # fmt: skip
     hw = plans.hardware_of(h)
-    config = config or select(problem, hw)
+    arguments = (norm, dy, h, weight, mean, rstd, dh, dx_dtype, need_dx, need_dw, need_db)
+    config = config or tuning.choose(problem, hw, lambda c: backward(*arguments, config=c))
     cover = plans.cover_of(problem, config, hw)
     finish = plans.finish_of(problem, config, cover)
     places = plans.place_of(dy, heads), plans.place_of(h, heads), plans.place_of(dh, heads)
@@ -203,7 +205,7 @@ def backward(
     key = (norm, layout(dy), layout(h), device, layout(weight), layout(dh), dx_dtype, needs, config)
     plan = PLANS.get(key)
     if plan is None:
-        plan = PLANS.make(key, _backward_plan, norm, dy, h, weight, dh, dx_dtype, *needs, config)
+        plan = PLANS.make(key, _backward_plan, norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config)
     dx = torch.empty(h.shape, dtype=dx_dtype, device=device) if need_dx else None
     dw = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_dw else None
     db = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_db else None

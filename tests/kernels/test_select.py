@@ -1,0 +1,114 @@
+"""The rules: what they take fits the hardware, whatever the shape; and tuning keeps the fastest, on disk too."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.kernels import tuning
+from stepgraph.kernels.select import REGISTERS, Hardware, Problem, fits, select, shared_estimate
+
+H200 = Hardware(132, 228 * 1024 - 4096)
+SIZES = st.sampled_from((2, 4))
+
+
+@st.composite
+def problems(draw):
+    backward = draw(st.booleans())
+    layer = draw(st.booleans())
+    loads = tuple(draw(SIZES) for _ in range(draw(st.integers(1, 2)) + backward))
+    sums = draw(st.integers(0, 1 + layer)) if backward else 0
+    return Problem(
+        backward, draw(st.integers(1, 1 << 20)), draw(st.integers(1, 262144)), 1, loads, (draw(SIZES),), layer,
+        draw(st.integers(0, 2)), sums, draw(SIZES),
+    )  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_every_problem_has_a_configuration_that_fits(problem):
+    config = select(problem, H200)
+    assert config.rows >= 1 and config.block * config.pieces(problem.N) * config.split >= problem.N
+    assert config.rows & (config.rows - 1) == 0 and config.block & (config.block - 1) == 0
+    assert config.warps * 32 <= 1024 and shared_estimate(problem, config) * max(1, config.programs) <= H200.shared
+    assert config.threads * max(1, config.programs) * 32 <= REGISTERS
+    if config.cooperative:
+        assert config.programs and config.split <= H200.processors * config.programs
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(), st.integers(0, 3))
+def test_nearby_numbers_of_rows_share_a_configuration(problem, more):
+    """A cache of compiled kernels stays small: rows are told apart by their three leading bits."""
+    shift = max(0, problem.M.bit_length() - 3)
+    top = -(-problem.M >> shift) << shift
+    assert select(problem._replace(M=max(1, top - more % (1 << shift))), H200) == select(problem._replace(M=top), H200)
+
+
+def test_rows_too_long_for_all_processors_are_refused():
+    problem = Problem(True, 64, 1 << 27, 1, (2, 2), (2,), False, 1, 1, 2)
+    with pytest.raises(ValueError, match=r"rows of 134217728 .* split the last dimension"):
+        select(problem, H200)
+
+
+PROBLEM = Problem(True, 4096, 2048, 1, (2, 2), (2,), False, 1, 1, 2)
+
+
+def test_neighbours_fit_and_start_with_the_rules():
+    found = tuning.neighbours(PROBLEM, H200)
+    assert found[0] == select(PROBLEM, H200)
+    assert len(found) > 5 and len(set(found)) == len(found)
+    assert all(fits(PROBLEM, config, H200) for config in found)
+
+
+def test_the_fastest_is_kept_on_disk(tmp_path, monkeypatch):
+    """With a clock of its own that prefers one neighbour; the second process does not time at all."""
+    best = tuning.neighbours(PROBLEM, H200)[3]
+    timed = []
+
+    def clock(run, config):
+        timed.append(config)
+        run(config)
+        return 1.0 if config == best else 2.0
+
+    file = tmp_path / "norms.json"
+    monkeypatch.setattr(tuning, "_file", lambda: file)
+    monkeypatch.setattr(tuning, "_milliseconds", clock)
+    monkeypatch.setattr(tuning, "_found", {})
+    monkeypatch.setattr(tuning.torch.cuda, "is_current_stream_capturing", lambda: False)
+    ran = []
+    assert tuning.choose(PROBLEM, H200, ran.append) == select(PROBLEM, H200) and not timed
+    with tuning.autotune():
+        assert tuning.choose(PROBLEM, H200, ran.append) == best
+        assert ran == timed == tuning.neighbours(PROBLEM, H200)
+        tuning._found.clear()
+        assert tuning.choose(PROBLEM, H200, ran.append) == best
+        other = PROBLEM._replace(N=1024)
+        assert tuning.choose(other, H200, ran.append) in tuning.neighbours(other, H200)
+    assert len(json.loads(file.read_text())) == 2
+    assert tuning.choose(PROBLEM, H200, ran.append) == select(PROBLEM, H200)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": {"rows": 1}}'])
+def test_a_damaged_file_is_named(text, tmp_path, monkeypatch):
+    file = tmp_path / "norms.json"
+    file.write_text(text)
+    monkeypatch.setattr(tuning, "_file", lambda: file)
+    monkeypatch.setattr(tuning, "_found", {})
+    with tuning.autotune(), pytest.raises(ValueError, match=r"norms\.json .* delete the file"):
+        tuning.choose(PROBLEM, H200, print)
+
+
+def test_turning_tuning_on_and_off_forgets_plans(monkeypatch):
+    calls = []
+    monkeypatch.setattr(tuning, "_on_change", [lambda: calls.append(tuning._enabled)])
+    with tuning.autotune():
+        pass
+    assert calls == [True, False]
+
+
+def test_sums_in_the_kernel_for_long_calls_only():
+    """A cooperative launch costs 2 microseconds: see `select`."""
+    assert select(PROBLEM, H200).finish == "launch"
+    assert select(PROBLEM._replace(M=1 << 20), H200).finish == "grid"
