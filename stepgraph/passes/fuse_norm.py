@@ -61,11 +61,15 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
     aliases = Aliases(step.graph) if norms else None
     forms, chosen = Counter(), Counter()
     kernels = []
+    choices: dict[fx.Node, str] = {}
     for i, found in enumerate(norms):
-        forms[found.form, "forward"] += 1
+        forms[found.form, "forward"] += bool(found.outputs)
         forms[found.form, "backward"] += found.gradient is not None
         why = unsupported(found, aliases)
         choice = _choose(found, options, can_use_kernel=why is None)
+        if not found.outputs and found.original:
+            choice = choices.get(found.original.root, choice)
+        choices[found.root] = choice
         chosen[choice] += 1
         if choice == "kernel":
             kernels.append(found)
@@ -111,7 +115,7 @@ def _choose(found: Found, options: FuseNormOptions, *, can_use_kernel: bool) -> 
 
 def _rewrite(step: StepGraph, kernels: list[Found]) -> str:
     """Put our operators in; what they took in with them, in words."""
-    rewriter = Rewriter(step)
+    rewriter = Rewriter(step, kernels)
     paired: set[int] = set()
     for q, k in norm_pairs.pairs(kernels):
         if norm_pairs.rewrite(rewriter, q, k):
@@ -132,11 +136,11 @@ def _rewrite(step: StepGraph, kernels: list[Found]) -> str:
 
 def _traffic(found: Found) -> Traffic:
     """What the norm moves."""
-    x, y, gradient = found.x, found.outputs[0], found.gradient
+    x, gradient = found.x, found.gradient
     width = value_of(x).shape[-1]
     sides = added(x)
     reads = sides if sides else (x,)
-    forward = tensor_bytes(y) + sum(map(tensor_bytes, reads)) + (tensor_bytes(x) if sides else 0)
+    forward = sum(map(tensor_bytes, found.outputs)) + sum(map(tensor_bytes, reads)) + (tensor_bytes(x) if sides else 0)
     apart = tensor_bytes(x) if sides else 0  # the sum is read again
     backward = 0
     if gradient:

@@ -52,7 +52,8 @@ class Found:
 
     ``form``: how it is written, for people. ``kind``: ``rms`` or ``layer``. ``weight``, ``bias``: nodes or None;
     ``offset`` is added to the weight. ``outputs``: nodes that hold y: several if it is computed again for backward.
-    ``nodes``: all that a rewrite makes unnecessary, results included, in the order of the graph.
+    ``nodes``: all that a rewrite makes unnecessary, results included, in the order of the graph. ``original``: the
+    norm of which this is a recomputed copy, if any; a copy that only serves its backward may have no outputs.
     """
 
     form: str
@@ -66,6 +67,7 @@ class Found:
     root: fx.Node
     gradient: Gradient | None = None
     nodes: list[fx.Node] = field(default_factory=list)
+    original: "Found | None" = None
 
 
 @dataclass
@@ -82,13 +84,20 @@ def find(graph: fx.Graph) -> Iterator[Found | Refused]:
     for node in graph.nodes:
         if "recomputes" in node.meta:
             recomputed.setdefault(node.meta["recomputes"], []).append(node)
+    by_root: dict[str, Found] = {}
     for node in graph.nodes:
         if phase_of(node) == "optimizer":
             continue
+        original = by_root.get(node.meta.get("recomputes"))
         if packet(node) in _FUSED:
-            yield _fused(node)
+            found = _fused(node)
         elif packet(node) in _ROOTS and (source := _normalized(node)) is not None:
-            yield _Composite(node, source, recomputed.get(source.name, [])).match()
+            found = _Composite(node, source, recomputed.get(source.name, []), original).match()
+        else:
+            continue
+        if isinstance(found, Found):
+            by_root[node.name], found.original = found, original
+        yield found
 
 
 # Fused operators
@@ -103,7 +112,7 @@ def _fused(node: fx.Node) -> Found | Refused:
     eps = argument(node, "eps")
     found = Found(
         f"fused {'layer norm' if kind == 'layer' else 'rms'}", kind, default_eps(value_of(x).dtype) if eps is None else eps,
-        x, weight, bias, 0.0, [parts[0]] if 0 in parts else [], node,
+        x, weight, bias, 0.0, [parts[0]] if 0 in parts and parts[0].users else [], node,
     )  # fmt: skip
     statistics = [part for i, part in parts.items() if i > 0]
     readers = {user for part in statistics for user in part.users}
@@ -157,8 +166,8 @@ def _squared(reduction: fx.Node) -> fx.Node | None:
 class _Composite:
     """One root and what follows from it."""
 
-    def __init__(self, root: fx.Node, x: fx.Node, copies: list[fx.Node]):
-        self.root, self.x, self.copies = root, x, copies
+    def __init__(self, root: fx.Node, x: fx.Node, copies: list[fx.Node], original: Found | None):
+        self.root, self.x, self.copies, self.original = root, x, copies, original
         self.values = Values(x, copies)
 
     def match(self) -> Found | Refused:
@@ -223,6 +232,9 @@ class _Composite:
                 if not covered.intersection(node.all_input_nodes):
                     outputs.append(node)
                 covered.add(node)
+        if self.original and affine != (self.original.weight, self.original.offset, self.original.bias):
+            weight, offset, bias = self.original.weight, self.original.offset, self.original.bias
+            return Found(self.original.form, kind, eps, self.x, weight, bias, offset, [], self.root)
         if affine is None:
             return Refused(self.root, "nothing is normalized by it")
         weight, offset, bias = affine

@@ -11,7 +11,8 @@ from torch import fx
 
 from stepgraph.passes.analysis import Aliases, is_pure
 from stepgraph.passes.norm_match import Found
-from stepgraph.passes.norm_rewrite import Rewriter, ours, value_of
+from stepgraph.passes.norm_rewrite import Rewriter, inverse, order_of, ours
+from stepgraph.passes.norm_values import value_of
 from stepgraph.passes.recompute import EXPENSIVE
 
 aten = torch.ops.aten
@@ -55,15 +56,12 @@ def _alike(q: Found, k: Found) -> bool:
     def form(found: Found) -> tuple:
         x, y, gradient = value_of(found.x), value_of(found.outputs[0]), found.gradient
         weight = None if found.weight is None else value_of(found.weight).dtype
-        needs = gradient and (gradient.dx is not None, gradient.dw is not None, gradient.dh is None)
-        return x.shape[-1], x.dtype, y.dtype, y.is_contiguous(), found.eps, found.offset, weight, needs
+        needs = gradient and (gradient.dx is not None, gradient.dw is not None)
+        return x.shape[-1], x.dtype, y.dtype, found.eps, found.offset, weight, needs
 
-    if form(q) != form(k) or not form(q)[3]:
+    if form(q) != form(k):
         return False
-    if not q.gradient:
-        return True
-    return all(f.gradient.dx is not None and f.gradient.dh is None and value_of(f.gradient.dx).is_contiguous()
-               for f in (q, k))  # fmt: skip
+    return all(f.gradient.dx is not None and f.gradient.dh is None for f in (q, k) if f.gradient)
 
 
 def rewrite(rewriter: Rewriter, q: Found, k: Found) -> bool:
@@ -84,30 +82,45 @@ def rewrite(rewriter: Rewriter, q: Found, k: Found) -> bool:
     options = value_of(q.outputs[0]).dtype, "rms", q.eps, q.offset
     for node in forward:
         place.prepend(node)
+    outputs = [q.outputs[0], k.outputs[0]]
     with rewriter.graph.inserting_before(place):
-        inputs = [rewriter.now(q.x), rewriter.now(k.x), *(rewriter.weight(f.weight, place) for f in (q, k))]
-        node = rewriter.call(ours.norm_pair.default, *inputs, *options, like=place)
-        results = [rewriter.part(node, i, place) for i in range(4 if q.gradient else 2)]
-    rewriter.replace(q.outputs[0], results[0])
-    rewriter.replace(k.outputs[0], results[1])
+        x, weights = _inputs(rewriter, [q.x, k.x], outputs), [rewriter.weight(f.weight, place) for f in (q, k)]
+        node = rewriter.call(ours.norm_pair.default, *x, *weights, *options, like=place)
+        parts = [rewriter.part(node, i, place) for i in range(4 if q.gradient else 2)]
+        statistics = _restored(rewriter, parts[2:], outputs)
+        for old, new in zip(outputs, _restored(rewriter, parts[:2], outputs), strict=True):
+            rewriter.replace(old, new)
     if q.gradient:
         for node in backward:
             at.prepend(node)
+        gradients = [q.gradient, k.gradient]
+        dx = [g.dx for g in gradients]
         with rewriter.graph.inserting_before(at):
-            dy = [rewriter.now(f.gradient.dy) for f in (q, k)]
-            x = [rewriter.now(f.gradient.x) for f in (q, k)]
+            sides = [[g.dy for g in gradients], [g.x for g in gradients], statistics]
+            dy, x, statistics = (_inputs(rewriter, side, dx) for side in sides)
             weights = [rewriter.weight(f.weight, at) for f in (q, k)]
             needs = True, q.gradient.dw is not None
             node = rewriter.call(
-                ours.norm_pair_backward.default, *dy, *x, *weights, *results[2:], *options, *needs, like=at
+                ours.norm_pair_backward.default, *dy, *x, *weights, *statistics, *options, *needs, like=at
             )
-            old = [q.gradient.dx, k.gradient.dx, q.gradient.dw, k.gradient.dw]
-            for i, result in enumerate(old):
-                if result is not None:
-                    rewriter.replace(result, rewriter.shaped(rewriter.part(node, i, result), result))
+            new = _restored(rewriter, [rewriter.part(node, i, at) for i in range(2)], dx)
+            if q.gradient.dw is not None:
+                new += [rewriter.part(node, i, at) for i in (2, 3)]
+            for old, result in zip([*dx, *(g.dw for g in gradients)], new, strict=False):
+                rewriter.replace(old, rewriter.shaped(result, old))
     for found in (q, k):
         rewriter.erase(found)
     return True
+
+
+def _inputs(rewriter: Rewriter, nodes: list[fx.Node], like: list[fx.Node]) -> list[fx.Node]:
+    """``nodes`` with their dimensions in the order in which ``like`` lie in memory."""
+    return [rewriter.permuted(rewriter.now(n), order_of(m), m) for n, m in zip(nodes, like, strict=True)]
+
+
+def _restored(rewriter: Rewriter, nodes: list[fx.Node], like: list[fx.Node]) -> list[fx.Node]:
+    """The inverse of `_inputs`."""
+    return [rewriter.permuted(n, inverse(order_of(m)), m) for n, m in zip(nodes, like, strict=False)]
 
 
 def _between(needed: list[fx.Node | None], place: fx.Node, first: Found, aliases: Aliases) -> list[fx.Node] | None:

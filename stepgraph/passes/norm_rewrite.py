@@ -38,14 +38,14 @@ def unsupported(found: Found, aliases: Aliases) -> str | None:
     for node in tensors:
         if node is not None and value_of(node).dtype not in allowed:
             return f"{node.name} has dtype {value_of(node).dtype}"
-    if not found.outputs:
+    if not found.outputs and not found.original:
         return "nothing reads its output"
     if x.stride(-1) != 1:
         return "its rows are not contiguous"
     if found.bias is not None and (found.weight is None or _form(found.bias) != _form(found.weight)):
         return "its bias is not of the form of its weight"
     if found.weight is not None and _form(found.weight)[0] != x.shape[-1:]:
-        if any(_order(n) != list(range(x.ndim)) for n in (*found.outputs, gradient and gradient.dx) if n):
+        if any(order_of(n) != list(range(x.ndim)) for n in (*found.outputs, gradient and gradient.dx) if n):
             return "it has a weight per head and writes its heads in another order"
     first, last = aliases.position[found.nodes[0]], aliases.position[found.nodes[-1]]
     for node in (found.x, found.weight, found.bias, gradient and gradient.x, gradient and gradient.dy):
@@ -67,7 +67,7 @@ def _form(weight: fx.Node) -> tuple[torch.Size, torch.dtype]:
     return shape, value_of(weight).dtype
 
 
-def _order(node: fx.Node) -> list[int]:
+def order_of(node: fx.Node) -> list[int]:
     """The dimensions of a dense tensor from the slowest in memory to the last."""
     made = value_of(node)
     order = sorted(range(made.ndim - 1), key=lambda d: -made.stride(d)) + [made.ndim - 1]
@@ -75,11 +75,17 @@ def _order(node: fx.Node) -> list[int]:
     return order if moved.is_contiguous() and not made.is_contiguous() else list(range(made.ndim))
 
 
-class Rewriter:
-    """Rewrites norms one after the other, in any order, in one graph."""
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes ``order``."""
+    return sorted(range(len(order)), key=order.__getitem__)
 
-    def __init__(self, step: StepGraph):
+
+class Rewriter:
+    """Puts operators in place of ``norms``, which are in the order of the graph."""
+
+    def __init__(self, step: StepGraph, norms: Sequence[Found]):
         self.graph = step.graph
+        self._read_later = {f.original.root for f in norms if f.original and not f.outputs}
         self._moved: dict[fx.Node, fx.Node] = {}
         self.statistics: dict[fx.Node, tuple[fx.Node | None, fx.Node]] = {}  # root -> (mean, rstd)
 
@@ -143,8 +149,11 @@ class Rewriter:
         return residual, bool(found.gradient and found.gradient.dh)
 
     def _forward(self, found: Found) -> bool:
+        if not found.outputs:  # computed again for backward alone: the statistics of the first time are kept instead
+            self.statistics[found.root] = self.statistics[found.original.root]
+            return False
         first, *again = found.outputs
-        order = _order(first)
+        order = order_of(first)
         branches = self._residual(found, order)
         if branches is None:
             self._norm(found, first, self.now(found.x), None, first)
@@ -159,21 +168,21 @@ class Rewriter:
         sum_ = self.now(found.x)
         sides = added(sum_)
         weights = [n for n in (self.now(found.weight), self.now(found.bias)) if n is not None]
-        if sides is None or any(n >= sum_ for n in weights) or _order(sum_) != order:
+        if sides is None or any(n >= sum_ for n in weights) or order_of(sum_) != order:
             return None
         if any(value_of(n).stride(-1) != 1 or value_of(n).dtype not in DTYPES for n in sides):
             return None
         return sides
 
     def _norm(self, found: Found, y: fx.Node, x: fx.Node, residual: fx.Node | None, place: fx.Node) -> None:
-        order = _order(y)
+        order = order_of(y)
         with self.graph.inserting_before(place):
             weight, bias = self.weight(found.weight, y), self.weight(found.bias, y)
             node = self.call(
                 ours.norm.default, self.permuted(x, order, y), weight, bias, self.permuted(residual, order, y),
                 value_of(y).dtype, found.kind, found.eps, found.offset, residual is not None, like=y,
             )  # fmt: skip
-            back = sorted(range(len(order)), key=order.__getitem__)
+            back = inverse(order)
             results = {i: self.permuted(self.part(node, i, y), back, y) for i in self._wanted(found, y, residual)}
         self.replace(y, results[0])
         if residual is not None:
@@ -184,14 +193,14 @@ class Rewriter:
     def _wanted(self, found: Found, y: fx.Node, residual: fx.Node | None) -> list[int]:
         """Which results of the operator somebody reads: y, h, mean, rstd."""
         wanted = [0] if residual is None else [0, 1]
-        if found.gradient and y is found.outputs[0]:
+        if y is found.outputs[0] and (found.gradient or found.root in self._read_later):
             wanted += [2, 3] if found.kind == "layer" else [3]
         return wanted
 
     def _backward(self, found: Found) -> None:
         gradient = found.gradient
         like = gradient.dx or gradient.results()[0]
-        order = _order(gradient.dx or gradient.dy)
+        order = order_of(gradient.dx or gradient.dy)
         dy, x, dh = self.now(gradient.dy), self.now(gradient.x), self.now(gradient.dh)
         mean, rstd = self.statistics[found.root]
         with self._after([n for n in (dy, x, dh, mean, rstd) if n is not None], gradient.results()):
@@ -199,10 +208,10 @@ class Rewriter:
             dtype = value_of(gradient.dx).dtype if gradient.dx else value_of(found.x).dtype
             node = self.call(
                 ours.norm_backward.default, dy, x, self.weight(found.weight, like), mean, rstd, dh,
-                value_of(found.outputs[0]).dtype, found.kind, found.eps, found.offset, dtype,
+                dtype, found.kind, found.eps, found.offset, dtype,
                 *(n is not None for n in (gradient.dx, gradient.dw, gradient.db)), like=like,
             )  # fmt: skip
-            back = sorted(range(len(order)), key=order.__getitem__)
+            back = inverse(order)
             for i, old in enumerate((gradient.dx, gradient.dw, gradient.db)):
                 if old is not None:
                     part = self.part(node, i, old)

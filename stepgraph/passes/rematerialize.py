@@ -76,10 +76,15 @@ def _sizes(nodes: list[fx.Node]) -> list[int]:
     return [value.numel() for value in values if isinstance(value, torch.Tensor)]
 
 
+def _is_ours(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "stepgraph"
+
+
 def _feeds_product(plan: Plan, root: fx.Node) -> bool:
-    """Whether a matrix product or attention of backward reads the result, so that it must lie in memory there."""
+    """Whether a matrix product, attention or kernel of ours in backward reads it, so that it must lie in memory."""
     return any(
-        plan.is_backward(user) and (plan.is_expensive(user) or "attention" in str(user.target))
+        plan.is_backward(user)
+        and (plan.is_expensive(user) or "attention" in str(user.target) or _is_ours(user))
         for alias in plan.alias_nodes(root)
         for user in alias.users
     )
