@@ -23,7 +23,8 @@ from stepgraph.passes import norm_pairs
 from stepgraph.passes.analysis import Aliases, is_overload, is_view, tensor_bytes
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.norm_cost import Traffic, cost
-from stepgraph.passes.norm_match import Found, added, find
+from stepgraph.passes.norm_found import Found, added
+from stepgraph.passes.norm_match import find
 from stepgraph.passes.norm_rewrite import Rewriter, unsupported
 from stepgraph.passes.norm_values import packet, value_of
 
@@ -79,10 +80,10 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
             _mark_region(found, i)
         elif choice == "eager" and options.choice == "eager":
             _mark_eager(found)
-    details = _rewrite(step, kernels) if kernels else ""
+    details = _rewrite(step, kernels, aliases) if kernels else ""
     report.matched, report.changed = len(norms), len(kernels)
     report.summary = (
-        f"{len(norms)} norms: "
+        f"{len(norms)} norm{'s' * (len(norms) != 1)}: "
         + ", ".join(f"{n} by {_WORDS[name]}" for name, n in sorted(chosen.items(), key=lambda c: -c[1]))
         + details
     )
@@ -113,12 +114,12 @@ def _choose(found: Found, options: FuseNormOptions, *, can_use_kernel: bool) -> 
     return min(("kernel", left), key=lambda choice: cost(choice, traffic))
 
 
-def _rewrite(step: StepGraph, kernels: list[Found]) -> str:
+def _rewrite(step: StepGraph, kernels: list[Found], aliases: Aliases) -> str:
     """Put our operators in; what they took in with them, in words."""
     rewriter = Rewriter(step, kernels)
     paired: set[int] = set()
     for q, k in norm_pairs.pairs(kernels):
-        if norm_pairs.rewrite(rewriter, q, k):
+        if norm_pairs.rewrite(rewriter, q, k, aliases):
             paired |= {id(q), id(k)}
     residuals = gradients = 0
     for found in kernels:

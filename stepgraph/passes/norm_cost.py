@@ -4,6 +4,7 @@ The figures are measured on an H200 (`stepgraph bench norm`); only their ratios 
 measured widths they are interpolated in the logarithm of the width; beyond them the nearest holds.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ def _reached(choice: str, width: int) -> tuple[float, float]:
     table = REACHED[choice]
     if width <= table[0][0]:
         return table[0][1:]
-    for (low, *a), (high, *b) in zip(table, table[1:], strict=False):
+    for (low, *a), (high, *b) in itertools.pairwise(table):
         if width <= high:
             part = math.log(width / low) / math.log(high / low)
             return tuple(x + part * (y - x) for x, y in zip(a, b, strict=True))

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from stepgraph.passes.analysis import Aliases, is_pure
-from stepgraph.passes.norm_match import Found
+from stepgraph.passes.norm_found import Found
 from stepgraph.passes.norm_rewrite import Rewriter, inverse, order_of, ours
-from stepgraph.passes.norm_values import value_of
+from stepgraph.passes.norm_values import packet, value_of
 from stepgraph.passes.recompute import EXPENSIVE
 
 aten = torch.ops.aten
@@ -37,15 +37,15 @@ def _attention(y: fx.Node) -> fx.Node | None:
         for user in sorted(node.users):
             if _is_attention(user):
                 return user
-            if user not in seen and user.op == "call_function" and len(seen) < 64:
-                if getattr(user.target, "overloadpacket", None) not in EXPENSIVE:
-                    seen.add(user)
-                    queue.append(user)
+            cheap = user.op == "call_function" and packet(user) not in EXPENSIVE
+            if user not in seen and cheap and len(seen) < 64:
+                seen.add(user)
+                queue.append(user)
     return None
 
 
 def _is_attention(node: fx.Node) -> bool:
-    if getattr(node.target, "overloadpacket", None) in _PRODUCTS:
+    if packet(node) in _PRODUCTS:
         return True
     return node.op == "call_function" and "attention" in str(node.target) and "backward" not in str(node.target)
 
@@ -64,9 +64,11 @@ def _alike(q: Found, k: Found) -> bool:
     return all(f.gradient.dx is not None and f.gradient.dh is None for f in (q, k) if f.gradient)
 
 
-def rewrite(rewriter: Rewriter, q: Found, k: Found) -> bool:
-    """Put one operator in place of both norms. False, and nothing is changed, where they cannot be brought together."""
-    aliases = Aliases(rewriter.graph)
+def rewrite(rewriter: Rewriter, q: Found, k: Found, aliases: Aliases) -> bool:
+    """Put one operator in place of both norms. False, and nothing is changed, where they cannot be brought together.
+
+    ``aliases``: of the graph before any rewrite.
+    """
     first, second = sorted((q, k), key=lambda f: f.outputs[0])
     place = first.outputs[0]
     forward = _between([rewriter.now(second.x), rewriter.now(second.weight)], place, first, aliases)
@@ -86,8 +88,11 @@ def rewrite(rewriter: Rewriter, q: Found, k: Found) -> bool:
     with rewriter.graph.inserting_before(place):
         x, weights = _inputs(rewriter, [q.x, k.x], outputs), [rewriter.weight(f.weight, place) for f in (q, k)]
         node = rewriter.call(ours.norm_pair.default, *x, *weights, *options, like=place)
-        parts = [rewriter.part(node, i, place) for i in range(4 if q.gradient else 2)]
+        saved = q.gradient or rewriter.read_later & {q.root, k.root}
+        parts = [rewriter.part(node, i, place) for i in range(4 if saved else 2)]
         statistics = _restored(rewriter, parts[2:], outputs)
+        for f, rstd in zip((q, k), statistics, strict=False):
+            rewriter.statistics[f.root] = None, rstd
         for old, new in zip(outputs, _restored(rewriter, parts[:2], outputs), strict=True):
             rewriter.replace(old, new)
     if q.gradient:
@@ -134,7 +139,8 @@ def _between(needed: list[fx.Node | None], place: fx.Node, first: Found, aliases
         if node in first.nodes or not is_pure(node) or len(found) > 64:
             return None
         at = aliases.position
-        if any(aliases.written_between(source, at[place], at[node]) for source in node.all_input_nodes):
+        before = [source for source in node.all_input_nodes if source in at]  # the others are new: nobody writes them
+        if node in at and any(aliases.written_between(source, at[place], at[node]) for source in before):
             return None
         found.add(node)
         queue += node.all_input_nodes

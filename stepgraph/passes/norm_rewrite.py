@@ -21,7 +21,7 @@ from stepgraph.capture import StepGraph, provenance, set_provenance
 from stepgraph.kernels import operators  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.kernels.spec import DTYPES
 from stepgraph.passes.analysis import Aliases, is_pure
-from stepgraph.passes.norm_match import Found, added
+from stepgraph.passes.norm_found import Found, added
 from stepgraph.passes.norm_values import value_of
 
 aten = torch.ops.aten
@@ -44,9 +44,10 @@ def unsupported(found: Found, aliases: Aliases) -> str | None:
         return "its rows are not contiguous"
     if found.bias is not None and (found.weight is None or _form(found.bias) != _form(found.weight)):
         return "its bias is not of the form of its weight"
-    if found.weight is not None and _form(found.weight)[0] != x.shape[-1:]:
-        if any(order_of(n) != list(range(x.ndim)) for n in (*found.outputs, gradient and gradient.dx) if n):
-            return "it has a weight per head and writes its heads in another order"
+    per_head = found.weight is not None and _form(found.weight)[0] != x.shape[-1:]
+    written = [n for n in (*found.outputs, gradient and gradient.dx) if n is not None]
+    if per_head and any(order_of(n) != list(range(x.ndim)) for n in written):
+        return "it has a weight per head and writes its heads in another order"
     first, last = aliases.position[found.nodes[0]], aliases.position[found.nodes[-1]]
     for node in (found.x, found.weight, found.bias, gradient and gradient.x, gradient and gradient.dy):
         if node is not None and aliases.written_between(node, first, last):
@@ -85,7 +86,8 @@ class Rewriter:
 
     def __init__(self, step: StepGraph, norms: Sequence[Found]):
         self.graph = step.graph
-        self._read_later = {f.original.root for f in norms if f.original and not f.outputs}
+        #: Roots whose statistics the backward of a recomputed copy reads.
+        self.read_later = {f.original.root for f in norms if f.original and not f.outputs}
         self._moved: dict[fx.Node, fx.Node] = {}
         self.statistics: dict[fx.Node, tuple[fx.Node | None, fx.Node]] = {}  # root -> (mean, rstd)
 
@@ -193,7 +195,7 @@ class Rewriter:
     def _wanted(self, found: Found, y: fx.Node, residual: fx.Node | None) -> list[int]:
         """Which results of the operator somebody reads: y, h, mean, rstd."""
         wanted = [0] if residual is None else [0, 1]
-        if y is found.outputs[0] and (found.gradient or found.root in self._read_later):
+        if y is found.outputs[0] and (found.gradient or found.root in self.read_later):
             wanted += [2, 3] if found.kind == "layer" else [3]
         return wanted
 

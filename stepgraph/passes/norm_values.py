@@ -15,7 +15,7 @@ from stepgraph.passes.norm_algebra import NotAlgebra, Polynomial
 
 aten = torch.ops.aten
 
-#: How far from known nodes an operand may lie. The longest way seen, in the backward of a hand-written layer norm, is 6.
+#: How far from known nodes an operand may lie. The longest way seen, in a hand-written layer norm's backward, is 6.
 _REACH = 10
 
 CASTS = {aten._to_copy, aten.clone, aten.detach, aten.alias, aten.contiguous}

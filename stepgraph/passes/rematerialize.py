@@ -83,8 +83,7 @@ def _is_ours(node: fx.Node) -> bool:
 def _feeds_product(plan: Plan, root: fx.Node) -> bool:
     """Whether a matrix product, attention or kernel of ours in backward reads it, so that it must lie in memory."""
     return any(
-        plan.is_backward(user)
-        and (plan.is_expensive(user) or "attention" in str(user.target) or _is_ours(user))
+        plan.is_backward(user) and (plan.is_expensive(user) or "attention" in str(user.target) or _is_ours(user))
         for alias in plan.alias_nodes(root)
         for user in alias.users
     )
