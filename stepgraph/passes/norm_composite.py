@@ -11,7 +11,7 @@ from torch import fx
 from stepgraph.capture import phase_of
 from stepgraph.passes import norm_algebra as algebra
 from stepgraph.passes.norm_algebra import Polynomial
-from stepgraph.passes.norm_found import Found, Gradient, Refused, completed, through_casts
+from stepgraph.passes.norm_found import Found, Gradient, Refused
 from stepgraph.passes.norm_values import Values, before_widening, is_cast, packet, value_of
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ class Composite:
             if node.op == "call_function" and node not in kept and node.users and set(node.users) <= gone:
                 gone.add(node)
         found.nodes = list(gone)
-        return completed(found)
+        return found
 
     def _reach(self, values: Values, results: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """``(inside, strangers)``: what depends on the statistics otherwise than through ``results``, and who reads it
@@ -131,7 +131,7 @@ class Composite:
             form += f", weight + {offset:g}"
         elif weight is not None and packet(self.root) is aten.rsqrt and self._cast_before_weight(outputs[0]):
             form += ", cast before the weight"
-        return Found(form, kind, eps, self.x, weight, bias, offset, [through_casts(y) for y in outputs], self.root)
+        return Found(form, kind, eps, self.x, weight, bias, offset, outputs, self.root)
 
     def _of_statistics(self, under: Polynomial) -> tuple[Polynomial | None, float, str]:
         """``(xhat, eps, kind)`` where ``under`` is variance or mean square plus eps."""

@@ -1,5 +1,6 @@
 """What is known of a norm in a graph, and what beside it can go into one operator with it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,43 +62,63 @@ class Refused:
     why: str
 
 
-def through_casts(y: fx.Node) -> fx.Node:
-    """The cast that alone reads ``y``, if there is one: the kernel rounds once."""
-    while len(y.users) == 1 and is_cast(user := next(iter(y.users))) and value_of(user).dtype in DTYPES:
-        y = user
-    return y
+def _is_narrowing(node: fx.Node) -> bool:
+    """Whether the node rounds a tensor to a narrower dtype that our operators can write."""
+    made, read = value_of(node).dtype, value_of(node.args[0]).dtype
+    return made != read and torch.promote_types(made, read) == read and made in DTYPES
 
 
-def _through_shapes(dw: fx.Node | None) -> fx.Node | None:
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _reshaped(dw: fx.Node | None) -> fx.Node | None:
     """What alone reads ``dw``, in another shape or dtype."""
-    while dw is not None and len(dw.users) == 1:
-        (user,) = dw.users
+    while dw is not None and (user := _only_user(dw)):
         if not is_cast(user) and packet(user) not in (aten.view, aten._unsafe_view, aten.squeeze):
             break
         dw = user
     return dw
 
 
-def completed(found: Found) -> Found:
-    """With the casts around it, and the gradient of the residual stream that is added to that of x."""
-    found.outputs = [through_casts(y) for y in found.outputs]
-    gradient = found.gradient
-    if gradient:
-        gradient.dy = before_widening(gradient.dy)
-        while gradient.dx is not None and len(gradient.dx.users) == 1:
-            (user,) = gradient.dx.users
-            if is_cast(user) and value_of(user).dtype in DTYPES:
-                gradient.dx = user
-                continue
-            other = _added(user, gradient.dx) if gradient.dh is None else None
-            if other is None:
-                break
-            gradient.dx, gradient.dh = user, other
-        gradient.dw = _through_shapes(gradient.dw)
-        gradient.db = _through_shapes(gradient.db)
-    results = [*found.outputs, *(gradient.results() if gradient else ())]
-    found.nodes = sorted({*found.nodes, *results})
-    return found
+def complete(norms: Sequence[Found]) -> None:
+    """Extend norms to what alone reads their results: casts, and the sum with the residual stream's gradient.
+
+    No node goes into two norms.
+    """
+    taken = {node for found in norms for node in found.nodes}
+    for found in norms:
+        gradient = found.gradient
+        found.outputs = [_rounded(y, taken) for y in found.outputs]
+        if gradient:
+            if gradient.dx is not None:
+                gradient.dx = _rounded(gradient.dx, taken)
+                total = _with_stream(gradient.dx, taken) if gradient.dh is None else None
+                if total is not None:
+                    gradient.dx, gradient.dh = _rounded(total[0], taken), total[1]
+            gradient.dw = _reshaped(gradient.dw)
+            gradient.db = _reshaped(gradient.db)
+        results = [*found.outputs, *(gradient.results() if gradient else ())]
+        found.nodes = sorted({*found.nodes, *results})
+        taken.update(found.nodes)
+
+
+def _rounded(node: fx.Node, taken: set[fx.Node]) -> fx.Node:
+    """The cast to a narrower dtype that alone reads ``node``, if there is one: the operator rounds once."""
+    while (user := _only_user(node)) and user not in taken and is_cast(user) and _is_narrowing(user):
+        node = user
+    return node
+
+
+def _with_stream(dx: fx.Node, taken: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+    """``(sum, dh)`` where ``sum`` alone reads ``dx``, perhaps cast to a wider dtype."""
+    user = _only_user(dx)
+    if user is not None and is_cast(user):
+        dx, user = user, _only_user(user)
+    if user is None or user in taken:
+        return None
+    dh = _added(user, dx)
+    return None if dh is None else (user, dh)
 
 
 def _added(node: fx.Node, one: fx.Node) -> fx.Node | None:

@@ -4,8 +4,6 @@ A fused operator (``native_layer_norm``, ``_fused_rms_norm``) says itself what i
 statistics. A composite norm is proved from its root (see `norm_composite`). Names and module types play no part.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import fx
 
@@ -14,7 +12,7 @@ from stepgraph.kernels.spec import default_eps
 from stepgraph.passes.analysis import argument
 from stepgraph.passes.cleanup import getitem_users
 from stepgraph.passes.norm_composite import ROOTS, Composite, normalized
-from stepgraph.passes.norm_found import Found, Gradient, Refused, completed
+from stepgraph.passes.norm_found import Found, Gradient, Refused, complete
 from stepgraph.passes.norm_values import packet, value_of
 
 aten = torch.ops.aten
@@ -23,13 +21,14 @@ _FUSED = {aten._fused_rms_norm: "rms", aten.native_layer_norm: "layer"}
 _FUSED_BACKWARD = (aten._fused_rms_norm_backward, aten.native_layer_norm_backward)
 
 
-def find(graph: fx.Graph) -> Iterator[Found | Refused]:
+def find(graph: fx.Graph) -> list[Found | Refused]:
     """Every norm of ``graph`` in order, and what looked like one."""
     recomputed: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         if "recomputes" in node.meta:
             recomputed.setdefault(node.meta["recomputes"], []).append(node)
     by_root: dict[str, Found] = {}
+    results: list[Found | Refused] = []
     for node in graph.nodes:
         if phase_of(node) == "optimizer":
             continue
@@ -42,7 +41,9 @@ def find(graph: fx.Graph) -> Iterator[Found | Refused]:
             continue
         if isinstance(found, Found):
             by_root[node.name], found.original = found, original
-        yield found
+        results.append(found)
+    complete([found for found in results if isinstance(found, Found)])
+    return results
 
 
 def _fused(node: fx.Node) -> Found | Refused:
@@ -67,4 +68,4 @@ def _fused(node: fx.Node) -> Found | Refused:
         results = getitem_users(backward)
         found.gradient = Gradient(backward.args[0], backward.args[1], None, *(results.get(i) for i in range(3)))
         found.nodes += [backward, *results.values()]
-    return completed(found)
+    return found

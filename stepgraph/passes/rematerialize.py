@@ -17,6 +17,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture import StepGraph
 from stepgraph.passes.analysis import tensor_bytes
+from stepgraph.passes.fuse_norm import KEEP_EAGER
 from stepgraph.passes.recompute import Plan
 
 
@@ -37,6 +38,7 @@ def _minimum_cut(plan: Plan) -> set[fx.Node]:
     network = nx.DiGraph()
     latest = len(plan.nodes)
     repeatable = {root for root in plan.candidates() if not plan.is_expensive(root) and not _reduces(plan, root)}
+    repeatable = {root for root in repeatable if not root.meta.get(KEEP_EAGER)}  # those are kernels of their own
     seen: set[fx.Node] = set()
     queue = list(plan.saved)
     for root in queue:

@@ -78,6 +78,21 @@ def rms_twice(x, w, b):
     return rms_plain(rms_plain(x, w, b), b, w)
 
 
+def llama_twice(x, w, b):
+    """In bf16 what the first one rounds is what the second one widens."""
+    return rms_llama(rms_llama(x, w, b), b, w)
+
+
+def both_of_one(x, w, b):
+    """Two norms of the same rows, whose gradients are added term by term."""
+    return torch.tanh(rms_plain(x, w, b)) * rms_plain(x, b, w)
+
+
+def rms_rounded_before(x, w, b):
+    """Of rows that are rounded for it, from a wider stream."""
+    return rms_llama(x.bfloat16() if x.dtype == torch.float32 else x, w, b).to(x.dtype)
+
+
 def rms_gated(x, w, b):
     return rms_plain(x, w, b) * torch.sigmoid(x)
 
@@ -127,6 +142,8 @@ WRITTEN: dict[str, tuple[Callable, tuple[int, ...], str, int]] = {
     "without eps": (rms_without_eps, (WIDTH,), "composite rms", 1),
     "exponential weight": (rms_of_an_exponential_weight, (WIDTH,), "composite rms", 1),
     "twice": (rms_twice, (WIDTH,), "composite rms", 2),
+    "llama twice": (llama_twice, (WIDTH,), "composite rms", 2),
+    "both of one": (both_of_one, (WIDTH,), "composite rms", 2),
     "gated": (rms_gated, (WIDTH,), "composite rms", 1),
     "halved": (rms_halved, (WIDTH,), "composite rms", 1),
     "layer": (layer_plain, (WIDTH,), "composite layer norm", 1),

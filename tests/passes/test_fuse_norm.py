@@ -66,13 +66,24 @@ def test_norms_of_torch(norm, form, how):
     assert "2 residual adds and 2 residual gradients taken in" in report_of(step).summary
 
 
-@pytest.mark.parametrize("function", [norm_models.rms_llama, norm_models.rms_gemma, norm_models.layer_in_float])
+@pytest.mark.parametrize(
+    "function",
+    [norm_models.rms_llama, norm_models.rms_gemma, norm_models.layer_in_float, norm_models.llama_twice,
+     norm_models.both_of_one],
+)  # fmt: skip
 def test_norms_with_casts_in_bf16(function):
     model = Around(lambda: ByFunction(function)).to(BF16)
     step = check_rounded(model, functools.partial(square, dtype=BF16), square, rows())
-    assert report_of(step).changed == 2
+    assert report_of(step).changed == (4 if function in (norm_models.llama_twice, norm_models.both_of_one) else 2)
     if function is norm_models.rms_llama:
         assert found(step) == {"composite rms, cast before the weight": (2, 2)}
+
+
+def test_a_wide_stream_around_narrow_norms():
+    """The gradient of the norm's rows, in bf16, is added to that of the stream, in fp32, inside the operator."""
+    model = Around(lambda: ByFunction(norm_models.rms_rounded_before))
+    step = check_rounded(model, square, square, rows())
+    assert report_of(step).changed == 2 and "2 residual gradients taken in" in report_of(step).summary
 
 
 @pytest.mark.parametrize("function", DECOYS, ids=lambda f: f.__name__)
