@@ -14,8 +14,10 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture import StepGraph, phase_of
+from stepgraph.passes.analysis import is_mutating
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.expand_optimizer import COMPILE
+from stepgraph.passes.fuse_norm import KEEP_EAGER
 from stepgraph.passes.partition import Program, describe, needs_host, split
 from stepgraph.passes.rematerialize import rematerialize
 
@@ -45,8 +47,10 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     def group(node: fx.Node) -> str:
         if phase_of(node) == "optimizer":
             return "compiled optimizer" if node.meta.get(COMPILE) else "optimizer"
-        if getattr(node.target, "namespace", "") == "stepgraph":
+        if getattr(node.target, "namespace", "") == "stepgraph" and is_mutating(node):
             return "kernel"
+        if node.meta.get(KEEP_EAGER):
+            return "eager"
         reason = needs_host(node) if on_cuda else _needs_gpu(node)
         if reason:
             left[node] = reason

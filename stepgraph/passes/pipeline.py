@@ -7,6 +7,7 @@ import stepgraph.passes.cleanup
 import stepgraph.passes.cuda_graph
 import stepgraph.passes.expand_optimizer
 import stepgraph.passes.fuse_loss
+import stepgraph.passes.fuse_norm
 import stepgraph.passes.inductor
 import stepgraph.passes.inplace  # noqa: F401  (passes register themselves)
 from stepgraph.passes import recompute
@@ -20,6 +21,7 @@ ORDER = (
     "dead_code",  # what nothing reads
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
+    "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
     "inductor",  # numerics: forward, backward and update as fused kernels
@@ -41,17 +43,30 @@ PIPELINES: dict[str, Callable[[], list[Pass]]] = {"exact": exact, "default": def
 
 
 def configured(
-    pipeline: str = "default", *, memory: str = "none", inductor: str = "full", cuda_graph: bool = True
+    pipeline: str = "default",
+    *,
+    memory: str = "none",
+    inductor: str = "full",
+    norm: str = "auto",
+    cuda_graph: bool = True,
 ) -> list[Pass]:
     """A pipeline with the trainer's options applied.
 
     ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``full`` or ``off``.
+    ``norm``: ``auto``, ``kernel``, ``inductor`` or ``eager`` (see `fuse_norm`).
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"unknown pipeline {pipeline!r}; allowed: {', '.join(map(repr, PIPELINES))}")
     if inductor not in ("full", "off"):
         raise ValueError(f"unknown inductor mode {inductor!r}; allowed: full, off")
-    options = {"recompute": vars(recompute.parse_policy(memory))}
+    if pipeline == "exact" and norm != "auto":
+        raise ValueError(f"norm={norm} with pipeline 'exact', which leaves norms to eager; use pipeline 'default'")
+    if norm == "inductor" and inductor == "off":
+        raise ValueError("norm=inductor with inductor=off; allowed then: norm=auto, kernel or eager")
+    options = {
+        "recompute": vars(recompute.parse_policy(memory)),
+        "fuse_norm": {"choice": norm, "compiled": inductor != "off"},
+    }
     dropped = {"expand_optimizer": inductor == "off", "inductor": inductor == "off", "cuda_graph": not cuda_graph}
     chosen = [p for p in PIPELINES[pipeline]() if not dropped.get(p.name)]
     return [p.with_options(**options.get(p.name, {})) for p in chosen]

@@ -17,6 +17,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture import StepGraph
 from stepgraph.passes.analysis import tensor_bytes
+from stepgraph.passes.fuse_norm import KEEP_EAGER
 from stepgraph.passes.recompute import Plan
 
 
@@ -37,6 +38,7 @@ def _minimum_cut(plan: Plan) -> set[fx.Node]:
     network = nx.DiGraph()
     latest = len(plan.nodes)
     repeatable = {root for root in plan.candidates() if not plan.is_expensive(root) and not _reduces(plan, root)}
+    repeatable = {root for root in repeatable if not root.meta.get(KEEP_EAGER)}  # those are kernels of their own
     seen: set[fx.Node] = set()
     queue = list(plan.saved)
     for root in queue:
@@ -76,10 +78,14 @@ def _sizes(nodes: list[fx.Node]) -> list[int]:
     return [value.numel() for value in values if isinstance(value, torch.Tensor)]
 
 
+def _is_ours(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "stepgraph"
+
+
 def _feeds_product(plan: Plan, root: fx.Node) -> bool:
-    """Whether a matrix product or attention of backward reads the result, so that it must lie in memory there."""
+    """Whether a matrix product, attention or kernel of ours in backward reads it, so that it must lie in memory."""
     return any(
-        plan.is_backward(user) and (plan.is_expensive(user) or "attention" in str(user.target))
+        plan.is_backward(user) and (plan.is_expensive(user) or "attention" in str(user.target) or _is_ours(user))
         for alias in plan.alias_nodes(root)
         for user in alias.users
     )

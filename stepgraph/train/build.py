@@ -127,7 +127,11 @@ def build_step(
         max_grad_norm=clip_at(config),
         accumulate=config.accumulate,
         passes=passes.configured(
-            config.passes, memory=config.memory, inductor=config.inductor, cuda_graph=config.cuda_graph
+            config.passes,
+            memory=config.memory,
+            inductor=config.inductor,
+            norm=config.norm,
+            cuda_graph=config.cuda_graph,
         ),
         disable=config.disable_pass,
         dump=dump,

@@ -100,6 +100,9 @@ class TrainConfig:
     inductor: Literal["full", "off"] = "full"
     """full: compile the graph with Inductor, which takes up to a minute; off: run it operator by operator."""
 
+    norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
+    """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""
+
     cuda_graph: bool = True
     """Replay the whole step as one CUDA graph. No effect on a CPU."""
 
@@ -164,7 +167,7 @@ class TrainConfig:
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "passes", "inductor"):
+        for name in ("schedule", "precision", "device", "passes", "inductor", "norm"):
             self._require_choice(name)
         self._validate_length()
         self._validate_folders()
