@@ -157,7 +157,7 @@ def _extract(module: fx.GraphModule, piece: Piece) -> fx.GraphModule:
     for node in piece.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), copy)
         copies[node] = graph.call_function(node.target, args, kwargs)
-        copies[node].meta["val"] = node.meta["val"]
+        copies[node].meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
     outputs = tuple(copies[node] for node in piece.outputs)
     graph.output(outputs[0] if len(outputs) == 1 else outputs)
     return fx.GraphModule(attributes, graph)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from stepgraph.capture import StepGraph, phase_of, provenance
+from stepgraph.inductor.regional import region_of
 from stepgraph.passes.analysis import aten, is_random, is_view
 
 _FUSED = {
@@ -35,7 +36,7 @@ def norms(step: StepGraph) -> Iterator[list[fx.Node]]:
     """The nodes of each norm, forward or backward, in the graph's order."""
     modules: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
     for node in step.nodes("forward", "backward"):
-        if _is_fusible(node):
+        if _is_fusible(node) and region_of(node) is None:
             found = provenance(node)
             modules[found.path, found.phase].append(node)
     position = {node: i for i, node in enumerate(step.graph.nodes)}
@@ -89,7 +90,7 @@ def _with_neighbours(nodes: set[fx.Node]) -> set[fx.Node]:
         before = [n for n in node.all_input_nodes if n.target in _TAKEN_BEFORE and n.args[0].op == "call_function"]
         behind = [n for n in node.users if n.target is aten._to_copy.default] if node in nodes else []
         for neighbour in (*before, *behind):
-            if neighbour not in grown and phase_of(neighbour) == phase:
+            if neighbour not in grown and phase_of(neighbour) == phase and region_of(neighbour) is None:
                 grown.add(neighbour)
                 queue.append(neighbour)
     return grown

@@ -60,16 +60,19 @@ def _rotation_around(swapped: fx.Node, source: fx.Node) -> list[fx.Node]:
     product, casts = _uncast(straight)
     if product is None or product.target is not aten.mul.Tensor:
         return []
-    turned = [source]  # forward: x itself; backward: g * sin, so that g is one factor of it
-    if source.target is aten.mul.Tensor:
-        turned += source.all_input_nodes
-    bases = {base for node in turned for base in (node, _uncast(node)[0])}
-    factors = [factor for factor in product.all_input_nodes if factor in bases or _uncast(factor)[0] in bases]
+    # What the other product must be of. Forward: x itself. Backward: g, where the source is g * sin.
+    base, source_casts = _uncast(source)
+    backward = base.target is aten.mul.Tensor and not _reads(product, base)
+    bases = [_uncast(n)[0] for n in base.all_input_nodes] if backward else [base]
+    factors = [n for n in product.all_input_nodes if _uncast(n)[0] in bases]
     if not factors:
         return []
-    nodes = [*path, *casts, product, *_casts_behind(total)]
-    nodes += [source] if factors[0] is not source and source.target is aten.mul.Tensor else []
-    return nodes + [n for n in (source, factors[0]) if n.target is aten._to_copy.default]
+    before = [*source_casts, *([base] if backward else []), *_uncast(factors[0])[1]]
+    return [*path, *casts, product, *before, *_casts_behind(total)]
+
+
+def _reads(node: fx.Node, source: fx.Node) -> bool:
+    return any(_uncast(n)[0] is source for n in node.all_input_nodes)
 
 
 def _swapped_halves(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
