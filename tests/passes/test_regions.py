@@ -277,10 +277,11 @@ def test_writes_keep_their_place(tools, compiled):
         return a + b
 
     step = tools.by_hand(function, torch.randn(8))
-    clone, sin, mul, cos, add = step.nodes()
+    _, sin, mul, cos, add = step.nodes()
     tag([sin, cos, add], Region("r", "test"))
-    pieces, notes = gather(step.graph)
-    assert len(notes) == 1 and [n for n in step.nodes()].index(sin) < [n for n in step.nodes()].index(mul)
+    _, notes = gather(step.graph)
+    order = list(step.nodes())
+    assert len(notes) == 1 and order.index(sin) < order.index(mul) < order.index(cos)
     for node in step.nodes():
         node.meta.pop("stepgraph_region", None)
     tag([sin, cos, add], Region("r", "test"))
@@ -344,9 +345,10 @@ def test_results_in_an_order_of_their_own(tools, compiled):
     assert len(compiled) == 2
 
 
-def test_a_thousand_nodes_take_no_time(tools, compiled):
-    """32 layers: finding, gathering and hashing some 320 regions; a second on a slow machine, 0.3 s here."""
-    step = captured(tools, tools.llama(n_layers=32))
+@pytest.mark.slow
+def test_deep_models_take_no_time(tools, compiled):
+    """Finding, gathering and hashing 162 regions of 16 layers: 0.2 s, and seconds if it were quadratic."""
+    step = captured(tools, tools.llama(n_layers=16))
     (report,) = run_passes(step, [regional(tools)])[-1:]
-    assert len([c for c in step.executable.graph.find_nodes(op="call_module")]) == 322
-    assert report.apply_s + report.compile_s < 5
+    assert len([c for c in step.executable.graph.find_nodes(op="call_module")]) == 162
+    assert report.apply_s + report.compile_s < 3
