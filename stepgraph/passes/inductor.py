@@ -36,8 +36,8 @@ from stepgraph.passes.rematerialize import rematerialize
 class InductorOptions:
     """``mode``: compile all, or regions only. ``regions``: the kinds to look for; what other passes tagged is
     compiled in any case. ``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU).
-    ``rematerialize``: with ``full`` on a GPU, carry the fewest bytes from forward to backward (see `rematerialize`); a
-    CPU would pay for computing again."""
+    ``rematerialize``: on a GPU, carry the fewest bytes from forward to backward (see `rematerialize`); a CPU would pay
+    for computing again."""
 
     mode: Literal["full", "regional"] = "full"
     regions: tuple[str, ...] = tuple(MATCHERS)
@@ -61,30 +61,28 @@ def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any],
     if unknown:
         raise unknown_name("kind of region", unknown[0], MATCHERS)
     found = tag_regions(step, options.regions)
+    if options.rematerialize and _on_cuda(step):
+        _rematerialize(step, report, regions=True)
     pieces, notes = gather(step.graph)
     counts = ", ".join(f"{kind} {count or 'found nothing'}" for kind, count in found.items())
     report.notes += [f"regions: {counts}", *notes]
-    report.matched = sum(1 for _ in step.nodes())
+    report.matched = sum(found.values())
     report.changed = sum(len(piece.nodes) for piece in pieces)
     with _timed(report):
         result = compile_pieces(step.module, pieces, config)
+        report.summary = (
+            f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
+            f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
+        )
     step.executable = result.module
     step.runner = Program(result.module)
-    report.summary = (
-        f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
-        f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
-    )
 
 
 def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
-    on_cuda = any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
+    on_cuda = _on_cuda(step)
     rematerialized = options.rematerialize and on_cuda
     if rematerialized:
-        again, before, after = rematerialize(step)
-        report.notes.append(
-            f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
-            f"{after / 2**20:.0f} of {before / 2**20:.0f} MiB"
-        )
+        _rematerialize(step, report, regions=False)
     left: dict[fx.Node, str] = {}
 
     def group(node: fx.Node) -> str:
@@ -111,11 +109,11 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
             compiled = Compiled(piece, config)
             setattr(module, name, compiled)
             report.changed += compiled.size
+        pieces = sum(isinstance(m, Compiled) for m in module.children())
+        report.summary = f"{report.changed} operators in {pieces} compiled piece{'s' * (pieces != 1)}"
     module.recompile()
     step.executable = module
     step.runner = Program(module)
-    pieces = sum(isinstance(m, Compiled) for m in module.children())
-    report.summary = f"{report.changed} operators in {pieces} compiled piece{'s' * (pieces != 1)}"
 
 
 def _needs_gpu(node: fx.Node) -> str | None:
@@ -125,13 +123,25 @@ def _needs_gpu(node: fx.Node) -> str | None:
     return None
 
 
+def _on_cuda(step: StepGraph) -> bool:
+    return any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
+
+
+def _rematerialize(step: StepGraph, report: PassReport, *, regions: bool) -> None:
+    again, before, after = rematerialize(step, regions=regions)
+    report.notes.append(
+        f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
+        f"{after / 2**20:.0f} of {before / 2**20:.0f} MiB"
+    )
+
+
 @contextlib.contextmanager
 def _timed(report: PassReport) -> Iterator[None]:
-    """Note the seconds, and how much of it Inductor's cache on disk spared."""
-    hits, misses = compat.inductor_cache_counts()
+    """Note the seconds, and at the end of the summary how many pieces Inductor's cache on disk had."""
+    before = compat.inductor_cache_counts()
     start = time.perf_counter()
     yield
     report.compile_s = time.perf_counter() - start
-    served, compiled = (now - then for now, then in zip(compat.inductor_cache_counts(), (hits, misses), strict=True))
-    if served or compiled:
-        report.notes.append(f"compiled before and loaded from disk: {served} of {served + compiled} pieces")
+    loaded, made = (now - then for now, then in zip(compat.inductor_cache_counts(), before, strict=True))
+    if loaded or made:
+        report.summary += f" ({loaded} of {loaded + made} loaded from disk)"

@@ -18,6 +18,7 @@ from stepgraph.passes import Pass, configured, get, run_passes
 from stepgraph.passes.contract import NoOptions
 from stepgraph.passes.gather import gather
 from stepgraph.passes.regions import MATCHERS, tag_regions
+from stepgraph.passes.rematerialize import rematerialize
 
 aten = torch.ops.aten
 PREPARE = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "recompute"]
@@ -173,7 +174,7 @@ def test_nothing_found_is_said(tools, compiled):
     assert (
         "regions: attention found nothing, rope found nothing, swiglu found nothing, norm found nothing" in report.notes
     )
-    assert report.changed == 0 and "0 operators in 0 compiled pieces" in report.line()
+    assert report.changed == 0 and "found nothing to do" in report.line()
     assert compiled == []
 
 
@@ -189,7 +190,7 @@ def test_tags_of_earlier_passes_stay_and_count(tools, compiled):
     mine = Region("mine", "final norm", (("max_fusion_size", 3),))
     tag(norm, mine)
     report = run_passes(step, [get("inductor", mode="regional", regions=("norm",))])[-1]
-    assert "regions: norm 5, final norm 1" in report.notes
+    assert report.matched == 6 and "regions: norm 5, final norm 1" in report.notes
     assert {region_of(n) for n in norm} == {mine}
     assert [options.get("max_fusion_size") for _, options in compiled].count(3) == 1
 
@@ -209,6 +210,25 @@ def test_calling_regions_apart_changes_no_bit(tools, compiled, case, memory):
     report = next(r for r in step.log if r.name == "inductor")
     if "llama" in case or case in ("tied", "autocast", "hugging face"):
         assert report.changed > 50 and len(compiled) <= 18
+
+
+def test_backward_regions_compute_again_what_they_read_from_forward_ones(tools, compiled):
+    """As on a GPU: no bit changes, and bytes carried fall; of a norm only its input, its result and rstd are left."""
+
+    def apply(step, options, report):
+        tag_regions(step, tuple(MATCHERS))
+        report.matched, *carried = rematerialize(step, regions=True)
+        report.notes.append(carried)
+
+    again = Pass("again", "exact", apply, "regions that compute again", NoOptions())
+    for name in ("llama bf16", "hugging face", "llama bf16, master weights, accumulated", "autocast"):
+        step = tools.check_bitwise(name, [*PREPARE, again, regional(tools)], steps=3)
+        before, after = step.log[-2].notes[0]
+        assert step.log[-2].matched >= 6 and after < 0.9 * before
+        assert not any("cut into" in note for note in step.log[-1].notes)
+        for node in step.nodes("forward"):
+            if node.target is aten.silu.default:
+                assert {u.meta["stepgraph"].phase for u in node.users} == {"forward"}
 
 
 @pytest.mark.parametrize("seed", range(4))
