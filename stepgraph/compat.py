@@ -36,7 +36,9 @@ __all__ = [
     "has_step_hooks",
     "in_function_transform",
     "in_plain_eager",
+    "inductor_cache_counts",
     "inductor_compile",
+    "inductor_options",
     "intercept_checkpoint",
     "is_fake",
     "is_traceable_wrapper_subclass",
@@ -211,6 +213,21 @@ def inductor_compile(
         ) from None
     # Around the function that takes a list lie one that takes arguments one by one and one that keeps Dynamo out.
     return artifact._compiled_fn.__wrapped__.__wrapped__
+
+
+def inductor_options() -> set[str]:
+    """Names of the options that `inductor_compile` takes."""
+    from torch import _inductor
+
+    return set(_inductor.list_options())
+
+
+def inductor_cache_counts() -> tuple[int, int]:
+    """(graphs that Inductor's cache on disk served in this process so far, those it had to compile)."""
+    from torch._dynamo.utils import counters
+
+    counts = counters["inductor"]
+    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
 
 
 def keep_saved_tensors() -> contextlib.AbstractContextManager:

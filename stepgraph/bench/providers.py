@@ -106,6 +106,7 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "compile": CompiledStep,
     "compile-max-autotune": lambda parts: CompiledStep(parts, mode="max-autotune"),
     "stepgraph": lambda parts: CapturedStep(parts, passes.configured("default")),
+    "stepgraph-regional": lambda parts: CapturedStep(parts, passes.configured("default", inductor="regional")),
     "stepgraph-exact": lambda parts: CapturedStep(parts, passes.configured("exact")),
     "stepgraph-max-autotune": lambda parts: CapturedStep(parts, _autotuned()),
 }

@@ -19,6 +19,7 @@ from torch import fx
 
 from stepgraph.capture import StepGraph, phase_of
 from stepgraph.errors import unknown_name
+from stepgraph.inductor.regional import KEY, Region
 from stepgraph.passes import norm_pairs
 from stepgraph.passes.analysis import Aliases, is_overload, is_view, tensor_bytes
 from stepgraph.passes.contract import PassReport, register
@@ -30,8 +31,8 @@ from stepgraph.passes.norm_values import packet, value_of
 
 Choice = Literal["auto", "kernel", "inductor", "eager"]
 
-#: In a node's meta: the region that Inductor compiles together, and that a node stays out of Inductor.
-REGION, KEEP_EAGER = "stepgraph_region", "stepgraph_eager"
+#: In a node's meta: it stays out of Inductor.
+KEEP_EAGER = "stepgraph_eager"
 
 #: Notes of one kind beyond this number are only counted.
 _NOTES = 8
@@ -187,7 +188,7 @@ def _mark_region(found: Found, i: int) -> None:
     for node in nodes:
         if phase_of(node) != "optimizer":
             part = "backward" if phase_of(node) == "backward" else "forward"
-            node.meta.setdefault(REGION, {"id": f"norm.{i}.{part}", "kind": "norm"})
+            node.meta.setdefault(KEY, Region(f"norm.{i}.{part}", "norm"))
 
 
 def _mark_eager(found: Found) -> None:

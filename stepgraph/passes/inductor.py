@@ -1,47 +1,90 @@
-"""Inductor over the whole of forward and backward.
+"""Inductor, over the whole of forward and backward or over tagged regions.
 
-Matches: every operator of the forward, loss and backward phases that Inductor can take. Before -> after: a run of
+Full. Matches: every operator of the forward, loss and backward phases that Inductor can take. Before -> after: a run of
 consecutive operators -> one compiled piece. The optimizer phase stays as it is: its fused kernel is already one
-launch, and in place. Tier numerics: fused kernels round differently from eager's. Preconditions: a flat graph; run
-last but for CUDA graphs. Random operators keep eager's generator, so the random state advances as in eager.
+launch, and in place.
+Regional. Matches: the regions that `regions` finds and those that passes before tagged. Before -> after: a region ->
+one compiled piece, shared by all regions of its structure; every other node stays, bit for bit.
+Tier numerics: fused kernels round differently from eager's. Preconditions: a flat graph; run last but for CUDA graphs.
+Random operators keep eager's generator, so the random state advances as in eager. Inductor keeps what it compiled on
+disk, under a key of the graph and all options, so that a later run loads it.
 """
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture import StepGraph, phase_of
+from stepgraph.errors import unknown_name
+from stepgraph.inductor.compiled import Compiled
+from stepgraph.inductor.regional import compile_pieces
 from stepgraph.passes.analysis import is_mutating
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.expand_optimizer import COMPILE
 from stepgraph.passes.fuse_norm import KEEP_EAGER
+from stepgraph.passes.gather import gather
 from stepgraph.passes.partition import Program, describe, needs_host, split
+from stepgraph.passes.regions import MATCHERS, tag_regions
 from stepgraph.passes.rematerialize import rematerialize
 
 
 @dataclass(frozen=True)
 class InductorOptions:
-    """``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU). ``rematerialize``: on a
-    GPU, carry the fewest bytes from forward to backward (see `rematerialize`); a CPU would pay for computing again."""
+    """``mode``: compile all, or regions only. ``regions``: the kinds to look for; what other passes tagged is
+    compiled in any case. ``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU).
+    ``rematerialize``: on a GPU, carry the fewest bytes from forward to backward (see `rematerialize`); a CPU would pay
+    for computing again."""
 
+    mode: Literal["full", "regional"] = "full"
+    regions: tuple[str, ...] = tuple(MATCHERS)
     max_autotune: bool = False
     rematerialize: bool = True
 
 
 @register("inductor", "numerics", options=InductorOptions(), provides=("compiled",), terminal=True)
 def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> None:
-    """Compile forward and backward with Inductor."""
-    on_cuda = any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
+    """Compile forward and backward, or regions of them, with Inductor."""
+    # Inductor takes a graph without autograd for inference and moves each node next to its first reader. Here that
+    # would put every weight gradient at the end: activations live longer, and reductions over the same rows part.
+    config = {"fallback_random": True, "reorder_for_locality": False}
+    if options.max_autotune:
+        config |= {"max_autotune": True, "coordinate_descent_tuning": True}
+    (_regional if options.mode == "regional" else _full)(step, options, config, report)
+
+
+def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
+    unknown = [kind for kind in options.regions if kind not in MATCHERS]
+    if unknown:
+        raise unknown_name("kind of region", unknown[0], MATCHERS)
+    found = tag_regions(step, options.regions)
+    if options.rematerialize and _on_cuda(step):
+        _rematerialize(step, report, regions=True)
+    pieces, notes = gather(step.graph)
+    counts = ", ".join(f"{kind} {count or 'found nothing'}" for kind, count in found.items())
+    report.notes += [f"regions: {counts}", *notes]
+    report.matched = sum(found.values())
+    report.changed = sum(len(piece.nodes) for piece in pieces)
+    with _timed(report):
+        result = compile_pieces(step.module, pieces, config)
+        report.summary = (
+            f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
+            f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
+        )
+    step.executable = result.module
+    step.runner = Program(result.module)
+
+
+def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
+    on_cuda = _on_cuda(step)
     rematerialized = options.rematerialize and on_cuda
     if rematerialized:
-        again, before, after = rematerialize(step)
-        report.notes.append(
-            f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
-            f"{after / 2**20:.0f} of {before / 2**20:.0f} MiB"
-        )
+        _rematerialize(step, report, regions=False)
     left: dict[fx.Node, str] = {}
 
     def group(node: fx.Node) -> str:
@@ -62,25 +105,19 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     module = split(step.module, group)
     for node, reason in left.items():
         report.notes.append(f"left to eager: {describe(node)}: {reason}")
-    # Inductor takes a graph without autograd for inference and moves each node next to its first reader. Here that
-    # would put every weight gradient at the end: activations live longer, and reductions over the same rows part.
-    config = {"fallback_random": True, "reorder_for_locality": False}
-    if options.max_autotune:
-        config |= {"max_autotune": True, "coordinate_descent_tuning": True}
-    start = time.perf_counter()
-    for name, piece in list(module.named_children()):
-        report.matched += len(piece.graph.nodes)
-        if not piece.group.startswith("compiled"):
-            continue
-        compiled = Compiled(piece, config)
-        setattr(module, name, compiled)
-        report.changed += compiled.size
+    with _timed(report):
+        for name, piece in list(module.named_children()):
+            report.matched += len(piece.graph.nodes)
+            if not piece.group.startswith("compiled"):
+                continue
+            compiled = Compiled(piece, config)
+            setattr(module, name, compiled)
+            report.changed += compiled.size
+        pieces = sum(isinstance(m, Compiled) for m in module.children())
+        report.summary = f"{report.changed} operators in {pieces} compiled piece{'s' * (pieces != 1)}"
     module.recompile()
     step.executable = module
     step.runner = Program(module)
-    report.compile_s = time.perf_counter() - start
-    pieces = sum(isinstance(m, Compiled) for m in module.children())
-    report.summary = f"{report.changed} operators in {pieces} compiled piece{'s' * (pieces != 1)}"
 
 
 def _needs_gpu(node: fx.Node) -> str | None:
@@ -90,25 +127,25 @@ def _needs_gpu(node: fx.Node) -> str | None:
     return None
 
 
-class Compiled(torch.nn.Module):
-    """One compiled piece. ``size``: operators in it."""
+def _on_cuda(step: StepGraph) -> bool:
+    return any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
 
-    def __init__(self, piece: fx.GraphModule, config: dict[str, object]):
-        super().__init__()
-        self.group = piece.group
-        self.size = sum(n.op not in ("placeholder", "get_attr", "output") for n in piece.graph.nodes)
-        output = piece.graph.output_node()
-        self.single = isinstance(output.args[0], fx.Node)
-        if self.single:
-            output.args = ((output.args[0],),)
-            piece.recompile()
-        examples = [n.meta["val"] for n in piece.graph.find_nodes(op="placeholder")]
-        self.function = compat.inductor_compile(piece, examples, config)
 
-    def forward(self, *args: torch.Tensor) -> object:
-        return self.boxed(list(args))
+def _rematerialize(step: StepGraph, report: PassReport, *, regions: bool) -> None:
+    again, before, after = rematerialize(step, regions=regions)
+    report.notes.append(
+        f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
+        f"{after / 2**20:.0f} of {before / 2**20:.0f} MiB"
+    )
 
-    def boxed(self, args: list[torch.Tensor]) -> object:
-        """Run on ``args`` and empty the list: each tensor is let go after its last use."""
-        results = self.function(args)
-        return results[0] if self.single else results
+
+@contextlib.contextmanager
+def _timed(report: PassReport) -> Iterator[None]:
+    """Note the seconds, and at the end of the summary how many pieces Inductor's cache on disk had."""
+    before = compat.inductor_cache_counts()
+    start = time.perf_counter()
+    yield
+    report.compile_s = time.perf_counter() - start
+    loaded, made = (now - then for now, then in zip(compat.inductor_cache_counts(), before, strict=True))
+    if loaded or made:
+        report.summary += f" ({loaded} of {loaded + made} loaded from disk)"

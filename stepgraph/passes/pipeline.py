@@ -52,13 +52,14 @@ def configured(
 ) -> list[Pass]:
     """A pipeline with the trainer's options applied.
 
-    ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``full`` or ``off``.
-    ``norm``: ``auto``, ``kernel``, ``inductor`` or ``eager`` (see `fuse_norm`).
+    ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``full``, ``regional`` (compile norms,
+    rotations, gated products and FlexAttention, and leave the rest as it is) or ``off``. ``norm``: ``auto``,
+    ``kernel``, ``inductor`` or ``eager`` (see `fuse_norm`).
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"unknown pipeline {pipeline!r}; allowed: {', '.join(map(repr, PIPELINES))}")
-    if inductor not in ("full", "off"):
-        raise ValueError(f"unknown inductor mode {inductor!r}; allowed: full, off")
+    if inductor not in ("full", "regional", "off"):
+        raise ValueError(f"unknown inductor mode {inductor!r}; allowed: full, regional, off")
     if pipeline == "exact" and norm != "auto":
         raise ValueError(f"norm={norm} with pipeline 'exact', which leaves norms to eager; use pipeline 'default'")
     if norm == "inductor" and inductor == "off":
@@ -66,7 +67,8 @@ def configured(
     options = {
         "recompute": vars(recompute.parse_policy(memory)),
         "fuse_norm": {"choice": norm, "compiled": inductor != "off"},
+        "inductor": {"mode": inductor},
     }
-    dropped = {"expand_optimizer": inductor == "off", "inductor": inductor == "off", "cuda_graph": not cuda_graph}
+    dropped = {"expand_optimizer": inductor != "full", "inductor": inductor == "off", "cuda_graph": not cuda_graph}
     chosen = [p for p in PIPELINES[pipeline]() if not dropped.get(p.name)]
     return [p.with_options(**options.get(p.name, {})) for p in chosen]

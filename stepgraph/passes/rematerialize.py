@@ -16,29 +16,39 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture import StepGraph
+from stepgraph.inductor.regional import region_of, tag
 from stepgraph.passes.analysis import tensor_bytes
 from stepgraph.passes.fuse_norm import KEEP_EAGER
 from stepgraph.passes.recompute import Plan
 
 
-def rematerialize(step: StepGraph) -> tuple[int, int, int]:
+def rematerialize(step: StepGraph, *, regions: bool = False) -> tuple[int, int, int]:
     """Rewrite the step; (nodes computed again, bytes carried before, bytes carried after).
 
-    The loss counts as backward: its gradient follows at once and shares its kernels.
+    The loss counts as backward: its gradient follows at once and shares its kernels. ``regions``: only what a tagged
+    region made and only such regions read in backward, which then compute it themselves; outside nothing is fused.
     """
     plan = Plan(step, forward=("forward",))
     before = plan.kept_bytes(set())
-    dropped = _minimum_cut(plan)
+    dropped = _minimum_cut(plan, regions)
     after = plan.kept_bytes(dropped)
-    return plan.rewrite(dropped), before, after
+    added = plan.rewrite(dropped)
+    if regions:
+        known = set(plan.nodes)
+        for node in reversed(step.graph.nodes):
+            if node not in known:
+                tag([node], region_of(next(iter(node.users))))
+    return added, before, after
 
 
-def _minimum_cut(plan: Plan) -> set[fx.Node]:
+def _minimum_cut(plan: Plan, regions: bool) -> set[fx.Node]:
     """The roots to compute again."""
     network = nx.DiGraph()
     latest = len(plan.nodes)
     repeatable = {root for root in plan.candidates() if not plan.is_expensive(root) and not _reduces(plan, root)}
     repeatable = {root for root in repeatable if not root.meta.get(KEEP_EAGER)}  # those are kernels of their own
+    if regions:
+        repeatable = {root for root in repeatable if _between_regions(plan, root)}
     seen: set[fx.Node] = set()
     queue = list(plan.saved)
     for root in queue:
@@ -71,6 +81,12 @@ def _reduces(plan: Plan, root: fx.Node) -> bool:
     op = plan.operator(root)
     made, read = _sizes([op]), _sizes(op.all_input_nodes)
     return bool(made and read) and min(made) < max(read)
+
+
+def _between_regions(plan: Plan, root: fx.Node) -> bool:
+    """Whether a region made the result and nothing else reads it in backward."""
+    readers = (user for alias in plan.alias_nodes(root) for user in alias.users if plan.is_backward(user))
+    return region_of(root) is not None and all(region_of(user) is not None for user in readers)
 
 
 def _sizes(nodes: list[fx.Node]) -> list[int]:

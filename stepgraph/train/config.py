@@ -97,8 +97,8 @@ class TrainConfig:
     memory: str = "none"
     """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all)."""
 
-    inductor: Literal["full", "off"] = "full"
-    """full: compile the graph with Inductor, which takes up to a minute; off: run it operator by operator."""
+    inductor: Literal["full", "regional", "off"] = "full"
+    """full: compile the graph with Inductor, up to a minute; regional: only norms, RoPE, SwiGLU; off: nothing."""
 
     norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
     """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""

@@ -313,6 +313,8 @@ class Toolbox:
     prepared, copied, check_bitwise = staticmethod(prepared), staticmethod(copied), staticmethod(check_bitwise)
     captured_records, compare = staticmethod(captured_records), staticmethod(compare)
     tokens, vectors, mse, llama = staticmethod(tokens), staticmethod(vectors), staticmethod(mse), staticmethod(llama)
+    hugging_face, hugging_face_loss = staticmethod(hugging_face), staticmethod(hugging_face_loss)
+    autocast_loss = staticmethod(autocast_loss)
     adamw, fused_adamw, next_token_loss = staticmethod(adamw), staticmethod(fused_adamw), staticmethod(next_token_loss)
 
     @staticmethod

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 
 from stepgraph.capture import InputSpec, OutputSpec, Provenance, StepGraph, set_provenance
 from stepgraph.compat import FakeTensorMode
+from stepgraph.inductor.regional import region_of
 from stepgraph.models import Golf, GolfConfig
 from stepgraph.passes import configured, get, run_passes
 from stepgraph.passes.analysis import estimate_memory
-from stepgraph.passes.fuse_norm import KEEP_EAGER, REGION
+from stepgraph.passes.fuse_norm import KEEP_EAGER
 from stepgraph.passes.rematerialize import rematerialize
 from tests.passes.norm_checks import BF16, CLEAN, GOLF, KERNEL, check, run
 
@@ -128,7 +129,7 @@ def test_auto_on_a_gpu():
         assert report.summary.startswith(f"1 norm: 1 by {word}")
         replaced = step.graph.find_nodes(op="call_function", target=ours.norm_backward.default)
         assert bool(replaced) == (word == "our kernels")
-        regions = {node.meta[REGION]["id"] for node in step.nodes() if REGION in node.meta}
+        regions = {region.id for region in map(region_of, step.nodes()) if region}
         assert regions == ({"norm.0.forward", "norm.0.backward"} if word == "Inductor" else set())
         eager = [node for node in step.nodes() if node.meta.get(KEEP_EAGER)]
         assert bool(eager) == (choice == "eager")
@@ -137,7 +138,7 @@ def test_auto_on_a_gpu():
 def test_regions_take_the_pointwise_neighbours():
     step = fused_rms("cuda")
     run_passes(step, [get("fuse_norm", choice="inductor")])
-    regions = {node.name: node.meta[REGION]["id"] for node in step.nodes() if REGION in node.meta}
+    regions = {node.name: region.id for node in step.nodes() if (region := region_of(node))}
     assert regions["add_tensor"] == "norm.0.forward"  # the residual add
     # What makes dy, and the sum with the residual gradient.
     assert regions["mul_tensor"] == regions["add_tensor_1"] == "norm.0.backward"

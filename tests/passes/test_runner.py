@@ -113,6 +113,9 @@ def test_configured_sets_the_trainers_options():
     assert passes["recompute"].options.budget == 2.0 and "inductor" in passes
     assert "cuda_graph" not in passes
     assert "inductor" not in {p.name for p in configured(inductor="off")}
+    regional = {p.name: p for p in configured(inductor="regional")}
+    assert regional["inductor"].options.mode == "regional" and passes["inductor"].options.mode == "full"
+    assert "expand_optimizer" in passes and "expand_optimizer" not in regional  # worth it only when all is compiled
 
 
 def test_disabled_passes_are_left_out(step):

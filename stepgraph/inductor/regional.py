@@ -1,0 +1,187 @@
+"""Regions of a graph, compiled apart from it and from each other, each with its own options for Inductor.
+
+A pass tags nodes with the `Region` they belong to. Before -> after: the nodes of a region -> one call of a compiled
+piece; every other node stays the operator it was. Regions of one structure (operators, arguments, shapes, strides,
+dtypes, devices and options), such as those of a model's equal layers, are compiled once and share the result.
+torch has such a thing (``torch.fx.passes.regional_inductor``); torch 2.11's merges regions, and the options of the
+first one found then serve for all.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.errors import unknown_name
+from stepgraph.inductor.compiled import Compiled
+
+KEY = "stepgraph_region"
+
+
+@dataclass(frozen=True)
+class Region:
+    """What a tagged node belongs to; nodes with equal tags are one region.
+
+    ``id``: unlike any other region's of the graph; the name of one of its nodes serves. ``kind``: what it computes,
+    ``norm``, ``swiglu``, ``rope`` or ``attention``, for the report. ``options``: (name, value) pairs for Inductor's
+    configuration, set while this region compiles.
+    """
+
+    id: str
+    kind: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def region_of(node: fx.Node) -> Region | None:
+    """The region that ``node`` is tagged with."""
+    return node.meta.get(KEY)
+
+
+def tag(nodes: Sequence[fx.Node], region: Region) -> None:
+    """Tag ``nodes`` as ``region``."""
+    for node in nodes:
+        node.meta[KEY] = region
+
+
+@dataclass(eq=False)
+class Piece:
+    """Consecutive nodes of one region and what crosses its border: ``inputs`` in the order of their first use, and
+    those of the nodes that something outside reads (``outputs``)."""
+
+    region: Region
+    nodes: list[fx.Node]
+    inputs: list[fx.Node] = field(init=False)
+    outputs: list[fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        inside = set(self.nodes)
+        read = dict.fromkeys(i for n in self.nodes for i in n.all_input_nodes if i not in inside)
+        self.inputs = [i for i in read if _subgraph(i) is None]
+        self.outputs = [n for n in self.nodes if any(user not in inside for user in n.users)]
+
+
+@dataclass
+class Compilation:
+    """``module``: the graph with calls of compiled pieces. ``compiled``: one for each distinct structure."""
+
+    module: fx.GraphModule
+    compiled: list[Compiled]
+
+
+def compile_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict[str, Any]) -> Compilation:
+    """A module like ``module``, which stays as it is, that calls the compiled ``pieces``.
+
+    Each piece's nodes follow each other in the graph. ``config``: options for every region, before its own. Raises
+    ``ValueError`` for an option that Inductor does not have.
+    """
+    known = compat.inductor_options()
+    distinct: dict[tuple, str] = {}
+    attributes: dict[str, Any] = {}
+    called: dict[fx.Node, str] = {}  # by a piece's first node
+    starts: dict[fx.Node, Piece] = {}
+    for piece in pieces:
+        for name, _ in piece.region.options:
+            if name not in known:
+                raise unknown_name(f"option of Inductor (region {piece.region.id})", name, known)
+        key = structure(piece)
+        if key not in distinct:
+            distinct[key] = name = f"{piece.region.kind}_{len(distinct)}"
+            attributes[name] = Compiled(_extract(module, piece), config | dict(piece.region.options))
+        starts[piece.nodes[0]] = piece
+        called[piece.nodes[0]] = distinct[key]
+    return Compilation(_with_calls(module, starts, called, attributes), [attributes[n] for n in distinct.values()])
+
+
+def structure(piece: Piece) -> tuple:
+    """What two pieces have in common exactly if one compiled function serves both."""
+    names = {node: f"%{i}" for i, node in enumerate([*piece.inputs, *piece.nodes])}
+    return (
+        piece.region.kind,
+        piece.region.options,
+        tuple(_form(node.meta["val"]) for node in piece.inputs),
+        tuple((node.target, _canonical((node.args, node.kwargs), names)) for node in piece.nodes),
+        tuple(names[node] for node in piece.outputs),
+    )
+
+
+def _canonical(value: Any, names: dict[fx.Node, str]) -> Any:
+    """Arguments in a form that compares as they compute: ``1`` is not ``1.0`` nor ``True``, ``0.0`` is not ``-0.0``."""
+    if isinstance(value, fx.Node):
+        inner = _subgraph(value)
+        return names[value] if inner is None else _program(inner)
+    if isinstance(value, (list, tuple)):
+        return tuple(_canonical(item, names) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _canonical(item, names)) for key, item in value.items())
+    return type(value), repr(value)
+
+
+def _program(module: fx.GraphModule) -> tuple:
+    """The canonical form of a graph that a higher-order operator calls."""
+    names = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
+    return tuple((n.op, str(n.target), _canonical((n.args, n.kwargs), names)) for n in module.graph.nodes)
+
+
+def _form(value: torch.Tensor) -> tuple:
+    return value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset()
+
+
+def _subgraph(node: fx.Node) -> fx.GraphModule | None:
+    """The graph that ``node`` hands to a higher-order operator, or None."""
+    if node.op != "get_attr":
+        return None
+    value = operator.attrgetter(node.target)(node.graph.owning_module)
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def _extract(module: fx.GraphModule, piece: Piece) -> fx.GraphModule:
+    """The piece as a module of its own. Its names do not depend on where in the model it was: they are part of the
+    key of Inductor's cache on disk."""
+    graph, attributes = fx.Graph(), {}
+    copies: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(piece.inputs):
+        copies[node] = graph.placeholder(f"input_{i}")
+        copies[node].meta["val"] = node.meta["val"]
+
+    def copy(node: fx.Node) -> fx.Node:
+        inner = _subgraph(node)
+        if inner is not None and node not in copies:
+            attributes[f"subgraph_{len(attributes)}"] = inner
+            copies[node] = graph.get_attr(f"subgraph_{len(attributes) - 1}")
+        return copies[node]
+
+    for node in piece.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copy)
+        copies[node] = graph.call_function(node.target, args, kwargs)
+        copies[node].meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
+    outputs = tuple(copies[node] for node in piece.outputs)
+    graph.output(outputs[0] if len(outputs) == 1 else outputs)
+    return fx.GraphModule(attributes, graph)
+
+
+def _with_calls(
+    module: fx.GraphModule, starts: dict[fx.Node, Piece], called: dict[fx.Node, str], attributes: dict[str, Any]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    within: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node in starts:
+            piece = starts[node]
+            within.update(piece.nodes)
+            call = graph.call_module(called[node], tuple(copies[i] for i in piece.inputs))
+            call.meta = {key: value for key, value in node.meta.items() if key != "val"}
+            results = [call] if len(piece.outputs) == 1 else [
+                graph.call_function(operator.getitem, (call, i)) for i in range(len(piece.outputs))
+            ]  # fmt: skip
+            for output, result in zip(piece.outputs, results, strict=True):
+                result.meta = dict(output.meta)
+                copies[output] = result
+        elif node not in within:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    constants = {n.target: operator.attrgetter(n.target)(module) for n in module.graph.find_nodes(op="get_attr")}
+    return fx.GraphModule(constants | attributes, graph)
