@@ -101,7 +101,7 @@ class Guard:
     def __str__(self) -> str:
         lines = [str(decision) for decision in self.allowed() + self.refused()]
         if self.graphs_compiled == 0:
-            lines.append("no graph was compiled anew: what came from the compile cache was decided when it was compiled")
+            lines.append("no graph was compiled anew: what the compile cache holds was decided when it was compiled")
         elif not lines:
             lines.append("no reductions of mixed order to fuse")
         return "\n".join(lines)

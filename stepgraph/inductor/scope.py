@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stepgraph import compat
@@ -18,8 +18,6 @@ class Rules:
 
     guard: "Guard | None" = None
     tuning: "Tuning | None" = None
-    graphs_compiled: int = field(default=0, compare=False)
-    graphs_seen: int = field(default=0, compare=False)
 
     def __or__(self, other: "Rules") -> "Rules":
         return Rules(other.guard or self.guard, other.tuning or self.tuning)
@@ -33,6 +31,10 @@ class Rules:
 
     def parts(self) -> list[Any]:
         return [part for part in (self.guard, self.tuning) if part is not None]
+
+    def graphs(self) -> int:
+        """How often a graph came by."""
+        return sum(part.graphs_compiled + part.graphs_seen for part in self.parts())
 
     def begin(self) -> None:
         """A graph is being compiled, in this thread."""
@@ -83,7 +85,7 @@ class Scope:
 
     def __enter__(self) -> "Scope":
         parts = compat.inductor()
-        self._seen_before = sum(part.graphs_seen for part in self.rules.parts())
+        self._before = self.rules.graphs()
         # Settings do not reach autograd's threads in torch 2.13, and the block may be over when backward first runs.
         self._blocks.enter_context(parts.functorch_config.patch(force_non_lazy_backward_lowering=True))
         self._blocks.enter_context(parts.config.patch(self.options))
@@ -91,7 +93,7 @@ class Scope:
 
     def __exit__(self, *error: Any) -> None:
         self._blocks.close()
-        if error == (None, None, None) and self._seen_before == sum(p.graphs_seen for p in self.rules.parts()):
+        if error == (None, None, None) and self._before == self.rules.graphs():
             warnings.warn(
                 "nothing was compiled inside this block, so its rules did nothing: torch.compile compiles at the first "
                 "call; call the model inside the block, or use torch.compile(model, options=scope.options)",
