@@ -243,6 +243,7 @@ def inductor() -> SimpleNamespace:
         common=common,
         CUDACombinedScheduling=cuda_combined_scheduling.CUDACombinedScheduling,
         TritonKernel=triton.TritonKernel,
+        TritonScheduling=triton.TritonScheduling,
         FixedTritonConfig=triton.FixedTritonConfig,
         V=V,
     )

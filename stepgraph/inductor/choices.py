@@ -12,6 +12,9 @@ from typing import Any
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.inductor.nodes import loads_of
+from stepgraph.inductor.registers import Tile
+from stepgraph.inductor.scheduling import launch_of, register
 from stepgraph.inductor.scope import Rules
 
 parts = compat.inductor()
@@ -22,6 +25,8 @@ class Install(parts.CustomGraphPass):
 
     def __init__(self, rules: Rules, then: tuple[Any, ...] = ()) -> None:
         self.rules, self.then = rules, then
+        if rules.tuning:
+            register()
 
     def __call__(self, graph: fx.Graph) -> None:
         for other in self.then:
@@ -63,11 +68,29 @@ class Choices(parts.InductorChoices):
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         rules = active()
         return super().can_fuse(scheduler, node1, node2, shared_data_score) and (
-            rules is None or rules.guard is None or rules.guard.can_fuse(rules, scheduler, node1, node2)
+            rules is None or all(part.can_fuse(rules, scheduler, node1, node2) for part in rules.parts())
         )
 
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: dict) -> dict:
+        kernel_kwargs = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
         rules = active()
-        if rules is not None and rules.guard is not None and kernel_kwargs.get("mix_order_reduction"):
-            rules.guard.made.append(frozenset(node.get_name() for node in features.scheduler_nodes()))
-        return super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
+        if rules is None:
+            return kernel_kwargs
+        if kernel_kwargs.get("mix_order_reduction"):
+            if rules.guard:
+                rules.guard.made.append(frozenset(node.get_name() for node in features.scheduler_nodes()))
+        elif rules.tuning and (tile := inner_tile(rules.tuning, features, groups)):
+            kernel_kwargs |= {"override_persistent_reduction": True, "fixed_config": launch_of(tile)}
+        return kernel_kwargs
+
+
+def inner_tile(tuning: Any, features: Any, groups: list[Any]) -> Tile | None:
+    """Tile that holds whole rows, for a kernel that reduces along contiguous rows only; None: leave it to Inductor."""
+    if not features.is_reduction() or features.get_reduction_hint() != parts.ReductionHint.INNER:
+        return None
+    if [set(group) for group in groups] != [{"x", "r0_"}] or any(map(features.contains_op, ("scan", "sort"))):
+        return None
+    if not (features.numel.is_number and features.reduction_numel.is_number):
+        return None
+    rows, columns = int(features.numel), int(features.reduction_numel)
+    return tuning.inner_tile(rows, columns, loads_of(list(features.scheduler_nodes()), rows, columns, 0))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepgraph import compat
+from stepgraph.inductor.nodes import column_sums, loads_of, mixed_tile, shape_of
 from stepgraph.inductor.registers import MARGIN, REGISTERS_PER_THREAD, Loads, Tile, estimate
 from stepgraph.inductor.scope import Rules, Scope
 
@@ -124,12 +125,10 @@ class Guard:
         return decision.allowed
 
     def _decide(self, rules: Rules, nodes: list[Any], along_rows: Any, absorption: bool) -> Decision:
-        V = compat.inductor().V
-        shape = compat.inductor().MixOrderReduction.get_numel_rnumel(along_rows)
-        rows, columns = (V.graph.sizevars.optimization_hint(n, fallback=8192) for n in shape)
-        sums = column_sums(nodes, shape)
+        rows, columns = shape_of(along_rows)
+        sums = column_sums(nodes, along_rows)
         loads = loads_of(nodes, rows, columns, len(sums))
-        tile = mixed_tile(rules, rows, columns, along_rows.get_device())
+        tile = mixed_tile(rules, rows, columns, loads, along_rows.get_device())
         registers = estimate(loads, tile)
         limit = min(tile.register_limit - MARGIN, self.max_registers or REGISTERS_PER_THREAD)
         if any(lives_elsewhere(node) for node in sums):
@@ -139,7 +138,7 @@ class Guard:
         else:
             reason = SPILL if registers > limit else ""
         return Decision(
-            bool(V.graph.is_backward),
+            bool(compat.inductor().V.graph.is_backward),
             absorption,
             frozenset(node.get_name() for node in nodes),
             " + ".join(sorted(origin(node) for node in nodes if node.is_reduction())),
@@ -150,48 +149,6 @@ class Guard:
             limit,
             reason,
         )
-
-
-def column_sums(nodes: list[Any], shape: tuple[Any, Any]) -> list[Any]:
-    """The reductions along columns among ``nodes``, whose reductions along rows have ``shape`` (rows, columns)."""
-    numels = compat.inductor().MixOrderReduction.get_numel_rnumel
-    return [node for node in nodes if node.is_reduction() and tuple(numels(node)) != tuple(shape)]
-
-
-def loads_of(nodes: list[Any], rows: int, columns: int, sums: int) -> Loads:
-    """What a kernel of ``nodes`` reads that it does not make itself."""
-    parts = compat.inductor()
-    hint = parts.V.graph.sizevars.optimization_hint
-    made = {dep.name for node in nodes for dep in node.read_writes.writes}
-    elements: dict[str, int] = {}
-    for node in nodes:
-        for dep in node.read_writes.reads:
-            if isinstance(dep, parts.MemoryDep) and dep.name not in made:
-                touched = 1
-                for variable in dep.index.free_symbols & dep.ranges.keys():
-                    touched *= hint(dep.ranges[variable], fallback=8192)
-                elements[dep.name] = max(elements.get(dep.name, 0), touched)
-    kinds: dict[str, list[int]] = {"full": [], "row": [], "column": []}
-    for name, touched in elements.items():
-        # A column sum in two steps goes over slightly more than rows x columns elements, masked.
-        kind = "full" if 2 * touched >= rows * columns else "row" if touched >= rows else "column"
-        kinds[kind].append(parts.V.graph.get_dtype(name).itemsize)
-    return Loads(*(tuple(sorted(kinds[kind])) for kind in ("full", "row", "column")), sums)
-
-
-def mixed_tile(rules: Rules, rows: int, columns: int, device: Any) -> Tile:
-    """The tile that the kernel would get: of the tuning that is active, or Inductor's own."""
-    parts = compat.inductor()
-    processors = parts.DeviceProperties.create(device).multi_processor_count
-    tile = rules.tuning and rules.tuning.mixed_tile(rows, columns, processors)
-    if tile is not None:
-        return tile
-    split = parts.config.triton.mix_order_reduction_split_size
-    if split is None:  # as Inductor has it: eight programs per processor, of 16 to 128 rows
-        split = min(max(parts.last_power_of_2(max(1, rows // (8 * processors))), 16), 128)
-    config = compat.inductor_mixed_config(rows, columns, split, device)
-    columns = parts.next_power_of_2(columns)
-    return Tile(config.kwargs["XBLOCK"], columns, config.num_warps, config.kwargs["NUM_STAGES"], split)
 
 
 def lives_elsewhere(node: Any) -> bool:

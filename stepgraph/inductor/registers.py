@@ -18,6 +18,7 @@ REGISTERS_PER_SM = 65536
 # they wait in shared memory, and the estimate is high for kernels of many loads.
 BASE = 24  # addresses, loop, masks
 WORKING = 2.5  # fp32 values held per element of the tile: the product being reduced, what follows the reduction
+WORKING_ROWS = 1.0  # the same of a kernel that reduces along rows alone
 FULL_HELD = 0.7  # share of a full-size load's bytes that live across the row's reduction
 COLUMN_HELD = 0.5  # likewise of a load of one value per column
 MARGIN = 8  # what an estimate stays below what there is
@@ -76,9 +77,10 @@ def estimate(loads: Loads, tile: Tile) -> int:
     """Registers per thread."""
     held = tile.columns_held(min(loads.full, default=4))
     rows_held = tile.elements / held
+    working = WORKING if loads.accumulators else WORKING_ROWS
     return math.ceil(
         BASE
-        + tile.elements * (WORKING + FULL_HELD * sum(loads.full) / 4)
+        + tile.elements * (working + FULL_HELD * sum(loads.full) / 4)
         + rows_held * sum(loads.row) / 4
         + held * (COLUMN_HELD * sum(loads.column) / 4 + loads.accumulators)
     )
