@@ -26,7 +26,7 @@ VIEW = "a column sum is a view of a larger buffer, which the fused kernel would 
 RAGGED = "rows do not fill the last tile, and the fused kernel would sum what lies beyond"
 
 
-def fusion_guard(max_registers: int | None = None) -> "GuardScope":
+def fusion_guard(max_registers: int | None = None) -> Scope:
     """Bound Inductor's mixed-order reduction fusion by registers; see `Scope` for where it holds.
 
     ``with fusion_guard() as guard: ...`` then ``print(guard.report)``.
@@ -38,16 +38,7 @@ def fusion_guard(max_registers: int | None = None) -> "GuardScope":
         raise ValueError(
             f"max_registers={max_registers} is not from 24 to {REGISTERS_PER_THREAD}: leave it out for what the GPU has"
         )
-    return GuardScope(Rules(guard=Guard(max_registers)))
-
-
-class GuardScope(Scope):
-    """A `Scope` with the guard's report."""
-
-    @property
-    def report(self) -> "Guard":
-        """Fusions allowed and refused; ``str`` gives readable lines, ``.decisions`` each decision."""
-        return self.rules.guard
+    return Scope(Rules(guard=Guard(max_registers)))
 
 
 @dataclass(frozen=True)
@@ -80,10 +71,10 @@ class Decision:
 
 @dataclass
 class Guard:
-    """The rule, and the report of what it decided. ``made``: operations of the fused kernels that came out."""
+    """The rule, and the report of what it decided, in order. ``made``: operations of the fused kernels made."""
 
     max_registers: int | None = None
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: dict[Decision, None] = field(default_factory=dict)
     made: list[frozenset[str]] = field(default_factory=list)
     graphs_compiled: int = 0
     graphs_seen: int = 0
@@ -120,8 +111,7 @@ class Guard:
             return True
         nodes = list(dict.fromkeys(sub for node in whole for sub in node.get_nodes()))
         decision = self._decide(rules, nodes, along_rows, bool(mixed))
-        if decision not in self.decisions:
-            self.decisions.append(decision)
+        self.decisions[decision] = None
         return decision.allowed
 
     def _decide(self, rules: Rules, nodes: list[Any], along_rows: Any, absorption: bool) -> Decision:

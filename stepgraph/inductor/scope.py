@@ -73,6 +73,12 @@ class Scope:
         return Scope(self.rules | other.rules, self.config | other.config)
 
     @property
+    def report(self) -> "Guard | None":
+        """The guard's report: ``str`` of it gives readable lines, ``allowed()`` and ``refused()`` its decisions. None
+        without a guard."""
+        return self.rules.guard
+
+    @property
     def options(self) -> dict[str, Any]:
         """Options of ``torch.compile``; add those of a mode with ``torch._inductor.list_mode_options(mode)``."""
         from stepgraph.inductor.choices import Install, installed
