@@ -189,6 +189,7 @@ def run(compiled, backward=True):
     return out
 
 
+@pytest.mark.slow
 def test_settings_are_in_the_cache_key(compiling, function):
     def compile_under(guard):
         torch._dynamo.reset()
