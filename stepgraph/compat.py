@@ -5,9 +5,10 @@ from torch itself.
 """
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,9 +37,12 @@ __all__ = [
     "has_step_hooks",
     "in_function_transform",
     "in_plain_eager",
+    "inductor",
     "inductor_cache_counts",
     "inductor_compile",
+    "inductor_mixed_config",
     "inductor_options",
+    "inductor_passes",
     "intercept_checkpoint",
     "is_fake",
     "is_traceable_wrapper_subclass",
@@ -228,6 +232,63 @@ def inductor_cache_counts() -> tuple[int, int]:
 
     counts = counters["inductor"]
     return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
+
+
+@functools.cache
+def inductor() -> SimpleNamespace:
+    """The parts of Inductor that `stepgraph.inductor` extends. Imported on demand: they take seconds."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import choices, config, custom_graph_pass, scheduler
+    from torch._inductor.codegen import common, cuda_combined_scheduling, triton
+    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.runtime import hints, runtime_utils
+    from torch._inductor.virtualized import V
+
+    return SimpleNamespace(
+        config=config,
+        functorch_config=functorch_config,
+        InductorChoices=choices.InductorChoices,
+        CustomGraphPass=custom_graph_pass.CustomGraphPass,
+        hash_of_files=custom_graph_pass.get_hash_for_files,
+        MixOrderReduction=scheduler.MixOrderReduction,
+        FusedMixOrderReductions=scheduler.FusedMixOrderReductions,
+        MemoryDep=MemoryDep,
+        ReductionHint=hints.ReductionHint,
+        DeviceProperties=hints.DeviceProperties,
+        last_power_of_2=runtime_utils.last_power_of_2,
+        next_power_of_2=runtime_utils.next_power_of_2,
+        common=common,
+        CUDACombinedScheduling=cuda_combined_scheduling.CUDACombinedScheduling,
+        TritonKernel=triton.TritonKernel,
+        TritonScheduling=triton.TritonScheduling,
+        FixedTritonConfig=triton.FixedTritonConfig,
+        V=V,
+    )
+
+
+def inductor_mixed_config(rows: int, columns: int, split: int, device: torch.device) -> Any:
+    """Inductor's own ``triton.Config`` (XBLOCK, num_warps, NUM_STAGES) of a mixed-order reduction over (rows, columns)
+    of which each program takes ``split`` rows."""
+    from torch._inductor.runtime import triton_heuristics
+
+    parts = inductor()
+    return triton_heuristics.persistent_reduction(
+        {"x": parts.next_power_of_2(rows), "r0_": parts.next_power_of_2(columns)},
+        reduction_hint=parts.ReductionHint.INNER,
+        triton_meta={"device": parts.DeviceProperties.create(device)},
+        inductor_meta={
+            "RSPLIT_SIZE": split,
+            "mix_order_reduction_allow_multi_stages": parts.config.triton.mix_order_reduction_allow_multi_stages,
+        },
+        return_configs=True,
+    )[0]
+
+
+def inductor_passes(value: Any) -> tuple[Callable[[torch.fx.Graph], None], ...]:
+    """The passes in a value of Inductor's ``post_grad_custom_pre_pass``: torch 2.13 also takes several."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def keep_saved_tensors() -> contextlib.AbstractContextManager:

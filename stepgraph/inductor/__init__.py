@@ -1,5 +1,11 @@
-"""What we ask of the compiler: regions compiled apart, each with its own options."""
+"""What we ask of Inductor: rules for its choices, and regions compiled apart.
 
+`fusion_guard` bounds the fusion of reductions by registers; `tuned_reductions` gives norms better tiles. A `Region`
+compiles by itself, with its own options.
+"""
+
+from stepgraph.inductor.fusion_guard import fusion_guard
+from stepgraph.inductor.reduction_tuning import tuned_reductions
 from stepgraph.inductor.regional import Region, region_of, tag
 
-__all__ = ["Region", "region_of", "tag"]
+__all__ = ["Region", "fusion_guard", "region_of", "tag", "tuned_reductions"]

@@ -1,0 +1,96 @@
+"""How rules reach Inductor: one subclass of its choices, installed by each compilation in the thread that compiles.
+
+Inductor caches its choices handler per thread and leaves it out of its cache key, and a backward is often compiled in
+a thread of autograd's. Neither ``V.set_choices_handler`` nor ``config.inductor_choices_class`` alone reaches such a
+thread once it has compiled anything. What runs in every compilation, before lowering, in its own thread, is a custom
+graph pass; Inductor also asks it for the part of the cache key that it stands for. So the pass `Install` carries the
+rules. The handler it installs stays in its thread and follows the rules of the compilation that runs, or none.
+"""
+
+from typing import Any
+
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.inductor.nodes import loads_of
+from stepgraph.inductor.registers import Tile
+from stepgraph.inductor.scheduling import launch_of, register
+from stepgraph.inductor.scope import Rules
+
+parts = compat.inductor()
+
+
+class Install(parts.CustomGraphPass):
+    """Makes the running compilation follow ``rules``; the graph stays as it is. ``then``: passes set before it."""
+
+    def __init__(self, rules: Rules, then: tuple[Any, ...] = ()) -> None:
+        self.rules, self.then = rules, then
+        if rules.tuning:
+            register()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in self.then:
+            other(graph)
+        handler = type(parts.V.choices)
+        if handler is parts.InductorChoices:
+            parts.V.set_choices_handler(Choices())
+        elif handler is not Choices:
+            raise ValueError(
+                f"Inductor's choices are already those of {handler.__name__}: stepgraph.inductor can only extend "
+                "InductorChoices itself; unset V.set_choices_handler and config.inductor_choices_class"
+            )
+        self.rules.begin()
+
+    def uuid(self) -> Any:
+        self.rules.seen()
+        others = [p.uuid() if isinstance(p, parts.CustomGraphPass) else None for p in self.then]
+        return None if None in others else (*self.rules.key(), *others)
+
+    def __deepcopy__(self, memo: dict) -> "Install":
+        """Configurations are copied freely; what the rules report must reach whoever asked for it."""
+        return self
+
+
+def installed(value: Any) -> Install | None:
+    """The pass of ours among those of a configuration."""
+    return next((p for p in compat.inductor_passes(value) if isinstance(p, Install)), None)
+
+
+def active() -> Rules | None:
+    """The rules of the compilation that runs in this thread."""
+    found = installed(parts.config.post_grad_custom_pre_pass)
+    return found and found.rules
+
+
+class Choices(parts.InductorChoices):
+    """Inductor's choices, and the rules' word where they have one."""
+
+    def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        rules = active()
+        return super().can_fuse(scheduler, node1, node2, shared_data_score) and (
+            rules is None or all(part.can_fuse(rules, scheduler, node1, node2) for part in rules.parts())
+        )
+
+    def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: dict) -> dict:
+        kernel_kwargs = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
+        rules = active()
+        if rules is None:
+            return kernel_kwargs
+        if kernel_kwargs.get("mix_order_reduction"):
+            if rules.guard:
+                rules.guard.made.append(frozenset(node.get_name() for node in features.scheduler_nodes()))
+        elif rules.tuning and (tile := inner_tile(rules.tuning, features, groups)):
+            kernel_kwargs |= {"override_persistent_reduction": True, "fixed_config": launch_of(tile)}
+        return kernel_kwargs
+
+
+def inner_tile(tuning: Any, features: Any, groups: list[Any]) -> Tile | None:
+    """Tile that holds whole rows, for a kernel that reduces along contiguous rows only; None: leave it to Inductor."""
+    if not features.is_reduction() or features.get_reduction_hint() != parts.ReductionHint.INNER:
+        return None
+    if [set(group) for group in groups] != [{"x", "r0_"}] or any(map(features.contains_op, ("scan", "sort"))):
+        return None
+    if not (features.numel.is_number and features.reduction_numel.is_number):
+        return None
+    rows, columns = int(features.numel), int(features.reduction_numel)
+    return tuning.inner_tile(rows, columns, loads_of(list(features.scheduler_nodes()), rows, columns, 0))

@@ -1,0 +1,112 @@
+"""Tiles for reductions along rows, on Hopper and Blackwell, without timing anything while compiling.
+
+What Inductor does by itself with RMSNorm's backward at 16384 x 4096 in bf16 (read from its code, torch 2.11): it does
+fuse dx and dw, into 1,024 programs of 16 rows, one row at a time, 8 warps, and does not pipeline the loads
+(``mix_order_reduction_allow_multi_stages`` is off in 2.11), so that each row waits for memory and then for its
+reduction. The partial sums are 1,024 x 4096 fp32, 17 MB to write and to read again, in a sum and a cast of their own.
+At 65536 x 256 its programs are one warp each. For rows longer than half their number it does not fuse at all.
+
+Here a program keeps its SM busy: few programs, so that partial sums are few; loads pipelined over rows, 64 KB on the
+way per SM, which is what memory's latency asks for; forward kernels hold their rows in registers instead of reading
+them twice.
+
+Idea: "SOTA Normalization Performance with torch.compile", the PyTorch blog.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stepgraph import compat
+from stepgraph.inductor.nodes import shape_of
+from stepgraph.inductor.registers import MARGIN, Loads, Tile, estimate
+from stepgraph.inductor.scope import Rules, Scope
+
+IN_FLIGHT = 64 * 1024  # bytes of loads on their way, per SM
+LONGEST = 16384  # columns that one program holds
+FEWEST_ROWS = 2048  # below, a program has few rows to sum over
+FEWEST_ELEMENTS = 5 * 2**20  # below, data stays in the L2 cache and fusing gains nothing; Inductor's own bound
+
+
+def tuned_reductions(
+    tuned: bool = False,
+    *,
+    mixed: tuple[int, int, int, int] | None = None,
+    inner: tuple[int, int] | None = None,
+) -> Scope:
+    """Better tiles for norms and their backward under ``torch.compile``; see `Scope` for where it holds.
+
+    ``tuned``: let Inductor time its own candidates instead, while it compiles; it keeps the results on disk.
+    ``mixed``, ``inner``: one tile for every kernel, to measure with. ``mixed`` is (rows, warps, programs per SM,
+    stages) of reductions along rows and columns at once; ``inner`` is (rows, warps) of reductions along rows alone.
+    Raises ``ValueError`` if a number in them is not a power of two; programs and stages may be any.
+    """
+    for name, value in (("mixed", mixed), ("inner", inner)):
+        if value is not None and not all(n > 0 and n & (n - 1) == 0 for n in value[:2]):
+            raise ValueError(f"{name}={value}: rows and warps must be powers of two, as in {name}=(4, 4, 2, 3)"[:119])
+    config = {
+        "triton.mix_order_reduction_allow_multi_stages": True,
+        "triton.mix_order_reduction_non_strict_mode": True,
+    }
+    if tuned:
+        config |= {"coordinate_descent_tuning": True, "max_autotune_pointwise": True}
+    return Scope(Rules(tuning=Tuning(tuned, mixed, inner)), config)
+
+
+@dataclass
+class Tuning:
+    """The rule. Tiles are for 2-byte values; the estimate of registers says where wider ones do not fit."""
+
+    tuned: bool = False
+    mixed: tuple[int, int, int, int] | None = None
+    inner: tuple[int, int] | None = None
+    graphs_compiled: int = 0
+    graphs_seen: int = 0
+
+    def settings(self) -> tuple[Any, ...]:
+        return ("tuned_reductions", self.tuned, self.mixed, self.inner)
+
+    def mixed_tile(self, rows: int, columns: int, loads: Loads, processors: int) -> Tile | None:
+        """Tile of a reduction along rows and columns at once; None leaves it to Inductor."""
+        if self.tuned:
+            return None
+        width = power_of_2_from(columns)
+        if self.mixed:
+            tile_rows, warps, programs, stages = self.mixed
+            tile = Tile(tile_rows, width, warps, stages, 0)
+        else:
+            # As many threads as read a row in one go, as far as it leaves several programs to an SM.
+            warps = {256: 1, 512: 2, 1024: 4, 2048: 4, 4096: 8}.get(width, 1 if width < 256 else 16)
+            tile = Tile(math.gcd(rows, max(1, 1024 * warps // width)), width, warps, 3 if width <= 8192 else 2, 0)
+            while tile.rows > 1 and estimate(loads, tile) > tile.register_limit - MARGIN:
+                tile = replace(tile, rows=tile.rows // 2)
+            bytes_of_row = width * sum(loads.full)
+            programs = max(1, round(IN_FLIGHT / ((tile.stages - 1) * tile.rows * bytes_of_row)))
+        split = math.ceil(rows / (processors * programs) / tile.rows) * tile.rows
+        return replace(tile, split=split)
+
+    def inner_tile(self, rows: int, columns: int, loads: Loads) -> Tile | None:
+        """Tile of a reduction along rows that holds them; None leaves it to Inductor."""
+        width = power_of_2_from(columns)
+        if self.tuned or not 256 <= width <= LONGEST:
+            return None
+        if self.inner:
+            tile_rows, warps = self.inner
+        else:
+            threads_of_row = min(512, width // 16)
+            tile_rows = max(1, 128 // threads_of_row)
+            warps = tile_rows * threads_of_row // 32
+        tile = Tile(tile_rows, width, warps, 1, 0)
+        return tile if rows >= tile_rows and estimate(loads, tile) <= tile.register_limit else None
+
+    def can_fuse(self, rules: Rules, scheduler: Any, node1: Any, node2: Any) -> bool:
+        """Inductor, told to fuse reductions of mixed order at any size, leaves small ones alone again."""
+        mixed = compat.inductor().MixOrderReduction
+        if not mixed.can_fuse(node1, node2):
+            return True
+        rows, columns = shape_of(node1 if mixed.is_contiguous_node(node1) else node2)
+        return rows >= FEWEST_ROWS and rows * columns >= FEWEST_ELEMENTS
+
+
+def power_of_2_from(n: int) -> int:
+    return 1 << (n - 1).bit_length()
