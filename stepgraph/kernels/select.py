@@ -5,7 +5,7 @@ small that a step is all waiting nor so large that registers spill. On an H200 t
 for all row lengths (measured from 64 to 131,072 columns and from 1 to 2 million rows; see `benchmarks/`):
 
 forward     a thread holds 32 bytes of a row, and rows until it holds 32 bytes; each program does one step, and as many
-            run at once as fit. Very long rows are read twice, by 1024 threads: the second time from L2.
+            run at once as fit.
 backward    programs of ``w`` warps, ``8 / w`` on a processor, each with two steps of loads ahead. A row is spread over
             as many threads as in forward; a thread holds up to 64 bytes of each tensor. One step in all: no pipeline.
 long rows   that no program can hold, or of which many must pass, are shared by programs with a slice each (see `wide`).
@@ -61,10 +61,6 @@ class Config:
         whole = self.programs == 0 and self.split == 1 and problem.heads == 1 and not problem.quantized
         return whole and elements_of_thread(problem, self)[1] >= 32
 
-    def again(self, problem: "Problem") -> bool:
-        """Whether forward reads the row a second time, from L2, instead of holding it."""
-        return self.late(problem) and self.threads == 1024 and not problem.layer
-
     @property
     def cooperative(self) -> bool:
         """Whether programs wait for each other, so that all must run at once."""
@@ -117,8 +113,8 @@ WARPS_BACKWARD = 8
 LONG_CALL = 128 * 2**20
 #: Steps of a program above which sharing rows pays, where one program could hold a row.
 MANY_STEPS = 16
-#: Bytes of the longest row that one program of forward reads twice, and that backward holds.
-LONGEST_AGAIN, LONGEST_HELD = 128 * 1024, 32 * 1024
+#: Bytes of the longest row that one program holds.
+LONGEST_FORWARD, LONGEST_BACKWARD = 64 * 1024, 32 * 1024
 
 
 @functools.cache
@@ -156,17 +152,17 @@ def register_estimate(problem: Problem, config: Config) -> float:
     if problem.N % vector(problem):
         # Rows that start anywhere are loaded element by element: an address for each, and nothing packed.
         held = elements * 3.6
+    if problem.layer and not problem.backward and len(problem.loads) > 1:
+        held += 0.85 * elements  # the sum with the residual stays in float32 for the variance
     weights = columns * problem.weights * (problem.weight_size / 4)
     if config.late(problem):
         weights = 8.0 * problem.weights
-    if config.again(problem):
-        held = 16.0
     sums = columns * problem.sums
     along = 1.5 * rows_in_thread * vector(problem)
     pointers = 4.0 * rows_in_thread * (len(problem.loads) + len(problem.stores))
     if config.split > 16 or (config.split > 1 and len(problem.loads) > 2):
         pointers += 24.0  # the shares of all parts at once, or the rows of a third tensor
-    extra = (14 if problem.layer else 0) + (8 if problem.quantized else 0) + 0.5 * config.pieces(problem.N)
+    extra = (24 if problem.layer else 0) + (8 if problem.quantized else 0) + 0.5 * config.pieces(problem.N)
     if config.split > 1:
         # Backward holds the tile of the step before, too.
         extra += 8 + held if problem.backward else 20
@@ -191,7 +187,7 @@ def fits(problem: Problem, config: Config, hw: Hardware) -> bool:
     """Whether a configuration runs, and without spilling registers, by the estimate."""
     if not runs(problem, config, hw):
         return False
-    if not config.again(problem) and math.prod(elements_of_thread(problem, config)) > 64:
+    if math.prod(elements_of_thread(problem, config)) > 64:
         return False
     most = min(config.registers or 255, REGISTERS // config.threads)
     return register_estimate(problem, config) <= most
@@ -202,23 +198,23 @@ def _floor(x: float) -> int:
     return 1 << (max(1, int(x)).bit_length() - 1)
 
 
-def _block(n: int, widest: int) -> int:
-    """Columns of a tile for slices of ``n``: wide tiles, and little past the end of a row.
+def _block(n: int, widest: int, padding: float) -> int:
+    """Columns of a tile for slices of ``n``: wide tiles, and at most ``padding * n`` past the end of a row.
 
-    Padding up to a third costs less than narrower tiles do, but for rows that are shorter than a warp's load: there
-    narrow tiles cost nothing.
+    Some padding costs less than narrower tiles do, but for rows that are shorter than a warp's load: there narrow tiles
+    cost nothing.
     """
     widest = max(2, min(widest, 1 << (n - 1).bit_length()))
     blocks = [widest >> shift for shift in range(4) if widest >> shift >= min(widest, 32)]
     padded = {block: -(-n // block) * block for block in blocks}
-    allowed = n if n < 256 else n * 4 / 3
+    allowed = n if n < 256 else n * (1 + padding)
     return next((block for block in blocks if padded[block] <= allowed), min(blocks, key=lambda b: (padded[b], -b)))
 
 
 def _rows(problem: Problem, warps: int, part: int, most: float, hw: Hardware, programs: int) -> tuple[int, int]:
     """Rows and columns of a tile of slices of ``part`` columns, a thread holding at most ``most`` elements."""
     threads = 32 * warps
-    block = _block(part, threads * vector(problem))
+    block = _block(part, threads * vector(problem), 1 / 3 if problem.backward else 1 / 4)
     least = max(1, threads * vector(problem) // block)
     rows = max(least, _floor(most * threads / (-(-part // block) * block)))
     # Few rows: smaller steps, as long as there is a program for each.
@@ -227,9 +223,9 @@ def _rows(problem: Problem, warps: int, part: int, most: float, hw: Hardware, pr
     return min(rows, 4096), block
 
 
-def _warps(problem: Problem, most: int) -> int:
-    """Warps of which every thread has 32 bytes of a row."""
-    return max(2, min(most, _floor(problem.N * max(problem.loads) / 1024)))
+def _warps(problem: Problem, least: int, most: int) -> int:
+    """Warps of which every thread has 32 bytes of a row, or up to 53."""
+    return max(least, min(most, _floor(1.2 * problem.N * max(problem.loads) / 1024)))
 
 
 def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
@@ -237,8 +233,8 @@ def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     size = max(problem.loads)
     bytes_of_row = problem.N * size
     held = HOLD_FORWARD // size
-    if bytes_of_row <= LONGEST_HELD:
-        warps = _warps(problem, 16)
+    if bytes_of_row <= LONGEST_FORWARD:
+        warps = _warps(problem, 4, 16)
         while warps <= 32:
             # Up to, not including, twice what a thread should hold.
             rows, block = _rows(problem, warps, problem.N, 2 * held - 1, hw, 1)
@@ -246,15 +242,13 @@ def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
                 yield Config(rows, block, warps, 1, 0)
                 rows //= 2
             warps *= 2
-    elif bytes_of_row <= LONGEST_AGAIN // 2 or (bytes_of_row <= LONGEST_AGAIN and hw.processors <= problem.M):
-        yield Config(1, _block(problem.N, 32 * 32 * vector(problem)), 32, 1, 0)
     # Shared by programs: 16 warps on a processor, 8 where more registers are needed.
     slices = (32768, 16384, 8192, 4096, 2048, 1024) if 2 * hw.processors <= problem.M else (8192, 4096, 2048, 1024)
     for on_one, part in itertools.product((16, 8), slices if problem.heads == 1 else ()):
         split = -(-bytes_of_row // (2 * part))
         if split > 1:
             warps = max(2, part // 2048)
-            block = _block(-(-problem.N // split), 32 * warps * vector(problem))
+            block = _block(-(-problem.N // split), 32 * warps * vector(problem), 1 / 3)
             yield Config(1, block, warps, 3, max(1, on_one // warps), split)
 
 
@@ -265,10 +259,10 @@ def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     traffic = problem.M * problem.N * sum(problem.loads + problem.stores)
     finish = "grid" if traffic > LONG_CALL else "launch"
     shared = list(_backward_shared(problem, hw, finish))
-    if shared and bytes_of_row > LONGEST_HELD // 2:
+    if shared and bytes_of_row > LONGEST_BACKWARD // 2:
         first = shared[0]
         steps = math.ceil(problem.M / first.rows) * first.split / (hw.processors * first.programs)
-        if bytes_of_row > LONGEST_HELD or steps >= MANY_STEPS:
+        if bytes_of_row > LONGEST_BACKWARD or steps >= MANY_STEPS:
             yield from shared
     warps = _warps_backward(problem)
     while warps <= 16:
@@ -292,7 +286,7 @@ def _warps_backward(problem: Problem) -> int:
         return 8 if bytes_of_row <= 256 else 4
     if bytes_of_row <= 512 * WARPS_BACKWARD and problem.N & (problem.N - 1) == 0:
         return max(2, bytes_of_row // 512)  # one tile holds a row
-    return _warps(problem, WARPS_BACKWARD)
+    return _warps(problem, 2, WARPS_BACKWARD)
 
 
 def _steps(problem: Problem, rows: int) -> int:
@@ -317,7 +311,7 @@ def _backward_shared(problem: Problem, hw: Hardware, finish: str) -> Iterator[Co
     for part, warps, rows in kinds:
         split = -(-bytes_of_row // (2 * part))
         if split > 1:
-            block = _block(-(-problem.N // split), 32 * warps * vector(problem))
+            block = _block(-(-problem.N // split), 32 * warps * vector(problem), 1 / 3)
             yield Config(rows, block, warps, 3, WARPS_BACKWARD // warps, split, finish, hold_weight=True)
 
 

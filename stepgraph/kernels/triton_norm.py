@@ -64,7 +64,6 @@ def _forward_plan(
         "HOLD": plans.held(x if residual is None else residual),
         "HOLD_W": config.hold_weight and plans.held(weight),
         "LATE": config.late(problem),
-        "AGAIN": config.again(problem),
         **x_place.constants("X"),
         **r_place.constants("R"),
         **plans.tiles(problem, config),
