@@ -28,11 +28,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "all_reduce",
     "below_autograd",
     "current_sequence_nr",
     "dispatch_flex_attention",
     "fake_mode",
     "graph_of_trace",
+    "groups_of",
     "has_step_hooks",
     "in_function_transform",
     "in_plain_eager",
@@ -218,6 +220,19 @@ def keep_saved_tensors() -> contextlib.AbstractContextManager:
     from torch._functorch import config
 
     return config.patch(donated_buffer=False)
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """``tensor`` reduced by ``op`` (``sum``, ``max``) over ``group``, as a new tensor; in a trace, as two nodes."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, op, group.group_name))
+
+
+def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.ProcessGroup]:
+    """Process groups to reduce over, one after the other, for a sum over all ranks of ``mesh``."""
+    if mesh.size() == torch.distributed.get_world_size():
+        return [torch.distributed.group.WORLD]
+    return mesh.get_all_groups()
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -18,6 +18,23 @@ from stepgraph.models.rope import RopeScaling, apply_rope, rope_tables
 
 AttentionName = Literal["sdpa", "flex"]
 
+#: How the model splits over tensor-parallel ranks: module -> style. Data for whoever applies it, not used here.
+TP_PLAN = {
+    "embed": "embedding",
+    "layers.*.attn_norm": "sequence_gather",
+    "layers.*.attn.[qkv]_proj": "columns",
+    "layers.*.attn.o_proj": "rows",
+    "layers.*.mlp_norm": "sequence_gather",
+    "layers.*.mlp.gate_proj": "columns",
+    "layers.*.mlp.up_proj": "columns",
+    "layers.*.mlp.down_proj": "rows",
+    "norm": "sequence_gather",
+    "head": "columns",
+}
+
+#: Fields of the configuration that the number of tensor-parallel ranks must divide.
+TP_SIZES = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+
 
 @dataclass(frozen=True)
 class Llama3Config:

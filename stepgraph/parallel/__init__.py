@@ -1,0 +1,18 @@
+"""Data and tensor parallelism, applied to a plain model from outside; its collectives become graph nodes."""
+
+from stepgraph.parallel.apply import parallelize
+from stepgraph.parallel.fsdp import layouts
+from stepgraph.parallel.loss import cross_entropy, mean_over_mesh, next_token_loss
+from stepgraph.parallel.mesh import Mesh, MeshSpec
+from stepgraph.parallel.tensor import STYLES
+
+__all__ = [
+    "STYLES",
+    "Mesh",
+    "MeshSpec",
+    "cross_entropy",
+    "layouts",
+    "mean_over_mesh",
+    "next_token_loss",
+    "parallelize",
+]
