@@ -39,6 +39,7 @@ __all__ = [
     "in_function_transform",
     "in_plain_eager",
     "inductor_compile",
+    "init_fake_world",
     "intercept_checkpoint",
     "is_fake",
     "is_traceable_wrapper_subclass",
@@ -233,6 +234,13 @@ def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.Proc
     if mesh.size() == torch.distributed.get_world_size():
         return [torch.distributed.group.WORLD]
     return mesh.get_all_groups()
+
+
+def init_fake_world(rank: int, world: int) -> None:
+    """A default process group of ``world`` ranks of which only ``rank``, this process, is there; collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

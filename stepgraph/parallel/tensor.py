@@ -119,8 +119,10 @@ def style_of(path: str, module: nn.Module, plan: Mapping[str, str]) -> Style | N
 
 def check_plan(model: nn.Module, plan: Mapping[str, str], tp: int) -> None:
     """``ValueError`` unless every parameter has a style, every pattern a module, and ``tp`` divides what it splits."""
-    # Modules that this model leaves out (None), as a head that is tied to the embedding, count as there.
-    paths = [f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in module._modules]
+    # What this model leaves out (None), as a head that is tied to the embedding, counts as there.
+    modules = list(model.named_modules())
+    absent = [f"{path}.{name}".lstrip(".") for path, m in modules for name, value in vars(m).items() if value is None]
+    paths = [*(path for path, _ in modules), *absent]
     for pattern in plan:
         if not any(_matches(path, pattern) for path in paths):
             raise ValueError(f"the tensor-parallel plan names {pattern!r}, which no module is; remove it from the plan")

@@ -68,7 +68,7 @@ def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
             f"the model does not fit: its parameters alone take {needs:.1f} GiB, the {device.type} has "
             f"{memory_bytes(device) / 2**30:.1f} GiB; choose a smaller one"
         ) from failure
-    model.init_weights(torch.Generator().manual_seed(config.seed))
+    model.init_weights(config.seed)
     if config.init_from_hf is not None:
         load_hf(model, config.init_from_hf)
     return model
