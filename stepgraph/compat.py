@@ -237,7 +237,7 @@ def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.Proc
 
 
 def init_fake_world(rank: int, world: int) -> None:
-    """A default process group of ``world`` ranks of which only ``rank``, this process, is there; collectives do nothing."""
+    """A default process group of ``world`` ranks of which only ``rank`` is there: collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import stepgraph.step  # noqa: F401  (for ranks to find it imported)
+import stepgraph.train.trainer  # noqa: F401  (for ranks to find it imported)
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize
@@ -23,10 +23,14 @@ BATCH, SEQ = 2, 16
 
 def on_ranks(world: int, function: Callable, *args: Any) -> None:
     """Run ``function(*args)`` on ``world`` gloo ranks, processes of their own; a failure of one is raised."""
-    multiprocessing.set_forkserver_preload(["tests.distributed.ranks"])  # torch is imported once, not once a rank
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world, os.path.join(folder, "store"), function, args)
-        torch.multiprocessing.start_processes(_rank, arguments, nprocs=world, start_method="forkserver")
+        on_processes(world, _rank, (world, os.path.join(folder, "store"), function, args))
+
+
+def on_processes(count: int, function: Callable, args: tuple) -> None:
+    """Run ``function(rank, *args)`` in ``count`` processes; a failure of one is raised."""
+    multiprocessing.set_forkserver_preload(["tests.distributed.ranks"])  # torch is imported once, not once a rank
+    torch.multiprocessing.start_processes(function, args, nprocs=count, start_method="forkserver")
 
 
 def _rank(rank: int, world: int, store: str, function: Callable, args: tuple) -> None:
