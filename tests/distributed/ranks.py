@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import stepgraph.train.trainer  # noqa: F401  (for ranks to find it imported)
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize
 
 # The vocabulary's rows do not divide over 2 x 2 ranks, nor do those of the key and value projections over 3: padded.
 TINY = Llama3Config(
-    dim=48, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=80, vocab_size=130, max_seq_len=64, rope_theta=10_000.0
+    dim=48, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=80, vocab_size=130, max_seq_len=64, rope_theta=10_000.0
 )
 BATCH, SEQ = 2, 16
 
@@ -29,7 +28,8 @@ def on_ranks(world: int, function: Callable, *args: Any) -> None:
 
 def on_processes(count: int, function: Callable, args: tuple) -> None:
     """Run ``function(rank, *args)`` in ``count`` processes; a failure of one is raised."""
-    multiprocessing.set_forkserver_preload(["tests.distributed.ranks"])  # torch is imported once, not once a rank
+    # What ranks import is imported once, not once a rank; a module that is not there is left out.
+    multiprocessing.set_forkserver_preload(["tests.distributed.ranks", "stepgraph.train.trainer"])
     torch.multiprocessing.start_processes(function, args, nprocs=count, start_method="forkserver")
 
 

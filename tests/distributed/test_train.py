@@ -99,7 +99,7 @@ def test_resume_on_the_same_mesh_and_on_another(corpus, tmp_path):
     for name in ("state.json", "rank-00000.json", "rank-00001.json"):
         assert (tmp_path / "away" / name).read_bytes() == (last / name).read_bytes(), name
     (before, after) = saved(tmp_path / "away"), saved(last)
-    assert before.keys() == after.keys() and len(before) > 60
+    assert before.keys() == after.keys() and len(before) > 40
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
     # Another mesh goes on from the same weights and optimizer, with data of its own.
