@@ -56,6 +56,13 @@ def _dispatch(arguments: list[str]) -> int:
         case "train":
             config = parse_train(rest)
 
+            from stepgraph import parallel
+
+            if config.nproc not in (None, 1) and not parallel.launched():
+                from stepgraph.train.launch import launch
+
+                return launch(config.nproc, rest)
+
             from stepgraph.train import trainer
 
             return trainer.run(config)

@@ -29,11 +29,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "all_reduce",
     "below_autograd",
     "current_sequence_nr",
     "dispatch_flex_attention",
     "fake_mode",
     "graph_of_trace",
+    "groups_of",
     "has_step_hooks",
     "in_function_transform",
     "in_plain_eager",
@@ -43,6 +45,7 @@ __all__ = [
     "inductor_mixed_config",
     "inductor_options",
     "inductor_passes",
+    "init_fake_world",
     "intercept_checkpoint",
     "is_fake",
     "is_traceable_wrapper_subclass",
@@ -296,6 +299,26 @@ def keep_saved_tensors() -> contextlib.AbstractContextManager:
     from torch._functorch import config
 
     return config.patch(donated_buffer=False)
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """``tensor`` reduced by ``op`` (``sum``, ``max``) over ``group``, as a new tensor; in a trace, as two nodes."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, op, group.group_name))
+
+
+def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.ProcessGroup]:
+    """Process groups to reduce over, one after the other, for a sum over all ranks of ``mesh``."""
+    if mesh.size() == torch.distributed.get_world_size():
+        return [torch.distributed.group.WORLD]
+    return mesh.get_all_groups()
+
+
+def init_fake_world(rank: int, world: int) -> None:
+    """A default process group of ``world`` ranks of which only ``rank`` is there: collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -5,7 +5,9 @@ parameter, or one tensor for two parameters. ``backward()`` puts that in order w
 memory decides the rounding of norms and what the fused optimizer kernels, which read memory linearly, make of it.
 """
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,25 +17,57 @@ from stepgraph.capture.state import Slot, Wrapping, wrap
 
 def as_accumulated(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """``grad`` with the memory layout of ``param``; copied only where it has another."""
-    if compat.is_traceable_wrapper_subclass(grad) or grad.stride() == param.stride():
+    if grad.stride() == param.stride():
         return grad
     order = sorted(range(param.ndim), key=param.stride, reverse=True)
     return grad.permute(order).contiguous().permute(sorted(range(param.ndim), key=order.__getitem__))
 
 
-def clip(grads: dict[int, torch.Tensor], max_norm: float) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-    """Scale gradients to a total 2-norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+def clip(
+    grads: dict[int, torch.Tensor], params: Sequence[torch.Tensor], max_norm: float
+) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """Scale gradients to a total 2-norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    ``grads``: local tensors, by index into ``params``. Of parameters that are DTensors, each rank has its shards: the
+    norm is that over the whole mesh, by one all-reduce, and is the same on every rank.
+    """
     values = list(grads.values())
     on_cuda = all(g.device.type == "cuda" for g in values)
-    norm = torch.nn.utils.get_total_norm(values, 2.0, foreach=on_cuda or None)
-    if compat.is_traceable_wrapper_subclass(norm):  # DTensor: a partial norm on each rank
-        norm = norm.full_tensor()
+    norm = _total_norm(grads, params, on_cuda)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if on_cuda and not any(compat.is_traceable_wrapper_subclass(g) for g in values):
+    if on_cuda:
         clipped = torch.ops.aten._foreach_mul.Tensor(values, scale)
     else:
         clipped = [(g * scale).to(g.dtype) for g in values]
     return dict(zip(grads, clipped, strict=True)), norm
+
+
+def _total_norm(grads: dict[int, torch.Tensor], params: Sequence[torch.Tensor], on_cuda: bool) -> torch.Tensor:
+    mesh = next((params[i].device_mesh for i in grads if compat.is_traceable_wrapper_subclass(params[i])), None)
+    if mesh is None:
+        return torch.nn.utils.get_total_norm(list(grads.values()), 2.0, foreach=on_cuda or None)
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for i, grad in grads.items():
+        by_copies.setdefault(_copies(params[i], mesh), []).append(grad)
+    # As torch does for DTensors: the norm of every gradient over the mesh, then the norm of these. Each rank gives the
+    # squares that it has; of a shard that several ranks hold, its share.
+    squares = [_norms(group, on_cuda) ** 2 / copies for copies, group in by_copies.items()]
+    total = torch.cat(squares) if len(squares) > 1 else squares[0]
+    for group in compat.groups_of(mesh):
+        total = compat.all_reduce(total, "sum", group)
+    return torch.linalg.vector_norm(total**0.5)
+
+
+def _norms(grads: list[torch.Tensor], on_cuda: bool) -> torch.Tensor:
+    """The 2-norm of each gradient, as one vector."""
+    return torch.stack(torch._foreach_norm(grads, 2.0) if on_cuda else [torch.linalg.vector_norm(g) for g in grads])
+
+
+def _copies(param: torch.Tensor, mesh: Any) -> int:
+    """How many ranks of ``mesh`` hold each element of ``param``."""
+    if not compat.is_traceable_wrapper_subclass(param):
+        return mesh.size()
+    return math.prod(mesh.size(i) for i, placement in enumerate(param.placements) if placement.is_replicate())
 
 
 def local(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -42,7 +76,7 @@ def local(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         return grad
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
-    return as_accumulated(grad.to_local(), param.to_local())
+    return grad.to_local()
 
 
 def unshared(grads: Iterable[torch.Tensor], taken: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -174,7 +174,8 @@ class Recorder:
                 if id(node.variable) not in known:
                     _refuse_foreign(node.variable, user)
                 continue
-            origin = self._forward.get(node._sequence_nr())
+            # A step that recorded no operator, such as a redistribution to where a DTensor lies, belongs to its reader.
+            origin = self._forward.get(node._sequence_nr(), user)
             node.register_prehook(self._prehook(origin and origin._replace(phase="backward")))
             queue.extend((next_node, origin) for next_node, _ in node.next_functions)
 

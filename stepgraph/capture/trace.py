@@ -124,10 +124,9 @@ def trace_step(
             results = [loss]
             outputs.append(OutputSpec("loss", "loss"))
             if max_grad_norm is not None:
-                by_index, norm = gradients.clip(by_index, max_grad_norm)
+                by_index, norm = gradients.clip(by_index, tensors, max_grad_norm)
                 results.append(norm)
                 outputs.append(OutputSpec("metric", "grad_norm"))
-            by_index = {i: gradients.local(g, tensors[i]) for i, g in by_index.items()}
             if update:
                 updated.update(_record_update(recorder, update, groups, by_index, flat))
             landed = {i: grad for i, grad in by_index.items() if i not in updated}
@@ -200,6 +199,8 @@ def _loss_and_grads(
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Mean loss and summed gradients over the microbatches, as ``(loss_fn(model, mb) / n).backward()`` gives them.
 
+    Gradients of DTensors come as their local tensors.
+
     ``params``: (module path, tensor). A parameter that the loss does not reach has the gradient None.
     """
     total: torch.Tensor | None = None
@@ -217,7 +218,8 @@ def _loss_and_grads(
             for i, (grad, (path, param)) in enumerate(zip(grads, params, strict=True)):
                 recorder.attribute(path)
                 if grad is not None:
-                    sums[i] = gradients.as_accumulated(grad, param) if sums[i] is None else sums[i] + grad
+                    grad = gradients.local(grad, param)
+                    sums[i] = gradients.as_accumulated(grad, unwrap(param)[0][0]) if sums[i] is None else sums[i] + grad
         loss = loss.detach()
         total = loss if total is None else total + loss
     return total, sums

@@ -6,6 +6,7 @@ squared leaky ReLU, and no position embedding: the causal mask alone tells posit
 Source: https://github.com/pytorch/pytorch/issues/179423 (the architecture and its settings).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,24 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgraph.models.checks import check_heads, check_positive
-from stepgraph.models.init import init_parameters
+from stepgraph.models.init import Part, init_parameters
+
+#: How the model splits over tensor-parallel ranks: module -> style. Data for whoever applies it, not used here.
+TP_PLAN = {
+    "embed": "embedding",
+    "layers.*.attn_norm": "sequence_gather",
+    "layers.*.attn.[qkv]_proj": "columns",
+    "layers.*.attn.o_proj": "rows",
+    "layers.*.mlp_norm": "sequence_gather",
+    "layers.*.mlp.up_proj": "columns",
+    "layers.*.mlp.down_proj": "rows",
+    "layers.*": "sequence",  # the residual scales
+    "norm": "sequence_gather",
+    "head": "columns",
+}
+
+#: Fields of the configuration that the number of tensor-parallel ranks must divide.
+TP_SIZES = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -125,9 +143,9 @@ class Golf(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.init_weights()
 
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Fill the parameters in place; a CPU ``generator`` gives the same weights on every device."""
-        init_parameters(self, self.config.n_layers, generator)
+    def init_weights(self, seed: int | None = None, parts: Mapping[str, Part] | None = None) -> None:
+        """Fill the parameters in place; ``seed`` and ``parts`` as in `init_parameters`."""
+        init_parameters(self, self.config.n_layers, seed, parts)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
         x = self.embed_norm(self.embed(tokens))  # (B, T, D)

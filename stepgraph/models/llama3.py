@@ -3,6 +3,7 @@
 Source: "The Llama 3 Herd of Models", 2024, section 3.2; Hugging Face's ``LlamaForCausalLM`` for the RoPE layout.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,10 +14,27 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from stepgraph.errors import unknown_name
 from stepgraph.models.checks import check_heads, check_positive
-from stepgraph.models.init import init_parameters
+from stepgraph.models.init import Part, init_parameters
 from stepgraph.models.rope import RopeScaling, apply_rope, rope_tables
 
 AttentionName = Literal["sdpa", "flex"]
+
+#: How the model splits over tensor-parallel ranks: module -> style. Data for whoever applies it, not used here.
+TP_PLAN = {
+    "embed": "embedding",
+    "layers.*.attn_norm": "sequence_gather",
+    "layers.*.attn.[qkv]_proj": "columns",
+    "layers.*.attn.o_proj": "rows",
+    "layers.*.mlp_norm": "sequence_gather",
+    "layers.*.mlp.gate_proj": "columns",
+    "layers.*.mlp.up_proj": "columns",
+    "layers.*.mlp.down_proj": "rows",
+    "norm": "sequence_gather",
+    "head": "columns",
+}
+
+#: Fields of the configuration that the number of tensor-parallel ranks must divide.
+TP_SIZES = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -151,9 +169,9 @@ class Llama3(nn.Module):
             self.register_buffer(name, table, persistent=False)
         self.init_weights()
 
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Fill parameters and RoPE tables in place; a CPU ``generator`` gives the same weights on every device."""
-        init_parameters(self, self.config.n_layers, generator)
+    def init_weights(self, seed: int | None = None, parts: Mapping[str, Part] | None = None) -> None:
+        """Fill parameters and RoPE tables in place; ``seed`` and ``parts`` as in `init_parameters`."""
+        init_parameters(self, self.config.n_layers, seed, parts)
         self.init_buffers()
 
     def init_buffers(self) -> None:

@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph import passes
+from stepgraph import parallel, passes
 from stepgraph.models import Golf, Llama3, Llama3Config, next_token_loss
+from stepgraph.models.golf import TP_PLAN as GOLF_PLAN
+from stepgraph.models.llama3 import TP_PLAN as LLAMA3_PLAN
 from stepgraph.train.config import TrainConfig
 from stepgraph.train.hf_weights import load_hf
 from stepgraph.train.metrics import peak_flops
 from stepgraph.train.out_of_memory import is_out_of_memory, memory_bytes
+
+_REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def seed_all(seed: int) -> None:
@@ -48,18 +52,26 @@ def device_peak(config: TrainConfig, device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), dtype)
 
 
-def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
-    """The model on ``device`` in its precision, with weights from the seed or from Hugging Face.
+def build_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None = None) -> nn.Module:
+    """The model on ``device`` in its precision, or this rank's shards of it, with weights from the seed or from
+    Hugging Face.
 
-    Built on the meta device first, so that it never exists twice. The seed gives the same weights on every device.
+    Built on the meta device first, so that it never exists twice, and under a mesh never whole. The seed gives the same
+    weights on every device and mesh.
     """
     with torch.device("meta"):
         model = Llama3(config.model) if isinstance(config.model, Llama3Config) else Golf(config.model)
-    if config.precision == "bf16":
+    bf16 = config.precision == "bf16"
+    if bf16 and mesh is None:
         for param in model.parameters():  # buffers (the RoPE tables) stay fp32
             param.data = param.data.to(torch.bfloat16)
     try:
-        model.to_empty(device=device)
+        if mesh is None:
+            model.to_empty(device=device)
+        else:  # fp32 shards, which bf16 training gathers in bf16
+            plan = LLAMA3_PLAN if isinstance(model, Llama3) else GOLF_PLAN
+            dtypes = {"param_dtype": torch.bfloat16 if bf16 else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
+            parallel.parallelize(model, mesh, plan, device=device, **dtypes)
     except RuntimeError as failure:
         if not is_out_of_memory(failure):
             raise
@@ -68,14 +80,17 @@ def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
             f"the model does not fit: its parameters alone take {needs:.1f} GiB, the {device.type} has "
             f"{memory_bytes(device) / 2**30:.1f} GiB; choose a smaller one"
         ) from failure
-    model.init_weights(torch.Generator().manual_seed(config.seed))
+    model.init_weights(config.seed, None if mesh is None else parallel.local_parts(model))
+    if bf16 and mesh is not None:
+        parallel.round_to(model, torch.bfloat16)
     if config.init_from_hf is not None:
         load_hf(model, config.init_from_hf)
     return model
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with fp32 state: matrices decay, vectors (norm weights) do not. bf16 parameters get fp32 masters."""
+    """AdamW with fp32 state: matrices decay, vectors (norm weights) do not. bf16 parameters get fp32 masters; shards
+    are fp32 themselves."""
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -83,18 +98,22 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     ]
     groups = [group for group in groups if group["params"]]
     options = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
-    if config.precision == "bf16":
+    if params[0].dtype == torch.bfloat16:
         return stepgraph.MasterAdamW(groups, **options)
     return torch.optim.AdamW(groups, **options, fused=True)
 
 
-def build_loss(config: TrainConfig, device: torch.device) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """``loss_fn(model, batch)``: mean next-token cross-entropy in nats, under autocast if the precision says so."""
+def build_loss(
+    config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None = None
+) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """``loss_fn(model, batch)``: mean next-token cross-entropy in nats, over the mesh if there is one; under autocast
+    if the precision says so."""
+    plain = next_token_loss if mesh is None else parallel.next_token_loss(mesh)
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         autocast = config.precision == "bf16-autocast"
         with torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
-            return next_token_loss(model, batch)
+            return plain(model, batch)
 
     return loss_fn
 

@@ -35,6 +35,7 @@ import torch
 from stepgraph.errors import unknown_name
 from stepgraph.train.checkpoint_io import Ranks, check_index, dcp_load, dcp_save, sha256, sync
 from stepgraph.train.checkpoint_state import (
+    Trim,
     decode,
     describe_optimizer,
     describe_tensors,
@@ -65,14 +66,16 @@ class Checkpointer:
     ``state`` is a dict with ``"model"`` (a module) and any of ``"optimizer"``, ``"loader"`` (an object with
     ``state_dict`` and ``load_state_dict``), ``"schedule"`` and ``"trainer"`` (plain dicts of numbers, strings, lists,
     tuples, dicts with string keys, small tensors). The RNG streams of torch, CUDA, numpy and Python go along by
-    themselves.
+    themselves. ``mesh``: the run's mesh as text. Tensors are saved in their true shapes and load on any mesh; streams
+    and data positions are those of one rank each, and of their mesh.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, keep: int = 3) -> None:
+    def __init__(self, folder: str | os.PathLike, *, keep: int = 3, mesh: str | None = None) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} would delete every checkpoint; use 1 or more")
         self.folder = Path(folder)
         self.keep = keep
+        self.mesh = mesh
 
     def save(self, step: int, state: dict) -> Path:
         """Write ``step-{step:08d}`` and return its path; an earlier checkpoint of the same step is replaced.
@@ -94,6 +97,7 @@ class Checkpointer:
                 "format": FORMAT,
                 "step": step,
                 "ranks": ranks.world,
+                "mesh": self.mesh,
                 "versions": {"stepgraph": _stepgraph_version(), "torch": torch.__version__},
                 "fingerprint": _fingerprint(model),
                 "model": model,
@@ -132,6 +136,15 @@ class Checkpointer:
         dcp_load(targets, path)
         finish()
 
+    def is_of_this_mesh(self, path: Path) -> bool:
+        """Whether the checkpoint ``path`` is of this run's mesh, so that every rank finds its own part in it."""
+        ranks = Ranks()
+        try:
+            manifest = ranks.first(lambda: _verify(path, contents=False))
+        except _DamagedError:
+            return True  # loading it will say what is wrong
+        return (manifest["ranks"], manifest.get("mesh")) == (ranks.world, self.mesh)
+
     def _start(self, temporary: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for stale in self.folder.glob(_TEMPORARY + "*"):
@@ -163,6 +176,11 @@ class Checkpointer:
         path.rename(away)
         sync(self.folder)
         shutil.rmtree(away)
+
+
+def loader_states(path: Path) -> list[dict]:
+    """The data position of every rank that saved the checkpoint ``path``."""
+    return [decode(json.loads(file.read_bytes())["loader"]) for file in sorted(path.glob("rank-*.json"))]
 
 
 def resolve(path: str | os.PathLike) -> Path:
@@ -286,11 +304,12 @@ def _check_parts(state: dict) -> None:
 def _collect(state: dict, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, list], dict[str, dict]]:
     """The tensors for DCP, the description of the model's, and the JSON files that this rank writes."""
     _check_parts(state)
-    model = model_tensors(state["model"])
+    live, trim = model_tensors(state["model"]), Trim(state["model"])
+    model = {name: trim(name, tensor) for name, tensor in live.items()}
     tensors = {f"model.{name}": tensor for name, tensor in model.items()}
     shared = {part: encode(state[part], part) for part in ("schedule", "trainer") if part in state}
     if "optimizer" in state:
-        shared["optimizer"], optimizer_tensors = describe_optimizer(state["optimizer"], _names(model))
+        shared["optimizer"], optimizer_tensors = describe_optimizer(state["optimizer"], _names(live), trim)
         tensors |= optimizer_tensors
     own = {"rng": encode(rng_state(), "rng")}
     if "loader" in state:
@@ -303,7 +322,8 @@ def _plan_load(
     path: Path, manifest: dict, state: dict, rng: bool, ranks: Ranks
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     """The tensors DCP reads into, and a function that restores the rest; raises before anything of them has changed."""
-    model = model_tensors(state["model"])
+    live, trim = model_tensors(state["model"]), Trim(state["model"])
+    model = {name: trim(name, tensor) for name, tensor in live.items()}
     here = describe_tensors(model)
     if _fingerprint(here) != manifest["fingerprint"]:
         difference = first_difference(manifest["model"], here)
@@ -328,7 +348,7 @@ def _plan_load(
     restore_optimizer = None
     if "optimizer" in state:
         try:
-            slots, restore_optimizer = plan_optimizer(state["optimizer"], _names(model), shared["optimizer"])
+            slots, restore_optimizer = plan_optimizer(state["optimizer"], _names(live), shared["optimizer"], trim)
         except ValueError as error:
             raise ValueError(f"checkpoint {path} does not fit: {error}") from error
         targets |= slots

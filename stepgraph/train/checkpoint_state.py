@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stepgraph.parallel import layouts
+
 # Names that torch.compile and activation checkpointing insert; wrapped and plain models share checkpoints.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # How torch.optim computes the update, not what it computes: these stay as this run chose them.
@@ -88,6 +90,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+class Trim:
+    """``trim(name, tensor)``: a parameter of ``model``, or optimizer state laid out like it, without the padding of its
+    shards, so that what is saved does not depend on the mesh. A view: reading into it fills the tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._padded = {name: layout for name, layout in layouts(model).items() if layout.padded}
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        layout = self._padded.get(name)
+        return tensor if layout is None or not tensor.dim() else layout.without_padding(tensor.detach())
+
+
 def describe_tensors(tensors: dict[str, Tensor]) -> dict[str, list]:
     """``{name: [shape, dtype]}`` in JSON form; for a DTensor the global shape, so the same on any mesh."""
     return {name: [list(tensor.shape), _dtype_name(tensor.dtype)] for name, tensor in tensors.items()}
@@ -111,7 +125,9 @@ def first_difference(saved: dict[str, list], here: dict[str, list]) -> str:
 # ---- optimizer ----
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> tuple[dict, dict[str, Tensor]]:
+def describe_optimizer(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], trim: Trim
+) -> tuple[dict, dict[str, Tensor]]:
     """The optimizer's JSON layout (class, groups, one entry per state value) and its live state tensors by name.
 
     ``names`` maps ``id(parameter)`` to its name. Errors: ValueError for a parameter that the model does not have.
@@ -126,6 +142,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str]) 
             slots: dict[str, dict] = {}
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
+                    value = trim(name, value)
                     # `host`: kept on the CPU although the parameter is not, as torch.optim does with `step`.
                     host = value.device.type == "cpu" and param.device.type != "cpu"
                     slots[key] = {"shape": list(value.shape), "dtype": _dtype_name(value.dtype), "host": host}
@@ -138,7 +155,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, names: dict[int, str]) 
 
 
 def plan_optimizer(
-    optimizer: torch.optim.Optimizer, names: dict[int, str], layout: dict
+    optimizer: torch.optim.Optimizer, names: dict[int, str], layout: dict, trim: Trim
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """Tensors to read the saved state into, and a function that, once they are read, completes the restore.
 
@@ -173,7 +190,9 @@ def plan_optimizer(
                 if "value" in slot:
                     state[param][key] = decode(slot["value"])
                 else:
-                    state[param][key] = targets[_slot_name(name, key)] = _slot_tensor(live.get(key), slot, group, param)
+                    whole = trim(name, param).shape
+                    state[param][key] = _slot_tensor(live.get(key), slot, group, param, whole)
+                    targets[_slot_name(name, key)] = trim(name, state[param][key])
 
     def restore() -> None:
         for param, slots in state.items():
@@ -200,13 +219,15 @@ def _group_names(group: dict, index: int, names: dict[int, str]) -> list[str]:
     return [names[id(param)] for param in group["params"]]
 
 
-def _slot_tensor(live: object, slot: dict, group: dict, param: Tensor) -> Tensor:
+def _slot_tensor(live: object, slot: dict, group: dict, param: Tensor, whole: torch.Size) -> Tensor:
+    """``whole``: the parameter's shape without padding."""
     shape, dtype = torch.Size(slot["shape"]), getattr(torch, slot["dtype"])
-    if isinstance(live, Tensor) and live.shape == shape and live.dtype == dtype:
+    expected = param.shape if shape == whole else shape
+    if isinstance(live, Tensor) and live.shape == expected and live.dtype == dtype:
         return live
-    if shape == param.shape and shape:
-        # Same strides, and for a DTensor the same mesh and placements, as the parameter.
-        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    if shape == whole and shape:
+        # Same strides, and for a DTensor the same mesh, placements and padding (zeros), as the parameter.
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     host = slot["host"]
     if not shape and ("fused" in group or "capturable" in group):
         # torch.optim wants `step` on the host, unless the update runs as one kernel or in a CUDA graph.

@@ -18,6 +18,9 @@ import tyro
 from stepgraph import passes
 from stepgraph.errors import unknown_name
 from stepgraph.models import GolfConfig, Llama3Config, llama3_debug
+from stepgraph.models.golf import TP_SIZES as GOLF_SIZES
+from stepgraph.models.llama3 import TP_SIZES as LLAMA3_SIZES
+from stepgraph.parallel import MeshSpec
 
 MODEL_FAMILIES: dict[str, type] = {"llama3": Llama3Config, "golf": GolfConfig}
 
@@ -37,10 +40,10 @@ class TrainConfig:
     """Tokens in a sequence."""
 
     batch_size: int = 8
-    """Sequences in a microbatch."""
+    """Sequences in a microbatch of one data-parallel rank."""
 
     accumulate: int = 1
-    """Microbatches in a step: a step takes accumulate * batch_size * seq_len tokens."""
+    """Microbatches in a step: a step takes accumulate * batch_size * seq_len tokens a data-parallel rank."""
 
     # -- length -------------------------------------------------------------------------------------------------------
     steps: int = 150
@@ -83,6 +86,16 @@ class TrainConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is a GPU, otherwise cpu."""
+
+    # -- parallelism --------------------------------------------------------------------------------------------------
+    mesh: str | None = None
+    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, and tp=N. None: one process, one device."""
+
+    nproc: int | None = None
+    """Start so many processes, one a device, on this machine. Not with torchrun, which starts them itself."""
+
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype that gradients are reduced in over the mesh."""
 
     # -- graph --------------------------------------------------------------------------------------------------------
     passes: Literal["exact", "default"] = "default"
@@ -145,8 +158,13 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer update sees."""
-        return self.accumulate * self.batch_size * self.seq_len
+        """Tokens that one optimizer update sees, on all ranks together."""
+        return self.accumulate * self.batch_size * self.seq_len * (self.mesh_spec.dp if self.mesh_spec else 1)
+
+    @property
+    def mesh_spec(self) -> MeshSpec | None:
+        """``mesh`` as sizes."""
+        return None if self.mesh is None else MeshSpec.parse(self.mesh)
 
     def run_folder(self) -> Path:
         """``resume``, else ``out``, else ``runs/PRESET-UTC_TIME`` of this moment: call it once a run."""
@@ -167,9 +185,10 @@ class TrainConfig:
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "passes", "inductor", "norm"):
+        for name in ("schedule", "precision", "device", "reduce_dtype", "passes", "inductor", "norm"):
             self._require_choice(name)
         self._validate_length()
+        self._validate_mesh()
         self._validate_folders()
         self._validate_passes()
 
@@ -191,6 +210,22 @@ class TrainConfig:
                 f"seq_len={self.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}: "
                 f"try --seq-len {self.model.max_seq_len}"
             )
+
+    def _validate_mesh(self) -> None:
+        if self.nproc is not None:
+            self._require("nproc", lambda value: value > 0, "above 0")
+        spec = self.mesh_spec
+        if spec is None:
+            if self.nproc not in (None, 1):
+                raise ValueError(f"nproc={self.nproc} has no mesh to work on: add --mesh fsdp={self.nproc}")
+            return
+        if self.nproc is not None:
+            spec.check_world(self.nproc)
+        sizes = LLAMA3_SIZES if isinstance(self.model, Llama3Config) else GOLF_SIZES
+        spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
+        for name in ("init_from_hf", "export_hf"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} works on whole models and mesh={self.mesh} shards this one: drop one of them")
 
     def _validate_folders(self) -> None:
         if self.resume is not None:

@@ -140,6 +140,20 @@ class RunFolder:
         self._tensorboard.close()
 
 
+class SilentFolder:
+    """The run folder of a rank that writes no records: `RunFolder`'s methods, doing nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.graphs = None
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    write_config = write_environment = write_passes = write_graph = write_summary = _nothing
+    log = draw_loss = close = _nothing
+
+
 def require_unused(path: Path) -> None:
     """Raise ValueError unless ``path`` can be the folder of a new run: it is not there, or is empty."""
     if path.exists() and not path.is_dir():

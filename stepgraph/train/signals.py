@@ -9,11 +9,13 @@ class StopSignals:
     """A context manager that takes note of SIGINT and SIGTERM instead of dying of them.
 
     ``received``: the name of the signal, or None. After the first one both have their former handlers again, so that
-    a second one ends the process at once; leaving the context gives them back too.
+    a second one ends the process at once; leaving the context gives them back too. ``patient``: later ones are noted
+    like the first, for ranks that get Ctrl-C from the terminal and again from torchrun.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, patient: bool = False) -> None:
         self.received: str | None = None
+        self._patient = patient
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -27,4 +29,5 @@ class StopSignals:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
-        self.__exit__()
+        if not self._patient:
+            self.__exit__()

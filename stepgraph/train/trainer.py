@@ -12,18 +12,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 import stepgraph
-from stepgraph import passes
-from stepgraph.models import flops_per_token, num_params
+from stepgraph import parallel, passes
+from stepgraph.models import flops_per_token
 from stepgraph.train import build
-from stepgraph.train.checkpoint import Checkpointer, resolve
+from stepgraph.train.checkpoint import Checkpointer, loader_states, resolve
+from stepgraph.train.checkpoint_io import Ranks
 from stepgraph.train.config import TrainConfig
 from stepgraph.train.data import PackedLoader, open_data, unigram_entropy, validation_batches
 from stepgraph.train.environment import environment
 from stepgraph.train.hf_weights import save_hf
 from stepgraph.train.host_memory import keep_freed_memory
-from stepgraph.train.metrics import Progress, RunFolder, Summary, format_seconds, mfu, peak_mem_gib, require_unused
+from stepgraph.train.metrics import (
+    Progress,
+    RunFolder,
+    SilentFolder,
+    Summary,
+    format_seconds,
+    mfu,
+    peak_mem_gib,
+    require_unused,
+)
 from stepgraph.train.out_of_memory import is_out_of_memory, memory_advice
 from stepgraph.train.schedule import lr_at
 from stepgraph.train.signals import StopSignals
@@ -40,12 +51,14 @@ def run(config: TrainConfig) -> int:
     Errors of use raise ``ValueError`` with one line; those found before the run begins leave no run folder behind.
     """
     config.validate()
-    try:
-        run = Run(config)
-    except KeyboardInterrupt:
-        print("error: interrupted before the run began", file=sys.stderr)
-        return 130
-    return run.train()
+    device = build.pick_device(config.device)
+    with parallel.started(config.mesh_spec, device.type) as mesh:
+        try:
+            run = Run(config, device, mesh)
+        except KeyboardInterrupt:
+            print("error: interrupted before the run began", file=sys.stderr)
+            return 130
+        return run.train()
 
 
 @dataclass
@@ -65,18 +78,18 @@ class NotFiniteError(RuntimeError):
 
 
 class Run:
-    """One training run: everything it holds, and the loop."""
+    """One training run: everything it holds, and the loop. Every rank of a mesh has one; rank 0 prints and writes."""
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None):
         self.config = config
         self.started = time.perf_counter()
-        self.device = build.pick_device(config.device)
+        self.device, self.mesh, self.ranks = device, mesh, Ranks()
+        self.speaks = self.ranks.rank == 0
+        self.say = _print if self.speaks else _say_nothing
         self.runs_ahead = self.device.type == "cuda"
         if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
             raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
-        path = config.run_folder()
-        if not config.resume:
-            require_unused(path)  # before the data is opened, which may take long
+        path = self.ranks.first(lambda: _choose_folder(config))  # before the data is opened, which may take long
         build.seed_all(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -88,48 +101,68 @@ class Run:
                 f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
             )
         sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+        if mesh is not None:  # ranks of one tp group read the same
+            sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
         self.validation = validation_batches(data.source, data.tokenizer, n=config.val_batches, **sizes)
         sizes["batch_size"] *= config.accumulate
         self.loader = PackedLoader(data.source, data.tokenizer, **sizes, seed=config.seed)
-        self.unigram = unigram_entropy(data.source, data.tokenizer)
+        self.unigram = self.ranks.first(lambda: unigram_entropy(data.source, data.tokenizer))
 
-        self.model = build.build_model(config, self.device)
+        self.model = build.build_model(config, device, mesh)
         self.optimizer = build.build_optimizer(config, self.model)
-        self.loss_fn = build.build_loss(config, self.device)
+        self.loss_fn = build.build_loss(config, device, mesh)
         self.done = {"step": 0, "tokens": 0}
 
-        self.checkpointer = Checkpointer(path / "checkpoints", keep=config.keep_checkpoints)
+        layout = None if mesh is None else str(mesh.spec)
+        self.checkpointer = Checkpointer(path / "checkpoints", keep=config.keep_checkpoints, mesh=layout)
         self.saved_step: int | None = None
         if config.resume:
             self._load(path)
-        try:
-            self.folder = RunFolder(path, resume_step=self.saved_step)
-        except OSError as failure:
-            raise ValueError(f"cannot write the run folder {path}: {failure.strerror}; choose another") from failure
+        self.folder: RunFolder | SilentFolder = SilentFolder(path)
+        self.ranks.first(self._open_folder)
 
-        self.params = num_params(self.model)
+        self.params = config.model.num_params()
         self.flops_per_token = flops_per_token(config.model, config.seq_len)
-        self.peak = build.device_peak(config, self.device)
+        peak = build.device_peak(config, device)
+        self.peak = peak and peak * self.ranks.world  # of all devices together
         self.captured: stepgraph.CapturedStep | None = None
         self.capture_s: float | None = None
         self.finished = 0  # steps that this process has done
         self.times_ms: list[float] = []
         self.last_loss: float | None = None
         self.val_loss: float | None = None
-        self.signals = StopSignals()
+        self.signals = StopSignals(patient=self.ranks.world > 1)
 
-        _print(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {build.device_name(self.device)}")
-        _print(f"run folder {path}" + (f", resumed after step {self.step}" if config.resume else ""))
-        _print(f"config {_config_line(config)}")
-        _print(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
-        _print(f"model {self.params:,} parameters, {config.tokens_per_step:,} tokens per step")
+        self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {build.device_name(self.device)}")
+        self.say(f"run folder {path}" + (f", resumed after step {self.step}" if config.resume else ""))
+        self.say(f"config {_config_line(config)}")
+        self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
+        over = "" if mesh is None else f", mesh {mesh.spec} of {mesh.spec.size} ranks"
+        self.say(f"model {self.params:,} parameters, {config.tokens_per_step:,} tokens per step{over}")
         self.folder.write_config(config)
         self.folder.write_environment(environment())
 
+    def _open_folder(self) -> None:
+        path = self.folder.path
+        try:
+            self.folder = RunFolder(path, resume_step=self.saved_step)
+        except OSError as failure:
+            raise ValueError(f"cannot write the run folder {path}: {failure.strerror}; choose another") from failure
+
     def _load(self, path: Path) -> None:
-        """Continue from the newest checkpoint of the run in ``path``."""
+        """Continue from the newest checkpoint of the run in ``path``.
+
+        On another mesh than the one that saved it, ranks have no data position of their own to go on from: the data
+        goes on with the next epoch's order.
+        """
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.checkpointer.load(resolve(path), self.state)
+        path = self.ranks.first(lambda: resolve(path))
+        if self.checkpointer.is_of_this_mesh(path):
+            self.checkpointer.load(path, self.state)
+        else:
+            self.checkpointer.load(path, {k: v for k, v in self.state.items() if k != "loader"}, rng=False)
+            self.loader.start_epoch(1 + max(state["epoch"] for state in loader_states(path)))
+            self.say(f"the checkpoint is of another mesh: the data goes on with epoch {self.loader.epoch}")
         for group, given in zip(self.optimizer.param_groups, options, strict=True):
             group.update(given)  # --weight-decay and the like may be changed on --resume
         if self.step >= self.config.steps:
@@ -161,7 +194,7 @@ class Run:
                 self._save()
                 if finished and self.config.export_hf is not None:
                     save_hf(self.model, self.config.export_hf)
-                    _print(f"weights for Hugging Face in {self.config.export_hf}")
+                    self.say(f"weights for Hugging Face in {self.config.export_hf}")
                 status = "finished" if finished else "interrupted"
         except (NotFiniteError, OSError) as failure:
             error = str(failure)
@@ -182,14 +215,14 @@ class Run:
     def _capture(self) -> None:
         start = time.perf_counter()
         batch = build.example_batch(self.config, self.device)
-        dump = self.folder.graphs if self.config.dump_graphs else None
+        dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
         self.capture_s = time.perf_counter() - start
         graph = self.captured.graph
         phases = ", ".join(f"{phase} {n:,}" for phase, n in graph.count_by_phase().items())
-        _print(f"graph captured in {graph.capture_s:.1f} s; nodes after passes: {phases}")
-        _print(passes.format_report(self.captured.report))
-        _print(f"ready after {self.capture_s:.1f} s, of it compile {self._compile_s():.1f} s")
+        self.say(f"graph captured in {graph.capture_s:.1f} s; nodes after passes: {phases}")
+        self.say(passes.format_report(self.captured.report))
+        self.say(f"ready after {self.capture_s:.1f} s, of it compile {self._compile_s():.1f} s")
         self.folder.write_graph(graph.text())
         self._write_passes()
 
@@ -201,8 +234,9 @@ class Run:
         config = self.config
         launched: Launched | None = None
         self.last_time = time.perf_counter()
-        with Progress(config.steps, start_step=self.step) as progress:
-            while self.step < config.steps and not self.signals.received:
+        console = None if self.speaks else Console(quiet=True)
+        with Progress(config.steps, start_step=self.step, console=console) as progress:
+            while self.step < config.steps and not self._asked_to_stop():
                 previous, launched = launched, self._launch()
                 if previous:
                     self._finish(previous, progress)
@@ -221,9 +255,18 @@ class Run:
             if launched:
                 self._finish(launched, progress)
             if self.step < config.steps:
-                why = f"{self.signals.received}: stopping after step {self.step}"
+                why = f"{self.signals.received or 'a signal to another rank'}: stopping after step {self.step}"
                 progress.note(f"{why}; continue with --resume {self.folder.path}")
         self._write_passes()  # what the first steps compiled and recorded is known now
+
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal reached any rank: all must stop after the same step, or one would wait for ever."""
+        received = self.signals.received is not None
+        if self.ranks.world == 1:
+            return received
+        anywhere = torch.tensor(int(received))  # on the CPU, which does not wait for the GPU
+        torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX)
+        return bool(anywhere)
 
     def _launch(self) -> Launched:
         """Start the next step on the next batch."""
@@ -266,7 +309,8 @@ class Run:
         """Stop the run, and keep the batch, if ``value`` is not finite: nothing after it can be of use."""
         if math.isfinite(value):
             return
-        path = self.folder.path / f"bad-batch-step-{step}.pt"
+        rank = f"-rank-{self.ranks.rank}" if self.ranks.world > 1 else ""
+        path = self.folder.path / f"bad-batch-step-{step}{rank}.pt"
         torch.save({k: v.cpu() for k, v in batch.items()}, path)
         again = "start again" if self.saved_step is None else f"--resume {self.folder.path} (step {self.saved_step})"
         raise NotFiniteError(f"{what} is {value}; its batch is kept in {path}; {again} with a lower --lr")
@@ -318,11 +362,11 @@ class Run:
         self.folder.close()
         if status == "finished":
             below = "below" if self.val_loss < self.unigram else "not below"
-            _print(
+            self.say(
                 f"done: {self.step} steps in {format_seconds(summary.wall_s)}; validation loss {self.val_loss:.4f} "
                 f"nats, {below} the unigram entropy {self.unigram:.4f}"
             )
-        _print(f"records in {self.folder.path} (summary.json, loss.png, metrics.jsonl, tb/)")
+        self.say(f"records in {self.folder.path} (summary.json, loss.png, metrics.jsonl, tb/)")
 
     def _compile_s(self) -> float | None:
         return sum(report.compile_s for report in self.captured.report) if self.captured else None
@@ -330,6 +374,17 @@ class Run:
     def _write_passes(self) -> None:
         reports = self.captured.report
         self.folder.write_passes(passes.format_report(reports) + "\n", [dataclasses.asdict(r) for r in reports])
+
+
+def _say_nothing(*_: object) -> None:
+    """What ranks other than 0 print."""
+
+
+def _choose_folder(config: TrainConfig) -> Path:
+    path = config.run_folder()
+    if not config.resume:
+        require_unused(path)
+    return path
 
 
 def _config_line(config: TrainConfig) -> str:

@@ -23,7 +23,7 @@ EXPAND = replace(get("expand_optimizer"), needs_cuda=False)  # on a GPU it pays;
 def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
     config = Llama3Config(64, 2, 4, 2, 128, 320, 64)
     model = Llama3(config)
-    model.init_weights(torch.Generator().manual_seed(0))
+    model.init_weights(0)
     for param in model.parameters():
         param.data = param.data.to(dtype)
     return model
@@ -31,7 +31,7 @@ def llama(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def golf() -> nn.Module:
     model = Golf(GolfConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=320))
-    model.init_weights(torch.Generator().manual_seed(0))
+    model.init_weights(0)
     return model
 
 
@@ -106,8 +106,9 @@ def test_expanded_adamw_is_the_fused_one_up_to_rounding(dtype, maximize):
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(b["exp_avg"], a["exp_avg"], rtol=tolerance, atol=tolerance * 1e-2)
     for a, b in zip(*(m.parameters() for m in models), strict=True):
-        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance * 1e-1)
+        # An element whose gradient is nearly zero moves by noise over noise: a two-thousandth of an update of 1e-2.
+        rtol, atol = (1e-5, 5e-6) if dtype == torch.float32 else (2e-2, 2e-3)
+        torch.testing.assert_close(b, a, rtol=rtol, atol=atol)
 
 
 def test_expansion_takes_clipping_in_place_with_it():

@@ -202,8 +202,8 @@ def test_inductor_compiles_on_request_and_keeps_the_losses_close(finished, train
 def test_running_one_step_ahead_of_the_host_as_on_a_gpu_changes_no_record(finished, trainer, tmp_path, monkeypatch):
     original = Run.__init__
 
-    def ahead(self, config):
-        original(self, config)
+    def ahead(self, *args):
+        original(self, *args)
         self.runs_ahead = True
 
     monkeypatch.setattr(Run, "__init__", ahead)

@@ -109,6 +109,10 @@ class PackedLoader:
         part = np.array_split(documents, self._world_size)[self._rank]
         return _Cursor(self._source, self._tokenizer, part, position, offset)
 
+    def start_epoch(self, epoch: int) -> None:
+        """Go on with the first document of ``epoch``'s order."""
+        self.epoch, self._cursor, self._last_token = epoch, self._cursor_at(epoch, 0, 0), self._tokenizer.eos_id
+
     def state_dict(self) -> dict[str, int | str | bool]:
         """The position after the batches given so far: a few JSON values, and what they belong to.
 

@@ -1,0 +1,84 @@
+"""`parallelize`: a plain model, made parallel in place."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from stepgraph.parallel.fsdp import layouts, parametrize
+from stepgraph.parallel.layout import Layout
+from stepgraph.parallel.mesh import Mesh
+from stepgraph.parallel.tensor import check_plan, style_of
+
+
+@torch.no_grad()
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Mapping[str, str] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """Shard the parameters of ``model`` over ``mesh``, in place, and return it.
+
+    Afterwards each parameter is a DTensor that holds this rank's shard and keeps its dtype; optimizers work on shards.
+    A model on the meta device gets uninitialized shards on ``device`` and never exists whole; its buffers are
+    allocated there too (see `stepgraph.parallel.init` for the weights). A model with values keeps them: every rank
+    must hold the same ones.
+
+    Args:
+        plan: patterns of module paths (``layers.*.mlp.up_proj``) and the style of each, one of ``STYLES``: how tensor
+            parallelism splits the model. Needed where the mesh has ``tp``, and without effect elsewhere.
+        device: where the shards live; None: where the parameters are.
+        param_dtype: dtype that parameters are gathered and used in; None: their own.
+        reduce_dtype: dtype that gradients are reduced in.
+
+    Raises ``ValueError`` for a plan that does not cover the model or that ``tp`` does not divide, and for a model that
+    is parallel already.
+    """
+    if layouts(model):
+        raise ValueError("the model is parallel already; build a new one to parallelize it differently")
+    tp = mesh.axis("tp")
+    if tp is not None:
+        if plan is None:
+            raise ValueError(f"mesh {mesh.spec} splits tensors and the model has no plan; give plan= or drop tp")
+        check_plan(model, plan, tp.size())
+    stored: dict[int, tuple[nn.Parameter, int | None]] = {}
+    for path, module in list(model.named_modules()):
+        style = style_of(path, module, plan) if tp is not None else None
+        found: dict[str, Layout] = {}
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            dim = style.split.get(name) if style else None
+            dtype = param_dtype if param_dtype and param.is_floating_point() else param.dtype
+            layout = Layout(param.shape, mesh, dim, dtype, reduce_dtype)
+            shard, first_dim = stored.setdefault(id(param), (_shard(param, layout, device), dim))
+            if dim != first_dim:  # a tied parameter
+                full = f"{path}.{name}"
+                raise ValueError(f"the plan splits {full}, which is tied, in two ways; make its styles agree")
+            module._parameters[name], found[name] = shard, layout
+        forward = partial(_with_mesh, style.forward, tp) if style and style.forward else None
+        if found or forward:
+            parametrize(module, found, forward)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and device is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+    return model
+
+
+def _with_mesh(forward, tp, module, base, *args):
+    return forward(module, base, tp, *args)
+
+
+def _shard(param: nn.Parameter, layout: Layout, device: torch.device | str | None) -> nn.Parameter:
+    local = torch.empty(layout.local_shape, dtype=param.dtype, device=device or param.device)
+    if not param.is_meta:
+        part = param[tuple(slice(start, stop) for start, stop in layout.region)] if param.ndim else param
+        layout.own(local).copy_(part)
+    if layout.padded:
+        local[layout.own(local).shape[0] :].zero_()
+    return nn.Parameter(layout.store(local), requires_grad=param.requires_grad)

@@ -1,0 +1,66 @@
+"""FSDP as a parametrization: a parameter is stored as this rank's shard and gathered where the model reads it.
+
+``module.weight`` becomes a property. Reading it redistributes the stored DTensor: one all-gather over ``dp_shard`` in
+``param_dtype`` forward, one reduce-scatter of the mean gradient in ``reduce_dtype`` backward. Where ranks hold the same
+shard (``dp_replicate``, and ``tp`` for parameters that it does not split) the shard's gradient is then all-reduced.
+A trace records these as plain collectives, and passes bucket and move them.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (stage 3).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from stepgraph.parallel.layout import Layout
+
+_LAYOUTS = "_stepgraph_layouts"
+
+
+def unshard(stored: DTensor, layout: Layout) -> torch.Tensor:
+    """The parameter as the model reads it: a plain tensor, whole but for tensor parallelism's split."""
+    mesh, reduced = layout.mesh, layout.at_rest()
+    dtypes = {"forward_dtype": layout.param_dtype, "backward_dtype": layout.reduce_dtype}
+    if layout.unreduced() != reduced:
+        # Redistributing to where it lies is nothing forward; backward it reduces what comes back partial.
+        casts = {} if layout.sharded else dtypes
+        local = stored.redistribute(placements=reduced, **casts).to_local(grad_placements=layout.unreduced())
+    else:
+        local = stored.to_local()
+    if not layout.sharded:
+        return local if local.dtype == layout.param_dtype else local.to(layout.param_dtype)
+    shard = DTensor.from_local(local, mesh.axis("dp_shard"), [Shard(0)], run_check=False)
+    whole = shard.redistribute(placements=[Replicate()], **dtypes).to_local(grad_placements=[Partial("avg")])
+    return whole[: layout.rows] if layout.padded else whole
+
+
+def parametrize(module: nn.Module, layouts: dict[str, Layout], forward: Callable | None) -> None:
+    """Give ``module`` gathering properties for its own parameters in ``layouts``, and ``forward(module, base, *args)``
+    around the forward of its class, ``base``.
+
+    The module gets a class of its own, derived from the one it has, under the same name.
+    """
+    base = type(module)
+    members: dict[str, Any] = {name: property(_getter(name)) for name in layouts}
+    if forward is not None:
+        members["forward"] = lambda self, *args: forward(self, partial(base.forward, self), *args)
+    members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    module.__class__ = type(base.__name__, (base,), members)
+    setattr(module, _LAYOUTS, layouts)
+
+
+def _getter(name: str) -> Callable[[nn.Module], torch.Tensor]:
+    return lambda module: unshard(module._parameters[name], getattr(module, _LAYOUTS)[name])
+
+
+def layouts(model: nn.Module) -> dict[str, Layout]:
+    """The layout of every parameter of a parallel model by its fully qualified name; empty for any other model."""
+    return {
+        f"{path}.{name}" if path else name: layout
+        for path, module in model.named_modules()
+        for name, layout in vars(module).get(_LAYOUTS, {}).items()
+    }

@@ -1,0 +1,96 @@
+"""The loss of a parallel model: mean over the mesh, and cross entropy over a vocabulary that ranks share."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from stepgraph import compat
+from stepgraph.parallel.mesh import Mesh
+
+IGNORE = -100  # torch's own default: the target that does not count
+LossFn = Callable[[nn.Module, Any], torch.Tensor]
+
+
+def mean_over_mesh(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The mean of all ranks' ``loss`` on every rank, in value only.
+
+    The gradient is that of this rank's own loss: the mean over ranks is taken when gradients are reduced.
+    """
+    return _Mean.apply(loss, mesh)
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        # Ranks of one tp group have the same loss, so the mean over all ranks is that over the data-parallel ones.
+        return compat.all_reduce(loss, "sum", dist.group.WORLD) / mesh.spec.size
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def cross_entropy(
+    logits: torch.Tensor,  # (N, V / tp), this rank's part of the vocabulary
+    targets: torch.Tensor,  # (N,) int64, in the whole vocabulary
+    tp: DeviceMesh,
+    ignore_index: int = IGNORE,
+) -> torch.Tensor:
+    """``F.cross_entropy`` in fp32 of logits whose vocabulary is split over ``tp``: a scalar, the same on every rank.
+
+    The logits are never gathered: ranks exchange a maximum, a sum of exponentials and one logit per token. Kept for
+    backward are the logits as they are and two numbers per token.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
+    """
+    return _CrossEntropy.apply(logits, targets, tp, ignore_index)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, tp: DeviceMesh, ignore_index: int
+    ) -> torch.Tensor:
+        x, group = logits.float(), tp.get_group()
+        counted = targets != ignore_index
+        column = targets - tp.get_local_rank() * x.shape[1]
+        here = counted & (column >= 0) & (column < x.shape[1])
+        column = column.masked_fill(~here, 0)
+        highest = compat.all_reduce(x.amax(dim=1), "max", group)
+        total = (x - highest.unsqueeze(1)).exp().sum(dim=1)
+        picked = (x.gather(1, column.unsqueeze(1)).squeeze(1) - highest).masked_fill(~here, 0.0)
+        total, picked = compat.all_reduce(torch.stack([total, picked]), "sum", group).unbind()
+        log_total = total.log()
+        count = counted.sum()
+        ctx.save_for_backward(logits, highest + log_total, column.masked_fill(~here, -1), counted, count)
+        return (log_total - picked).masked_fill(~counted, 0.0).sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, log_sum, column, counted, count = ctx.saved_tensors
+        slope = torch.where(counted, grad / count, 0.0).unsqueeze(1)
+        probability = (logits.float() - log_sum.unsqueeze(1)).exp()
+        hit = torch.arange(logits.shape[1], device=logits.device) == column.unsqueeze(1)
+        return ((probability - hit.float()) * slope).to(logits.dtype), None, None, None
+
+
+def next_token_loss(mesh: Mesh) -> LossFn:
+    """``loss_fn(model, batch)`` for a model parallelized over ``mesh``, as `stepgraph.models.next_token_loss`.
+
+    Each data-parallel rank gives its own batch, ranks of one tp group the same; the loss is the mean over the mesh.
+    """
+    tp = mesh.axis("tp")
+
+    def loss_fn(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits, targets = model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
+        if tp is not None:
+            loss = cross_entropy(logits, targets, tp)
+        else:
+            loss = nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE)
+        return mean_over_mesh(loss, mesh)
+
+    return loss_fn

@@ -1,0 +1,67 @@
+"""The processes of a run: what torchrun started, and the process group among them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from stepgraph.parallel.mesh import Mesh, MeshSpec
+
+
+def launched() -> bool:
+    """Whether torchrun (or what it is made of) started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size() -> int:
+    """Ranks that were started; 1 for a process that stands alone."""
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
+def is_first() -> bool:
+    """Whether this process speaks for all: rank 0, or alone."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
+@contextlib.contextmanager
+def started(spec: MeshSpec | None, device_type: str) -> Iterator[Mesh | None]:
+    """The mesh ``spec`` over the processes that were started, its process groups open while inside.
+
+    Each rank of a machine takes the GPU of its local rank. CPU tensors go through gloo also where GPUs use NCCL. None,
+    and nothing is opened, without a ``spec``. Raises ``ValueError`` where processes and mesh do not agree.
+    """
+    world = world_size()
+    if spec is None:
+        if world > 1:
+            raise ValueError(f"this is one of {world} processes and no mesh says what for: add --mesh fsdp={world}")
+        yield None
+        return
+    if world == 1 and spec.size > 1:
+        raise ValueError(
+            f"mesh {spec} has {spec.size} ranks and this process is alone: add --nproc {spec.size}, or start it with "
+            f"torchrun --nproc-per-node {spec.size} -m stepgraph"
+        )
+    spec.check_world(world)
+    backend = "gloo"
+    if device_type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        _take_gpu()
+    if launched():
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Mesh(spec, device_type)
+    finally:
+        dist.destroy_process_group()
+
+
+def _take_gpu() -> None:
+    local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local >= there:
+        raise ValueError(
+            f"local rank {local} has no GPU, this machine has {there}: start at most {there} processes on it"
+        )
+    torch.cuda.set_device(local)

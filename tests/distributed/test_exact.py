@@ -1,0 +1,136 @@
+"""The captured graph of a parallel model: bitwise the same program run eagerly, and the same training as one rank's."""
+
+import pytest
+import torch
+
+import stepgraph
+from stepgraph.capture import gradients, provenance
+from stepgraph.models import next_token_loss as one_rank_loss
+from stepgraph.parallel import next_token_loss
+from tests.distributed.ranks import (
+    TINY,
+    full,
+    global_batch,
+    make_mesh,
+    on_ranks,
+    own_batch,
+    parallel_model,
+    whole_model,
+)
+
+MESHES = {"fsdp=2": 2, "tp=2": 2, "fsdp=2,tp=2": 4, "hsdp=2x2": 4}
+STEPS, CLIP = 4, 0.5
+PARTS = 2  # microbatches of a step
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+def eager_step(model, loss_fn, batch, optimizer):
+    """Microbatches forward and backward, clipping over the mesh, and the update, without a graph."""
+    total = 0
+    for part in range(PARTS):
+        loss = loss_fn(model, {key: value.chunk(PARTS)[part] for key, value in batch.items()}) / PARTS
+        loss.backward()
+        total = total + loss.detach()
+    params = list(model.parameters())
+    clipped, norm = gradients.clip({i: p.grad.to_local() for i, p in enumerate(params)}, params, CLIP)
+    for i, param in enumerate(params):
+        param.grad.to_local().copy_(clipped[i])
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, norm
+
+
+def check_gradients(mesh, **options):
+    """Loss and gradients: graph and eager program agree bit for bit."""
+    loss_fn, batch = next_token_loss(mesh), own_batch(mesh, 0)
+    eager, captured = parallel_model(mesh, **options), parallel_model(mesh, **options)
+    loss = loss_fn(eager, batch)
+    loss.backward()
+    step = stepgraph.capture(captured, loss_fn, batch, passes="exact")
+    assert torch.equal(step(batch), loss)
+    for (name, a), b in zip(eager.named_parameters(), captured.parameters(), strict=True):
+        assert a.grad.placements == b.grad.placements == a.placements, name
+        assert torch.equal(a.grad.to_local(), b.grad.to_local()), name
+
+
+def check_training(mesh, **options):
+    """Loss, the norm of all gradients, and the parameters after every update: they agree bit for bit. The step."""
+    loss_fn = next_token_loss(mesh)
+    eager, captured = parallel_model(mesh, **options), parallel_model(mesh, **options)
+    optimizers = adamw(eager), adamw(captured)
+    step = stepgraph.capture(
+        captured, loss_fn, own_batch(mesh, 0), optimizers[1], max_grad_norm=CLIP, accumulate=PARTS, passes="exact"
+    )
+    for i in range(STEPS):
+        batch = own_batch(mesh, i)
+        loss, norm = eager_step(eager, loss_fn, batch, optimizers[0])
+        assert torch.equal(step(batch), loss), i
+        assert torch.equal(step.metrics["grad_norm"], norm), i
+        for (name, a), b in zip(eager.named_parameters(), captured.parameters(), strict=True):
+            assert torch.equal(a.to_local(), b.to_local()), (i, name)
+    return step
+
+
+def check_one_rank(mesh):
+    """The same losses, gradients and norm as one rank with the whole batch, but for the order of sums (fp32)."""
+    loss_fn = next_token_loss(mesh)
+    alone, model = whole_model(), parallel_model(mesh)
+    expected = one_rank_loss(alone, global_batch(0, mesh.spec.dp))
+    expected.backward()
+    loss = loss_fn(model, own_batch(mesh, 0))
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for (name, a), b in zip(alone.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, full(model, name, b.detach())), name
+        scale = a.grad.abs().max().item()
+        torch.testing.assert_close(full(model, name, b.grad), a.grad, rtol=0, atol=2e-6 * scale, msg=name)
+    params = list(model.parameters())
+    _, norm = gradients.clip({i: p.grad.to_local() for i, p in enumerate(params)}, params, CLIP)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()])
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+
+
+def check_collectives(mesh, step):
+    """How many collectives there are of each kind, and that every one knows its module, phase and source line."""
+    nodes = [n for n in step.graph.nodes() if "_c10d_functional" in str(n.target)]
+    for node in nodes:
+        found = provenance(node)
+        assert found and found.phase in ("forward", "loss", "backward", "optimizer"), node
+        assert found.phase in ("loss", "optimizer") or found.path, node
+        assert found.source, node
+
+    def count(kind, phase):
+        found = sum(kind in str(n.target) and provenance(n).phase == phase for n in nodes)
+        return found if phase == "optimizer" else found // PARTS
+
+    params, norms = 3 + 9 * TINY.n_layers, 1 + 2 * TINY.n_layers
+    sharded, tp, replicas = mesh.spec.dp_shard > 1, mesh.spec.tp > 1, mesh.spec.dp_replicate > 1
+    gathers, scatters = norms, 1 + 2 * TINY.n_layers  # of the sequence, under tp
+    assert count("all_gather", "forward") == params * sharded + gathers * tp
+    assert count("all_gather", "backward") == scatters * tp
+    assert count("reduce_scatter", "forward") == scatters * tp
+    assert count("reduce_scatter", "backward") == params * sharded + gathers * tp
+    assert count("all_reduce", "backward") == norms * tp + params * replicas
+    assert count("all_reduce", "loss") == 1 + 2 * tp
+    assert count("all_reduce", "optimizer") == 1
+    if sharded:  # FSDP's gathers belong to the modules that own the parameters
+        gathered = [n for n in nodes if "all_gather" in str(n.target) and provenance(n).phase == "forward"]
+        owners = {name.rpartition(".")[0] for name, _ in whole_model().named_parameters()}
+        assert owners <= {provenance(n).path for n in gathered}
+
+
+def _check(text):
+    mesh = make_mesh(text)
+    check_one_rank(mesh)
+    check_gradients(mesh)
+    reduce_dtype = torch.bfloat16 if mesh.spec.tp > 1 else torch.float32
+    check_collectives(mesh, check_training(mesh, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", MESHES)
+def test_mesh(text):
+    on_ranks(MESHES[text], _check, text)

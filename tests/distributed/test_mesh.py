@@ -1,0 +1,151 @@
+"""The mesh's text, its checks, and the plan's."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stepgraph import compat
+from stepgraph.models import Llama3
+from stepgraph.models.llama3 import TP_PLAN
+from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize
+from stepgraph.parallel.tensor import STYLES, check_plan, style_of
+from tests.distributed.ranks import TINY
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "shown"),
+    [
+        ("fsdp=4,tp=2", (1, 4, 2), "fsdp=4,tp=2"),
+        ("tp=2, fsdp=4", (1, 4, 2), "fsdp=4,tp=2"),
+        ("ddp=3", (3, 1, 1), "ddp=3"),
+        ("hsdp=2x4,tp=2", (2, 4, 2), "hsdp=2x4,tp=2"),
+        ("tp=8", (1, 1, 8), "fsdp=1,tp=8"),
+        ("fsdp=1", (1, 1, 1), "fsdp=1"),
+    ],
+)
+def test_parse(text, sizes, shown):
+    spec = MeshSpec.parse(text)
+    assert (spec.dp_replicate, spec.dp_shard, spec.tp) == sizes
+    assert str(spec) == shown and MeshSpec.parse(shown) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
+        ("", "unknown mesh axis '': choose one of ddp, fsdp, hsdp, tp"),
+        ("fsdp", "mesh 'fsdp': 'fsdp' has no size above 0; write it as in fsdp=2"),
+        ("fsdp=2x4", "mesh 'fsdp=2x4': 'fsdp=2x4' has no size above 0; write it as in fsdp=2"),
+        ("hsdp=8", "mesh 'hsdp=8': 'hsdp=8' has no size above 0; write it as in hsdp=2x4 (replicas x shards)"),
+        ("tp=0", "mesh 'tp=0': 'tp=0' has no size above 0; write it as in tp=2"),
+        ("tp=2,tp=2", "mesh 'tp=2,tp=2' names tp twice; name it once"),
+        ("ddp=2,fsdp=3", "mesh 'ddp=2,fsdp=3' has two data-parallel axes; shards with replicas are hsdp=2x3"),
+    ],
+)
+def test_texts_that_are_refused(text, message):
+    with pytest.raises(ValueError) as refused:
+        MeshSpec.parse(text)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "message"),
+    [
+        (
+            "fsdp=4,tp=2",
+            6,
+            "fsdp=4,tp=2 has 8 ranks and there are 6 processes: try --mesh fsdp=3,tp=2, or start 8",
+        ),
+        ("fsdp=4,tp=2", 1, "fsdp=4,tp=2 has 8 ranks and there is 1 process: try --mesh fsdp=1, or start 8"),
+        ("tp=4", 6, "fsdp=1,tp=4 has 4 ranks and there are 6 processes: try --mesh fsdp=2,tp=3, or start 4"),
+        ("hsdp=2x4", 4, "hsdp=2x4 has 8 ranks and there are 4 processes: try --mesh hsdp=2x2, or start 8"),
+        ("ddp=2", 3, "ddp=2 has 2 ranks and there are 3 processes: try --mesh ddp=3, or start 2"),
+    ],
+)
+def test_worlds_that_do_not_fit(text, world, message):
+    with pytest.raises(ValueError) as refused:
+        MeshSpec.parse(text).check_world(world)
+    assert str(refused.value) == f"mesh {message}"
+
+
+def test_tp_must_divide():
+    with pytest.raises(ValueError, match=r"^tp=3 does not divide n_heads=32; try tp=2 or tp=4$"):
+        MeshSpec(tp=3).check_divides({"n_heads": 32, "n_kv_heads": 8})
+    with pytest.raises(ValueError, match=r"^tp=16 does not divide n_kv_heads=8; try tp=8$"):
+        MeshSpec(tp=16).check_divides({"n_heads": 32, "n_kv_heads": 8})
+
+
+@pytest.fixture
+def world():
+    compat.init_fake_world(5, 8)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ranks_count_tp_fastest(world):
+    mesh = Mesh(MeshSpec.parse("hsdp=2x2,tp=2"), "cpu")
+    assert (mesh.place("dp_replicate"), mesh.place("dp_shard"), mesh.place("tp")) == (1, 0, 1)
+    assert mesh.dp_place == 2
+    assert mesh.axis("tp").mesh.tolist() == [4, 5]
+    assert mesh.axis("dp_shard").mesh.tolist() == [5, 7]
+    assert mesh.axis("dp_replicate").mesh.tolist() == [1, 5]
+    assert Mesh(MeshSpec.parse("fsdp=8"), "cpu").axis("tp") is None
+    with pytest.raises(ValueError, match="mesh fsdp=4 has 4 ranks and there are 8 processes"):
+        Mesh(MeshSpec.parse("fsdp=4"), "cpu")
+
+
+def test_patterns_match_whole_paths():
+    linear, norm = nn.Linear(2, 2), nn.RMSNorm(2)
+    assert style_of("layers.11.attn.q_proj", linear, TP_PLAN).split == {"weight": 0, "bias": 0}
+    assert style_of("layers.3", nn.Module(), TP_PLAN) is None
+    assert style_of("layers.3.norm", norm, TP_PLAN) is None
+    with pytest.raises(ValueError, match=r"^layers.0.mlp.up_proj is a RMSNorm, and style 'columns' is for nn.Linear"):
+        style_of("layers.0.mlp.up_proj", norm, TP_PLAN)
+    with pytest.raises(ValueError, match=r"^unknown tensor-parallel style 'colums': did you mean 'columns'\?$"):
+        style_of("head", linear, {"head": "colums"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers.*.mlp.gate": "columns"}, "names 'layers.*.mlp.gate', which no module is; remove it from the plan"),
+        (
+            {"head": None},
+            f"has no style for head.weight; add one of {', '.join(STYLES)}",
+        ),
+    ],
+)
+def test_plans_that_do_not_fit(change, message):
+    plan = {key: value for key, value in (TP_PLAN | change).items() if value}
+    with pytest.raises(ValueError) as refused:
+        check_plan(Llama3(TINY), plan, 2)
+    assert str(refused.value) == f"the tensor-parallel plan {message}"
+
+
+def test_models_that_are_refused(world):
+    with pytest.raises(ValueError, match=r"^tp=8 does not divide dimension 0 of embed.weight, 130; try tp=5$"):
+        parallelize(Llama3(TINY), Mesh(MeshSpec.parse("tp=8"), "cpu"), TP_PLAN)
+    mesh = Mesh(MeshSpec.parse("fsdp=4,tp=2"), "cpu")
+    with pytest.raises(ValueError, match=r"^mesh fsdp=4,tp=2 splits tensors and the model has no plan; give plan="):
+        parallelize(Llama3(TINY), mesh)
+    model = parallelize(Llama3(TINY), mesh, TP_PLAN)
+    with pytest.raises(ValueError, match=r"^the model is parallel already; build a new one"):
+        parallelize(model, mesh, TP_PLAN)
+    tied = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    with pytest.raises(ValueError, match=r"^the plan splits b.weight, which is tied, in two ways; make its"):
+        parallelize(tied, mesh, {"a": "columns", "b": "rows"})
+
+
+def test_what_parallelize_leaves(world):
+    model = parallelize(Llama3(TINY), Mesh(MeshSpec.parse("fsdp=4,tp=2"), "cpu"), TP_PLAN)
+    assert isinstance(model, Llama3) and repr(model) == repr(Llama3(TINY))
+    assert model.state_dict().keys() == Llama3(TINY).state_dict().keys()
+    found = layouts(model)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    # 130 rows: 65 on each of two tp ranks, 17 on each of four shards, 3 of them padding.
+    assert found["embed.weight"].padded and model._modules["embed"]._parameters["weight"].shape == (136, 48)
+    assert found["embed.weight"].without_padding(model.embed._parameters["weight"]).shape == (130, 48)
+    assert found["layers.0.attn.o_proj.weight"].local_shape == (12, 24)
+    assert torch.equal(found["norm.weight"].own(torch.arange(12)), torch.arange(12))
