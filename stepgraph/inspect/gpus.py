@@ -1,8 +1,8 @@
 """GPUs and what joins them: the published figures that a forecast is made of, and the cost of a collective.
 
 Collectives follow an alpha-beta model: a latency by number of ranks and nodes, plus bytes by the slowest link's
-bandwidth. Each takes the cheaper of two NCCL protocols: Simple, which reaches full bandwidth, and LL, which sends a flag
-with every four bytes of data and so half the bandwidth, at lower latency.
+bandwidth. Each takes the cheaper of two NCCL protocols: Simple, which reaches full bandwidth, and LL, which sends a
+flag with every four bytes of data and so half the bandwidth, at lower latency.
 
 Source for the latencies (ring): NCCL 2.27, src/graph/tuning.cc, ``baseLatencies`` and ``hwLatencies``.
 """
@@ -64,7 +64,7 @@ def collective_seconds(gpu: Gpu, kind: str, nbytes: int, ranks: Sequence[int]) -
     if n == 1:
         return 0.0
     rounds = 2 if kind == "all_reduce" else 1
-    # Each rank passes on all parts but one; between nodes a ring runs over as many adapters as the group has ranks there.
+    # Each rank passes on all parts but one; between nodes, rings use the adapters of all the group's ranks there.
     over_nvlink = nbytes * (n - 1) / n / gpu.nvlink
     over_network = nbytes * (nodes - 1) / nodes / (n / nodes * gpu.network)
     slowest = max(over_nvlink if n > nodes else 0.0, over_network)

@@ -129,7 +129,7 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
 def _captured(config: TrainConfig, mesh: parallel.Mesh) -> StepGraph:
     device = torch.device("cpu")
     with compat.fake_mode():
-        model = build.build_model(config, device, mesh)
+        model = build.empty_model(config, device, mesh)
         optimizer = build.build_optimizer(config, model)
         batch = build.example_batch(config, device)
     loss = build.build_loss(config, device, mesh)

@@ -1,7 +1,7 @@
 """When every node runs: one compute stream in the graph's order, one stream for each process group's collectives.
 
-A collective starts when what it reads is computed and its group's earlier collectives are done; a wait holds the compute
-stream until its collective is done, and that time is the collective's exposed time.
+A collective starts when what it reads is computed and its group's earlier collectives are done; a wait holds the
+compute stream until its collective is done, and that time is the collective's exposed time.
 """
 
 from dataclasses import dataclass
