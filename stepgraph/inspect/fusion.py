@@ -62,7 +62,9 @@ class Fusion:
             fusible.add(node)
             for source in sources:
                 if source in fusible and level[source] == level[node] and _side(source) == _side(node):
-                    self._parent[self.kernel(source)] = self.kernel(node)
+                    other, own = self.kernel(source), self.kernel(node)
+                    if other is not own:
+                        self._parent[other] = own
 
     def kernel(self, node: fx.Node) -> fx.Node:
         """The node that stands for ``node``'s kernel."""
