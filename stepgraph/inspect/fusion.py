@@ -14,7 +14,8 @@ aten = torch.ops.aten
 _FUSIBLE = {
     aten._to_copy, aten.clone, aten.sum, aten.mean, aten.amax, aten.where, aten.masked_fill, aten.expand, aten.cat,
     aten.arange, aten.scalar_tensor, aten.ones_like, aten.zeros_like, aten.full_like, aten.full, aten.pow,
-    aten.linalg_vector_norm, aten.gather, aten.stack, aten.silu_backward,
+    aten.linalg_vector_norm, aten.gather, aten.stack, aten.silu_backward, aten._log_softmax,
+    aten._log_softmax_backward_data,
 }  # fmt: skip
 
 
@@ -47,7 +48,7 @@ class Fusion:
 
     Two fusible nodes are one kernel if one reads the other and no other kind of node lies on a path between them: a
     node's level counts the nodes that cannot be fused on the longest path to it, and equal levels exclude one between.
-    Forward and backward are never joined. With ``fused`` False each node is a kernel of its own.
+    Forward and backward are never joined; the loss goes with backward. With ``fused`` False each node is a kernel of its own.
     """
 
     def __init__(self, graph: fx.Graph, aliases: Aliases, fused: bool):
@@ -78,4 +79,4 @@ class Fusion:
 
 def _side(node: fx.Node) -> str:
     phase = phase_of(node)
-    return "forward" if phase == "loss" else phase
+    return "backward" if phase == "loss" else phase

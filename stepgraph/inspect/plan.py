@@ -18,6 +18,7 @@ from stepgraph.inspect.roofline import Roofline
 from stepgraph.inspect.schedule import Schedule, simulate
 from stepgraph.models.flops import flops_per_token
 from stepgraph.passes.analysis import Aliases
+from stepgraph.passes.rematerialize import rematerialize
 from stepgraph.train import build
 from stepgraph.train.config import TrainConfig
 
@@ -106,7 +107,7 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
     try:
         mesh = parallel.Mesh(spec, "cpu")
         step = _captured(config, mesh)
-        passes.run_passes(step, passes.configured("exact", memory=config.memory, cuda_graph=False))
+        _rewrite(step, config)
         aliases = Aliases(step.graph)
         fusion = Fusion(step.graph, aliases, config.inductor == "full")
         roofline = Roofline(step.graph, aliases, fusion, gpu)
@@ -124,6 +125,16 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
         )
     finally:
         dist.destroy_process_group()
+
+
+def _rewrite(step: StepGraph, config: TrainConfig) -> None:
+    """The passes that decide what a step on a GPU keeps and moves. Kernels themselves are left to the roofline."""
+    chosen = passes.configured("exact", memory=config.memory, cuda_graph=False)
+    if config.passes == "default":
+        chosen.append(dataclasses.replace(passes.get("fuse_loss"), needs_cuda=False))
+    passes.run_passes(step, chosen, disable=config.disable_pass)
+    if config.inductor == "full":
+        rematerialize(step)
 
 
 def _captured(config: TrainConfig, mesh: parallel.Mesh) -> StepGraph:
