@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from stepgraph.errors import unknown_name
-from stepgraph.inspect.gpus import GPUS
-from stepgraph.inspect.memory import KINDS, Moment
+from stepgraph.inspect.gpus import GPUS, REACHED
+from stepgraph.inspect.memory import KINDS
 from stepgraph.inspect.plan import SETTINGS, Forecast, forecast
 from stepgraph.inspect.schedule import Collective
 from stepgraph.options import parse, value_of
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         raise unknown_name("gpu", options.gpu, GPUS)
     chosen = {key: getattr(options, key) for key in SETTINGS}
     result = forecast(dataclasses.replace(config, mesh=options.mesh, **chosen), GPUS[options.gpu])
-    show(result, Console(highlight=False))
+    show(result, Console(highlight=False, soft_wrap=True))
     if options.json is not None:
         options.json.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
     return 0
@@ -112,28 +112,25 @@ def show(result: Forecast, console: Console) -> None:
         f"{result.tokens / schedule.step_seconds / config.mesh_spec.size:,.0f} a GPU, MFU {result.mfu:.1%}; "
         f"{_time(result.overlapped_seconds)} if all communication were overlapped"
     )
-    console.print("An upper bound on speed: every kernel and link at its published peak.")
+    console.print(f"Kernels at {REACHED:.0%} of the published peaks, as measured on an H200; links at theirs.")
 
 
 def _memory_table(result: Forecast) -> Table:
-    table = _table("memory of a rank at its fullest", "phase", *KINDS, "total")
-    for phase in dict.fromkeys(moment.phase for moment in result.moments):
-        fullest = max((m for m in result.moments if m.phase == phase), key=lambda m: m.total)
-        table.add_row(phase, *_sizes(fullest), _size(fullest.total))
+    phases = list(dict.fromkeys(moment.phase for moment in result.moments))
+    fullest = [max((m for m in result.moments if m.phase == phase), key=lambda m: m.total) for phase in phases]
+    table = _table("a rank's memory, when it is fullest in each phase", ["kind"], phases)
+    for kind in KINDS:
+        table.add_row(kind, *(_size(m.bytes[kind]) if m.bytes[kind] else "" for m in fullest))
+    table.add_row("total", *(_size(m.total) for m in fullest))
     return table
 
 
-def _sizes(moment: Moment) -> Iterable[str]:
-    return (_size(moment.bytes[kind]) if moment.bytes[kind] else "" for kind in KINDS)
-
-
 def _collective_table(collectives: Iterable[Collective]) -> Table:
-    table = _table(
-        "collectives of a rank", "collective", "axis", "ranks", "phase", "dtype", "count", "bytes", "time", "exposed"
-    )
-    kinds: dict[tuple, list[Collective]] = {}
+    columns = ["count", "bytes", "time", "exposed"]
+    table = _table("a rank's collectives", ["phase", "collective", "axis x ranks", "dtype"], columns)
+    kinds: dict[tuple[str, ...], list[Collective]] = {}
     for c in collectives:
-        kinds.setdefault((c.kind, c.axis, str(c.ranks), c.phase, c.dtype), []).append(c)
+        kinds.setdefault((c.phase, c.kind, f"{c.axis} x {c.ranks}", c.dtype), []).append(c)
     for kind, members in kinds.items():
         table.add_row(
             *kind,
@@ -145,11 +142,13 @@ def _collective_table(collectives: Iterable[Collective]) -> Table:
     return table
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column(first, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+def _table(title: str, words: list[str], numbers: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.padding = (0, 0)
+    for column in words:
+        table.add_column(column)
+    for column in numbers:
+        table.add_column(column, justify="right")
     return table
 
 

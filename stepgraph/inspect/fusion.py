@@ -48,7 +48,8 @@ class Fusion:
 
     Two fusible nodes are one kernel if one reads the other and no other kind of node lies on a path between them: a
     node's level counts the nodes that cannot be fused on the longest path to it, and equal levels exclude one between.
-    Forward and backward are never joined; the loss goes with backward. With ``fused`` False each node is a kernel of its own.
+    Forward and backward are never joined; the loss goes with backward. With ``fused`` False each node is a kernel of
+    its own.
     """
 
     def __init__(self, graph: fx.Graph, aliases: Aliases, fused: bool):

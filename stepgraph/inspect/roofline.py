@@ -1,4 +1,4 @@
-"""Seconds of every node by the roofline: the larger of its arithmetic at peak and its memory traffic at bandwidth.
+"""Seconds of every node by the roofline: the larger of its arithmetic and its memory traffic, at what kernels reach.
 
 Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model", 2009.
 """
@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from stepgraph.inspect.fusion import Fusion, is_free, storage
-from stepgraph.inspect.gpus import Gpu
+from stepgraph.inspect.gpus import REACHED, Gpu
 from stepgraph.passes.analysis import Aliases, argument, is_overload, tensor_bytes, written_arguments
 
 aten = torch.ops.aten
@@ -73,7 +73,7 @@ class Roofline:
             self.flops += work
             peak = gpu.peak(_dtype(members[-1])) if work else gpu.peak(torch.float32)
             moved = _traffic(members, aliases, readers)
-            self.seconds[members[-1]] = max(work / peak, moved / gpu.bandwidth)
+            self.seconds[members[-1]] = max(work / peak, moved / gpu.bandwidth) / REACHED
 
 
 def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, list[fx.Node]]) -> int:
