@@ -1,12 +1,14 @@
 """GPUs and what joins them: the published figures that a forecast is made of, and the cost of a collective.
 
 Collectives follow an alpha-beta model: a latency by number of ranks and nodes, plus bytes by the slowest link's
-bandwidth. Each takes the cheaper of two NCCL protocols: Simple, which reaches full bandwidth, and LL, which sends a
-flag with every four bytes of data and so half the bandwidth, at lower latency.
+bandwidth. They run on rings, an all-reduce also on a tree between nodes, in the cheaper of two NCCL protocols: Simple,
+which reaches full bandwidth, and LL, which sends a flag with every four bytes of data and so half the bandwidth, at
+lower latency.
 
-Source for the latencies (ring): NCCL 2.27, src/graph/tuning.cc, ``baseLatencies`` and ``hwLatencies``.
+Source for the latencies: NCCL 2.27, src/graph/tuning.cc, ``baseLatencies`` and ``hwLatencies``.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,11 +58,12 @@ GPUS: dict[str, Gpu] = {
 }
 
 # Seconds: once a collective, a step over NVLink, a step over the network; and the share of bandwidth reached.
-_PROTOCOLS = {"simple": (8.4e-6, 3.4e-6, 14.0e-6, 1.0), "ll": (6.6e-6, 0.6e-6, 2.7e-6, 0.5)}
+_RING = ((8.4e-6, 3.4e-6, 14.0e-6, 1.0), (6.6e-6, 0.6e-6, 2.7e-6, 0.5))  # Simple, LL
+_TREE = ((8.4e-6, 4.0e-6, 14.0e-6, 1.0), (6.8e-6, 0.6e-6, 5.0e-6, 0.5))
 
 
 def collective_seconds(gpu: Gpu, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
-    """Seconds of a ring collective of ``kind`` (``all_gather``, ``reduce_scatter``, ``all_reduce``) over ``ranks``.
+    """Seconds of a collective of ``kind`` (``all_gather``, ``reduce_scatter``, ``all_reduce``) over ``ranks``.
 
     ``nbytes``: of the whole tensor, the larger side: what an all-gather returns and what a reduce-scatter takes.
     """
@@ -71,8 +74,13 @@ def collective_seconds(gpu: Gpu, kind: str, nbytes: int, ranks: Sequence[int]) -
     # Each rank passes on all parts but one; between nodes, rings use the adapters of all the group's ranks there.
     over_nvlink = nbytes * (n - 1) / n / gpu.nvlink
     over_network = nbytes * (nodes - 1) / nodes / (n / nodes * gpu.network)
-    slowest = max(over_nvlink if n > nodes else 0.0, over_network)
-    return min(
-        base + rounds * ((n - nodes) * step + (nodes - 1) * hop + slowest / share)
-        for base, step, hop, share in _PROTOCOLS.values()
-    )
+    transfer = max(over_nvlink if n > nodes else 0.0, over_network)
+
+    def cheapest(protocols: tuple, steps: float, hops: float) -> float:
+        costs = (base + rounds * (steps * step + hops * hop + transfer / share) for base, step, hop, share in protocols)
+        return min(costs)
+
+    ring = cheapest(_RING, n - nodes, nodes - 1)
+    if kind != "all_reduce":
+        return ring
+    return min(ring, cheapest(_TREE, n / nodes - 1, math.ceil(math.log2(nodes))))

@@ -137,6 +137,8 @@ def test_a_large_collective_runs_at_its_slowest_link():
 def test_a_small_collective_costs_its_latency():
     # NCCL's LL protocol: 6.6 us, and 0.6 us for each of seven steps.
     assert collective_seconds(GPUS["h100"], "all_gather", 64, range(8)) == pytest.approx(10.8e-6, rel=0.01)
+    # A tree between 64 machines: 6.8 us, twice seven steps of 0.6 us and twice six of 5 us.
+    assert collective_seconds(GPUS["h100"], "all_reduce", 4, range(512)) == pytest.approx(75.2e-6, rel=0.01)
 
 
 def test_published_figures():
