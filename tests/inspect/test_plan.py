@@ -101,6 +101,12 @@ def test_recomputation_trades_memory_for_flops(sharded):
     assert left[1] < left[0] / 2
 
 
+def test_a_loss_that_backward_computes_again(sharded):
+    again = forecast(config("fsdp=4", memory="selective"), GPUS["h200"])
+    assert again.flops == sharded.flops  # products are kept
+    assert again.peak.total <= sharded.peak.total
+
+
 def test_fused_kernels_move_and_keep_less(sharded):
     fused = forecast(config("fsdp=4", inductor="full"), GPUS["h200"])
     assert fused.schedule.compute_seconds < 0.8 * sharded.schedule.compute_seconds
