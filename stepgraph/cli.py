@@ -21,6 +21,7 @@ Capture a transformer's whole training step as one FX graph, rewrite it with exp
 commands:
   train [PRESET] [options]   train a model (default preset: llama3-debug); see stepgraph train --help
   bench NAME [options]       measure it beside eager and torch.compile; see stepgraph bench --help
+  plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
 
 options:
   -h, --help                 show this text and exit
@@ -70,9 +71,13 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph import bench
 
             return bench.main(rest)
+        case "plan":
+            from stepgraph.inspect import command as plan
+
+            return plan.main(rest)
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
-    raise unknown_name("command", command, ["train", "bench"])
+    raise unknown_name("command", command, ["train", "bench", "plan"])
 
 
 def parse_train(arguments: list[str]) -> "TrainConfig":

@@ -108,6 +108,8 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     last = by_target.get(aten._log_softmax_backward_data.default)
     if not (forward and backward and last) or len(readers) != 3:
         return "not a class loss with its backward alone"
+    if 0 not in getitem_users(forward):
+        return "backward computes the loss again, and forward's own is another"
     weight, reduction = forward.args[2:4]
     if weight is not None or reduction == _NONE:
         return "class weights, or a loss for each row"

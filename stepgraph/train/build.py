@@ -54,10 +54,20 @@ def device_peak(config: TrainConfig, device: torch.device) -> float | None:
 
 def build_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None = None) -> nn.Module:
     """The model on ``device`` in its precision, or this rank's shards of it, with weights from the seed or from
-    Hugging Face.
+    Hugging Face. The seed gives the same weights on every device and mesh."""
+    model = empty_model(config, device, mesh)
+    model.init_weights(config.seed, None if mesh is None else parallel.local_parts(model))
+    if config.precision == "bf16" and mesh is not None:
+        parallel.round_to(model, torch.bfloat16)
+    if config.init_from_hf is not None:
+        load_hf(model, config.init_from_hf)
+    return model
 
-    Built on the meta device first, so that it never exists twice, and under a mesh never whole. The seed gives the same
-    weights on every device and mesh.
+
+def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None = None) -> nn.Module:
+    """The model that `build_model` fills, its tensors allocated only.
+
+    Built on the meta device first, so that it never exists twice, and under a mesh never whole.
     """
     with torch.device("meta"):
         model = Llama3(config.model) if isinstance(config.model, Llama3Config) else Golf(config.model)
@@ -80,11 +90,6 @@ def build_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
             f"the model does not fit: its parameters alone take {needs:.1f} GiB, the {device.type} has "
             f"{memory_bytes(device) / 2**30:.1f} GiB; choose a smaller one"
         ) from failure
-    model.init_weights(config.seed, None if mesh is None else parallel.local_parts(model))
-    if bf16 and mesh is not None:
-        parallel.round_to(model, torch.bfloat16)
-    if config.init_from_hf is not None:
-        load_hf(model, config.init_from_hf)
     return model
 
 

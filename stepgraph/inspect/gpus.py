@@ -1,0 +1,86 @@
+"""GPUs and what joins them: the published figures that a forecast is made of, and the cost of a collective.
+
+Collectives follow an alpha-beta model: a latency by number of ranks and nodes, plus bytes by the slowest link's
+bandwidth. They run on rings, an all-reduce also on a tree between nodes, in the cheaper of two NCCL protocols: Simple,
+which reaches full bandwidth, and LL, which sends a flag with every four bytes of data and so half the bandwidth, at
+lower latency.
+
+Source for the latencies: NCCL 2.27, src/graph/tuning.cc, ``baseLatencies`` and ``hwLatencies``.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: GPUs that NVLink joins: those of one HGX or DGX machine.
+GPUS_PER_NODE = 8
+
+#: Share of the peaks, of arithmetic and of memory, that the kernels of whole steps reach. Source: steps measured on an
+#: H200 over the forecasts made of peaks alone (benchmarks/h200_golf.json: 48.8 ms to 34.5; h200_llama3-1b.json).
+REACHED = 0.72
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of an eight-GPU machine. ``flops``: peak dense FLOP/s of matrix products by dtype. ``memory``: bytes.
+    ``bandwidth``: of memory, bytes/s. ``nvlink``, ``network``: bytes/s of one GPU in one direction."""
+
+    name: str
+    flops: dict[torch.dtype, float]
+    memory: float
+    bandwidth: float
+    nvlink: float
+    network: float
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Peak FLOP/s of matrix products of ``dtype``, that of fp32 for any other dtype."""
+        return self.flops.get(dtype, self.flops[torch.float32])
+
+
+def _gpu(name: str, bf16: float, fp32: float, memory: float, bandwidth: float, nvlink: float, network: float) -> Gpu:
+    flops = {torch.bfloat16: bf16 * 1e12, torch.float16: bf16 * 1e12, torch.float32: fp32 * 1e12}
+    return Gpu(name, flops, memory * 1e9, bandwidth * 1e12, nvlink * 1e9, network * 1e9)
+
+
+#: TFLOP/s without sparsity, GB, TB/s, GB/s in one direction (data sheets give both directions together, and fp32
+#: without TF32). The network is one 400 Gb/s adapter a GPU.
+GPUS: dict[str, Gpu] = {
+    # NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 80 GB, 3.35 TB/s, NVLink 900 GB/s;
+    # DGX H100 data sheet: 8 ConnectX-7 of 400 Gb/s.
+    "h100": _gpu("H100 SXM", 989.5, 67, 80, 3.35, 450, 50),
+    # NVIDIA H200 data sheet, SXM: the same with 141 GB at 4.8 TB/s; DGX H200 data sheet: 8 ConnectX-7 of 400 Gb/s.
+    "h200": _gpu("H200 SXM", 989.5, 67, 141, 4.8, 450, 50),
+    # NVIDIA HGX B200 data sheet, per GPU: 4.5 PFLOPS bf16 with sparsity, 75 TFLOPS fp32; DGX B200 data sheet: 1,440 GB
+    # at 64 TB/s in all, NVLink 1.8 TB/s a GPU, 8 adapters of 400 Gb/s.
+    "b200": _gpu("B200", 2250, 75, 180, 8.0, 900, 50),
+}
+
+# Seconds: once a collective, a step over NVLink, a step over the network; and the share of bandwidth reached.
+_RING = ((8.4e-6, 3.4e-6, 14.0e-6, 1.0), (6.6e-6, 0.6e-6, 2.7e-6, 0.5))  # Simple, LL
+_TREE = ((8.4e-6, 4.0e-6, 14.0e-6, 1.0), (6.8e-6, 0.6e-6, 5.0e-6, 0.5))
+
+
+def collective_seconds(gpu: Gpu, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
+    """Seconds of a collective of ``kind`` (``all_gather``, ``reduce_scatter``, ``all_reduce``) over ``ranks``.
+
+    ``nbytes``: of the whole tensor, the larger side: what an all-gather returns and what a reduce-scatter takes.
+    """
+    n, nodes = len(ranks), len({rank // GPUS_PER_NODE for rank in ranks})
+    if n == 1:
+        return 0.0
+    rounds = 2 if kind == "all_reduce" else 1
+    # Each rank passes on all parts but one; between nodes, rings use the adapters of all the group's ranks there.
+    over_nvlink = nbytes * (n - 1) / n / gpu.nvlink
+    over_network = nbytes * (nodes - 1) / nodes / (n / nodes * gpu.network)
+    transfer = max(over_nvlink if n > nodes else 0.0, over_network)
+
+    def cheapest(protocols: tuple, steps: float, hops: float) -> float:
+        costs = (base + rounds * (steps * step + hops * hop + transfer / share) for base, step, hop, share in protocols)
+        return min(costs)
+
+    ring = cheapest(_RING, n - nodes, nodes - 1)
+    if kind != "all_reduce":
+        return ring
+    return min(ring, cheapest(_TREE, n / nodes - 1, math.ceil(math.log2(nodes))))

@@ -1,0 +1,95 @@
+"""Seconds of every node by the roofline: the larger of its arithmetic and its memory traffic, at what kernels reach.
+
+Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model", 2009.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from stepgraph.inspect.fusion import Fusion, is_free, storage
+from stepgraph.inspect.gpus import REACHED, Gpu
+from stepgraph.passes.analysis import Aliases, argument, is_overload, tensor_bytes, written_arguments
+
+aten = torch.ops.aten
+
+#: Attention operators and matrix products over (T, T, head_dim) that each computes: flash attention's backward computes
+#: the scores again. Source: Dao et al., "FlashAttention", 2022, section 3.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: 2,
+    aten._scaled_dot_product_flash_attention.default: 2,
+    aten._scaled_dot_product_cudnn_attention.default: 2,
+    aten._scaled_dot_product_efficient_attention.default: 2,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
+    aten._scaled_dot_product_flash_attention_backward.default: 5,
+    aten._scaled_dot_product_cudnn_attention_backward.default: 5,
+    aten._scaled_dot_product_efficient_attention_backward.default: 5,
+}
+
+#: Read only the rows that they return.
+_LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of matrix products and attention that ``node`` runs, 0 for others; causal attention
+    runs half of its scores."""
+    if not is_overload(node):
+        return 0
+    values = fx.map_arg(node.args, lambda n: n.meta["val"])
+    if node.target in _ATTENTION:
+        first = 0 if _ATTENTION[node.target] == 2 else 1  # backward takes the output's gradient first
+        q, k = values[first], values[first + 1]  # (B, H, T, head_dim)
+        product = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
+        return _ATTENTION[node.target] * product // (2 if argument(node, "is_causal") else 1)
+    count = flop_registry.get(node.target.overloadpacket)
+    return count(*values, out_val=node.meta["val"]) if count else 0
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = node.meta["val"]
+    return (value[0] if isinstance(value, (list, tuple)) else value).dtype
+
+
+class Roofline:
+    """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them."""
+
+    def __init__(self, graph: fx.Graph, aliases: Aliases, fusion: Fusion, gpu: Gpu):
+        self.seconds: dict[fx.Node, float] = {}
+        self.flops = 0
+        kernels: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if not is_free(node) and getattr(node.target, "namespace", "") != "_c10d_functional":
+                kernels[fusion.kernel(node)].append(node)
+        readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if is_free(node) and node.op != "output":
+                continue
+            for source in node.all_input_nodes:
+                readers[storage(aliases, source)].append(node)
+        for members in kernels.values():
+            work = sum(flops(node) for node in members)
+            self.flops += work
+            peak = gpu.peak(_dtype(members[-1])) if work else gpu.peak(torch.float32)
+            moved = _traffic(members, aliases, readers)
+            self.seconds[members[-1]] = max(work / peak, moved / gpu.bandwidth) / REACHED
+
+
+def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, list[fx.Node]]) -> int:
+    """Bytes that a kernel reads and writes; what only its own nodes read it does not write."""
+    inside = set(members)
+    read: dict[fx.Node, int] = {}
+    written = 0
+    for node in members:
+        for source in node.all_input_nodes:
+            root = storage(aliases, source)
+            if root not in inside:
+                # A broadcast reads no more than is there, a slice no more than it shows.
+                part = min(tensor_bytes(source), tensor_bytes(root))
+                read[root] = max(read.get(root, 0), min(part, tensor_bytes(node)) if node.target in _LOOKUPS else part)
+        if is_overload(node):
+            written += sum(tensor_bytes(n) for n in written_arguments(node))
+        if aliases.root(node) is node and not (len(members) > 1 and inside.issuperset(readers[node])):
+            written += tensor_bytes(node)
+    return sum(read.values()) + written

@@ -1,0 +1,105 @@
+"""When every node runs: one compute stream in the graph's order, one stream for each process group's collectives.
+
+A collective starts when what it reads is computed and its group's earlier collectives are done; a wait holds the
+compute stream until its collective is done, and that time is the collective's exposed time.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import fx
+
+from stepgraph.capture import phase_of, provenance
+from stepgraph.inspect.fusion import is_wait
+from stepgraph.inspect.gpus import Gpu, collective_seconds
+from stepgraph.parallel import Mesh
+from stepgraph.passes.analysis import tensor_bytes
+
+#: Operators to the words that the report uses.
+_KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
+
+
+@dataclass
+class Collective:
+    """One collective: ``bytes`` of the whole tensor (what an all-gather returns, what a reduce-scatter takes), seconds
+    by themselves, and those that computation waits for. ``axis``: of the mesh, or ``world``."""
+
+    node: str
+    kind: str
+    axis: str
+    ranks: int
+    phase: str
+    path: str
+    dtype: str
+    bytes: int
+    seconds: float
+    exposed_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The simulated step: its collectives in order, seconds of the whole, and seconds of computation alone."""
+
+    collectives: list[Collective]
+    step_seconds: float
+    compute_seconds: float
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds that computation waits for collectives."""
+        return sum(c.exposed_seconds for c in self.collectives)
+
+
+def group_axes(mesh: Mesh) -> dict[str, str]:
+    """The mesh's axis of every process group, by the group's name."""
+    axes = {dist.group.WORLD.group_name: "world"}
+    return axes | {mesh.axis(name).get_group().group_name: name for name in mesh.names}
+
+
+def collective_of(node: fx.Node, axes: dict[str, str], ranks: dict[str, list[int]], gpu: Gpu) -> Collective | None:
+    """What ``node`` communicates; None where it does not."""
+    if getattr(node.target, "namespace", "") != "_c10d_functional" or is_wait(node):
+        return None
+    kind, group = _KINDS[node.target.overloadpacket.__name__], node.args[-1]
+    nbytes = max(tensor_bytes(node), tensor_bytes(node.args[0]))
+    found = provenance(node)
+    return Collective(
+        node.name,
+        kind,
+        axes[group],
+        len(ranks[group]),
+        phase_of(node),
+        found.path if found else "",
+        str(node.meta["val"].dtype).removeprefix("torch."),
+        nbytes,
+        collective_seconds(gpu, kind, nbytes, ranks[group]),
+    )
+
+
+def simulate(graph: fx.Graph, seconds: dict[fx.Node, float], mesh: Mesh, gpu: Gpu) -> Schedule:
+    """Run ``graph`` on paper; ``seconds``: of every node that computes."""
+    axes = group_axes(mesh)
+    groups = {mesh.axis(name).get_group() for name in mesh.names} | {dist.group.WORLD}
+    ranks = {group.group_name: dist.get_process_group_ranks(group) for group in groups}
+    now, busy = 0.0, 0.0
+    free_at: dict[str, float] = {}
+    running: dict[fx.Node, tuple[Collective, float]] = {}
+    collectives = []
+    for node in graph.nodes:
+        if collective := collective_of(node, axes, ranks, gpu):
+            end = max(now, free_at.get(collective.axis, 0.0)) + collective.seconds
+            free_at[collective.axis] = end
+            running[node] = collective, end
+            collectives.append(collective)
+        elif is_wait(node):
+            collective, end = running[node.args[0]]
+            collective.exposed_seconds = max(0.0, end - now)
+            now = max(now, end)
+        else:
+            now += seconds.get(node, 0.0)
+            busy += seconds.get(node, 0.0)
+    return Schedule(collectives, max([now, *free_at.values()]), busy)

@@ -1,0 +1,185 @@
+"""The forecast against numbers made by hand: bytes, FLOPs, and the cost of a collective."""
+
+import dataclasses
+import json
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stepgraph import cli
+from stepgraph.inspect.gpus import GPUS, collective_seconds
+from stepgraph.inspect.plan import forecast
+from stepgraph.train.config import TrainConfig
+from tests.distributed.ranks import TINY
+
+# Every dimension divides over four shards of two tp ranks, so nothing is padded.
+EVEN = dataclasses.replace(TINY, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=128, vocab_size=256, n_layers=2)
+B, T = 2, 32
+
+
+def config(mesh, **options):
+    settings = {"model": EVEN, "precision": "bf16", "batch_size": B, "seq_len": T, "inductor": "off"} | options
+    return TrainConfig(preset="even", mesh=mesh, steps=20, **settings)
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return forecast(config("fsdp=4"), GPUS["h200"])
+
+
+def counted(result):
+    """(kind, axis, phase) -> (collectives, bytes)."""
+    counts, sizes = Counter(), Counter()
+    for c in result.schedule.collectives:
+        counts[c.kind, c.axis, c.phase] += 1
+        sizes[c.kind, c.axis, c.phase] += c.bytes
+    return {key: (counts[key], sizes[key]) for key in counts}
+
+
+def test_fsdp_gathers_and_reduces_every_parameter_once(sharded):
+    params, tensors = EVEN.num_params(), 2 * 9 + 3
+    found = counted(sharded)
+    assert found["all_gather", "dp_shard", "forward"] == (tensors, 2 * params)  # bf16
+    assert found["reduce_scatter", "dp_shard", "backward"] == (tensors, 4 * params)  # fp32
+    assert {kind for kind, _, phase in found if phase in ("forward", "backward")} == {"all_gather", "reduce_scatter"}
+    paths = {c.path for c in sharded.schedule.collectives if c.kind == "all_gather"}
+    assert {"embed", "layers.0.attn.q_proj", "layers.1.mlp.down_proj", "norm", "head"} <= paths
+
+
+def test_state_is_a_share_of_the_model(sharded):
+    params = EVEN.num_params()
+    for moment in sharded.moments:
+        assert moment.bytes["parameters"] == 4 * params // 4
+        assert moment.bytes["optimizer"] == 2 * 4 * params // 4 + 4 * (2 * 9 + 3)  # two moments and the step counts
+    update = next(m for m in sharded.moments if m.phase == "optimizer")
+    assert update.bytes["gradients"] == 4 * params // 4
+    assert update.bytes["activations"] == update.bytes["buckets"] == 0
+
+
+def test_gathered_parameters_stay_for_backward(sharded):
+    # The norms' gathered weights are read in backward as well; the table is not, a lookup's backward has no use for it.
+    forward = [m for m in sharded.moments if m.phase in ("forward", "loss")][-1]
+    table = EVEN.vocab_size * EVEN.dim
+    assert forward.bytes["buckets"] == 2 * (EVEN.num_params() - table)
+
+
+def test_products_are_the_models_flops(sharded):
+    # Palm's count has full scores, and twice the forward's for backward; flash attention runs half of them, and five
+    # products in backward.
+    tokens = B * T
+    dense = 6 * EVEN.num_params(lookup_table=False) * tokens
+    norms = 6 * (2 * EVEN.n_layers + 1) * EVEN.dim * tokens  # counted by the formula, no matrix products
+    scores = EVEN.n_layers * (2 + 5) * (2 * T * T * EVEN.dim) * B // 2
+    assert sharded.flops == dense - norms + scores
+    assert sharded.model_flops == dense + 12 * EVEN.n_layers * EVEN.dim * T * tokens
+
+
+def test_tensor_parallelism_divides_products_and_state():
+    whole, split = forecast(config("fsdp=2"), GPUS["h200"]), forecast(config("fsdp=2,tp=2"), GPUS["h200"])
+    assert split.flops * 2 == whole.flops
+    assert split.model_flops * 2 == whole.model_flops
+    found = counted(split)
+    stream, blocks = 2 * B * T * EVEN.dim, 2 * EVEN.n_layers
+    # Every block half gathers once and scatters once; the embedding scatters and the last norm gathers.
+    assert found["all_gather", "tp", "forward"] == found["reduce_scatter", "tp", "forward"]
+    assert found["all_gather", "tp", "forward"] == (blocks + 1, (blocks + 1) * stream)
+    matrices = EVEN.num_params() - (2 * EVEN.n_layers + 1) * EVEN.dim
+    assert split.peak.bytes["parameters"] == 4 * (matrices // 4 + (EVEN.num_params() - matrices) // 2)
+
+
+def test_replicas_reduce_their_shards():
+    found = counted(forecast(config("hsdp=2x2"), GPUS["h200"]))
+    assert found["all_reduce", "dp_replicate", "backward"] == (2 * 9 + 3, 4 * EVEN.num_params() // 2)
+
+
+def test_recomputation_trades_memory_for_flops(sharded):
+    again = forecast(config("fsdp=4", memory="full"), GPUS["h200"])
+    assert again.flops > sharded.flops and again.model_flops == sharded.model_flops
+    left = [max(m.bytes["activations"] for m in r.moments) for r in (sharded, again)]
+    assert left[1] < left[0] / 2
+
+
+def test_a_loss_that_backward_computes_again(sharded):
+    again = forecast(config("fsdp=4", memory="selective"), GPUS["h200"])
+    assert again.flops == sharded.flops  # products are kept
+    assert again.peak.total <= sharded.peak.total
+
+
+def test_fused_kernels_move_and_keep_less(sharded):
+    fused = forecast(config("fsdp=4", inductor="full"), GPUS["h200"])
+    assert fused.schedule.compute_seconds < 0.8 * sharded.schedule.compute_seconds
+    assert fused.peak.total < sharded.peak.total
+    assert fused.flops == sharded.flops
+
+
+def test_nothing_overlaps_where_the_wait_follows(sharded):
+    schedule = sharded.schedule
+    assert schedule.exposed_seconds == pytest.approx(sum(c.seconds for c in schedule.collectives))
+    assert schedule.step_seconds == pytest.approx(schedule.compute_seconds + schedule.exposed_seconds)
+    assert sharded.overlapped_seconds < schedule.step_seconds
+
+
+def test_thousands_of_ranks_are_one_graph(sharded):
+    many = forecast(config("hsdp=64x4"), GPUS["b200"])
+    assert many.flops == sharded.flops and many.config.mesh_spec.size == 256
+    assert not dist.is_initialized()
+
+
+def test_a_large_collective_runs_at_its_slowest_link():
+    gpu, size = GPUS["h100"], 2**33
+    inside = collective_seconds(gpu, "all_gather", size, range(8))
+    assert inside == pytest.approx(size * 7 / 8 / 450e9, rel=0.01)
+    # Two machines of eight: half of the tensor crosses, over eight adapters; with one rank each, over one.
+    assert collective_seconds(gpu, "all_gather", size, range(16)) == pytest.approx(
+        max(size * 15 / 16 / 450e9, size / 2 / 400e9), rel=0.01
+    )
+    assert collective_seconds(gpu, "all_gather", size, (0, 8)) == pytest.approx(size / 2 / 50e9, rel=0.01)
+    assert collective_seconds(gpu, "all_reduce", size, range(8)) == pytest.approx(2 * inside, rel=0.01)
+    assert collective_seconds(gpu, "all_reduce", size, [3]) == 0.0
+
+
+def test_a_small_collective_costs_its_latency():
+    # NCCL's LL protocol: 6.6 us, and 0.6 us for each of seven steps.
+    assert collective_seconds(GPUS["h100"], "all_gather", 64, range(8)) == pytest.approx(10.8e-6, rel=0.01)
+    # A tree between 64 machines: 6.8 us, twice seven steps of 0.6 us and twice six of 5 us.
+    assert collective_seconds(GPUS["h100"], "all_reduce", 4, range(512)) == pytest.approx(75.2e-6, rel=0.01)
+
+
+def test_published_figures():
+    assert [gpu.peak(torch.bfloat16) for gpu in GPUS.values()] == [989.5e12, 989.5e12, 2250e12]
+    assert [gpu.memory for gpu in GPUS.values()] == [80e9, 141e9, 180e9]
+
+
+def test_the_command(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", "llama3-debug", "--mesh", "fsdp=4", "--gpu", "h200", "--seq-len", "64", "--json", str(file)])
+    assert stop.value.code == 0
+    shown, written = capsys.readouterr().out, json.loads(file.read_text())
+    assert "llama3-debug on 4 x H200 SXM (fsdp=4)" in shown and "dp_shard" in shown and "to spare" in shown
+    assert written["ranks"] == 4 and written["settings"]["seq_len"] == 64
+    assert written["peak_bytes"] == max(moment["total"] for moment in written["memory"])
+    assert written["exposed_s"] == pytest.approx(sum(c["exposed_seconds"] for c in written["collectives"]))
+    assert 0 < written["mfu"] < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "plan lacks its preset: write stepgraph plan llama3-8b --mesh fsdp=4,tp=2 --gpu h100"),
+        ("llama3-8c --mesh fsdp=2", "unknown preset 'llama3-8c': did you mean 'llama3-8b'?"),
+        ("llama3-8b", "plan lacks its mesh: add --mesh fsdp=8, for example"),
+        ("llama3-8b --mesh fsdp=2 --gpu h10", "unknown gpu 'h10': did you mean 'h100'?"),
+        ("llama3-8b --mesh fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
+        ("llama3-8b --mesh tp=16", "tp=16 does not divide n_kv_heads=8; try tp=8"),
+        ("llama3-8b --mesh fsdp=2 --memry full", "unknown option --memry: did you mean --memory?"),
+        ("llama3-8b --mesh fsdp=2 --batch-size 0", "batch_size=0 must be above 0"),
+    ],
+)
+def test_errors_of_use_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", *words.split()])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
