@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import stepgraph.passes.bucket
 import stepgraph.passes.cleanup
 import stepgraph.passes.cuda_graph
 import stepgraph.passes.expand_optimizer
 import stepgraph.passes.fuse_loss
 import stepgraph.passes.fuse_norm
 import stepgraph.passes.inductor
-import stepgraph.passes.inplace  # noqa: F401  (passes register themselves)
+import stepgraph.passes.inplace
+import stepgraph.passes.overlap
+import stepgraph.passes.unshard  # noqa: F401  (passes register themselves)
 from stepgraph.passes import recompute
 from stepgraph.passes.contract import PASSES, Pass
 
@@ -19,11 +22,15 @@ ORDER = (
     "remove_noop_views",  # t(t(x)), view to the same shape
     "dedupe_casts",  # one cast of each tensor per phase
     "dead_code",  # what nothing reads
+    "dedupe_unshards",  # one gather of each parameter per forward or backward
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
+    "reshard_after_forward",  # gather parameters again in backward
+    "bucket_collectives",  # one collective for each region of the model
+    "overlap",  # collectives beside compute
     "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch
 )
