@@ -28,6 +28,7 @@ from stepgraph.passes.collectives import (
     Collective,
     attribute,
     by_region,
+    erase_chain,
     group_size,
 )
 from stepgraph.passes.contract import PassReport, register
@@ -55,9 +56,8 @@ def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> 
             report.changed += len(members)
             if members[0].node.target is not ALL_GATHER:
                 ranks = max(ranks, group_size(members[0].node))
-            for c in reversed(members):
-                step.graph.erase_node(c.wait)
-                step.graph.erase_node(c.node)
+            for c in members:
+                erase_chain(step.graph, c.wait)
     report.summary = f"{report.changed} of {report.matched} collectives in {sum(map(len, counts.values()))} buckets"
     for name, sizes in counts.items():
         report.notes.append(
@@ -125,17 +125,30 @@ def _reduce(step: StepGraph, members: list[Collective]) -> None:
     graph, build = step.graph, _Builder(step, members)
     last = members[-1].node
     scatters = last.target is REDUCE_SCATTER
-    shape = [last.args[2], -1] if scatters else [-1]
+    inputs = [c.node.args[0] for c in members]
     with graph.inserting_before(last):
-        terms = [_flat(build, c.node.args[0], shape) for c in members]
-        flat = build(aten.cat.default, terms, len(shape) - 1)
-        flat = build(aten.view.default, flat, [-1]) if scatters else flat
+        flat = _bucket_of(inputs)
+        if flat is None:
+            shape = [last.args[2], -1] if scatters else [-1]
+            flat = build(aten.cat.default, [_flat(build, x, shape) for x in inputs], len(shape) - 1)
+            flat = build(aten.view.default, flat, [-1]) if scatters else flat
         waited = build(WAIT, build(last.target, flat, *last.args[1:]))
         results = [c.wait.meta["val"] for c in members]
         parts = build(aten.split_with_sizes.default, waited, [r.numel() for r in results])
         for i, (c, r) in enumerate(zip(members, results, strict=True)):
             part = build(operator.getitem, parts, i, like=c.wait)
             c.wait.replace_all_uses_with(build(aten.view.default, part, list(r.shape), like=c.wait))
+
+
+def _bucket_of(inputs: list[fx.Node]) -> fx.Node | None:
+    """The bucket that ``inputs`` are all the parts of, in order: what a reduce-scatter gave is all-reduced as it is."""
+    parts = [x.args[0] for x in inputs if x.target is aten.view.default]
+    splits = {part.args[0] for part in parts if part.target is operator.getitem}
+    split = splits.pop() if len(splits) == 1 else None
+    if split is None or split.target is not aten.split_with_sizes.default or split.args[0].target is not WAIT:
+        return None
+    whole = [part.args[1] for part in parts] == list(range(len(split.args[1]))) and len(parts) == len(inputs)
+    return split.args[0] if whole and split.args[0].meta["val"].ndim == 1 else None
 
 
 def _flat(build: _Builder, x: fx.Node, shape: list[int]) -> fx.Node:

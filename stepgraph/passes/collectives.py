@@ -126,8 +126,9 @@ def _follows(node: fx.Node, tail: set[fx.Node], aliases: Aliases) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of the result comes from one place of each input."""
     pointwise = is_overload(node) and torch.Tag.pointwise in node.target.tags
-    return pointwise or is_view(node) or node.target is aten._to_copy.default
+    return pointwise or is_view(node) or node.target in (aten._to_copy.default, aten.cat.default)
 
 
 def gradient_reductions(step: StepGraph, tail: set[fx.Node]) -> list[Collective]:
@@ -176,6 +177,16 @@ def attribute(step: StepGraph, nodes: Sequence[fx.Node], members: Sequence[fx.No
         path = ".".join(common)
     for node in nodes:
         set_provenance(node, found[0]._replace(path=path))
+
+
+def erase_chain(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase ``node`` and what was made for it alone."""
+    queue = [node]
+    while queue:
+        current = queue.pop()
+        if current.op == "call_function" and not current.users:
+            queue += current.all_input_nodes
+            graph.erase_node(current)
 
 
 def bytes_sent(node: fx.Node) -> float:

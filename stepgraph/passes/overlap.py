@@ -120,7 +120,8 @@ def sink(step: StepGraph, tail: set[fx.Node], reductions: list[Collective], dist
         for region in group:
             place_of |= dict.fromkeys((c.node for c in region), len(places))
             places.append(max(c.node for c in region))
-        places.append(ends[stretch])
+        if ends[stretch] is not places[-1]:
+            places.append(ends[stretch])
         limit += [len(places) - 1] * (len(places) - start)
     aliases = Aliases(step.graph)
     due: dict[fx.Node, tuple[int, int]] = {}  # (place, waits before)

@@ -15,7 +15,7 @@ from torch import fx
 from stepgraph.capture import StepGraph, phase_of, provenance, set_provenance
 from stepgraph.errors import unknown_name
 from stepgraph.passes.analysis import estimate_memory, is_pure, tensor_bytes
-from stepgraph.passes.collectives import Collective, by_region, parameter_gathers, stretches, upstream
+from stepgraph.passes.collectives import Collective, by_region, erase_chain, parameter_gathers, stretches, upstream
 from stepgraph.passes.contract import PassReport, register
 
 RESHARD = ("never", "always", "auto")
@@ -34,7 +34,7 @@ def dedupe_unshards(step: StepGraph, options: object, report: PassReport) -> Non
             continue
         saved += tensor_bytes(gather.node)
         gather.wait.replace_all_uses_with(first[key])
-        _erase_chain(step.graph, gather.wait)
+        erase_chain(step.graph, gather.wait)
         report.changed += 1
     report.summary = f"{report.changed} of {report.matched} gathers repeated, {saved / 2**20:.1f} MiB"
 
@@ -45,16 +45,6 @@ def _recipe(node: fx.Node) -> tuple:
         return (node,)
     args = fx.map_arg(node.args, lambda n: n)
     return (node.target, *(_recipe(a) if isinstance(a, fx.Node) else str(a) for a in args), str(node.kwargs))
-
-
-def _erase_chain(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase ``node`` and what was made for it alone."""
-    queue = [node]
-    while queue:
-        current = queue.pop()
-        if current.op == "call_function" and not current.users:
-            queue += current.all_input_nodes
-            graph.erase_node(current)
 
 
 @dataclass(frozen=True)

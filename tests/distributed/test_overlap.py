@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections import Counter
 
 import pytest
@@ -12,7 +13,8 @@ import stepgraph
 from stepgraph import compat
 from stepgraph.capture import phase_of
 from stepgraph.parallel import next_token_loss
-from stepgraph.passes import collectives
+from stepgraph.passes import collectives, run_passes
+from stepgraph.passes.analysis import estimate_memory
 from stepgraph.passes.contract import get
 from tests.distributed.ranks import TINY, make_mesh, on_ranks, own_batch, parallel_model, whole_model
 
@@ -69,17 +71,26 @@ def test_bitwise(text, world, tied):
 LAYERS = 4
 
 
-@pytest.fixture
-def world():
+@pytest.fixture(scope="module")
+def graph():
+    """A function that applies passes to the step of a model on the first of four ranks; each is captured once."""
     compat.init_fake_world(0, 4)
-    yield
+
+    @functools.cache
+    def captured(text, accumulate, tied):
+        mesh = make_mesh(text)
+        config = dataclasses.replace(TINY, n_layers=LAYERS, tie_embeddings=tied)
+        return capture(parallel_model(mesh, config), mesh, [], accumulate).graph
+
+    def apply(text, chosen, accumulate=1, tied=False):
+        step = captured(text, accumulate, tied)
+        module = torch.fx.GraphModule(step.module, copy.deepcopy(step.graph))
+        step = dataclasses.replace(step, module=module, executable=None, runner=None, log=[])
+        run_passes(step, chosen)
+        return step
+
+    yield apply
     dist.destroy_process_group()
-
-
-def graph(text, chosen, accumulate=1, tied=False, optimize=True):
-    mesh = make_mesh(text)
-    config = dataclasses.replace(TINY, n_layers=LAYERS, tie_embeddings=tied)
-    return capture(parallel_model(mesh, config), mesh, chosen, accumulate, optimize).graph
 
 
 def counts(step):
@@ -91,7 +102,7 @@ def report(step, name):
     return next(r for r in step.log if r.name == name)
 
 
-def test_one_collective_for_each_region(world):
+def test_one_collective_for_each_region(graph):
     step = graph("hsdp=2x2", passes())
     # Regions: the embedding, each block, and norm with head, which backward does not gather again.
     assert counts(step) == {
@@ -110,7 +121,7 @@ def test_one_collective_for_each_region(world):
     assert counts(step)["gather", "forward"] == counts(step)["scatter", "backward"] == 2 * (LAYERS + 2)
 
 
-def test_two_dtypes_and_tensor_parallelism(world):
+def test_two_dtypes_and_tensor_parallelism(graph):
     """Gathers of the sequence stay; all-reduces of norm weights over tp have buckets of their own."""
     plain, step = graph("fsdp=2,tp=2", []), graph("fsdp=2,tp=2", passes("never"))
     norms = 1 + 2 * LAYERS
@@ -120,7 +131,7 @@ def test_two_dtypes_and_tensor_parallelism(world):
     assert counts(step)["scatter", "backward"] == LAYERS + 2 + norms
 
 
-def test_order(world):
+def test_order(graph):
     step = graph("fsdp=4", passes())
     position = {node: i for i, node in enumerate(step.graph.nodes)}
     gathers = collectives.by_region(collectives.parameter_gathers(step))
@@ -133,11 +144,12 @@ def test_order(world):
     assert len(scatters) == LAYERS + 2
     for k in range(len(scatters) - 2):  # waited for once the next is started, and before the one after that
         assert position[scatters[k + 1][0].node] < position[scatters[k][0].wait] < position[scatters[k + 2][0].node]
-    before, after = collectives.exposed(graph("fsdp=4", passes(prefetch=0, delay=0)).graph), collectives.exposed(step.graph)
+    unordered = graph("fsdp=4", passes(prefetch=0, delay=0))
+    before, after = collectives.exposed(unordered.graph), collectives.exposed(step.graph)
     assert after[0] < before[0] and after[1] == pytest.approx(before[1])
 
 
-def test_options_of_overlap(world):
+def test_options_of_overlap(graph):
     step = graph("fsdp=4", passes(prefetch=2, delay=0))
     position = {node: i for i, node in enumerate(step.graph.nodes)}
     gathers = [g for g in collectives.by_region(collectives.parameter_gathers(step)) if g[0].stretch == 0]
@@ -147,14 +159,14 @@ def test_options_of_overlap(world):
         get("overlap", delay=-1)
 
 
-def test_tied_parameters_are_gathered_once(world):
+def test_tied_parameters_are_gathered_once(graph):
     plain, step = graph("fsdp=4", [], tied=True), graph("fsdp=4", ["dedupe_unshards"], tied=True)
     assert counts(plain)["gather", "forward"] == counts(step)["gather", "forward"] + 1
     assert report(step, "dedupe_unshards").changed == 1
     assert "found nothing" not in report(step, "dedupe_unshards").line()
 
 
-def test_reshard_policies(world):
+def test_reshard_policies(graph):
     def gathers(**options):
         step = graph("fsdp=4", [*BEFORE, get("reshard_after_forward", **options)])
         return counts(step)["gather", "backward"], report(step, "reshard_after_forward")
@@ -169,15 +181,15 @@ def test_reshard_policies(world):
         get("reshard_after_forward", policy="allways")
 
 
-def test_resharding_keeps_less(world):
+def test_resharding_keeps_less(graph):
     def kept(policy):
         step = graph("fsdp=4", passes(policy))
-        return stepgraph.passes.analysis.estimate_memory(step.graph).saved
+        return estimate_memory(step.graph).saved
 
     assert kept("always") < kept("never")
 
 
-def test_nothing_found_is_said(world):
+def test_nothing_found_is_said(graph):
     """A model that is not parallel has no collectives, with a process group or without."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
