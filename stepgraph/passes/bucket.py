@@ -2,12 +2,12 @@
 
 Matches: gathers of parameters, and reductions of gradients, that agree in region, dtype, operation and process group.
 Before -> after:
-    wait(all_gather(x)), ... -> flat = cat(x, ...); wait(all_gather(flat)) as (ranks, elements); a copy for each parameter
+    wait(all_gather(x)), ... -> wait(all_gather(cat(x, ...))) as (ranks, elements); a copy for each parameter
     wait(reduce_scatter(g)), ... -> cat((ranks, elements) of g, ...), wait(reduce_scatter(it)); a view for each gradient
     wait(all_reduce(g)), ... -> cat(g, ...), wait(all_reduce(it)); a view for each gradient
 A gather's bucket lies rank after rank, so each parameter's rows are put together by one copy.
-Tier exact: gathers copy, and a reduction adds the ranks' values of each element. Two ranks have one order of adding; with
-more it is the library's choice and may depend on the element's place in the buffer: the report says so.
+Tier exact: gathers copy, and a reduction adds the ranks' values of each element. Two ranks have one order of adding;
+with more it is the library's choice and may depend on the element's place in the buffer: the report says so.
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023 (FlatParameter).
 """
 

@@ -6,7 +6,7 @@ Both come from provenance and order. Collectives of tensor parallelism, which re
 gathers of parameters nor reductions of gradients, and stay where they are.
 """
 
-import os
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -171,10 +171,8 @@ def by_region(collectives: Iterable[Collective]) -> list[list[Collective]]:
 def attribute(step: StepGraph, nodes: Sequence[fx.Node], members: Sequence[fx.Node]) -> None:
     """New ``nodes`` stand for ``members``: they belong to the innermost module that holds all of theirs."""
     found = [provenance(m) for m in members]
-    path = found[0].path
-    if len(members) > 1:
-        common = os.path.commonprefix([f.path.split(".") for f in found])
-        path = ".".join(common)
+    levels = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*(f.path.split(".") for f in found)))
+    path = ".".join(parts[0] for parts in levels)
     for node in nodes:
         set_provenance(node, found[0]._replace(path=path))
 

@@ -108,10 +108,10 @@ def _readers(gather: Collective, stretch: dict[fx.Node, int]) -> tuple[list[fx.N
     seen = set(made)
     for node in made:  # grows
         for user in node.users:
-            if user not in seen and is_pure(user) and stretch.get(user) == gather.stretch:
-                if seen.issuperset(user.all_input_nodes):
-                    made.append(user)
-                    seen.add(user)
+            forward = user not in seen and is_pure(user) and stretch.get(user) == gather.stretch
+            if forward and seen.issuperset(user.all_input_nodes):
+                made.append(user)
+                seen.add(user)
     readers = {u: None for n in made for u in n.users if phase_of(u) == "backward" and u not in seen}
     return (made, sorted(readers)) if readers else None
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 
 import pytest
@@ -62,7 +63,8 @@ def _check(text, tied):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "world", "tied"), [("fsdp=2", 2, True), ("ddp=2", 2, False), ("hsdp=2x2", 4, False), ("fsdp=2,tp=2", 4, False)]
+    ("text", "world", "tied"),
+    [("fsdp=2", 2, True), ("ddp=2", 2, False), ("hsdp=2x2", 4, False), ("fsdp=2,tp=2", 4, False)],
 )
 def test_bitwise(text, world, tied):
     on_ranks(world, _check, text, tied)
@@ -135,7 +137,7 @@ def test_order(graph):
     step = graph("fsdp=4", passes())
     position = {node: i for i, node in enumerate(step.graph.nodes)}
     gathers = collectives.by_region(collectives.parameter_gathers(step))
-    for this, following in zip(gathers, gathers[1:], strict=False):
+    for this, following in itertools.pairwise(gathers):
         if this[0].stretch == following[0].stretch:  # started once the one before is there, before it is read
             assert position[this[0].wait] < position[following[0].node]
             assert position[following[0].node] < min(position[u] for u in this[0].wait.users)
@@ -198,6 +200,7 @@ def test_nothing_found_is_said(graph):
         assert "found nothing to do" in report(step.graph, name).line()
 
 
-def test_skipped_without_a_process_group():
+def test_skipped_without_a_process_group(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     step = stepgraph.capture(torch.nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(2, 4), passes="exact")
     assert report(step.graph, "overlap").skipped == "no process group is initialized"
