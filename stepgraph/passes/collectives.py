@@ -171,8 +171,8 @@ def by_region(collectives: Iterable[Collective]) -> list[list[Collective]]:
 def attribute(step: StepGraph, nodes: Sequence[fx.Node], members: Sequence[fx.Node]) -> None:
     """New ``nodes`` stand for ``members``: they belong to the innermost module that holds all of theirs."""
     found = [provenance(m) for m in members]
-    levels = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*(f.path.split(".") for f in found)))
-    path = ".".join(parts[0] for parts in levels)
+    levels = zip(*(f.path.split(".") for f in found), strict=False)
+    path = ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
     for node in nodes:
         set_provenance(node, found[0]._replace(path=path))
 

@@ -55,13 +55,15 @@ def configured(
     memory: str = "none",
     inductor: str = "full",
     norm: str = "auto",
+    reshard: str = "auto",
     cuda_graph: bool = True,
 ) -> list[Pass]:
     """A pipeline with the trainer's options applied.
 
     ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``full``, ``regional`` (compile norms,
     rotations, gated products and FlexAttention, and leave the rest as it is) or ``off``. ``norm``: ``auto``,
-    ``kernel``, ``inductor`` or ``eager`` (see `fuse_norm`).
+    ``kernel``, ``inductor`` or ``eager`` (see `fuse_norm`). ``reshard``: ``auto``, ``always`` or ``never`` gather
+    parameters again in backward.
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"unknown pipeline {pipeline!r}; allowed: {', '.join(map(repr, PIPELINES))}")
@@ -75,6 +77,7 @@ def configured(
         "recompute": vars(recompute.parse_policy(memory)),
         "fuse_norm": {"choice": norm, "compiled": inductor != "off"},
         "inductor": {"mode": inductor},
+        "reshard_after_forward": {"policy": reshard},
     }
     dropped = {"expand_optimizer": inductor != "full", "inductor": inductor == "off", "cuda_graph": not cuda_graph}
     chosen = [p for p in PIPELINES[pipeline]() if not dropped.get(p.name)]
