@@ -6,8 +6,9 @@ Before -> after:
     wait(reduce_scatter(g)), ... -> cat((ranks, elements) of g, ...), wait(reduce_scatter(it)); a view for each gradient
     wait(all_reduce(g)), ... -> cat(g, ...), wait(all_reduce(it)); a view for each gradient
 A gather's bucket lies rank after rank, so each parameter's rows are put together by one copy.
-Tier exact: gathers copy, and a reduction adds the ranks' values of each element. Two ranks have one order of adding;
-with more it is the library's choice and may depend on the element's place in the buffer: the report says so.
+Tiers: gathers copy, and a reduce-scatter adds each rank's part in one order, so their buckets are exact; so is an
+all-reduce of two ranks. With more ranks the order in which an all-reduce adds depends on the element's place in the
+buffer: those are `bucket_all_reduces`, of the tier numerics.
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023 (FlatParameter).
 """
 
@@ -40,22 +41,44 @@ aten = torch.ops.aten
 @register("bucket_collectives", "exact", needs_process_group=True)
 def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> None:
     """One flat all-gather, reduce-scatter or all-reduce for each region of the model."""
+    found = _bucket(step, report, lambda c: not _reorders_sums(c))
+    left = [c for c in found if _reorders_sums(c)]
+    if left:
+        ranks = max(group_size(c.node) for c in left)
+        report.notes.append(
+            f"{len(left)} all-reduces over {ranks} ranks left as they are: in a bucket their sums may be in another order"
+        )
+    if found and not step.blocks:
+        report.notes.append("the model declares no repeated blocks (nn.ModuleList): treated as one region")
+
+
+@register("bucket_all_reduces", "numerics", needs_process_group=True)
+def bucket_all_reduces(step: StepGraph, options: object, report: PassReport) -> None:
+    """One flat all-reduce for each region of the model where more than two ranks share a sum."""
+    _bucket(step, report, _reorders_sums)
+
+
+def _reorders_sums(c: Collective) -> bool:
+    """Whether a bucket may add the ranks' values in another order: a ring starts each part of a buffer elsewhere."""
+    return c.node.target is ALL_REDUCE and group_size(c.node) > 2
+
+
+def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], bool]) -> list[Collective]:
+    """Bucket the ``wanted`` collectives; all that were found."""
     before = collectives.exposed(step.graph)
     counts: dict[str, list[int]] = defaultdict(list)
-    ranks = 0
     tail = collectives.gradient_tail(step)
     reductions = collectives.gradient_reductions(step, tail)
     gathers = collectives.parameter_gathers(step)
-    report.matched = len(reductions) + len(gathers)
     # Gradients are finished behind the last reduction of their region, where the bucket will be.
     sink(step, tail, reductions, distance=0)
     for found in (gathers, reductions):
-        for members in _buckets(found):
+        chosen = [c for c in found if wanted(c)]
+        report.matched += len(chosen)
+        for members in _buckets(chosen):
             _BUILD[members[0].node.target](step, members)
             counts[members[0].node.target.name()].append(sum(c.wait.meta["val"].nbytes for c in members))
             report.changed += len(members)
-            if members[0].node.target is not ALL_GATHER:
-                ranks = max(ranks, group_size(members[0].node))
             for c in members:
                 erase_chain(step.graph, c.wait)
     report.summary = f"{report.changed} of {report.matched} collectives in {sum(map(len, counts.values()))} buckets"
@@ -64,12 +87,9 @@ def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> 
             f"{name.partition('::')[2]}: {len(sizes)} buckets, {sum(sizes) / 2**20:.1f} MiB of results, "
             f"the largest {max(sizes) / 2**20:.1f}"
         )
-    if report.matched and not step.blocks:
-        report.notes.append("the model declares no repeated blocks (nn.ModuleList): treated as one region")
-    if ranks > 2:
-        report.notes.append(f"sums over {ranks} ranks: the collective library chooses their order in a bucket")
     if report.changed:
         report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+    return [*gathers, *reductions]
 
 
 def _buckets(found: list[Collective]) -> list[list[Collective]]:

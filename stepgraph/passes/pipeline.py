@@ -30,6 +30,7 @@ ORDER = (
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
     "reshard_after_forward",  # gather parameters again in backward
     "bucket_collectives",  # one collective for each region of the model
+    "bucket_all_reduces",  # numerics: those of more than two ranks
     "overlap",  # collectives beside compute
     "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch

@@ -64,7 +64,7 @@ def _check(text, tied):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "world", "tied"),
-    [("fsdp=2", 2, True), ("ddp=2", 2, False), ("hsdp=2x2", 4, False), ("fsdp=2,tp=2", 4, False)],
+    [("fsdp=2", 2, True), ("ddp=2", 2, False), ("fsdp=4", 4, False), ("hsdp=2x2", 4, False), ("fsdp=2,tp=2", 4, False)],
 )
 def test_bitwise(text, world, tied):
     on_ranks(world, _check, text, tied)
@@ -131,6 +131,17 @@ def test_two_dtypes_and_tensor_parallelism(graph):
     assert counts(step)["gather", "backward"] == counts(plain)["gather", "backward"]
     assert counts(step)["reduce", "backward"] == LAYERS + 1
     assert counts(step)["scatter", "backward"] == LAYERS + 2 + norms
+
+
+def test_sums_of_more_than_two_ranks(graph):
+    """Their all-reduces are not bucketed by an exact pass: the order of sums may change."""
+    chosen = [*BEFORE, "bucket_collectives", "overlap"]
+    params = len(list(whole_model().parameters())) - 9 + 9 * LAYERS
+    step = graph("ddp=4", chosen)
+    assert counts(step)["reduce", "backward"] == params
+    assert f"{params} all-reduces over 4 ranks left" in report(step, "bucket_collectives").notes[-1]
+    step = graph("ddp=4", [*chosen[:-1], "bucket_all_reduces", "overlap"])
+    assert counts(step)["reduce", "backward"] == LAYERS + 2
 
 
 def test_order(graph):
