@@ -46,7 +46,7 @@ def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> 
     if left:
         ranks = max(group_size(c.node) for c in left)
         report.notes.append(
-            f"{len(left)} all-reduces over {ranks} ranks left as they are: in a bucket their sums may be in another order"
+            f"{len(left)} all-reduces over {ranks} ranks left as they are: a bucket may add in another order"
         )
     if found and not step.blocks:
         report.notes.append("the model declares no repeated blocks (nn.ModuleList): treated as one region")
