@@ -108,7 +108,8 @@ class Aliases:
                     self.writes[self.root(written)].append(i)
 
     def _find_root(self, node: fx.Node) -> fx.Node:
-        if is_view(node):
+        # Waiting for a collective gives back its result; no view, since none may take its place.
+        if is_view(node) or node.target is torch.ops._c10d_functional.wait_tensor.default:
             return self._root[node.args[0]]
         # What a writing operator returns is what it wrote only if its schema says so: a loss may come out beside.
         if is_mutating(node) and isinstance(node.meta.get("val"), torch.Tensor):

@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import stepgraph.passes.bucket
 import stepgraph.passes.cleanup
 import stepgraph.passes.cuda_graph
 import stepgraph.passes.expand_optimizer
 import stepgraph.passes.fuse_loss
 import stepgraph.passes.fuse_norm
 import stepgraph.passes.inductor
-import stepgraph.passes.inplace  # noqa: F401  (passes register themselves)
+import stepgraph.passes.inplace
+import stepgraph.passes.overlap
+import stepgraph.passes.unshard  # noqa: F401  (passes register themselves)
 from stepgraph.passes import recompute
 from stepgraph.passes.contract import PASSES, Pass
 
@@ -19,11 +22,16 @@ ORDER = (
     "remove_noop_views",  # t(t(x)), view to the same shape
     "dedupe_casts",  # one cast of each tensor per phase
     "dead_code",  # what nothing reads
+    "dedupe_unshards",  # one gather of each parameter per forward or backward
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
+    "reshard_after_forward",  # gather parameters again in backward
+    "bucket_collectives",  # one collective for each region of the model
+    "bucket_all_reduces",  # numerics: those of more than two ranks
+    "overlap",  # collectives beside compute
     "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch
 )
@@ -48,13 +56,15 @@ def configured(
     memory: str = "none",
     inductor: str = "full",
     norm: str = "auto",
+    reshard: str = "auto",
     cuda_graph: bool = True,
 ) -> list[Pass]:
     """A pipeline with the trainer's options applied.
 
     ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``full``, ``regional`` (compile norms,
     rotations, gated products and FlexAttention, and leave the rest as it is) or ``off``. ``norm``: ``auto``,
-    ``kernel``, ``inductor`` or ``eager`` (see `fuse_norm`).
+    ``kernel``, ``inductor`` or ``eager`` (see `fuse_norm`). ``reshard``: ``auto``, ``always`` or ``never`` gather
+    parameters again in backward.
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"unknown pipeline {pipeline!r}; allowed: {', '.join(map(repr, PIPELINES))}")
@@ -68,6 +78,7 @@ def configured(
         "recompute": vars(recompute.parse_policy(memory)),
         "fuse_norm": {"choice": norm, "compiled": inductor != "off"},
         "inductor": {"mode": inductor},
+        "reshard_after_forward": {"policy": reshard},
     }
     dropped = {"expand_optimizer": inductor != "full", "inductor": inductor == "off", "cuda_graph": not cuda_graph}
     chosen = [p for p in PIPELINES[pipeline]() if not dropped.get(p.name)]

@@ -155,6 +155,7 @@ def build_step(
             memory=config.memory,
             inductor=config.inductor,
             norm=config.norm,
+            reshard=config.reshard,
             cuda_graph=config.cuda_graph,
         ),
         disable=config.disable_pass,

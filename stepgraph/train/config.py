@@ -116,6 +116,9 @@ class TrainConfig:
     norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
     """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""
 
+    reshard: Literal["auto", "always", "never"] = "auto"
+    """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not do."""
+
     cuda_graph: bool = True
     """Replay the whole step as one CUDA graph. No effect on a CPU."""
 
@@ -185,7 +188,7 @@ class TrainConfig:
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype", "passes", "inductor", "norm"):
+        for name in ("schedule", "precision", "device", "reduce_dtype", "passes", "inductor", "norm", "reshard"):
             self._require_choice(name)
         self._validate_length()
         self._validate_mesh()

@@ -1,0 +1,244 @@
+"""Facts about a graph's collectives: which gather parameters, which reduce gradients, the region and stretch of each.
+
+A *stretch* is a run of forward (and loss) or of backward: a step has two for each microbatch. A *region* is a block
+that the model declares, or what lies outside blocks between two of them (the embedding; the last norm and the head).
+Both come from provenance and order. Collectives of tensor parallelism, which read or make activations, are neither
+gathers of parameters nor reductions of gradients, and stay where they are.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from stepgraph.capture import StepGraph, phase_of, provenance, set_provenance
+from stepgraph.passes.analysis import Aliases, argument, is_overload, is_pure, is_view, tensor_bytes
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+ALL_GATHER = c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+ALL_REDUCE = c10d.all_reduce.default
+WAIT = c10d.wait_tensor.default
+COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+
+# What the estimate of exposed communication assumes, for kernels and links of one H200 host: FLOP/s, bytes/s in
+# memory, bytes/s between ranks and seconds that any collective takes. Only shares matter.
+_FLOPS_PER_S, _BYTES_PER_S, _LINK_BYTES_PER_S, _LATENCY_S = 700e12, 3.5e12, 350e9, 20e-6
+
+
+class Collective(NamedTuple):
+    """A collective ``node`` and its ``wait``. ``stretch``, ``region``: numbers, in the order in which they run."""
+
+    node: fx.Node
+    wait: fx.Node
+    stretch: int
+    region: int
+
+    @property
+    def form(self) -> tuple:
+        """What must agree for collectives to become one: operator, dtype, and every argument but the tensor."""
+        return (self.node.target, self.node.meta["val"].dtype, *self.node.args[1:])
+
+
+def stretches(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The stretch of every node of forward, loss and backward; even ones are forward."""
+    found: dict[fx.Node, int] = {}
+    current = 0
+    for node in graph.nodes:
+        phase = phase_of(node)
+        if phase in ("forward", "loss", "backward"):
+            current += (phase == "backward") != current % 2
+            found[node] = current
+    return found
+
+
+def parameter_gathers(step: StepGraph) -> list[Collective]:
+    """All-gathers of parameters: what they read is made from parameters alone, and no parameter is written before."""
+    aliases = Aliases(step.graph)
+    parameters = set(step.placeholders("parameter"))
+    made: set[fx.Node] = set(parameters)
+    found = []
+    for node in step.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.target is ALL_GATHER and inputs[0] in made:
+            if not any(aliases.written_between(p, 0, aliases.position[node]) for p in _sources(inputs[0], parameters)):
+                found.append(node)
+        elif inputs and is_pure(node) and made.issuperset(inputs) and not aliases.writes.get(node):
+            made.add(node)
+    return _collectives(step, found)
+
+
+def _sources(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
+    return {n for n in upstream(node) | {node} if n in among}
+
+
+def upstream(node: fx.Node) -> set[fx.Node]:
+    """Everything that ``node`` is made from."""
+    seen: set[fx.Node] = set()
+    queue = list(node.all_input_nodes)
+    while queue:
+        current = queue.pop()
+        if current not in seen:
+            seen.add(current)
+            queue += current.all_input_nodes
+    return seen
+
+
+def gradient_tail(step: StepGraph) -> set[fx.Node]:
+    """Nodes of backward that finish gradients: reductions, and what makes of their results what the optimizer reads.
+
+    Nothing else of forward or backward reads a node of the tail, so that each may run later.
+    """
+    aliases = Aliases(step.graph)
+    tail: set[fx.Node] = set()
+    for node in reversed(step.graph.nodes):
+        reduces = node.target in (REDUCE_SCATTER, ALL_REDUCE, WAIT)
+        if phase_of(node) == "backward" and (reduces or _is_elementwise(node)) and _ends(node, tail):
+            tail.add(node)
+    # What comes before the first reduction, or reads something that is written, is backward's own.
+    size = None
+    while size != len(tail):
+        size = len(tail)
+        for node in step.graph.nodes:
+            if node in tail and not (_follows(node, tail, aliases) and _ends(node, tail)):
+                tail.discard(node)
+    return tail
+
+
+def _ends(node: fx.Node, tail: set[fx.Node]) -> bool:
+    """Whether only the tail and the optimizer read ``node``."""
+    return all(user in tail or phase_of(user) in ("optimizer", "output") for user in node.users)
+
+
+def _follows(node: fx.Node, tail: set[fx.Node], aliases: Aliases) -> bool:
+    """Whether ``node`` is a reduction, or made from nodes of the tail and inputs that nothing writes."""
+    if node.target in (REDUCE_SCATTER, ALL_REDUCE):
+        return True
+    others = [n for n in node.all_input_nodes if n not in tail]
+    given = all(n.op in ("placeholder", "get_attr") and not aliases.writes.get(aliases.root(n)) for n in others)
+    return given and len(others) < len(node.all_input_nodes)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of the result comes from one place of each input."""
+    pointwise = is_overload(node) and torch.Tag.pointwise in node.target.tags
+    return pointwise or is_view(node) or node.target in (aten._to_copy.default, aten.cat.default)
+
+
+def gradient_reductions(step: StepGraph, tail: set[fx.Node]) -> list[Collective]:
+    """Reduce-scatters and all-reduces of gradients, from `gradient_tail`."""
+    return _collectives(step, [n for n in step.graph.nodes if n in tail and n.target in (REDUCE_SCATTER, ALL_REDUCE)])
+
+
+def _collectives(step: StepGraph, nodes: Iterable[fx.Node]) -> list[Collective]:
+    stretch = stretches(step.graph)
+    found: list[Collective] = []
+    region, last = 0, None
+    numbers: dict[tuple, int] = {}
+    for node in nodes:
+        waits = [user for user in node.users if user.target is WAIT]
+        if len(waits) != 1 or len(node.users) != 1 or node not in stretch:
+            continue
+        block = step.block_of(node)
+        # A block comes once in a stretch, whatever lies between its parts; what is outside counts by runs.
+        if block is None:
+            region += last != (stretch[node], None)
+            number = region
+        else:
+            if (stretch[node], block) not in numbers:
+                region += 1
+                numbers[stretch[node], block] = region
+            number = numbers[stretch[node], block]
+        last = (stretch[node], block)
+        found.append(Collective(node, waits[0], stretch[node], number))
+    return found
+
+
+def by_region(collectives: Iterable[Collective]) -> list[list[Collective]]:
+    """The collectives of each region in each stretch, in order."""
+    groups: dict[tuple, list[Collective]] = defaultdict(list)
+    for c in collectives:
+        groups[c.stretch, c.region].append(c)
+    return list(groups.values())
+
+
+def attribute(step: StepGraph, nodes: Sequence[fx.Node], members: Sequence[fx.Node]) -> None:
+    """New ``nodes`` stand for ``members``: they belong to the innermost module that holds all of theirs."""
+    found = [provenance(m) for m in members]
+    levels = zip(*(f.path.split(".") for f in found), strict=False)
+    path = ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
+    for node in nodes:
+        set_provenance(node, found[0]._replace(path=path))
+
+
+def erase_chain(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase ``node`` and what was made for it alone."""
+    queue = [node]
+    while queue:
+        current = queue.pop()
+        if current.op == "call_function" and not current.users:
+            queue += current.all_input_nodes
+            graph.erase_node(current)
+
+
+def bytes_sent(node: fx.Node) -> float:
+    """Bytes that a rank receives in the collective, counted as a ring's."""
+    size = tensor_bytes(node)
+    if node.target is ALL_REDUCE:
+        ranks = group_size(node)
+        return 2 * size * (ranks - 1) / ranks
+    ranks = argument(node, "group_size")
+    return size * (ranks - 1) / (ranks if node.target is ALL_GATHER else 1)
+
+
+def group_size(node: fx.Node) -> int:
+    """Ranks of the collective's process group."""
+    if node.target is not ALL_REDUCE:
+        return argument(node, "group_size")
+    return torch.distributed.distributed_c10d._resolve_process_group(node.args[2]).size()
+
+
+def exposed(graph: fx.Graph) -> tuple[float, float]:
+    """(seconds that compute waits for communication, seconds of communication), as one step is forecast to run.
+
+    A rough forecast for one H200 host: kernels at the rate of memory or of matrix products, one after the other, and
+    the collectives of each group one after the other beside them.
+    """
+    now = waited = total = 0.0
+    free: dict[str, float] = defaultdict(float)
+    done: dict[fx.Node, float] = {}
+    for node in graph.nodes:
+        if node.target in COLLECTIVES:
+            group, seconds = node.args[-1], _LATENCY_S + bytes_sent(node) / _LINK_BYTES_PER_S
+            done[node] = free[group] = max(now, free[group]) + seconds
+            total += seconds
+        elif node.target is WAIT and node.args[0] in done:
+            ready = done[node.args[0]]
+            waited += max(0.0, ready - now)
+            now = max(now, ready)
+        elif is_overload(node) and not is_view(node):
+            now += _compute_seconds(node)
+    return waited, total
+
+
+def _compute_seconds(node: fx.Node) -> float:
+    moved = tensor_bytes(node) + sum(tensor_bytes(n) for n in node.all_input_nodes)
+    count = flop_registry.get(node.target.overloadpacket)
+    if count is None:
+        return moved / _BYTES_PER_S
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return max(moved / _BYTES_PER_S, count(*args, **kwargs, out_val=node.meta["val"]) / _FLOPS_PER_S)
+
+
+def exposed_text(before: tuple[float, float], after: tuple[float, float]) -> str:
+    """The line of a report that compares two of `exposed`."""
+    return (
+        f"exposed communication, roughly forecast for one H200 host: {before[0] * 1e3:.2f} ms of {before[1] * 1e3:.2f} "
+        f"before, {after[0] * 1e3:.2f} ms of {after[1] * 1e3:.2f} after"
+    )
