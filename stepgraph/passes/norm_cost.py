@@ -1,7 +1,8 @@
 """What a norm costs on a GPU by each of the ways to run it: bytes moved, over the bandwidth that each way reaches.
 
 The figures are measured on an H200 (`stepgraph bench norm`) for RMS norms by themselves; only their ratios matter on
-another card. Between the measured widths they are interpolated in the logarithm of the width; beyond them the nearest holds.
+another card. Between the measured widths they are interpolated in the logarithm of the width; beyond them the nearest
+holds.
 """
 
 import itertools

@@ -56,7 +56,7 @@ def test_what_backward_reads_is_not_computed_again(tools):
     step.graph.lint()
     step.module.recompile()
     assert len(step.graph.find_nodes(op="call_function", target=ours.norm.default)) == 5
-    # AdamW divides by the size of the gradient: where that is almost nothing, rounding moves a weight by up to its rate.
+    # AdamW divides by the gradient's size: where that is next to nothing, rounding moves a weight by up to its rate.
     for expected, given in zip(records, tools.captured_records("llama", step, 2), strict=False):
         torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
 
