@@ -196,6 +196,7 @@ def backward_rows(
                 if dh is not None:
                     g_row = dh + row_start(done_row, g_outer, g_inner, g_size, G_ALIGN, G_TWO)[:, None]
                     value += tl.load(g_row + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                # Streamed, as the loads are marked to be evicted first: marks on one side only cost forward bandwidth.
                 place = dx + (done_row.to(tl.int64) * N)[:, None] + at
                 tl.store(place, value.to(dx.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
