@@ -146,12 +146,16 @@ def _two_ranks(rank, path, dtype):
     try:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         for optimizer in ("fused", None):
-            step = compare(mesh, dtype, optimizer, 0.1)
-            assert counts(step) == {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3, "all_reduce": 1}
-            gathers = [n for n in step.graph.nodes("forward") if "all_gather" in str(n.target)]
-            scatters = [n for n in step.graph.nodes("backward") if "reduce_scatter" in str(n.target)]
-            assert [provenance(n).path for n in gathers] == ["0", "2", "3"]
-            assert [provenance(n).path for n in scatters] == ["3", "2", "0"]
+            bucketed = compare(mesh, dtype, optimizer, 0.1)
+            assert counts(bucketed) == dict.fromkeys(COLLECTIVES, 1)
+        step = stepgraph.capture(
+            build(mesh, dtype), loss_fn, batches(rank, dtype)[0], max_grad_norm=0.1, passes=["dead_code"]
+        )
+        assert counts(step) == {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3, "all_reduce": 1}
+        gathers = [n for n in step.graph.nodes("forward") if "all_gather" in str(n.target)]
+        scatters = [n for n in step.graph.nodes("backward") if "reduce_scatter" in str(n.target)]
+        assert [provenance(n).path for n in gathers] == ["0", "2", "3"]
+        assert [provenance(n).path for n in scatters] == ["3", "2", "0"]
     finally:
         dist.destroy_process_group()
 
