@@ -24,7 +24,7 @@ from stepgraph.capture import StepGraph, phase_of
 from stepgraph.errors import unknown_name
 from stepgraph.inductor.compiled import Compiled
 from stepgraph.inductor.regional import compile_pieces
-from stepgraph.passes.analysis import is_mutating
+from stepgraph.passes.analysis import argument, is_mutating
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.expand_optimizer import COMPILE
 from stepgraph.passes.fuse_norm import KEEP_EAGER
@@ -32,6 +32,9 @@ from stepgraph.passes.gather import gather
 from stepgraph.passes.partition import Program, describe, needs_host, split
 from stepgraph.passes.regions import MATCHERS, tag_regions
 from stepgraph.passes.rematerialize import rematerialize
+
+aten = torch.ops.aten
+_INDEX_PUTS = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_put_.default)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
             return "kernel"
         if node.meta.get(KEEP_EAGER):
             return "eager"
-        reason = needs_host(node) if on_cuda else _needs_gpu(node)
+        reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node)
         if reason:
             left[node] = reason
             return "eager"
@@ -125,6 +128,17 @@ def _needs_gpu(node: fx.Node) -> str | None:
     if isinstance(node.target, torch._ops.HigherOrderOperator):  # FlexAttention
         return "Inductor compiles its backward for GPUs only"
     return None
+
+
+def adds_in_any_order(node: fx.Node) -> str | None:
+    """Why two runs of ``node`` would differ if Inductor compiled it, or None. Eager sorts by row and adds in order,
+    but for ``index_put`` on a CPU, which adds atomically itself."""
+    adds = node.target is aten.embedding_dense_backward.default or (
+        node.target in _INDEX_PUTS and argument(node, "accumulate") and node.meta["val"].is_cuda
+    )
+    if not adds or not node.meta["val"].is_floating_point():
+        return None
+    return "Inductor adds rows by atomic operations, in another order every time"
 
 
 def _on_cuda(step: StepGraph) -> bool:

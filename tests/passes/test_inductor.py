@@ -7,10 +7,13 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.passes import configured, get
+from stepgraph.passes.inductor import adds_in_any_order
 
 # Inductor's C++ compiler takes most of a test's time.
 pytestmark = pytest.mark.slow
@@ -125,7 +128,8 @@ def test_flex_attention_is_left_to_eager_on_a_cpu(tools):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
     report = report_of(step)
     assert report.changed > 40
-    for note, name in zip(report.notes, ("flex_attention", "flex_attention_backward"), strict=True):
+    notes = [note for note in report.notes if "GPUs only" in note]
+    for note, name in zip(notes, ("flex_attention", "flex_attention_backward"), strict=True):
         assert note.startswith(f"left to eager: {name} ({name}) in layers.0.attn at ")
         assert note.endswith("Inductor compiles its backward for GPUs only")
 
@@ -144,7 +148,39 @@ def test_an_operator_of_ours_stays_between_compiled_pieces(tools):
         error = (results[1][1][name].double() - grad.double()).norm() / grad.double().norm()
         assert error < 3e-2, f"{name}: {error:.1e}"  # bf16: a rounding is up to 2^-9, through some ten operators
     groups = [piece.group for piece in step.graph.executable.children()]
-    assert groups == ["compiled", "kernel", "compiled"] and "in 2 compiled pieces" in report_of(step).summary
+    assert groups == ["compiled", "kernel", "compiled", "eager"] and "in 2 compiled pieces" in report_of(step).summary
+
+
+def test_sums_that_inductor_would_add_in_any_order_stay_with_eager():
+    """Its atomic additions leave other bits every time; eager's are the same."""
+    torch.manual_seed(5)
+    model, index = nn.Embedding(8, 16), torch.randint(0, 8, (20_000,))
+    batch = {"index": index, "scale": torch.randn(20_000, 16)}
+    loss_fn = lambda model, batch: (model(batch["index"]).tanh() * batch["scale"]).sum()  # noqa: E731
+    step = stepgraph.capture(model, loss_fn, batch, passes=PASSES)
+    step(batch)
+    first = model.weight.grad.clone()
+    for _ in range(5):
+        model.zero_grad()
+        step(batch)
+        assert torch.equal(model.weight.grad, first)
+    (note,) = [note for note in report_of(step).notes if "atomic" in note]
+    assert note.startswith("left to eager: embedding_dense_backward")
+    assert [piece.group for piece in step.graph.executable.children()] == ["compiled", "eager"]
+
+
+@pytest.mark.parametrize(
+    "device, dtype, alone", [("cuda", None, True), ("cuda", torch.int64, False), ("cpu", None, False)]
+)
+def test_which_index_puts_stay_with_eager(device, dtype, alone):
+    def count(table, index, values):
+        return torch.index_put(table, (index,), values, accumulate=True)
+
+    with FakeTensorMode():
+        table, index = torch.zeros(8, 4, dtype=dtype, device=device), torch.zeros(6, dtype=torch.int64, device=device)
+        graph = make_fx(count)(table, index, torch.ones(6, 4, dtype=dtype, device=device)).graph
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default)
+    assert (adds_in_any_order(node) is not None) == alone
 
 
 def test_recomputation_survives_compilation(tools):
