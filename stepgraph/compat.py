@@ -124,6 +124,16 @@ def below_autograd() -> contextlib.AbstractContextManager:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def empty_strided(device_type: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """What Inductor's generated code allocates with: (size, stride, dtype) on the current device of ``device_type``.
+
+    A quarter of the time of `torch.empty`, and no dispatcher: plain eager only.
+    """
+    return {"cpu": torch._C._dynamo.guards._empty_strided_cpu, "cuda": torch._C._dynamo.guards._empty_strided_cuda}[
+        device_type
+    ]
+
+
 def in_function_transform() -> bool:
     """A transform of ``torch.func`` (vmap, grad) is active in eager. Under the compiler it is the compiler's affair."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

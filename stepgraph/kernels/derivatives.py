@@ -75,8 +75,7 @@ def _save(ctx: Any, norm: Norm, x: Tensor, weight: Optional, residual: Optional,
         raise ValueError(
             "keep_h is False and a gradient is needed; allowed is True, backward reads h: pass keep_h=True"
         )
-    ctx.norm, ctx.x_dtype = norm, x.dtype
-    ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.call = norm, x.dtype, None if residual is None else residual.dtype
     ctx.save_for_backward(x if residual is None else h, weight, *stats)
     ctx.set_materialize_grads(False)
 
@@ -90,17 +89,18 @@ def _backward(norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optiona
 
 def _gradients(ctx: Any, dy: Optional, dh: Optional) -> tuple[Optional, Optional, Optional, Optional]:
     """Gradients of x, weight, bias and residual."""
+    norm, x_dtype, residual_dtype = ctx.call
     need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
     h, weight, mean, rstd = ctx.saved_tensors
     # The residual stream may be wider than x: its gradient must not be rounded on the way.
-    dx_dtype = ctx.x_dtype if not need_residual else torch.promote_types(ctx.x_dtype, ctx.residual_dtype)
+    dx_dtype = x_dtype if not need_residual else torch.promote_types(x_dtype, residual_dtype)
     if dy is None:
         d, dw, db = dh, None, None
     else:
         needs = (need_x or need_residual, need_weight, need_bias)
-        d, dw, db = _backward(ctx.norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs)
-    dx = d.to(ctx.x_dtype) if need_x and d is not None else None
-    dresidual = d.to(ctx.residual_dtype) if need_residual and d is not None else None
+        d, dw, db = _backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs)
+    dx = d.to(x_dtype) if need_x and d is not None else None
+    dresidual = d.to(residual_dtype) if need_residual and d is not None else None
     return dx, dw, db, dresidual
 
 

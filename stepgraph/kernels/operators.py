@@ -79,8 +79,8 @@ def carrier(x: Tensor) -> Tensor:
     return x.new_zeros(()).expand(x.shape)
 
 
-# Each of the four: `check` and empty inputs here, the rest in the backend. `_like_*` make outputs of the right shapes
-# and zeros, which are the fake implementation, and right for no rows at all.
+# Each of the four: empty inputs here, the rest in the backend. `_like_*` make outputs of the right shapes and zeros,
+# which are the fake implementation, and right for no rows at all.
 
 
 def _like_forward(
@@ -97,11 +97,16 @@ def _like_forward(
 def forward(
     norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool
 ) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
-    """``(y, h, mean, rstd, scale)`` from the backend of the device, for any input that `check` accepts."""
+    """``(y, h, mean, rstd, scale)`` from the backend of the device. Raises ``ValueError`` as `check` does.
+
+    The backend for CUDA checks when it makes a plan: again and again would take longer than all its other work.
+    """
+    if x.is_cuda and x.numel():
+        return _triton().forward(norm, x, weight, bias, residual, keep_h)
     check(norm, x, weight, bias, residual)
     if x.numel() == 0:
         return _like_forward(norm, x, residual, keep_h)
-    return _backend(x).forward(norm, x, weight, bias, residual, keep_h)
+    return reference.forward(norm, x, weight, bias, residual, keep_h)
 
 
 def _like_backward(
@@ -141,13 +146,15 @@ def _like_pair(norm: Norm, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def forward_pair(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(yq, yk, rstd_q, rstd_k)`` from the backend of the device, for any input that `check_pair` accepts."""
+    """``(yq, yk, rstd_q, rstd_k)`` from the backend of the device. Raises ``ValueError`` as `check_pair` does."""
+    if q.is_cuda and q.numel() and k.numel():
+        return _triton().forward_pair(norm, q, k, wq, wk)
     check_pair(norm, q, k, wq, wk)
     if q.numel() == 0 or k.numel() == 0:
         yq, _, _, rstd_q, _ = forward(norm, q, wq, None, None, False)
         yk, _, _, rstd_k, _ = forward(norm, k, wk, None, None, False)
         return yq, yk, rstd_q, rstd_k
-    return _backend(q).forward_pair(norm, q, k, wq, wk)
+    return reference.forward_pair(norm, q, k, wq, wk)
 
 
 def _like_backward_pair(

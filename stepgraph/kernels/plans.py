@@ -4,12 +4,15 @@ A plan holds the launches of a call with all their numbers and constants, and th
 by everything that is known without reading memory: norm, shapes, strides, dtypes, device.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from stepgraph.compat import empty_strided
 from stepgraph.kernels.launch import INTERPRETED, Launch
 from stepgraph.kernels.partials import FANIN
 from stepgraph.kernels.rows import rows_of
@@ -41,8 +44,25 @@ def hardware_of(x: Tensor) -> Hardware:
 
 
 def layout(x: Optional) -> Any:
-    """What a plan depends on, of a tensor."""
-    return None if x is None else (x.shape, x.stride(), x.dtype)
+    """What a plan depends on, of a tensor, and all that `spec.check` asks."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+
+
+#: Size, stride and dtype of an output; None: the call has no such output.
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None
+
+_empty = empty_strided("cpu" if INTERPRETED else "cuda")
+
+
+def form(shape: Sequence[int], dtype: torch.dtype, wanted: bool = True) -> Form:
+    """The form of a contiguous output."""
+    strides = (*itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1),)[::-1]
+    return (tuple(shape), strides if shape else (), dtype) if wanted else None
+
+
+def allocate(forms: Sequence[Form]) -> list[Optional]:
+    """Memory for outputs, on the current device."""
+    return [None if form is None else _empty(*form) for form in forms]
 
 
 def dense(weight: Optional) -> Optional:

@@ -13,9 +13,9 @@ from stepgraph.kernels.backward import backward_kernel
 from stepgraph.kernels.forward import forward_kernel
 from stepgraph.kernels.launch import INTERPRETED, Launch, current_device, current_stream
 from stepgraph.kernels.partials import add_slots_kernel
-from stepgraph.kernels.plans import Place, layout
+from stepgraph.kernels.plans import Form, Place, allocate, form, layout
 from stepgraph.kernels.select import Config, Problem
-from stepgraph.kernels.spec import Norm
+from stepgraph.kernels.spec import Norm, check
 from stepgraph.kernels.triton_pair import backward_pair, forward_pair
 from stepgraph.kernels.workspace import zeros
 
@@ -35,11 +35,13 @@ class ForwardPlan(NamedTuple):
     x: Place
     residual: Place
     words: int
+    outputs: tuple[Form, ...]
 
 
 def _forward_plan(
     norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool, config: Config | None
 ) -> ForwardPlan:
+    check(norm, x, weight, bias, residual)
     heads = plans.heads_of(weight)
     loads, stores = (x.element_size(),), (norm.out_dtype.itemsize,)
     if residual is not None:
@@ -69,7 +71,15 @@ def _forward_plan(
         **plans.tiles(problem, config),
     }
     found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1)
-    return ForwardPlan(found, x_place, r_place, words + (cover.groups + 1) // 2 if words else 0)
+    shape, rows = x.shape, x.shape[:-1]
+    outputs = (
+        form(shape, norm.out_dtype),
+        None if residual is None else form(shape, residual.dtype, keep_h),
+        form(rows, torch.float32, norm.kind == "layer"),
+        form(rows, torch.float32),
+        form(rows, torch.float32, norm.quantized),
+    )
+    return ForwardPlan(found, x_place, r_place, words + (cover.groups + 1) // 2 if words else 0, outputs)
 
 
 def forward(
@@ -82,21 +92,16 @@ def forward(
     *,
     config: Config | None = None,
 ) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
-    """``(y, h, mean, rstd, scale)`` as the contract in `spec` says."""
+    """``(y, h, mean, rstd, scale)`` as the contract in `spec` says. Raises ``ValueError`` as `check` does."""
     device = x.device
     if not INTERPRETED and device.index != current_device():
         with torch.cuda.device(device):
             return forward(norm, x, weight, bias, residual, keep_h, config=config)
-    key = (norm, layout(x), device, layout(weight), bias is None, layout(residual), keep_h, config)
+    key = (norm, layout(x), layout(weight), layout(bias), layout(residual), keep_h, config)
     plan = PLANS.get(key)
     if plan is None:
         plan = PLANS.make(key, _forward_plan, norm, x, weight, bias, residual, keep_h, config)
-    shape, rows = x.shape, x.shape[:-1]
-    y = torch.empty(shape, dtype=norm.out_dtype, device=device)
-    h = torch.empty(shape, dtype=residual.dtype, device=device) if residual is not None and keep_h else None
-    rstd = torch.empty(rows, dtype=torch.float32, device=device)
-    mean = torch.empty(rows, dtype=torch.float32, device=device) if norm.kind == "layer" else None
-    scale = torch.empty(rows, dtype=torch.float32, device=device) if norm.quantized else None
+    y, h, mean, rstd, scale = allocate(plan.outputs)
     stream = current_stream(device)
     words = zeros(device, stream, plan.words) if plan.words else None
     x, residual = plan.x.ready(x), plan.residual.ready(residual)
@@ -113,9 +118,9 @@ class BackwardPlan(NamedTuple):
     dy: Place
     h: Place
     dh: Place
-    partials: int
     words: int
     add: Launch | None
+    outputs: tuple[Form, ...]
 
 
 def _add_launch(problem: Problem, slots: int) -> Launch:
@@ -169,12 +174,18 @@ def _backward_plan(
         **plans.tiles(problem, config),
     }
     cooperative = shares > 0 or finish == "grid"
+    partials = plans.partials_of(problem, finish, cover)
     return BackwardPlan(
         plans.launches(backward_kernel, numbers, constants, cover.grid, config, cooperative),
         *places,
-        plans.partials_of(problem, finish, cover),
         counters_at + (counters + 1) // 2 if shares or counters else 0,
         _add_launch(problem, cover.slots) if finish == "launch" else None,
+        (
+            form(h.shape, dx_dtype, need_dx),
+            None if weight is None else form(weight.shape, weight.dtype, need_dw),
+            None if weight is None else form(weight.shape, weight.dtype, need_db),
+            form((partials,), torch.float32, partials > 0),
+        ),
     )
 
 
@@ -201,14 +212,11 @@ def backward(
     if not INTERPRETED and device.index != current_device():
         with torch.cuda.device(device):
             return backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config=config)
-    key = (norm, layout(dy), layout(h), device, layout(weight), layout(dh), dx_dtype, needs, config)
+    key = (norm, layout(dy), layout(h), layout(weight), layout(dh), dx_dtype, needs, config)
     plan = PLANS.get(key)
     if plan is None:
         plan = PLANS.make(key, _backward_plan, norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config)
-    dx = torch.empty(h.shape, dtype=dx_dtype, device=device) if need_dx else None
-    dw = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_dw else None
-    db = torch.empty(weight.shape, dtype=weight.dtype, device=device) if need_db else None
-    partials = torch.empty(plan.partials, dtype=torch.float32, device=device) if plan.partials else None
+    dx, dw, db, partials = allocate(plan.outputs)
     stream = current_stream(device)
     words = zeros(device, stream, plan.words) if plan.words else None
     dy, h, dh = plan.dy.ready(dy), plan.h.ready(h), plan.dh.ready(dh)

@@ -11,9 +11,9 @@ from stepgraph.kernels import plans
 from stepgraph.kernels.backward import backward_pair_kernel
 from stepgraph.kernels.forward import forward_pair_kernel
 from stepgraph.kernels.launch import INTERPRETED, Launch, current_device, current_stream
-from stepgraph.kernels.plans import Cover, Place, layout
+from stepgraph.kernels.plans import Cover, Form, Place, allocate, form, layout
 from stepgraph.kernels.select import Config, Hardware, Problem, select
-from stepgraph.kernels.spec import Norm
+from stepgraph.kernels.spec import Norm, check_pair
 from stepgraph.kernels.workspace import zeros
 
 Tensor = torch.Tensor
@@ -27,7 +27,7 @@ class PairPlan(NamedTuple):
 
     launch: Launch
     places: tuple[Place, ...]
-    partials: tuple[int, ...] = ()
+    outputs: tuple[Form, ...]
     words: int = 0
 
 
@@ -75,6 +75,7 @@ def _launch(kernel: Any, numbers: tuple, constants: dict, covers: tuple[Cover, C
 
 
 def _forward_plan(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional, config: Config | None) -> PairPlan:
+    check_pair(norm, q, k, wq, wk)
     sizes = (q.element_size(),), (norm.out_dtype.itemsize,)
     problems = _problem(q, wq, *sizes, None), _problem(k, wk, *sizes, None)
     config, covers = _covers(problems, config, plans.hardware_of(q))
@@ -87,25 +88,23 @@ def _forward_plan(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional, 
     }
     strides = (number for place in places for number in place.numbers)
     numbers = (problems[0].M, problems[1].M, *strides, covers[0].grid, float(norm.eps))
-    return PairPlan(_launch(forward_pair_kernel, numbers, constants, covers, config), places)
+    outputs = [form(x.shape, norm.out_dtype) for x in (q, k)] + [form(x.shape[:-1], torch.float32) for x in (q, k)]
+    return PairPlan(_launch(forward_pair_kernel, numbers, constants, covers, config), places, tuple(outputs))
 
 
 def forward_pair(
     norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional, *, config: Config | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(yq, yk, rstd_q, rstd_k)`` as the contract in `spec` says."""
+    """``(yq, yk, rstd_q, rstd_k)`` as the contract in `spec` says. Raises ``ValueError`` as `check_pair` does."""
     device = q.device
     if not INTERPRETED and device.index != current_device():
         with torch.cuda.device(device):
             return forward_pair(norm, q, k, wq, wk, config=config)
-    key = (norm, layout(q), layout(k), device, layout(wq), layout(wk), config)
+    key = (norm, layout(q), layout(k), layout(wq), layout(wk), config)
     plan = PLANS.get(key)
     if plan is None:
         plan = PLANS.make(key, _forward_plan, norm, q, k, wq, wk, config)
-    yq = torch.empty(q.shape, dtype=norm.out_dtype, device=device)
-    yk = torch.empty(k.shape, dtype=norm.out_dtype, device=device)
-    rstd_q = torch.empty(q.shape[:-1], dtype=torch.float32, device=device)
-    rstd_k = torch.empty(k.shape[:-1], dtype=torch.float32, device=device)
+    yq, yk, rstd_q, rstd_k = allocate(plan.outputs)
     q, k = (place.ready(x) for place, x in zip(plan.places, (q, k), strict=True))
     plan.launch(current_stream(device), q, k, plans.dense(wq), plans.dense(wk), yq, yk, rstd_q, rstd_k)
     return yq, yk, rstd_q, rstd_k
@@ -135,11 +134,12 @@ def _backward_plan(
     counters = [(plans.counters_of(way, cover) + 1) // 2 for way, cover in zip(ways, covers, strict=True)]
     strides = (number for place in places for number in place.numbers)
     numbers = (counters[0], problems[0].M, problems[1].M, *strides, covers[0].grid)
+    partials = [plans.partials_of(*each) for each in zip(problems, ways, covers, strict=True)]
+    outputs = [form(x.shape, x.dtype, need_dx) for x in (q, k)]
+    outputs += [None if w is None else form(w.shape, w.dtype, need_dw) for w in (wq, wk)]
+    outputs += [form((n,), torch.float32, n > 0) for n in partials]
     return PairPlan(
-        _launch(backward_pair_kernel, numbers, constants, covers, config),
-        places,
-        tuple(plans.partials_of(*each) for each in zip(problems, ways, covers, strict=True)),
-        sum(counters),
+        _launch(backward_pair_kernel, numbers, constants, covers, config), places, tuple(outputs), sum(counters)
     )
 
 
@@ -168,15 +168,11 @@ def backward_pair(
     if dyk.dtype != dyq.dtype:
         dyk = dyk.to(dyq.dtype)
     inputs = (dyq, dyk, q, k)
-    key = (norm, *map(layout, inputs), device, layout(wq), layout(wk), need_dx, need_dw, config)
+    key = (norm, *map(layout, inputs), layout(wq), layout(wk), need_dx, need_dw, config)
     plan = PLANS.get(key)
     if plan is None:
         plan = PLANS.make(key, _backward_plan, norm, *inputs, wq, wk, need_dx, need_dw, config)
-    dq = torch.empty(q.shape, dtype=q.dtype, device=device) if need_dx else None
-    dk = torch.empty(k.shape, dtype=k.dtype, device=device) if need_dx else None
-    dwq = torch.empty(wq.shape, dtype=wq.dtype, device=device) if need_dw else None
-    dwk = torch.empty(wk.shape, dtype=wk.dtype, device=device) if need_dw else None
-    partials = [torch.empty(n, dtype=torch.float32, device=device) if n else None for n in plan.partials]
+    dq, dk, dwq, dwk, *partials = allocate(plan.outputs)
     stream = current_stream(device)
     words = zeros(device, stream, plan.words) if plan.words else None
     ready = [place.ready(x) for place, x in zip(plan.places, inputs, strict=True)]

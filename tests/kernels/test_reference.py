@@ -76,24 +76,30 @@ def test_norm_is_cheap_to_hash_and_compare():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, F64])
-def test_the_short_check_accepts_no_more_than_the_long_one(dtype, monkeypatch):
-    """`check` has a fast way for most calls: every call that it lets pass must pass one by one as well."""
-    from stepgraph.kernels import spec
+def test_a_plan_is_found_by_all_that_the_check_asks(dtype):
+    """The CUDA backend checks a call when it makes its plan: calls of one key must all pass, or all be refused."""
+    pytest.importorskip("triton")
+    from stepgraph.kernels.plans import layout
 
-    usual = 0
+    def passes(*arguments):
+        try:
+            check(*arguments)
+        except ValueError:
+            return False
+        return True
+
     shapes = [(8,), (4, 8), (2, 4, 8), (4, 1), ()]
     xs = [rows(*s).to(dtype) for s in shapes] + [rows(4, 8).t().to(dtype), torch.zeros(4, 8, dtype=torch.int32)]
-    weights = [None, rows(8), rows(4, 8), rows(1), rows(8).long(), rows(4), torch.empty(8, device="meta")]
-    for x, weight, residual, out in itertools.product(
-        xs, weights, [None, *xs], [dtype, torch.int8, torch.float16, FP8]
+    weights = [None, rows(8), rows(4, 8), rows(1), rows(8).long(), torch.empty(8, device="meta")]
+    outcomes = {}
+    for x, weight, bias, residual, out in itertools.product(
+        [*xs, rows(4, 8).to(dtype)], weights, [None, rows(8)], [None, *xs], [dtype, torch.int8, FP8]
     ):
         norm = Norm("rms", default_eps(dtype), 0.0, out)
-        if spec._is_usual(norm, x, weight, None, residual):
-            usual += 1
-            with monkeypatch.context() as patch:
-                patch.setattr(spec, "_is_usual", lambda *_: False)
-                check(norm, x, weight, None, residual)
-    assert usual > 0 or dtype == F64
+        key = norm, layout(x), layout(weight), layout(bias), layout(residual)
+        outcome = passes(norm, x, weight, bias, residual)
+        assert outcomes.setdefault(key, outcome) == outcome
+    assert set(outcomes.values()) == {True, False}
 
 
 def test_pair_of_another_kind():
