@@ -4,8 +4,9 @@ Each is called as its users call it. Forward runs with gradients on, as in train
 Backward is ``torch.autograd.grad(..., retain_graph=True)`` through the package's own autograd function, for the
 gradients of x, weight and (layer norm) bias. Only QuACK's layer norm has no autograd function: its public
 ``layernorm_fwd`` and ``layernorm_bwd`` are called directly, with the fp32 weights that they ask for. torch.compile
-gets ``torch.nn.functional`` of static shapes, after a reset for every shape; max-autotune is measured without CUDA
-graphs of its own, which would copy x, and under the same CUDA graph as all others.
+gets ``torch.nn.functional`` of static shapes, after a reset for every shape, once by its own rules and once by those of
+``stepgraph.inductor``; max-autotune is measured without CUDA graphs of its own, which would copy x, and under the same
+CUDA graph as all others.
 """
 
 import importlib
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgraph import kernels
+from stepgraph.inductor import fusion_guard, tuned_reductions
 
 Tensor = torch.Tensor
 Function = Callable[..., Tensor]
@@ -100,6 +102,16 @@ class CompiledMaxAutotune(Compiled):
     mode = "max-autotune-no-cudagraphs"
 
 
+class CompiledTuned(Eager):
+    """``torch.compile`` of eager, for this shape alone, under the rules of ``stepgraph.inductor``."""
+
+    def __init__(self, op: str, weight: Tensor, bias: Tensor | None):
+        super().__init__(op, weight, bias)
+        torch.compiler.reset()
+        rules = fusion_guard() | tuned_reductions()
+        self.function = torch.compile(self.function, dynamic=False, fullgraph=True, options=rules.options)
+
+
 class Quack(Provider):
     package, needs_cuda = "quack", True
 
@@ -174,6 +186,7 @@ PROVIDERS: dict[str, type[Provider]] = {
     "eager": Eager,
     "compile": Compiled,
     "compile-max-autotune": CompiledMaxAutotune,
+    "compile-tuned": CompiledTuned,
     "quack": Quack,
     "liger": Liger,
     "te": TransformerEngine,

@@ -13,6 +13,12 @@ LARGE_BYTES = 128 * 2**20
 
 OURS = "ours"
 
+#: torch.compile under our rules: no peer, but something that wants to be as fast as hand-written kernels.
+TUNED = "compile-tuned"
+
+#: What `TUNED` wants of the best kernel's speed, by direction.
+WANTED = {"fwd": 0.95, "bwd": 0.9}
+
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -77,8 +83,16 @@ class Comparison:
 
     @cached_property
     def best(self) -> NormRow | None:
-        """The fastest of the others that are right."""
-        return min((row for row in self.rows if row.provider != OURS and row.ms), key=lambda row: row.ms, default=None)
+        """The fastest of the peers that are right."""
+        peers = (row for row in self.rows if row.provider not in (OURS, TUNED) and row.ms)
+        return min(peers, key=lambda row: row.ms, default=None)
+
+    @cached_property
+    def tuned(self) -> float | None:
+        """Speed of `TUNED` as a part of the best of all others."""
+        row = self.row(TUNED)
+        others = [other.ms for other in (self.ours, self.best) if other]
+        return min(others) / row.ms if row and row.ms and others else None
 
     def ratio(self, peer: NormRow | None) -> float | None:
         """How many times as fast as ``peer`` ours is."""
@@ -131,6 +145,20 @@ def large_shapes(shapes: Sequence[Comparison]) -> str | None:
         f"over {LARGE_BYTES >> 20} MiB of traffic: at least {least.pct_copy:.1f}% of copy ({least.m}x{least.n}), "
         f"mean {sum(row.pct_copy for row in large) / len(large):.1f}%, over {len(large)} shapes"
     )
+
+
+def tuned_shapes(shapes: Sequence[Comparison]) -> str | None:
+    """One line: how near torch.compile under our rules comes to the best kernel; None where it was not measured."""
+    found = sorted((shape.tuned, shape.shape) for shape in shapes if shape.tuned)
+    if not found:
+        return None
+    wanted = WANTED[shapes[0].rows[0].op[-3:]]
+    low = [f"{name} ({part:.2f})" for part, name in found if part < wanted]
+    line = (
+        f"{TUNED} at {geometric_mean([part for part, _ in found]):.2f} of the best kernel's speed (geometric mean), "
+        f"below {wanted} at {len(low)} of {len(found)} shapes"
+    )
+    return line + (": " + ", ".join(low) if low else "")
 
 
 def summary(rows: Sequence[NormRow]) -> str:

@@ -12,6 +12,7 @@ from stepgraph.bench.norm_results import (
     large_shapes,
     slow_shapes,
     summary,
+    tuned_shapes,
 )
 from stepgraph.bench.table import align, where
 
@@ -29,7 +30,7 @@ def norm_section(env: dict[str, Any], settings: dict[str, Any], rows: Sequence[N
         lines += [f"### {op}, {settings['dtype']}, {_TIMINGS[timing]}", "", where(env, settings), ""]
         lines += [*table(shapes, settings["providers"]), ""]
         if OURS in settings["providers"]:
-            found = [geometric_means(shapes), slow_shapes(shapes), large_shapes(shapes)]
+            found = [geometric_means(shapes), slow_shapes(shapes), large_shapes(shapes), tuned_shapes(shapes)]
             lines += [f"- {line}" for line in found if line] + [""]
     lines += [f"- {note}" for note in _notes(settings, rows)] + ["", summary(rows)]
     return "\n".join(lines) + "\n"

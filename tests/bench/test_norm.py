@@ -10,7 +10,15 @@ from torch import nn
 
 from stepgraph import bench
 from stepgraph.bench import norm, norm_check, norm_providers, norm_timing, results
-from stepgraph.bench.norm_results import NormRow, comparisons, geometric_means, large_shapes, slow_shapes, summary
+from stepgraph.bench.norm_results import (
+    NormRow,
+    comparisons,
+    geometric_means,
+    large_shapes,
+    slow_shapes,
+    summary,
+    tuned_shapes,
+)
 
 CPU = torch.device("cpu")
 
@@ -136,10 +144,11 @@ def test_a_budget_ends_the_run_after_a_shape(tmp_path, capsys):
 @pytest.mark.slow
 def test_torch_compile_runs_backward_again_and_again(tmp_path):
     path = tmp_path / "norm.json"
-    words = "--device cpu --dtype fp32 --op rms_norm --providers ours,compile,compile-max-autotune --shapes 32x64"
+    words = "--device cpu --dtype fp32 --op rms_norm --providers ours,compile,compile-max-autotune,compile-tuned "
+    words += "--shapes 32x64"
     assert bench.main(["norm", *words.split(), "--json", str(path)]) == 0
     _, _, rows = results.read(path)
-    assert [row.error or row.wrong for row in rows] == [None] * 6 and all(row.ms > 0 for row in rows)
+    assert [row.error or row.wrong for row in rows] == [None] * 8 and all(row.ms > 0 for row in rows)
 
 
 @pytest.mark.parametrize("op", norm_providers.OPS)
@@ -222,3 +231,16 @@ def test_an_error_of_use_is_one_line(arguments, message, monkeypatch):
     with pytest.raises(ValueError) as error:
         bench.main(["norm", *arguments.split()])
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_compile_under_our_rules_is_no_peer_and_is_held_against_the_best_kernel():
+    rows = [row("ours", 1.0), row("quack", 1.1), row("compile-tuned", 1.25), row("ours", 2.0, n=512)]
+    rows += [row("eager", 1.0, n=512), row("compile-tuned", 1.0, n=512), row("ours", 1.0, n=64)]
+    small, middle, large = comparisons(rows)["rms_norm bwd", "graph"]
+    assert (small.tuned, middle.tuned, large.tuned) == (None, 1.0, 0.8)
+    assert middle.best.provider == "eager" and large.best.provider == "quack"
+    assert tuned_shapes([small, middle, large]) == (
+        "compile-tuned at 0.89 of the best kernel's speed (geometric mean), below 0.9 at 1 of 2 shapes: "
+        "65536x4096 (0.80)"
+    )
+    assert tuned_shapes([small]) is None
