@@ -13,6 +13,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph import passes
+from stepgraph.inductor import fusion_guard, tuned_reductions
 
 MAX_GRAD_NORM = 1.0
 
@@ -69,9 +70,9 @@ class CompiledStep(EagerStep):
     """``torch.compile`` of model and loss together, without graph breaks, for static shapes; clipping and the fused
     update, already a few launches, stay eager, as people use it."""
 
-    def __init__(self, parts: Parts, mode: str | None = None):
+    def __init__(self, parts: Parts, mode: str | None = None, options: dict[str, Any] | None = None):
         super().__init__(parts)
-        self.forward = torch.compile(self._loss, dynamic=False, fullgraph=True, mode=mode)
+        self.forward = torch.compile(self._loss, dynamic=False, fullgraph=True, mode=mode, options=options)
 
 
 class CapturedStep:
@@ -100,11 +101,15 @@ def _autotuned() -> list[passes.Pass]:
     return [p.with_options(max_autotune=True) if p.name == "inductor" else p for p in passes.configured("default")]
 
 
-#: Name -> the step made of the parts. `stepgraph` is `stepgraph.capture` as it is by default.
+#: Name -> the step made of the parts. `stepgraph` is `stepgraph.capture` as it is by default; `compile-guard` and
+#: `compile-tuned` are torch.compile under the rules of `stepgraph.inductor`.
 PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "eager": EagerStep,
     "compile": CompiledStep,
     "compile-max-autotune": lambda parts: CompiledStep(parts, mode="max-autotune"),
+    "compile-no-mix-order": lambda parts: CompiledStep(parts, options={"triton.mix_order_reduction": False}),
+    "compile-guard": lambda parts: CompiledStep(parts, options=fusion_guard().options),
+    "compile-tuned": lambda parts: CompiledStep(parts, options=(fusion_guard() | tuned_reductions()).options),
     "stepgraph": lambda parts: CapturedStep(parts, passes.configured("default")),
     "stepgraph-regional": lambda parts: CapturedStep(parts, passes.configured("default", inductor="regional")),
     "stepgraph-exact": lambda parts: CapturedStep(parts, passes.configured("exact")),

@@ -51,6 +51,9 @@ class StepOptions:
     seq_len: int = 256
     """Tokens in a sequence."""
 
+    precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
+    """As in stepgraph train; the matrix products of both bf16 are under autocast."""
+
     steps: int = 10
     """Steps in a repeat; its result is their median."""
 
@@ -75,7 +78,8 @@ class StepOptions:
     def of_preset(cls, name: str) -> "StepOptions":
         """The options whose model and batch are the preset's."""
         preset = PRESETS[name]()
-        return cls(preset=name, model=preset.model, batch_size=preset.batch_size, seq_len=preset.seq_len)
+        sizes = {"batch_size": preset.batch_size, "seq_len": preset.seq_len}
+        return cls(preset=name, model=preset.model, precision=preset.precision, **sizes)
 
     def names(self) -> list[str]:
         """The providers, in order. Raises ValueError for an unknown one."""
@@ -95,6 +99,7 @@ class StepOptions:
         config = dataclasses.replace(
             PRESETS[self.preset](),
             model=self.model,
+            precision=self.precision,
             batch_size=self.batch_size,
             seq_len=self.seq_len,
             lr=LEARNING_RATE,

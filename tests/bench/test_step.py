@@ -169,3 +169,26 @@ def test_an_error_of_use_is_one_line(arguments, message, monkeypatch):
     with pytest.raises(ValueError) as error:
         bench.main(arguments.split())
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_compile_under_our_rules_and_autocast(tmp_path):
+    path = tmp_path / "step.json"
+    words = [
+        *TINY,
+        "--providers",
+        "eager,compile-tuned",
+        "--precision",
+        "bf16-autocast",
+        "--steps",
+        "1",
+        "--repeats",
+        "1",
+    ]
+    assert bench.main(["step", "golf", *words, "--model.residual-scales", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["settings"]["models"]["golf"]["precision"] == "bf16-autocast"
+    assert record["settings"]["models"]["golf"]["model"]["residual_scales"]
+    for row in record["rows"]:
+        assert row["error"] is row["disagreement"] is None
+        assert row["fwd_ms"] > 0 and row["bwd_ms"] > 0
