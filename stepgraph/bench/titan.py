@@ -238,6 +238,7 @@ class Titan:
 
     capture_s: float | None = None
     compile_s: float | None = None
+    passes: list[str] | None = None
 
     def __init__(self, config: TrainConfig, batch: Batch, folder: str):
         from torchtitan.config import JobConfig

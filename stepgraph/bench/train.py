@@ -219,8 +219,9 @@ def run_ranks(
     """Starts the provider's ranks with torchrun and waits for them: figures of a `TrainRow`, and what went wrong."""
     job, log = folder / "job.json", folder / "log"
     trace = str(options.traces.resolve() / f"{name}.json.gz") if options.traces is not None else None
-    # Compile caches of its own: every provider compiles from nothing.
+    # Compile caches of its own: every provider compiles from nothing. Ranks end without cleaning up.
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    caches["TMPDIR"] = str(folder)
     ranks = config.mesh_spec.size
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

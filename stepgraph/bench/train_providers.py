@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from stepgraph import parallel
+from stepgraph import parallel, passes
 from stepgraph.bench import titan
 from stepgraph.train import build
 from stepgraph.train.config import TrainConfig
@@ -23,11 +23,13 @@ BATCH_SEED = 1
 
 class Training(Protocol):
     """A training that is ready to step. ``build_s``, ``capture_s``, ``compile_s``: seconds spent so far on model and
-    optimizer, on tracing and passes, and in compilers; None where they cannot be told apart."""
+    optimizer, on tracing and passes, and in compilers; None where they cannot be told apart. ``passes``: what passes
+    did so far, line by line; None where there are none."""
 
     build_s: float
     capture_s: float | None
     compile_s: float | None
+    passes: list[str] | None
 
     def step(self, read: bool = False) -> float | None:
         """Launch a step; with ``read``, wait for the loss of the whole mesh and return it."""
@@ -62,6 +64,10 @@ class CapturedTraining:
     @property
     def compile_s(self) -> float:
         return sum(report.compile_s for report in self.captured.report)
+
+    @property
+    def passes(self) -> list[str]:
+        return passes.format_report(self.captured.report).splitlines()
 
     def step(self, read: bool = False) -> float | None:
         loss = self.captured({name: tokens.to(self.device, non_blocking=True) for name, tokens in self.batch.items()})

@@ -16,7 +16,7 @@ import time
 import traceback
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     job = json.loads(path.read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
-    stack = contextlib.ExitStack()
+    stack = contextlib.ExitStack()  # never closed: see `_leave`
     try:
         config, device = TrainConfig.from_json(job["config"]), torch.device(job["device"])
         opened = PROVIDERS[job["provider"]][0]
@@ -54,14 +54,25 @@ def main() -> None:
         if device.type == "cuda":
             answer |= profiled(training, job["trace"], rank)
             _write(path.with_name("answer.json"), answer, rank)
+        dist.barrier()  # rank 0 has written
     except BaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         text = f"rank {rank}: {type(error).__name__}: {' '.join(lines[:2])}"[:300]
         path.with_name(f"error-{rank}.json").write_text(json.dumps({"time": time.time(), "error": text}))
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # the other ranks wait in a collective: closing the process groups would wait for them
-    stack.close()
+        _leave(1)
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process as it is. Closing its process groups may take for ever: after a failure the other ranks wait in
+    a collective, and NCCL waits for the end of every CUDA graph that holds its kernels.
+
+    Source: pytorch issue 115388.
+    """
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def timed(training: Training, config: TrainConfig, device: torch.device, started: float) -> dict[str, Any]:
@@ -93,6 +104,7 @@ def timed(training: Training, config: TrainConfig, device: torch.device, started
         "rank_step_ms": [median(rank["times"]) for rank in ranks],
         "first_step_s": max(rank["first"] for rank in ranks),
         "capture_s": training.capture_s,
+        "passes": training.passes,
         "compile_s": compile_s,
         "peak_mem_gib": max(rank["mem"] for rank in ranks),
         "peak_reserved_gib": max(rank["reserved"] for rank in ranks) if mine["reserved"] is not None else None,

@@ -43,6 +43,8 @@ class TrainRow:
     """Of it, stepgraph: capture and passes, compilers left out."""
     compile_s: float | None = None
     """stepgraph: compilers and recording of CUDA graphs, s. torchtitan: its first step, less a step."""
+    passes: list[str] | None = None
+    """stepgraph: what each pass did, line by line."""
     losses: list[float | None] | None = None
     """Loss of the whole mesh in the first and in the last step, nats per token; null where it is not finite."""
     steps_taken: int | None = None

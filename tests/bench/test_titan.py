@@ -5,8 +5,12 @@ import importlib.metadata
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from stepgraph import compat
 from stepgraph.bench import titan, train
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.rope import apply_rope, rope_tables
@@ -138,6 +142,29 @@ def test_it_starts_from_our_weights(precision):
 
     got = scores(neighbours(attention["wq"].weight), neighbours(attention["wk"].weight))
     torch.testing.assert_close(got, scores(halves(block.attn.q_proj.weight), halves(block.attn.k_proj.weight)))
+
+
+@pytest.mark.parametrize(
+    ("rank", "split", "expected"),
+    [
+        (0, 0, ((0, 6), (0, 8))),  # tp splits 22 rows in two, FSDP each 11 in chunks of 6 and 5
+        (1, 0, ((11, 17), (0, 8))),
+        (2, 0, ((6, 11), (0, 8))),
+        (3, 0, ((17, 22), (0, 8))),
+        (1, 1, ((0, 11), (4, 8))),  # tp splits 8 columns
+        (2, 1, ((11, 22), (0, 4))),
+    ],
+)
+def test_what_a_rank_holds(rank, split, expected):
+    """Of a (22, 8) matrix over fsdp=2,tp=2."""
+    compat.init_fake_world(rank, 4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        local = torch.empty([stop - start for start, stop in expected])
+        param = DTensor.from_local(local, mesh, (Shard(0), Shard(split)), run_check=False)
+        assert titan.held(param, torch.Size((22, 8)), split) == expected
+    finally:
+        dist.destroy_process_group()
 
 
 def test_its_own_configuration_has_every_field():

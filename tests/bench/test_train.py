@@ -50,6 +50,7 @@ def rows_of(record):
     return {row["provider"]: row for row in record[1]["rows"]}
 
 
+@pytest.mark.slow
 def test_the_record_holds_every_figure(record):
     settings, rows = record[1]["settings"], rows_of(record)
     assert list(rows) == settings["providers"] == ["stepgraph", "wrong", "breaks", "torchtitan"]
@@ -69,9 +70,11 @@ def test_the_record_holds_every_figure(record):
     assert min(row["start_s"], row["build_s"], row["capture_s"]) > 0
     assert row["start_s"] + row["build_s"] + row["capture_s"] < row["first_step_s"]
     assert row["peak_mem_gib"] > 0 and row["versions"]["torch"] == torch.__version__
+    assert any("bucket_collectives" in line for line in row["passes"]) and rows["wrong"]["passes"]
     assert row["mfu"] is row["peak_reserved_gib"] is row["exposure"] is row["kernels_ms"] is None  # CUDA only
 
 
+@pytest.mark.slow
 def test_a_provider_that_trains_something_else_is_named(record):
     rows = rows_of(record)
     assert record[0] == 1
@@ -80,12 +83,14 @@ def test_a_provider_that_trains_something_else_is_named(record):
     assert rows["wrong"]["disagreement"] in record[1]["settings"]["models"]["llama3-debug"]["losses"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_its_provider_and_is_named(record):
     row = rows_of(record)["breaks"]
     assert row["error"] == "rank 1: RuntimeError: CUDA out of memory. Tried to allocate everything"
     assert row["step_ms"] is None
 
 
+@pytest.mark.slow
 def test_a_provider_that_is_not_there_is_said_aloud(record, tmp_path, capsys):
     assert rows_of(record)["torchtitan"]["unavailable"]
     png = tmp_path / "train.png"

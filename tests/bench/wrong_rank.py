@@ -16,7 +16,7 @@ def wrong(config, device):
 
 
 class Breaks:
-    build_s, capture_s, compile_s = 0.0, None, None
+    build_s, capture_s, compile_s, passes = 0.0, None, None, None
 
     def step(self, read=False):
         if dist.get_rank() == 1:
