@@ -28,6 +28,9 @@ VERSION = "0.2.2"
 
 NAME = "stepgraph_bench"  # of model and flavor in torchtitan's registry
 
+#: What torchtitan's ``run_train.sh`` sets.
+ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _ACTIVATIONS = {
     "none": {"mode": "none"},

@@ -192,8 +192,8 @@ def measure(
     name: str, config: TrainConfig, options: TrainOptions, device: torch.device, peak_flops: float | None
 ) -> TrainRow:
     """The row of the provider ``name``."""
-    row = TrainRow(model=config.preset, provider=name)
-    row.unavailable = PROVIDERS[name][1](config, device)
+    row = TrainRow(model=config.preset, provider=name, environment=dict(PROVIDERS[name].environment))
+    row.unavailable = PROVIDERS[name].unavailable(config, device)
     if row.unavailable:
         _note(row, row.unavailable)
         return row
@@ -224,13 +224,12 @@ def run_ranks(
     caches["TMPDIR"] = str(folder)
     ranks = config.mesh_spec.size
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    variables = threads | os.environ | caches | PROVIDERS[name].environment
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     values = {"provider": name, "config": config.to_json(), "device": str(device), "trace": trace}
     with log.open("w") as output:
         job.write_text(json.dumps(values | {"started": time.time()}), encoding="utf-8")
-        process = subprocess.Popen(
-            [*torchrun, *RANK, str(job)], stdout=output, stderr=output, env=threads | os.environ | caches
-        )
+        process = subprocess.Popen([*torchrun, *RANK, str(job)], stdout=output, stderr=output, env=variables)
         status = _wait(process, options.timeout)
     answer = folder / "answer.json"
     figures = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}

@@ -6,7 +6,8 @@ mesh, random tokens from the host in every step, bf16 compute with fp32 shards a
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -91,12 +92,17 @@ def torchtitan(config: TrainConfig, device: torch.device) -> Iterator[Training]:
         yield training
 
 
-def always(config: TrainConfig, device: torch.device) -> None:
-    """Ours is always there."""
+@dataclass(frozen=True)
+class Provider:
+    """``open(config, device)``: called in every rank. ``unavailable(config, device)``: why it cannot do this work here,
+    in one line, None if it can. ``environment``: variables that its own launcher sets."""
+
+    open: Callable[[TrainConfig, torch.device], contextlib.AbstractContextManager[Training]]
+    unavailable: Callable[[TrainConfig, torch.device], str | None] = lambda config, device: None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-#: Name -> (how it is opened in a rank, why it cannot be here: None if it can).
-PROVIDERS: dict[str, tuple[Callable, Callable[[TrainConfig, torch.device], str | None]]] = {
-    "stepgraph": (stepgraph, always),
-    "torchtitan": (torchtitan, titan.unavailable),
+PROVIDERS = {
+    "stepgraph": Provider(stepgraph),
+    "torchtitan": Provider(torchtitan, titan.unavailable, titan.ENVIRONMENT),
 }

@@ -45,9 +45,9 @@ def main() -> None:
     stack = contextlib.ExitStack()  # never closed: see `_leave`
     try:
         config, device = TrainConfig.from_json(job["config"]), torch.device(job["device"])
-        opened = PROVIDERS[job["provider"]][0]
+        provider = PROVIDERS[job["provider"]]
         answer: dict[str, Any] = {"start_s": time.time() - job["started"]}
-        training = stack.enter_context(opened(config, device))
+        training = stack.enter_context(provider.open(config, device))
         answer |= {"build_s": training.build_s, "versions": _versions(device)}
         answer |= timed(training, config, device, job["started"])
         _write(path.with_name("answer.json"), answer, rank)

@@ -56,6 +56,8 @@ class TrainRow:
     """The same of every rank."""
     kernels_ms: dict[str, float] | None = None
     """CUDA: rank 0's most expensive kernels, ms a step, overlap not taken out."""
+    environment: dict[str, str] | None = None
+    """Variables set for it, as its own launcher does."""
     versions: dict[str, Any] | None = None
     """Versions of packages in the provider's processes."""
     unavailable: str | None = None

@@ -65,7 +65,7 @@ def summary(rows: Sequence[TrainRow]) -> str:
         ours, peer = found[OURS], found[PEER]
         memory = ours.peak_mem_gib / peer.peak_mem_gib
         return f"{OURS} / {PEER}: {times:.3f}x tokens/s, {memory:.2f}x peak memory"
-    reasons = [f"{name} {_reason(found.get(name))}" for name in (OURS, PEER) if not _ran(found.get(name))]
+    reasons = [f"{name}: {_reason(found.get(name))}" for name in (OURS, PEER) if not _ran(found.get(name))]
     return f"{OURS} / {PEER}: no ratio: {'; '.join(reasons)}"
 
 

@@ -11,7 +11,7 @@ import torch
 
 from stepgraph import bench
 from stepgraph.bench import train
-from stepgraph.bench.train_providers import always, random_batch
+from stepgraph.bench.train_providers import Provider, random_batch
 from stepgraph.bench.train_results import TrainRow, check_losses, ratio
 from stepgraph.bench.train_table import summary, train_section
 
@@ -38,8 +38,8 @@ def record(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(train, "RANK", [str(Path(__file__).parent / "wrong_rank.py")])
-        patch.setitem(train.PROVIDERS, "wrong", (None, always))
-        patch.setitem(train.PROVIDERS, "breaks", (None, always))
+        patch.setitem(train.PROVIDERS, "wrong", Provider(None))
+        patch.setitem(train.PROVIDERS, "breaks", Provider(None))
         names = "stepgraph,wrong,breaks,torchtitan"
         words = [*TINY, "--mesh", "fsdp=2", "--providers", names, "--json", str(path)]
         status = bench.main(["train", "llama3-debug", *words])
@@ -98,7 +98,7 @@ def test_a_provider_that_is_not_there_is_said_aloud(record, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "### llama3-debug, fsdp=2, batch 2 x 32 a data-parallel rank, fp32" in shown
     assert "- breaks failed: rank 1: RuntimeError" in shown and "- torchtitan: " in shown
-    assert shown.rstrip().splitlines()[-1].startswith("stepgraph / torchtitan: no ratio: torchtitan ")
+    assert shown.rstrip().splitlines()[-1].startswith("stepgraph / torchtitan: no ratio: torchtitan: ")
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
@@ -219,11 +219,11 @@ def test_the_table_of_gpus_and_the_ratio():
 def test_without_a_peer_there_is_no_ratio():
     missing = row("torchtitan", unavailable="not installed: pip install torchtitan==0.2.2")
     assert summary([row("stepgraph", 10.0), missing]) == (
-        "stepgraph / torchtitan: no ratio: torchtitan not installed: pip install torchtitan==0.2.2"
+        "stepgraph / torchtitan: no ratio: torchtitan: not installed: pip install torchtitan==0.2.2"
     )
-    assert summary([row("stepgraph", 10.0)]).endswith("no ratio: torchtitan was not asked for")
+    assert summary([row("stepgraph", 10.0)]).endswith("no ratio: torchtitan: was not asked for")
     failed = [row("stepgraph", error="rank 0: OutOfMemoryError"), row("torchtitan", 10.0)]
-    assert summary(failed).endswith("no ratio: stepgraph failed") and ratio(failed) is None
+    assert summary(failed).endswith("no ratio: stepgraph: failed") and ratio(failed) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import dataclasses
 import torch.distributed as dist
 
 from stepgraph.bench import train_rank
-from stepgraph.bench.train_providers import PROVIDERS, always, stepgraph
+from stepgraph.bench.train_providers import PROVIDERS, Provider, stepgraph
 
 
 @contextlib.contextmanager
@@ -30,8 +30,8 @@ def breaks(config, device):
     yield Breaks()
 
 
-PROVIDERS["wrong"] = (wrong, always)
-PROVIDERS["breaks"] = (breaks, always)
+PROVIDERS["wrong"] = Provider(wrong)
+PROVIDERS["breaks"] = Provider(breaks)
 
 if __name__ == "__main__":
     train_rank.main()
