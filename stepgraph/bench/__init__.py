@@ -1,13 +1,15 @@
-"""``stepgraph bench``: measurements beside eager and ``torch.compile``, as JSON, a table and a picture."""
+"""``stepgraph bench``: measurements beside eager, ``torch.compile`` and others, as JSON, a table and a picture."""
 
 from stepgraph.errors import unknown_name
 
 USAGE = """usage: stepgraph bench NAME [options]
 
-Measure stepgraph beside eager and torch.compile, on the same inputs.
+Measure stepgraph beside eager, torch.compile and other packages, on the same inputs.
 
 names:
   step [PRESET ...] [options]        one training step; see stepgraph bench step --help
+  train [PRESET] [options]           one training step over several devices, ours beside torchtitan; see stepgraph
+                                     bench train --help
   norm [options]                     RMS norm and layer norm, forward and backward, shape by shape, beside other
                                      packages' kernels; see stepgraph bench norm --help
   report FILE.json ... [--plot PNG]  recorded measurements as Markdown tables and as a chart
@@ -25,6 +27,10 @@ def main(argv: list[str]) -> int:
             from stepgraph.bench import step
 
             return step.main(rest)
+        case "train":
+            from stepgraph.bench import train
+
+            return train.main(rest)
         case "norm":
             from stepgraph.bench import norm
 
@@ -33,4 +39,4 @@ def main(argv: list[str]) -> int:
             from stepgraph.bench import report
 
             return report.main(rest)
-    raise unknown_name("benchmark", name, ["step", "norm", "report"])
+    raise unknown_name("benchmark", name, ["step", "train", "norm", "report"])

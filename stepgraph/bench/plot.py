@@ -12,7 +12,7 @@ from stepgraph.bench.results import Row
 from stepgraph.bench.table import best_compile, title, where
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
-OURS_COLOR, _COMPILE, _EAGER = "#2f6fb5", "#a9b8c9", "#cfd6de"
+OURS_COLOR, PEER_COLOR, _EAGER = "#2f6fb5", "#a9b8c9", "#cfd6de"
 
 Panel = tuple[str, dict[str, Any], dict[str, Any], Sequence[Row]]  # model, environment, settings, its rows
 
@@ -45,7 +45,7 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlim(0, 1.3 * longest)  # room for the labels
     for place, row in enumerate(rows):
         ours = row.provider.startswith("stepgraph")
-        color = OURS_COLOR if ours else _EAGER if row.provider == "eager" else _COMPILE
+        color = OURS_COLOR if ours else _EAGER if row.provider == "eager" else PEER_COLOR
         low, high = min(row.step_ms_all), max(row.step_ms_all)
         axes.barh(place, row.step_ms, height=0.68, color=color)
         axes.plot([low, high], [place, place], color=INK, linewidth=1.2, solid_capstyle="butt")

@@ -2,19 +2,21 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stepgraph.bench.norm_table import norm_section
-from stepgraph.bench.results import is_norm, read
+from stepgraph.bench.results import kind_of, read
 from stepgraph.bench.table import section
+from stepgraph.bench.train_table import train_section
 from stepgraph.options import parse
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Show what stepgraph bench step or bench norm recorded with --json."""
+    """Show what stepgraph bench step, train or norm recorded with --json."""
 
     plot: Path | None = None
-    """Also draw them, as a PNG, into this file: step times, or percent of copy bandwidth against shape."""
+    """Also draw them, as a PNG, into this file: step times, tokens per second, or percent of copy bandwidth."""
 
 
 def main(argv: list[str]) -> int:
@@ -29,25 +31,41 @@ def main(argv: list[str]) -> int:
     if not count:
         raise ValueError("no record given: write stepgraph bench report FILE.json ... [--plot PNG]")
     records = [read(Path(word)) for word in argv[:count]]
-    norms = [is_norm(settings) for _, settings, _ in records]
-    if options.plot is not None and len(set(norms)) > 1:
-        raise ValueError("--plot draws records of one benchmark: give those of bench step and of bench norm apart")
-    panels = []
-    for env, settings, rows in records:
-        if is_norm(settings):
-            print(norm_section(env, settings, rows))
-        for model in settings.get("models", ()):
-            mine = [row for row in rows if row.model == model]
-            print(section(model, env, settings, mine))
-            panels.append((model, env, settings, mine))
+    kinds = [kind_of(settings) for _, settings, _ in records]
+    if options.plot is not None and len(set(kinds)) > 1:
+        given = " and of bench ".join(sorted(set(kinds)))
+        raise ValueError(f"--plot draws records of one benchmark: give those of bench {given} apart")
+    for kind, record in zip(kinds, records, strict=True):
+        print(*_sections(kind, *record), sep="\n")
     if options.plot is not None:
-        # matplotlib is slow to load
-        if all(norms):
+        _draw(kinds[0], records, options.plot)
+    return 0
+
+
+def _sections(kind: str, env: dict[str, Any], settings: dict[str, Any], rows: list[Any]) -> list[str]:
+    """What a record says, in Markdown."""
+    if kind == "norm":
+        return [norm_section(env, settings, rows)]
+    show = train_section if kind == "train" else section
+    return [show(model, env, settings, _of(model, rows)) for model in settings["models"]]
+
+
+def _draw(kind: str, records: list[Any], png: Path) -> None:
+    match kind:  # matplotlib is slow to load
+        case "norm":
             from stepgraph.bench.norm_plot import norm_chart
 
-            norm_chart(records, options.plot)
-        else:
+            norm_chart(records, png)
+        case "train":
+            from stepgraph.bench.train_plot import train_chart
+
+            train_chart(records, png)
+        case _:
             from stepgraph.bench.plot import bar_chart
 
-            bar_chart(panels, options.plot)
-    return 0
+            panels = [(m, env, settings, _of(m, rows)) for env, settings, rows in records for m in settings["models"]]
+            bar_chart(panels, png)
+
+
+def _of(model: str, rows: list[Any]) -> list[Any]:
+    return [row for row in rows if row.model == model]

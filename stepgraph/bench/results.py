@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.bench.norm_results import NormRow
+from stepgraph.bench.train_results import TrainRow
 
 #: Largest relative difference of two providers' losses over the first steps, by the parameters' dtype.
 #: fp32: a compiled kernel sums in another order than eager's and so differs in the last bits of 24 (6e-8); a few
@@ -104,28 +105,30 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def write(path: Path, environment: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row | NormRow]) -> None:
+def write(
+    path: Path, environment: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row | TrainRow | NormRow]
+) -> None:
     """Writes the record to ``path``."""
     record = {"environment": environment, "settings": settings, "rows": [dataclasses.asdict(row) for row in rows]}
     path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def is_norm(settings: dict[str, Any]) -> bool:
-    """Whether a record with these settings is of ``stepgraph bench norm``."""
-    return "benchmark" in settings and settings["benchmark"] == "norm"
+def kind_of(settings: dict[str, Any]) -> str:
+    """The benchmark that made a record with these settings: ``step``, ``train`` or ``norm``."""
+    return settings.get("benchmark", "step")
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """(environment, settings, rows) that ``write`` wrote; rows of ``Row`` or ``NormRow``. Raises ValueError for another
+    """(environment, settings, rows) that ``write`` wrote; rows of the benchmark's class. Raises ValueError for another
     file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings = record["settings"]
-        kind = NormRow if is_norm(settings) else Row
+        kind = {"step": Row, "train": TrainRow, "norm": NormRow}[kind_of(settings)]
         return record["environment"], settings, [kind(**row) for row in record["rows"]]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not a record of stepgraph bench step or norm: give a file that --json wrote"
+            f"{path} is not a record of stepgraph bench step, train or norm: give a file that --json wrote"
         ) from error

@@ -1,0 +1,37 @@
+"""A rank with two providers more: one whose updates are too large, one that fails on rank 1 while rank 0 waits."""
+
+import contextlib
+import dataclasses
+
+import torch.distributed as dist
+
+from stepgraph.bench import train_rank
+from stepgraph.bench.train_providers import PROVIDERS, Provider, stepgraph
+
+
+@contextlib.contextmanager
+def wrong(config, device):
+    with stepgraph(dataclasses.replace(config, lr=100 * config.lr), device) as training:
+        yield training
+
+
+class Breaks:
+    build_s, capture_s, compile_s, passes = 0.0, None, None, None
+
+    def step(self, read=False):
+        if dist.get_rank() == 1:
+            raise RuntimeError("CUDA out of memory.\nTried to allocate everything\nand more")
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def breaks(config, device):
+    dist.init_process_group("gloo")
+    yield Breaks()
+
+
+PROVIDERS["wrong"] = Provider(wrong)
+PROVIDERS["breaks"] = Provider(breaks)
+
+if __name__ == "__main__":
+    train_rank.main()
