@@ -5,7 +5,7 @@ import sys
 import uuid
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgraph.train.watch import last_told
@@ -34,7 +34,7 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "stepgraph", "train", *arguments)
     except ChildFailedError as failure:
-        rank, first = _cause(failure)
+        rank, first = failure.get_first_failure()
         how = f"ended with status {first.exitcode}; its own message is above"
         if first.exitcode < 0:
             told = last_told(dist.PrefixStore(f"stepgraph/{config.run_id}", server), rank)
@@ -42,9 +42,3 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
         print(f"error: rank {rank} (pid {first.pid}) {how}", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 1
     return 0
-
-
-def _cause(failure: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that failed first: one that was killed, if any, because that is what others fail of."""
-    killed = [(rank, found) for rank, found in failure.failures.items() if found.exitcode < 0]
-    return killed[0] if killed else failure.get_first_failure()

@@ -242,7 +242,7 @@ class Run:
         batch = build.example_batch(self.config, self.device)
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
-        self.watch.graph = self.captured.graph.graph
+        self.watch.watches(self.captured.graph)
         self.capture_s = time.perf_counter() - start
         graph = self.captured.graph
         phases = ", ".join(f"{phase} {n:,}" for phase, n in graph.count_by_phase().items())

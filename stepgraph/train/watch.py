@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import fx
 
 from stepgraph import compat, parallel
+from stepgraph.capture import StepGraph
 from stepgraph.capture.provenance import user_frame
 from stepgraph.train.faults import report
 from stepgraph.train.in_flight import first_in_flight, issue_order
@@ -29,6 +30,8 @@ from stepgraph.train.in_flight import first_in_flight, issue_order
 _POLL_S = 2.0
 #: A rank that has told nothing for so long is silent.
 _SILENT_S = 4 * _POLL_S
+#: Other ranks that an error tells of.
+_NAMED = 3
 #: What a step may take longer than the slowest before it once SIGTERM came. The agent kills 30 s after SIGTERM.
 _HEED_S = 10.0
 #: What the records of a run may take to be written at its end.
@@ -53,13 +56,18 @@ class Watch:
     def __init__(self, rank: int, world: int, device_type: str, timeout_s: float, on_end: Callable[[str], None]):
         self.rank, self.world, self.device_type = rank, world, device_type
         self.timeout_s, self.on_end = timeout_s, on_end
-        self.graph: fx.Graph | None = None
-        self.note = ""  # what a reader should know of how the graph runs
+        self._order: dict[str, list[fx.Node]] = {}
+        self._replays = False
         self._slowest_s: float | None = None
         self._began: dict[int, int] = {}
         self.at("the start", limited=False)
 
     # ---- told by the main thread ----
+
+    def watches(self, step: StepGraph) -> None:
+        """``step`` is what the steps run."""
+        self._order = issue_order(step.graph)
+        self._replays = any(report.name == "cuda_graph" and report.changed for report in step.log)
 
     def at(self, what: str, *, limited: bool = True) -> None:
         """From now on the rank is in ``what``. Not ``limited``: it may take as long as it likes."""
@@ -136,12 +144,12 @@ class Watch:
 
     def _waits_in(self, place: _Place) -> str:
         records = compat.flight_records(self.device_type)
-        order = {} if self.graph is None else issue_order(self.graph)
         began = sys.maxsize if place.step_began_ns is None else place.step_began_ns
-        if waiting := first_in_flight(records, order, began):
+        if waiting := first_in_flight(records, self._order, began):
             return f"it waits in {waiting}"
         main: FrameType = sys._current_frames()[threading.main_thread().ident]
-        return f"no collective is known to be in flight{self.note}, and the process is at {user_frame(main)}"
+        replay = " outside the CUDA graph, which does not tell where it is" if self._replays else ""
+        return f"no collective is in flight{replay}, and the process is at {user_frame(main)}"
 
     # ---- the ranks, to each other ----
 
@@ -154,7 +162,7 @@ class Watch:
                 self._store = None
 
     def _others(self, place: _Place) -> list[str]:
-        """Where the ranks are that are silent, or elsewhere than this one."""
+        """Where the ranks were that are silent or elsewhere than this one, the longest silent first."""
         if self._store is None:
             return []
         try:
@@ -164,16 +172,15 @@ class Watch:
         found = []
         for rank, beat in enumerate(beats):
             at, what, host, pid = json.loads(beat)
-            name, silent = f"rank {rank} ({host}, pid {pid})", time.time() - at
-            if rank != self.rank and silent > _SILENT_S:
-                found.append(f"{name} has been silent for {silent:.0f} s, since {what}")
-            elif rank != self.rank and what != place.what:
-                found.append(f"{name} is in {what}")
-        return found[:4] + ([f"and {len(found) - 4} more ranks are elsewhere"] if len(found) > 4 else [])
+            silent = time.time() - at
+            if rank != self.rank and (silent > _SILENT_S or what != place.what):
+                found.append((silent, f"rank {rank} ({host}, pid {pid}) was in {what} {silent:.0f} s ago"))
+        more = [f"and {len(found) - _NAMED} other ranks are not heard of or elsewhere"] if len(found) > _NAMED else []
+        return [text for _, text in sorted(found, reverse=True)[:_NAMED]] + more
 
 
 def last_told(store: dist.Store, rank: int) -> str:
-    """``, 3 s after it was in step 13``: what ``rank`` last told ``store`` (see `parallel.job_store`), if it ever did."""
+    """``, 3 s after it was in step 13``: what ``rank`` told ``store`` (see `parallel.job_store`) last, if anything."""
     if not store.check([_key(rank)]):
         return ""
     at, what, *_ = json.loads(store.get(_key(rank)))
