@@ -62,7 +62,7 @@ def _dispatch(arguments: list[str]) -> int:
             if config.nproc not in (None, 1) and not parallel.launched():
                 from stepgraph.train.launch import launch
 
-                return launch(config.nproc, rest)
+                return launch(config.nproc, rest, config.max_restarts)
 
             from stepgraph.train import trainer
 

@@ -7,6 +7,7 @@ from torch itself.
 import contextlib
 import functools
 import gc
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "current_sequence_nr",
     "dispatch_flex_attention",
     "fake_mode",
+    "flight_records",
     "graph_of_trace",
     "groups_of",
     "has_step_hooks",
@@ -322,6 +324,18 @@ def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.Proc
     if mesh.size() == torch.distributed.get_world_size():
         return [torch.distributed.group.WORLD]
     return mesh.get_all_groups()
+
+
+def flight_records(device_type: str) -> list[dict[str, Any]]:
+    """The collectives that this process issued lately, oldest first: NCCL's for ``cuda``, else gloo's.
+
+    Of each: ``process_group`` (name, description), ``profiling_name``, ``input_sizes``, ``time_created_ns`` (since the
+    epoch), ``retired`` (it is over) and ``state``, which NCCL keeps up to date (``completed``) and gloo does not. Those
+    that a CUDA graph replays are not among them.
+    """
+    recorder = torch._C._distributed_c10d
+    dump = recorder._dump_nccl_trace if device_type == "cuda" else recorder._dump_fr_trace
+    return pickle.loads(dump(True, False, False)).get("entries", [])  # bytes that torch has just written
 
 
 def init_fake_world(rank: int, world: int) -> None:

@@ -6,7 +6,7 @@ from stepgraph.parallel.init import local_parts, round_to
 from stepgraph.parallel.loss import cross_entropy, mean_over_mesh, next_token_loss
 from stepgraph.parallel.mesh import Mesh, MeshSpec
 from stepgraph.parallel.tensor import STYLES
-from stepgraph.parallel.world import is_first, launched, started, world_size
+from stepgraph.parallel.world import is_first, job_store, launched, started, world_size
 
 __all__ = [
     "STYLES",
@@ -14,6 +14,7 @@ __all__ = [
     "MeshSpec",
     "cross_entropy",
     "is_first",
+    "job_store",
     "launched",
     "layouts",
     "local_parts",

@@ -1,6 +1,7 @@
 """The processes of a run: what torchrun started, and the process group among them."""
 
 import contextlib
+import datetime
 import os
 from collections.abc import Iterator
 
@@ -8,6 +9,11 @@ import torch
 import torch.distributed as dist
 
 from stepgraph.parallel.mesh import Mesh, MeshSpec
+
+#: Collectives that torch's flight recorder keeps: all of a step's, also of a deep model in many microbatches.
+_RECORDED = 20_000
+#: Seconds that a rank waits for the others to start, as torch's own rendezvous does.
+_STORE_TIMEOUT_S = 1800
 
 
 def launched() -> bool:
@@ -23,6 +29,34 @@ def world_size() -> int:
 def is_first() -> bool:
     """Whether this process speaks for all: rank 0, or alone."""
     return not launched() or os.environ["RANK"] == "0"
+
+
+def job_store() -> dist.Store | None:
+    """A store in the elastic agent's process, which outlives the ranks and their restarts: what one attempt writes,
+    the next one reads. A connection of its own, whose calls raise ``DistError`` after 10 s without an answer. None for
+    processes that no elastic agent (torchrun, ``--nproc``) started.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return dist.PrefixStore(f"stepgraph/{os.environ['TORCHELASTIC_RUN_ID']}", _agent_store(10))
+
+
+def _agent_store(timeout_s: float) -> dist.Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def _init_process_group(backend: str) -> None:
+    if not launched():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend)
+    else:
+        # The agent keeps its store over restarts, and torch would read the addresses of the ranks that are gone.
+        attempt = f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        store = dist.PrefixStore(attempt, _agent_store(_STORE_TIMEOUT_S))
+        rank, world = int(os.environ["RANK"]), world_size()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 @contextlib.contextmanager
@@ -48,10 +82,8 @@ def started(spec: MeshSpec | None, device_type: str) -> Iterator[Mesh | None]:
     if device_type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         _take_gpu()
-    if launched():
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED))
+    _init_process_group(backend)
     try:
         yield Mesh(spec, device_type)
     finally:

@@ -94,6 +94,12 @@ class TrainConfig:
     nproc: int | None = None
     """Start so many processes, one a device, on this machine. Not with torchrun, which starts them itself."""
 
+    max_restarts: int = 0
+    """With --nproc: how often all ranks start again from the newest checkpoint when one fails. torchrun has its own."""
+
+    comm_timeout: float = 300.0
+    """Seconds that a step may take longer than the slowest before it, until the ranks end as hung."""
+
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
 
@@ -178,10 +184,10 @@ class TrainConfig:
         """Raises ValueError, in one line, for the first option that cannot be right. Reads no data."""
         for name in (
             *("seq_len", "batch_size", "accumulate", "steps", "lr", "eps", "log_every", "val_batches"),
-            "keep_checkpoints",
+            *("keep_checkpoints", "comm_timeout"),
         ):
             self._require(name, lambda value: value > 0, "above 0")
-        for name in ("seed", "warmup_steps", "weight_decay", "val_every", "checkpoint_every"):
+        for name in ("seed", "warmup_steps", "weight_decay", "val_every", "checkpoint_every", "max_restarts"):
             self._require(name, lambda value: value >= 0, "0 or more")
         self._require("min_lr_ratio", lambda value: 0 <= value <= 1, "in [0, 1]")
         self._require("decay_fraction", lambda value: 0 < value <= 1, "in (0, 1]")
@@ -217,6 +223,10 @@ class TrainConfig:
     def _validate_mesh(self) -> None:
         if self.nproc is not None:
             self._require("nproc", lambda value: value > 0, "above 0")
+        if self.max_restarts and self.nproc is None:
+            raise ValueError(
+                f"max_restarts={self.max_restarts} is about the ranks of --nproc: add --nproc, or give it to torchrun"
+            )
         spec = self.mesh_spec
         if spec is None:
             if self.nproc not in (None, 1):

@@ -23,6 +23,7 @@ from stepgraph.train.checkpoint_io import Ranks
 from stepgraph.train.config import TrainConfig
 from stepgraph.train.data import PackedLoader, open_data, unigram_entropy, validation_batches
 from stepgraph.train.environment import environment
+from stepgraph.train.faults import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.hf_weights import save_hf
 from stepgraph.train.host_memory import keep_freed_memory
 from stepgraph.train.metrics import (
@@ -38,6 +39,7 @@ from stepgraph.train.metrics import (
 from stepgraph.train.out_of_memory import is_out_of_memory, memory_advice
 from stepgraph.train.schedule import lr_at
 from stepgraph.train.signals import StopSignals
+from stepgraph.train.watch import Watch
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
 WARMUP_STEPS = 2
@@ -58,6 +60,11 @@ def run(config: TrainConfig) -> int:
         except KeyboardInterrupt:
             print("error: interrupted before the run began", file=sys.stderr)
             return 130
+        except RuntimeError as failure:
+            if not is_lost_rank(failure):
+                raise
+            print(f"error: {who()}{lost_rank(failure, 'the start')}", file=sys.stderr, flush=True)
+            return 1
         return run.train()
 
 
@@ -89,7 +96,8 @@ class Run:
         self.runs_ahead = self.device.type == "cuda"
         if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
             raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
-        path = self.ranks.first(lambda: _choose_folder(config))  # before the data is opened, which may take long
+        # Before the data is opened, which may take long.
+        path, self.restarted, resume = self.ranks.first(lambda: _choose_folder(config))
         build.seed_all(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -116,7 +124,7 @@ class Run:
         layout = None if mesh is None else str(mesh.spec)
         self.checkpointer = Checkpointer(path / "checkpoints", keep=config.keep_checkpoints, mesh=layout)
         self.saved_step: int | None = None
-        if config.resume:
+        if resume:
             self._load(path)
         self.folder: RunFolder | SilentFolder = SilentFolder(path)
         self.ranks.first(self._open_folder)
@@ -132,9 +140,13 @@ class Run:
         self.last_loss: float | None = None
         self.val_loss: float | None = None
         self.signals = StopSignals(patient=self.ranks.world > 1)
+        self.watch = Watch(
+            self.ranks.rank, self.ranks.world, device.type, config.comm_timeout, partial(self._close, "failed")
+        )
 
         self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {build.device_name(self.device)}")
-        self.say(f"run folder {path}" + (f", resumed after step {self.step}" if config.resume else ""))
+        again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
+        self.say(f"run folder {path}" + (again if self.restarted or resume else ""))
         self.say(f"config {_config_line(config)}")
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
         over = "" if mesh is None else f", mesh {mesh.spec} of {mesh.spec.size} ranks"
@@ -145,7 +157,7 @@ class Run:
     def _open_folder(self) -> None:
         path = self.folder.path
         try:
-            self.folder = RunFolder(path, resume_step=self.saved_step)
+            self.folder = RunFolder(path, resume_step=self.step if self.restarted else self.saved_step)
         except OSError as failure:
             raise ValueError(f"cannot write the run folder {path}: {failure.strerror}; choose another") from failure
 
@@ -165,7 +177,7 @@ class Run:
             self.say(f"the checkpoint is of another mesh: the data goes on with epoch {self.loader.epoch}")
         for group, given in zip(self.optimizer.param_groups, options, strict=True):
             group.update(given)  # --weight-decay and the like may be changed on --resume
-        if self.step >= self.config.steps:
+        if self.step >= self.config.steps and not self.restarted:
             raise ValueError(
                 f"nothing is left to do: {path} has {self.step} of {self.config.steps} steps; give more with --steps"
             )
@@ -183,32 +195,45 @@ class Run:
 
     def train(self) -> int:
         """Capture the step, run the steps, keep the records. The exit status."""
-        status, error = "failed", None
+        with self.signals, self.watch:
+            return self._train()
+
+    def _train(self) -> int:
+        status, error, lost = "failed", None, False
         try:
-            with self.signals:
-                self._capture()
-                self._steps()
-                finished = self.step == self.config.steps
-                if finished:
-                    self._validate()
-                self._save()
-                if finished and self.config.export_hf is not None:
-                    save_hf(self.model, self.config.export_hf)
-                    self.say(f"weights for Hugging Face in {self.config.export_hf}")
-                status = "finished" if finished else "interrupted"
+            self._capture()
+            self._steps()
+            finished = self.step == self.config.steps
+            if finished:
+                self._validate()
+            self._save()
+            if finished and self.config.export_hf is not None:
+                save_hf(self.model, self.config.export_hf)
+                self.say(f"weights for Hugging Face in {self.config.export_hf}")
+            status = "finished" if finished else "interrupted"
         except (NotFiniteError, OSError) as failure:
             error = str(failure)
         except BaseException as failure:
-            if not is_out_of_memory(failure):
+            lost = is_lost_rank(failure)
+            if lost:
+                error = lost_rank(failure, self.watch.where)
+            elif not is_out_of_memory(failure):
                 error = traceback.format_exception_only(failure)[0].splitlines()[0]
+                failure.add_note(f"{who()}{self.watch.where}")
                 raise
-            self.captured = None  # and with it what the graph holds
-            batch = build.example_batch(self.config, self.device)
-            error = memory_advice(failure, self.config, self.model, self.loss_fn, self.optimizer, batch)
+            else:
+                self.captured = None  # and with it what the graph holds
+                batch = build.example_batch(self.config, self.device)
+                error = memory_advice(failure, self.config, self.model, self.loss_fn, self.optimizer, batch)
         finally:
+            self.watch.at("the end", limited=False)
             self._close(status, error)
+        if lost:  # and no cause of anything
+            print(f"error: {who()}{error}", file=sys.stderr, flush=True)
+            let_the_agent_look(lambda: self.signals.received is not None)
+            return 1
         if error:
-            print(f"error: {error}", file=sys.stderr)
+            report(error)
             return 1
         return 0
 
@@ -217,6 +242,7 @@ class Run:
         batch = build.example_batch(self.config, self.device)
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
+        self.watch.watches(self.captured.graph)
         self.capture_s = time.perf_counter() - start
         graph = self.captured.graph
         phases = ", ".join(f"{phase} {n:,}" for phase, n in graph.count_by_phase().items())
@@ -264,6 +290,7 @@ class Run:
         received = self.signals.received is not None
         if self.ranks.world == 1:
             return received
+        self.watch.at(f"the vote on stopping after step {self.step}")
         anywhere = torch.tensor(int(received))  # on the CPU, which does not wait for the GPU
         torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX)
         return bool(anywhere)
@@ -276,6 +303,7 @@ class Run:
         lr = lr_at(self.step, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.watch.launches(self.step + 1)
         loss = self.captured(batch)
         self.done["step"] += 1
         self.done["tokens"] += self.config.tokens_per_step
@@ -283,7 +311,9 @@ class Run:
 
     def _finish(self, launched: Launched, progress: Progress) -> None:
         """Wait for a launched step, check its loss, and record it."""
-        step, loss, grad_norm = launched.step, launched.loss.item(), launched.grad_norm.item()
+        step = launched.step
+        self.watch.waits_for(step)
+        loss, grad_norm = launched.loss.item(), launched.grad_norm.item()
         now = time.perf_counter()
         step_ms, self.last_time = (now - self.last_time) * 1e3, now
         self._require_finite(f"the loss of step {step}", loss, step, launched.batch)
@@ -292,6 +322,7 @@ class Run:
         self.finished += 1
         if self.finished > WARMUP_STEPS:
             self.times_ms.append(step_ms)
+            self.watch.timed(step_ms / 1e3)
         if step % self.config.log_every == 0 or step == self.config.steps:
             tokens_per_s = self.config.tokens_per_step / (step_ms / 1e3)
             record = {
@@ -318,6 +349,7 @@ class Run:
     @torch.no_grad()
     def _validate(self) -> float:
         """Mean loss over the validation batches, run eagerly; recorded at the current step."""
+        self.watch.at(f"the validation after step {self.step}", limited=False)
         self.model.eval()
         losses = []
         for batch in self.validation:
@@ -329,6 +361,7 @@ class Run:
         return self.val_loss
 
     def _save(self) -> None:
+        self.watch.at(f"the checkpoint of step {self.step}", limited=False)
         if self.saved_step != self.step:
             self.checkpointer.save(self.step, self.state)
             self.saved_step = self.step
@@ -380,11 +413,19 @@ def _say_nothing(*_: object) -> None:
     """What ranks other than 0 print."""
 
 
-def _choose_folder(config: TrainConfig) -> Path:
+def _choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
+    """(the run folder, whether an elastic agent's earlier attempt at this run used it, whether to go on from its newest
+    checkpoint): such an attempt may have died before its first checkpoint."""
+    store, key = parallel.job_store(), "run-folder"
+    if store is not None and store.check([key]):
+        path = Path(store.get(key).decode())
+        return path, True, Checkpointer(path / "checkpoints").latest() is not None
     path = config.run_folder()
     if not config.resume:
         require_unused(path)
-    return path
+    if store is not None:
+        store.set(key, str(path))
+    return path, False, config.resume is not None
 
 
 def _config_line(config: TrainConfig) -> str:

@@ -1,0 +1,60 @@
+"""What a failed rank says: one line, and the same to the elastic agent, which tells its own user."""
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from stepgraph import parallel
+
+#: What a rank that lost another one leaves the agent to notice that one first.
+_FIRST_S = 5.0
+
+
+class RankError(RuntimeError):
+    """Why a rank ended, for the elastic agent."""
+
+
+def is_lost_rank(failure: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone or does not answer.
+
+    gloo raises a plain ``RuntimeError``, whose text begins with the place in its own sources.
+    """
+    if isinstance(failure, dist.DistError):
+        return True
+    return isinstance(failure, RuntimeError) and re.match(r"\[\S*\bgloo/\S+:\d+\]", str(failure)) is not None
+
+
+def lost_rank(failure: BaseException, where: str) -> str:
+    """One line for a collective that failed in ``where`` (``step 13``) because of another rank."""
+    reason = re.sub(r"^\[\S*\] ", "", str(failure)).splitlines()[0].partition(". ")[0]
+    return f"{where} lost another rank ({reason}), whose own message or agent says why"
+
+
+def who() -> str:
+    """``rank 3 (host, pid 123): ``, or nothing for a process that stands alone."""
+    return f"rank {os.environ['RANK']} ({socket.gethostname()}, pid {os.getpid()}): " if parallel.launched() else ""
+
+
+def report(error: str) -> None:
+    """Print ``error``, one line, as this rank's, and hand it to the agent that started the rank."""
+    print(f"error: {who()}{error}", file=sys.stderr, flush=True)
+    try:
+        raise RankError(error)
+    except RankError as failure:
+        get_error_handler().record_exception(failure)
+
+
+def let_the_agent_look(told: Callable[[], bool]) -> None:
+    """Wait until the agent has seen which rank went first, and has ``told`` this one to stop, at most 5 s.
+
+    It names as the cause the first rank that it finds ended: it must not be one that suffered from another's end.
+    """
+    until = time.monotonic() + _FIRST_S
+    while time.monotonic() < until and not told():
+        time.sleep(0.05)

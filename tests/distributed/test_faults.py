@@ -1,0 +1,241 @@
+"""Ranks that are killed, stopped or told to stop in vain: real ranks, real signals, and what is left of the run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stepgraph
+from stepgraph import compat
+from stepgraph.capture import provenance
+from stepgraph.models import next_token_loss
+from stepgraph.train import watch
+from stepgraph.train.faults import is_lost_rank
+from stepgraph.train.in_flight import InFlight, describe, first_in_flight, issue_order
+from tests.distributed.ranks import make_mesh, on_processes, on_ranks, own_batch, parallel_model
+from tests.distributed.test_train import TINY_RUN, corpus, records, saved, train_on  # noqa: F401
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds ranks in /proc")
+
+
+class Job:
+    """``COMMAND stepgraph train ...`` as a process of its own, and its ranks."""
+
+    def __init__(self, command, folder, *words):
+        self.out, self.err = (folder / name for name in ("out.txt", "err.txt"))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(stepgraph.__file__).parents[1])}
+        with self.out.open("w") as out, self.err.open("w") as err:
+            command = [sys.executable, "-u", *command, "-m", "stepgraph", "train", *map(str, words)]
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for rank in (0, 1):
+            if pid := self.find(rank):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+    def wait_for(self, file, text, times=1):
+        """Until ``file`` holds ``text`` so many times."""
+        until = time.monotonic() + 120
+        while file.read_text().count(text) < times:
+            assert time.monotonic() < until and self.process.poll() is None, self.err.read_text()
+            time.sleep(0.05)
+
+    def find(self, rank):
+        """The process of ``rank``, the agent's child; None if it is gone."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                variables = (folder / "environ").read_text().split("\0") if parent == self.process.pid else []
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if f"RANK={rank}" in variables:
+                return int(folder.name)
+        return None
+
+    def kill(self, rank, number):
+        pid = self.find(rank)
+        os.kill(pid, number)
+        return pid
+
+
+@linux
+@pytest.mark.slow
+def test_a_hung_collective_and_a_killed_rank_end_the_ranks_and_are_named(corpus, tmp_path):  # noqa: F811
+    words = [*TINY_RUN, "--data", corpus, "--mesh", "fsdp=2", "--nproc", 2, "--max-restarts", 1, "--comm-timeout", 4]
+    words += ["--steps", 100000, "--checkpoint-every", 0, "--val-every", 0, "--out", tmp_path / "run"]
+    with Job([], tmp_path, *words) as job:
+        job.wait_for(job.out, "\nstep 8/")
+        stopped = job.kill(1, signal.SIGSTOP)
+        job.wait_for(job.err, "has come no further")
+        os.kill(stopped, signal.SIGKILL)
+        (line,) = [text for text in job.err.read_text().splitlines() if "has come no further" in text]
+        assert line.startswith("error: rank 0 (") and "--comm-timeout 4" in line and f"pid {stopped}) was in" in line
+        if " step " in line.partition("has come")[0]:  # not the vote between two steps
+            node = line.partition("it waits in ")[2].partition(" ")[0]
+            (listed,) = [text for text in graph_text(tmp_path) if text.startswith(f"{node}: ")]
+            path = listed.partition("  # ")[2].split()[1]
+            assert "_c10d_functional" in listed and f" of {'the model' if path == 'model' else path}, " in line
+
+        # All ranks start again, in the same folder; a rank killed now ends the job.
+        job.wait_for(job.out, "restarted after step 0")
+        job.wait_for(job.out, "\nstep 8/", times=2)
+        killed, start = job.kill(1, signal.SIGKILL), time.monotonic()
+        assert job.process.wait(60) == 1 and time.monotonic() - start < 60
+    *_, last = job.err.read_text().splitlines()
+    assert last.startswith(f"error: rank 1 (pid {killed}) was killed by SIGKILL, ") and " s after it was in " in last
+    assert any("rank 0 (" in line and " lost another rank (" in line for line in job.err.read_text().splitlines())
+    assert "Traceback" not in job.err.read_text()
+    assert not list((tmp_path / "run/checkpoints").glob("*"))
+
+
+def graph_text(folder):
+    return (folder / "run/graph.txt").read_text().splitlines()
+
+
+@linux
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_run_and_it_ends_as_if_never_killed(corpus, tmp_path):  # noqa: F811
+    words = [
+        *TINY_RUN,
+        "--data",
+        corpus,
+        "--mesh",
+        "fsdp=2",
+        "--steps",
+        160,
+        "--checkpoint-every",
+        60,
+        "--val-every",
+        0,
+    ]
+    train_on(2, *words, "--out", tmp_path / "whole")
+    command = ["-m", "torch.distributed.run", "--max-restarts", "2", "--nproc-per-node", "2"]
+    with Job(command, tmp_path, *words) as job:  # no --out: every attempt comes to the same folder
+        job.wait_for(job.out, "\nstep 2/")
+        job.kill(1, signal.SIGKILL)
+        job.wait_for(job.out, "\nstep 65/")
+        job.kill(0, signal.SIGKILL)
+        assert job.process.wait(120) == 0, job.err.read_text()
+    text = job.out.read_text()
+    assert "restarted after step 0\n" in text and "restarted after step 60\n" in text
+    (run,) = (tmp_path / "runs").iterdir()
+    assert records(run, "loss", "grad_norm") == records(tmp_path / "whole", "loss", "grad_norm")
+    last = "checkpoints/step-00000160"
+    before, after = saved(tmp_path / "whole" / last), saved(run / last)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    for name in ("state.json", "rank-00000.json", "rank-00001.json"):
+        assert (tmp_path / "whole" / last / name).read_bytes() == (run / last / name).read_bytes(), name
+
+
+def test_a_rank_that_cannot_heed_sigterm_ends_itself(tmp_path):
+    with pytest.raises(torch.multiprocessing.ProcessExitedException) as ended:
+        on_processes(2, _wait_in_vain, (str(tmp_path),))
+    assert ended.value.exit_code == 1 and ended.value.error_index == 0
+    assert (tmp_path / "error.txt").read_text() == (
+        "step 5 does not heed SIGTERM: it waits in all_reduce of process group default_pg"
+    )
+
+
+def _wait_in_vain(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    if rank == 1:
+        time.sleep(60)
+    watch._HEED_S = 0.5
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    with watch.Watch(0, 2, "cpu", 300.0, (Path(folder) / "error.txt").write_text) as watched:
+        watched.timed(0.01)
+        watched.launches(5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.slow
+def test_each_recorded_collective_is_found_in_the_graph():
+    on_ranks(4, _find_all, "fsdp=2,tp=2", "exact")
+
+
+@pytest.mark.slow
+def test_each_recorded_collective_is_found_in_a_graph_compiled_by_inductor():
+    on_ranks(2, _find_all, "fsdp=2", "default")
+
+
+def _find_all(text, passes):
+    """Cut the recorder's list after each collective, as if the step hung there: it must be the right node."""
+    mesh = make_mesh(text)
+    model = parallel_model(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    loss_fn = stepgraph.parallel.next_token_loss(mesh)
+    batch = own_batch(mesh, 0)
+    step = stepgraph.capture(model, loss_fn, batch, optimizer, max_grad_norm=1.0, passes=passes)
+    step(batch)
+    began = time.time_ns()
+    step(own_batch(mesh, 1))
+    order = issue_order(step.graph.graph)
+    found = compat.flight_records("cpu")
+    since = [record for record in found if record["time_created_ns"] >= began]
+    assert len(since) == sum(map(len, order.values())) > 5
+    nodes = {}
+    for record in since:
+        hung = [r | {"retired": r is not record} for r in found]
+        waiting = first_in_flight(hung, order, began)
+        nodes.setdefault(record["process_group"][0], []).append(waiting.node)
+    assert nodes == order
+    assert first_in_flight(found, order, began) is None
+
+
+def _records(*entries, group="g"):
+    return [
+        {
+            "process_group": (group, "dp_shard"),
+            "profiling_name": "gloo:all_gather",
+            "input_sizes": [[size]],
+            "time_created_ns": at,
+            "retired": retired,
+            "state": "scheduled",
+        }
+        for at, size, retired in entries
+    ]
+
+
+def test_a_collective_that_the_graph_does_not_have_gets_no_node():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4)
+    node = graph.call_function(torch.ops._c10d_functional.all_gather_into_tensor.default, (x, 2, "g"))
+    graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (node,))
+    order = issue_order(graph)
+    assert order == {"g": [node]}
+    what = "all_gather of process group dp_shard"
+    assert first_in_flight(_records((1, 4, True)), order, 1) is None
+    assert first_in_flight(_records((1, 4, True), (5, 4, False), (6, 4, False)), order, 5) == InFlight(node, what, 1)
+    assert first_in_flight(_records((5, 4, True), (6, 4, False)), order, 5) == InFlight(None, what, 0)  # one too many
+    assert first_in_flight(_records((5, 3, False)), order, 5) == InFlight(None, what, 0)  # another size
+    assert first_in_flight(_records((5, 4, False)), order, 6) == InFlight(None, what, 0)  # before the step
+    assert first_in_flight(_records((5, 4, False), group="h"), order, 5) == InFlight(None, what, 0)
+
+
+def test_only_failures_that_another_rank_causes_are_told_as_such():
+    assert is_lost_rank(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed"))
+    assert is_lost_rank(dist.DistBackendError("NCCL error: remote process exited"))
+    assert not is_lost_rank(RuntimeError("shape '[3]' is invalid for input of size 4"))
+    assert not is_lost_rank(ValueError("gloo/x.cc:3"))
+
+
+def test_a_node_is_described_by_where_it_comes_from():
+    batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "targets": torch.zeros(1, 8, dtype=torch.int64)}
+    model = stepgraph.models.Llama3(stepgraph.models.llama3_debug())
+    step = stepgraph.capture(model, next_token_loss, batch, passes="exact")
+    node = next(n for n in step.graph.nodes("backward") if step.graph.block_of(n) == "layers.1")
+    assert f" of {provenance(node).path}, backward, llama3.py:" in describe(node)
