@@ -6,7 +6,7 @@ from stepgraph.parallel.init import local_parts, round_to
 from stepgraph.parallel.loss import cross_entropy, mean_over_mesh, next_token_loss
 from stepgraph.parallel.mesh import Mesh, MeshSpec
 from stepgraph.parallel.tensor import STYLES
-from stepgraph.parallel.world import is_first, job_store, launched, started, world_size
+from stepgraph.parallel.world import is_first, job_store, launched, leave, started, world_size
 
 __all__ = [
     "STYLES",
@@ -17,6 +17,7 @@ __all__ = [
     "job_store",
     "launched",
     "layouts",
+    "leave",
     "local_parts",
     "mean_over_mesh",
     "next_token_loss",

@@ -1,6 +1,7 @@
 """The story of a run, top to bottom: data, model, capture, steps, records."""
 
 import dataclasses
+import gc
 import math
 import statistics
 import sys
@@ -64,8 +65,19 @@ def run(config: TrainConfig) -> int:
             if not is_lost_rank(failure):
                 raise
             print(f"error: {who()}{lost_rank(failure, 'the start')}", file=sys.stderr, flush=True)
-            return 1
-        return run.train()
+            parallel.leave(1)
+        try:
+            status = run.train()
+        except Exception:
+            if mesh is None or mesh.spec.size == 1:
+                raise
+            traceback.print_exc()
+            status = 1
+        if status and mesh is not None and mesh.spec.size > 1:
+            parallel.leave(status)
+        run.captured = None
+        gc.collect()  # NCCL waits for CUDA graphs that hold its kernels before it closes
+        return status
 
 
 @dataclass
