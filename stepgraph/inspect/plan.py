@@ -107,7 +107,7 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
     try:
         mesh = parallel.Mesh(spec, "cpu")
         step = _captured(config, mesh)
-        _rewrite(step, config, gpu)
+        rewrite(step, config, gpu)
         aliases = Aliases(step.graph)
         fusion = Fusion(step.graph, aliases, config.inductor == "full")
         roofline = Roofline(step.graph, aliases, fusion, gpu)
@@ -127,8 +127,8 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
         dist.destroy_process_group()
 
 
-def _rewrite(step: StepGraph, config: TrainConfig, gpu: Gpu) -> None:
-    """The passes that decide what a step on a GPU keeps and moves. Kernels themselves are left to the roofline."""
+def rewrite(step: StepGraph, config: TrainConfig, gpu: Gpu) -> None:
+    """Run the passes that decide what a step on a GPU keeps and moves. Kernels themselves are left to the roofline."""
     chosen = passes.configured("exact", memory=config.memory, reshard=config.reshard, cuda_graph=False)
     budget = {"reshard_after_forward": {"budget_gib": 0.9 * gpu.memory / 2**30}}
     chosen = [p.with_options(**budget.get(p.name, {})) for p in chosen]

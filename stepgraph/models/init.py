@@ -43,7 +43,7 @@ def init_parameters(
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, section 2.3.
     """
     residual_std = 0.02 / math.sqrt(2 * n_layers)
-    found = parts if parts is not None else {name: _whole(param) for name, param in model.named_parameters()}
+    found = parts if parts is not None else {name: whole_part(param) for name, param in model.named_parameters()}
     real = {name: part for name, part in found.items() if not part.tensor.is_meta}
     if seed is None and real:
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
@@ -56,7 +56,8 @@ def init_parameters(
             part.tensor.copy_(_normal(part, std, f"{seed}/{name}", pool))
 
 
-def _whole(param: torch.Tensor) -> Part:
+def whole_part(param: torch.Tensor) -> Part:
+    """A process that holds all of ``param``."""
     return Part(param, param.shape, tuple((0, size) for size in param.shape))
 
 

@@ -3,13 +3,16 @@
 import torch
 from torch import nn
 
-from stepgraph.models.init import Part
+from stepgraph.models.init import Part, whole_part
 from stepgraph.parallel.fsdp import layouts
 
 
 def local_parts(model: nn.Module) -> dict[str, Part]:
-    """What this rank holds of each parameter, by name, for ``model.init_weights(seed, local_parts(model))``."""
+    """What this rank holds of each parameter, by name, for ``model.init_weights(seed, local_parts(model))``: all of a
+    plain model's."""
     found = layouts(model)
+    if not found:
+        return {name: whole_part(param.detach()) for name, param in model.named_parameters()}
     return {
         name: Part(found[name].own(param.detach().to_local()), found[name].shape, found[name].region)
         for name, param in model.named_parameters()

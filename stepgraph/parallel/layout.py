@@ -101,6 +101,10 @@ class Layout:
         """``stored`` (the parameter, or a tensor laid out like it) as a DTensor of its true shape, over its memory."""
         return self._wrap(self.own(stored.to_local()), self.shape) if self.padded else stored
 
+    def whole(self, stored: DTensor) -> torch.Tensor:
+        """``stored`` whole in the dtype that it is used in, on every rank of the mesh, all of which must call."""
+        return self.without_padding(stored.detach().to(self.param_dtype)).full_tensor()
+
     def _wrap(self, local: torch.Tensor, size: torch.Size) -> DTensor:
         stride = torch.empty(size, device="meta").stride()
         placements = self.at_rest()

@@ -2,7 +2,8 @@
 
 Matches: ``_log_softmax`` of a (M, V) tensor read only by ``nll_loss_forward`` and by the backward of that same loss,
 where the gradient that comes in does not depend on the loss's value. Before -> after: cast, log softmax, loss, loss
-backward, softmax backward, cast back -> ``stepgraph::cross_entropy_(logits)``.
+backward, softmax backward, cast back -> ``stepgraph::cross_entropy_(logits)``. Where ranks share the
+vocabulary (tensor parallelism), see `fuse_split_loss`.
 Tier numerics: the kernel sums in another order, and its result is rounded once. Preconditions: a CUDA GPU, class
 indices as targets, no class weights, mean or sum.
 """
@@ -15,6 +16,7 @@ from torch import fx
 
 from stepgraph.capture import StepGraph, provenance, set_provenance
 from stepgraph.kernels.cross_entropy import cross_entropy_
+from stepgraph.passes import fuse_split_loss
 from stepgraph.passes.analysis import Aliases, is_pure, is_view, tensor_bytes
 from stepgraph.passes.cleanup import getitem_users
 from stepgraph.passes.contract import PassReport, register
@@ -27,18 +29,20 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 @register("fuse_loss", "numerics", needs_cuda=True)
 def fuse_loss(step: StepGraph, options: object, report: PassReport) -> None:
-    """Compute the cross entropy and its gradient in one kernel, over the logits."""
+    """Compute the cross entropy and its gradient in one kernel, over the logits; in two where ranks share them."""
     saved = 0
     for node in list(step.graph.nodes):
-        if node.target is not aten._log_softmax.default:
+        if node.target not in _FIRST:
+            continue
+        aliases = Aliases(step.graph)
+        found = _FIRST[node.target](node, aliases)
+        if found is None:
             continue
         report.matched += 1
-        aliases = Aliases(step.graph)
-        found = _match(node, aliases)
         if isinstance(found, str):
             report.notes.append(f"{node.name} stays as it is: {found}")
             continue
-        found.rewrite(step.graph, aliases)
+        _erase_unread(step.graph, found.rewrite(aliases))
         report.changed += 1
         saved += tensor_bytes(found.logits) if found.private else 0
     what = f"{report.changed} of {report.matched} cross entropies" if report.matched else "no cross entropy found to be"
@@ -57,11 +61,11 @@ class _Loss:
     slopes: fx.Node
     private: bool
 
-    def rewrite(self, graph: fx.Graph, aliases: Aliases) -> None:
-        """Put the operator in their place."""
+    def rewrite(self, aliases: Aliases) -> list[fx.Node]:
+        """Put the operator in their place; the nodes that may have no reader left."""
         _, targets, _, reduction, ignore = self.forward.args
         before = getitem_users(self.forward)[0]
-        with graph.inserting_before(self.forward):
+        with self.forward.graph.inserting_before(self.forward):
             logits = self.logits
             if not self.private:
                 logits = self._call(aten.clone.default, logits, memory_format=torch.contiguous_format)
@@ -72,7 +76,7 @@ class _Loss:
             slopes = self._shaped_as(logits, self.slopes)
         before.replace_all_uses_with(loss)
         self.slopes.replace_all_uses_with(slopes)
-        _erase_unread(graph, [self.slopes, *getitem_users(self.forward).values(), self.forward])
+        return [self.slopes, *getitem_users(self.forward).values(), self.forward]
 
     def _early(self, grad: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
         """``grad``, computed before the loss is."""
@@ -133,6 +137,10 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     used = {user for member in members for user in member.users if not is_view(user)}
     private = root.op == "call_function" and logits.meta["val"].is_contiguous() and used == {reader}
     return _Loss(logits, softmax, forward, backward, slopes, private)
+
+
+#: What a loss begins with, and how the rest of it is found.
+_FIRST = {aten._log_softmax.default: _match, aten.amax.default: fuse_split_loss.match}
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

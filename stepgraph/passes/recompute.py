@@ -183,6 +183,10 @@ class Plan:
         """Every forward root that can be computed again, whether or not backward reads it now."""
         return (n for n, ok in self._repeatable.items() if ok and self.aliases.root(n) is n)
 
+    def leaves_block(self, root: fx.Node) -> bool:
+        """Whether a repeated block made the result and forward reads it outside."""
+        return self.block[root] is not None and self._crosses(root, self.block)
+
     def _crosses(self, root: fx.Node, region: dict[fx.Node, object]) -> bool:
         """Whether forward nodes of another region read the result."""
         return any(

@@ -5,7 +5,8 @@ memory traffic. Before -> after: backward reads ``silu(g)`` that forward wrote -
 ``silu`` where it needs it. The choice is a minimum cut of the forward graph: every path from what cannot be computed
 again (matrix products, attention, random numbers) to what backward reads is cut at results whose bytes sum to the
 least. Exact, since the same operators run on the same values. Kept in any case: reductions, whose kernels are not free
-to fuse, and what backward hands to a matrix product or attention, which would have to be written anyway.
+to fuse, what backward hands to a matrix product or attention, which would have to be written anyway, and what leaves a
+repeated block.
 Source: the idea of torch's min-cut partitioner (He and Yu, Transcending Runtime-Memory Tradeoffs in Checkpointing by
 being Fusion Aware, 2023), here on the step's own phases.
 """
@@ -47,6 +48,8 @@ def _minimum_cut(plan: Plan, regions: bool) -> set[fx.Node]:
     latest = len(plan.nodes)
     repeatable = {root for root in plan.candidates() if not plan.is_expensive(root) and not _reduces(plan, root)}
     repeatable = {root for root in repeatable if not root.meta.get(KEEP_EAGER)}  # those are kernels of their own
+    # Backward would need the last sum of a residual stream first, and with it all earlier ones at once.
+    repeatable = {root for root in repeatable if not plan.leaves_block(root)}
     if regions:
         repeatable = {root for root in repeatable if _between_regions(plan, root)}
     seen: set[fx.Node] = set()

@@ -56,11 +56,12 @@ def build_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
     """The model on ``device`` in its precision, or this rank's shards of it, with weights from the seed or from
     Hugging Face. The seed gives the same weights on every device and mesh."""
     model = empty_model(config, device, mesh)
-    model.init_weights(config.seed, None if mesh is None else parallel.local_parts(model))
-    if config.precision == "bf16" and mesh is not None:
-        parallel.round_to(model, torch.bfloat16)
     if config.init_from_hf is not None:
         load_hf(model, config.init_from_hf)
+    else:
+        model.init_weights(config.seed, None if mesh is None else parallel.local_parts(model))
+    if config.precision == "bf16" and mesh is not None:
+        parallel.round_to(model, torch.bfloat16)
     return model
 
 

@@ -126,11 +126,12 @@ def _unwrapped(error: dcp.CheckpointException) -> BaseException:
 class Ranks:
     """The processes of this run: those of torch.distributed when it is initialized, else this one alone.
 
-    An error on one rank is raised on every rank, so none waits for ever for another that has failed.
+    An error on one rank is raised on every rank, so none waits for ever for another that has failed. ``alone``: count
+    this process by itself in any case.
     """
 
-    def __init__(self) -> None:
-        self.distributed = dist.is_available() and dist.is_initialized()
+    def __init__(self, alone: bool = False) -> None:
+        self.distributed = not alone and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
 

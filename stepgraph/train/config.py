@@ -236,9 +236,6 @@ class TrainConfig:
             spec.check_world(self.nproc)
         sizes = LLAMA3_SIZES if isinstance(self.model, Llama3Config) else GOLF_SIZES
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
-        for name in ("init_from_hf", "export_hf"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} works on whole models and mesh={self.mesh} shards this one: drop one of them")
 
     def _validate_folders(self) -> None:
         if self.resume is not None:

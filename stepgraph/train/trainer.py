@@ -106,8 +106,7 @@ class Run:
         self.speaks = self.ranks.rank == 0
         self.say = _print if self.speaks else _say_nothing
         self.runs_ahead = self.device.type == "cuda"
-        if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
-            raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
+        self.ranks.first(lambda: _check_export(config))
         # Before the data is opened, which may take long.
         path, self.restarted, resume = self.ranks.first(lambda: _choose_folder(config))
         build.seed_all(config.seed)
@@ -423,6 +422,11 @@ class Run:
 
 def _say_nothing(*_: object) -> None:
     """What ranks other than 0 print."""
+
+
+def _check_export(config: TrainConfig) -> None:
+    if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
+        raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
 
 
 def _choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import stepgraph
 from stepgraph.kernels.cross_entropy import cross_entropy_
+from stepgraph.kernels.cross_entropy_split import softmax_parts, split_gradient_
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured
 
@@ -55,6 +56,25 @@ def test_kernel(V, dtype):
     check(losses[0], runs[0], logits, targets, grad)
     for run, loss in zip(runs, losses, strict=True):
         assert torch.equal(run, runs[0]) and torch.equal(loss, losses[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("V", [33, 4096, 50257, 64128])
+def test_kernels_of_a_shared_vocabulary(V, dtype):
+    """This rank has columns up to V of 2 * V."""
+    whole, targets = inputs(48, 2 * V, dtype)
+    (_, gradient), logits = truth(whole, targets, 0.5), whole[:, :V].contiguous()
+    highest, total = softmax_parts(logits)
+    assert all(map(torch.equal, softmax_parts(logits), (highest, total)))
+    wide = logits.double()
+    assert torch.equal(highest.double(), wide.amax(1))
+    torch.testing.assert_close(highest + total.log(), wide.logsumexp(1).float(), rtol=5e-6, atol=2e-5)
+    slope = (targets != IGNORE).float() * 0.5 / (targets != IGNORE).sum()
+    column = torch.where(targets < V, targets, -1)
+    split_gradient_(logits, whole.double().logsumexp(1).float(), column, slope)
+    rtol = max(torch.finfo(dtype).eps, 5e-5)
+    atol = max(2**-20 * 0.5 / len(targets), 2**-25 if dtype == torch.float16 else 0)
+    torch.testing.assert_close(logits.double(), gradient[:, :V], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("V", [100, 20000])

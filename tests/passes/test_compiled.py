@@ -67,6 +67,25 @@ def test_rematerialize_computes_only_cheap_operators_again():
             assert not any("mm" in str(u.target) or "attention" in str(u.target) for u in readers)
 
 
+def test_rematerialize_keeps_what_leaves_a_block():
+    """A residual stream in fp32 costs more than the bf16 products that it sums. Yet backward, which needs the last sum
+    first, would have to compute all of them again at once."""
+    model = llama()
+
+    def autocast(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return next_token_loss(model, batch)
+
+    step = trace_step(model, autocast, batch()).step
+    run_passes(step, CLEAN)
+    before = Plan(step, forward=("forward",))
+    streams = {node.name for node in before.candidates() if before.leaves_block(node)}
+    assert len(streams) == 2
+    again, *_ = rematerialize(step)
+    copied = {node.meta["recomputes"] for node in step.graph.nodes if "recomputes" in node.meta}
+    assert again and copied and not copied & streams
+
+
 def test_rematerialize_never_carries_more_than_everything():
     step = trace_step(golf(), next_token_loss, batch()).step
     run_passes(step, CLEAN)
