@@ -197,6 +197,11 @@ def bytes_sent(node: fx.Node) -> float:
     return size * (ranks - 1) / (ranks if node.target is ALL_GATHER else 1)
 
 
+def seconds(node: fx.Node) -> float:
+    """A rough forecast of the time that the collective takes on one H200 host."""
+    return _LATENCY_S + bytes_sent(node) / _LINK_BYTES_PER_S
+
+
 def group_size(node: fx.Node) -> int:
     """Ranks of the collective's process group."""
     if node.target is not ALL_REDUCE:
@@ -215,9 +220,9 @@ def exposed(graph: fx.Graph) -> tuple[float, float]:
     done: dict[fx.Node, float] = {}
     for node in graph.nodes:
         if node.target in COLLECTIVES:
-            group, seconds = node.args[-1], _LATENCY_S + bytes_sent(node) / _LINK_BYTES_PER_S
-            done[node] = free[group] = max(now, free[group]) + seconds
-            total += seconds
+            group, took = node.args[-1], seconds(node)
+            done[node] = free[group] = max(now, free[group]) + took
+            total += took
         elif node.target is WAIT and node.args[0] in done:
             ready = done[node.args[0]]
             waited += max(0.0, ready - now)

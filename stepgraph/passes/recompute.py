@@ -2,7 +2,9 @@
 
 Matches: forward results that backward reads. Before -> after: a backward node reads a copy of the forward node,
 inserted just before it, that runs the same operator on the same values; the original then dies in forward.
-Exact: the copy is bitwise the original, because random, mutating and collective operators are never run again.
+Exact: the copy is bitwise the original, because random and mutating operators are never run again. Nor are
+collectives, but for the all-gathers of tensor parallelism, which `full` (and a budget) repeats: what they read is a
+part of what they make. Gathers of parameters are left to `reshard_after_forward`.
 Preconditions: a flat graph with phases. Calls of ``torch.utils.checkpoint`` in the model are honoured under every
 policy: capture runs them plainly and marks their nodes.
 Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), for the idea.
@@ -18,6 +20,7 @@ from torch import fx
 
 from stepgraph.capture import StepGraph, phase_of, provenance, set_provenance
 from stepgraph.errors import unknown_name
+from stepgraph.passes import collectives
 from stepgraph.passes.analysis import Aliases, is_pure, is_view, tensor_bytes
 from stepgraph.passes.contract import PassReport, register
 
@@ -125,6 +128,8 @@ class Plan:
         self.aliases = Aliases(step.graph)
         self.phase = {node: phase_of(node) for node in self.nodes}
         self.block = self._blocks()
+        gathers = {node for node in self.nodes if node.target is collectives.ALL_GATHER}
+        self.gathers = gathers - {c.node for c in collectives.parameter_gathers(step)} if gathers else gathers
         self.saved: dict[fx.Node, None] = {}
         for node in self.nodes:
             if self._is_forward(node) and any(self.is_backward(user) for user in node.users):
@@ -154,7 +159,7 @@ class Plan:
     def _can_repeat(self, node: fx.Node) -> bool:
         """Whether running ``node`` again in backward gives the same bits."""
         operator_node = self.operator(node)
-        if not is_pure(node) or not is_pure(operator_node):
+        if node not in self.gathers and not (is_pure(node) and is_pure(operator_node)):
             return False
         root = self.aliases.root(node)
         if self.aliases.writes.get(root):
@@ -250,11 +255,15 @@ class Plan:
         return node.args[0] if node.target is operator.getitem else node
 
     def is_expensive(self, node: fx.Node) -> bool:
+        if node in self.gathers:
+            return True
         target = self.operator(node).target
         packet = getattr(target, "overloadpacket", None)
         return packet in EXPENSIVE or isinstance(target, torch._ops.HigherOrderOperator)
 
     def _seconds(self, node: fx.Node) -> float:
+        if node in self.gathers:
+            return collectives.seconds(node)
         op = self.operator(node)
         moved = tensor_bytes(op) + sum(tensor_bytes(s) for s in op.all_input_nodes)
         flops = 0

@@ -1,5 +1,7 @@
 """The captured graph of a parallel model: bitwise the same program run eagerly, and the same training as one rank's."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,6 +9,10 @@ import stepgraph
 from stepgraph.capture import gradients, provenance
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.parallel import next_token_loss
+from stepgraph.passes import configured
+from stepgraph.passes.analysis import tensor_bytes
+from stepgraph.passes.collectives import ALL_GATHER
+from stepgraph.passes.recompute import Plan
 from tests.distributed.ranks import (
     TINY,
     full,
@@ -19,6 +25,7 @@ from tests.distributed.ranks import (
 )
 
 MESHES = {"fsdp=2": 2, "tp=2": 2, "fsdp=2,tp=2": 4, "hsdp=2x2": 4}
+LAYERS = dataclasses.replace(TINY, n_layers=2)
 STEPS, CLIP = 4, 0.5
 BUCKETS = ("bucket_collectives",)  # left out where single collectives are counted
 PARTS = 2  # microbatches of a step
@@ -82,6 +89,34 @@ def check_training(mesh, **options):
     return step
 
 
+def check_recomputed(mesh):
+    """Full recomputation gathers the sequence again in backward, with the same bits, and keeps parts of it only."""
+    loss_fn, batch = next_token_loss(mesh), own_batch(mesh, 0)
+    eager = parallel_model(mesh, LAYERS)
+    loss = loss_fn(eager, batch)
+    loss.backward()
+    steps = {}
+    for memory in ("none", "selective", "full"):
+        captured = parallel_model(mesh, LAYERS)
+        passes = configured("exact", memory=memory)
+        step = steps[memory] = stepgraph.capture(captured, loss_fn, batch, passes=passes, disable=BUCKETS)
+        assert torch.equal(step(batch), loss), memory
+        for (name, a), b in zip(eager.named_parameters(), captured.parameters(), strict=True):
+            assert torch.equal(a.grad.to_local(), b.grad.to_local()), (memory, name)
+
+    def again(step):
+        return [n for n in step.graph.nodes("backward") if n.target is ALL_GATHER and "recomputes" in n.meta]
+
+    assert again(steps["none"]) == again(steps["selective"]) == []
+    assert len(again(steps["full"])) == 2 * LAYERS.n_layers  # before attention and before the feed-forward
+    whole = batch["tokens"].numel() * LAYERS.dim * 4
+    kept = {
+        memory: sum(tensor_bytes(n) == whole for n in Plan(step.graph).saved if provenance(n).path.startswith("layers"))
+        for memory, step in steps.items()
+    }
+    assert kept["full"] == 0 < kept["selective"] <= kept["none"]
+
+
 def check_one_rank(mesh):
     """The same losses, gradients and norm as one rank with the whole batch, but for the order of sums (fp32)."""
     loss_fn = next_token_loss(mesh)
@@ -136,6 +171,14 @@ def _check(text):
     check_gradients(mesh)
     reduce_dtype = torch.bfloat16 if mesh.spec.tp > 1 else torch.float32
     check_collectives(mesh, check_training(mesh, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
+
+
+def _check_recomputed():
+    check_recomputed(make_mesh("tp=2"))
+
+
+def test_full_recomputation_gathers_again():
+    on_ranks(2, _check_recomputed)
 
 
 @pytest.mark.slow
