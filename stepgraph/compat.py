@@ -245,9 +245,9 @@ def inductor_cache_counts() -> tuple[int, int]:
 def inductor() -> SimpleNamespace:
     """The parts of Inductor that `stepgraph.inductor` extends. Imported on demand: they take seconds."""
     from torch._functorch import config as functorch_config
-    from torch._inductor import choices, config, custom_graph_pass, scheduler
+    from torch._inductor import choices, config, custom_graph_pass, ir, scheduler, utils
     from torch._inductor.codegen import common, cuda_combined_scheduling, triton
-    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.dependencies import MemoryDep, WeakDep
     from torch._inductor.runtime import hints, runtime_utils
     from torch._inductor.virtualized import V
 
@@ -256,10 +256,15 @@ def inductor() -> SimpleNamespace:
         functorch_config=functorch_config,
         InductorChoices=choices.InductorChoices,
         CustomGraphPass=custom_graph_pass.CustomGraphPass,
+        # torch 2.13 has a class of its own for passes over the scheduler's nodes.
+        CustomSchedulerPass=vars(custom_graph_pass).get("CustomSchedulerPass", custom_graph_pass.CustomGraphPass),
         hash_of_files=custom_graph_pass.get_hash_for_files,
         MixOrderReduction=scheduler.MixOrderReduction,
         FusedMixOrderReductions=scheduler.FusedMixOrderReductions,
+        FallbackKernel=ir.FallbackKernel,
+        contains_collective=utils.contains_collective,
         MemoryDep=MemoryDep,
+        WeakDep=WeakDep,
         ReductionHint=hints.ReductionHint,
         DeviceProperties=hints.DeviceProperties,
         last_power_of_2=runtime_utils.last_power_of_2,
