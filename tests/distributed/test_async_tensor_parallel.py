@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 
 import stepgraph
-from stepgraph import compat
 from stepgraph.capture import phase_of
 from stepgraph.kernels.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from stepgraph.parallel import next_token_loss
 from stepgraph.passes import collectives, configured
 from stepgraph.passes.contract import get
-from tests.distributed.ranks import TINY, make_mesh, on_ranks, own_batch, parallel_model
+from tests.distributed.ranks import TINY, in_fake_world, make_mesh, on_ranks, own_batch, parallel_model
 
 JOIN = get("async_tensor_parallel", unprofitable=True)
 BEFORE = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "inplace_update", "bucket_collectives"]
@@ -106,19 +105,11 @@ def test_training(text, ranks, batch):
     on_ranks(ranks, _check_training, text, batch)
 
 
-@pytest.fixture(scope="module")
-def fake_world():
-    compat.init_fake_world(0, 4)
-    yield
-    dist.destroy_process_group()
-
-
 def report(step):
     return next(r for r in step.graph.log if r.name == "async_tensor_parallel")
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_what_is_joined(fake_world, batch):
+def _joined(batch):
     """Every product between a gather or a reduce-scatter of activations, with one sequence and with several."""
     _, step = capture(make_mesh("fsdp=2,tp=2"), [*BEFORE, "overlap", JOIN], batch)
     assert counts(step.graph.graph) == JOINED
@@ -132,26 +123,26 @@ def test_what_is_joined(fake_world, batch):
     assert "exposed communication" in text
 
 
-def test_accumulation(fake_world):
+def _accumulation():
     _, step = capture(make_mesh("fsdp=2,tp=2"), [*BEFORE, "overlap", JOIN], 4, accumulate=2)
     assert counts(step.graph.graph) == {kind: 2 * count for kind, count in JOINED.items()}
 
 
-def test_what_is_too_small(fake_world):
+def _too_small():
     """The forecast leaves alone what copies and barriers would make slower."""
     _, step = capture(make_mesh("fsdp=2,tp=2"), [*BEFORE, get(JOIN.name)])
     assert report(step).changed == 0
     assert any("too small for a pipeline to pay" in note for note in report(step).notes)
 
 
-def test_ranks_of_two_machines(fake_world):
+def _two_machines():
     chosen = [*BEFORE, get(JOIN.name, ranks_per_machine=1)]
     _, step = capture(make_mesh("fsdp=2,tp=2"), chosen)
     assert report(step).changed == 0
     assert any("its ranks do not share a machine" in note for note in report(step).notes)
 
 
-def test_asked_for(fake_world):
+def test_asked_for():
     assert "async_tensor_parallel" not in [p.name for p in configured()]
     names = [p.name for p in configured(async_tp=True)]
     assert names.index("overlap") < names.index("async_tensor_parallel") < names.index("inductor")
@@ -159,6 +150,16 @@ def test_asked_for(fake_world):
         configured("exact", async_tp=True)
 
 
-def test_nothing_found(fake_world):
+def _nothing_found():
     step = stepgraph.capture(torch.nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(2, 4), passes=[JOIN])
     assert "found nothing to do" in report(step).line()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_is_joined(batch):
+    in_fake_world(0, 4, _joined, batch)
+
+
+@pytest.mark.parametrize("check", [_accumulation, _too_small, _two_machines, _nothing_found])
+def test_what_is_left(check):
+    in_fake_world(0, 4, check)
