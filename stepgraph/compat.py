@@ -7,6 +7,7 @@ from torch itself.
 import contextlib
 import functools
 import gc
+import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
@@ -54,9 +55,12 @@ __all__ = [
     "keep_saved_tensors",
     "mark_stepped",
     "operator_needing_values",
+    "process_group",
     "pytree",
     "rename_node",
     "storage_key",
+    "symmetric_all_gather",
+    "symmetric_all_to_all",
     "trace",
     "trace_context",
 ]
@@ -253,9 +257,9 @@ def inductor_cache_counts() -> tuple[int, int]:
 def inductor() -> SimpleNamespace:
     """The parts of Inductor that `stepgraph.inductor` extends. Imported on demand: they take seconds."""
     from torch._functorch import config as functorch_config
-    from torch._inductor import choices, config, custom_graph_pass, scheduler
+    from torch._inductor import choices, config, custom_graph_pass, ir, scheduler, utils
     from torch._inductor.codegen import common, cuda_combined_scheduling, triton
-    from torch._inductor.dependencies import MemoryDep
+    from torch._inductor.dependencies import MemoryDep, WeakDep
     from torch._inductor.runtime import hints, runtime_utils
     from torch._inductor.virtualized import V
 
@@ -264,10 +268,15 @@ def inductor() -> SimpleNamespace:
         functorch_config=functorch_config,
         InductorChoices=choices.InductorChoices,
         CustomGraphPass=custom_graph_pass.CustomGraphPass,
+        # torch 2.13 has a class of its own for passes over the scheduler's nodes.
+        CustomSchedulerPass=vars(custom_graph_pass).get("CustomSchedulerPass", custom_graph_pass.CustomGraphPass),
         hash_of_files=custom_graph_pass.get_hash_for_files,
         MixOrderReduction=scheduler.MixOrderReduction,
         FusedMixOrderReductions=scheduler.FusedMixOrderReductions,
+        FallbackKernel=ir.FallbackKernel,
+        contains_collective=utils.contains_collective,
         MemoryDep=MemoryDep,
+        WeakDep=WeakDep,
         ReductionHint=hints.ReductionHint,
         DeviceProperties=hints.DeviceProperties,
         last_power_of_2=runtime_utils.last_power_of_2,
@@ -336,6 +345,48 @@ def flight_records(device_type: str) -> list[dict[str, Any]]:
     recorder = torch._C._distributed_c10d
     dump = recorder._dump_nccl_trace if device_type == "cuda" else recorder._dump_fr_trace
     return pickle.loads(dump(True, False, False)).get("entries", [])  # bytes that torch has just written
+
+
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """The process group that a graph's nodes call ``name``."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+def symmetric_all_gather(
+    shard: torch.Tensor,
+    consume: Callable[[torch.Tensor, int], None],
+    gathered: torch.Tensor,
+    group_name: str,
+    keep: bool,
+) -> None:
+    """``consume(part, rank)`` of every rank's ``shard`` while the next is copied, on CUDA; they fill ``gathered``,
+    this rank's part only with ``keep``."""
+    memory = _symmetric_memory(group_name, shard.nbytes)
+    memory._pipelined_all_gather_and_consume(shard, consume, gathered, group_name, keep)
+
+
+def symmetric_all_to_all(produce: Callable[[int, torch.Tensor], None], received: torch.Tensor, group_name: str) -> None:
+    """``produce(rank, part)`` for every rank while the one before is copied, on CUDA; ``received`` gets what each rank
+    produced for this one."""
+    ranks = process_group(group_name).size()
+    memory = _symmetric_memory(group_name, 2 * received.nbytes // ranks)
+    memory._pipelined_produce_and_all2all(produce, received, group_name)
+
+
+_workspaces: list[Any] = []
+
+
+def _symmetric_memory(group_name: str, nbytes: int) -> ModuleType:
+    """torch's symmetric memory, with a workspace of ``nbytes`` for the group, and NVLink multicast off."""
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is allocated
+    from torch.distributed import _symmetric_memory
+
+    # A workspace that grows is a new one, and recorded CUDA graphs still use the old.
+    held = _symmetric_memory._group_name_to_workspace_tensor.get(group_name)
+    if held is not None and held.numel() < nbytes:
+        _workspaces.append(held)
+    _symmetric_memory.get_symm_mem_workspace(group_name, nbytes)
+    return _symmetric_memory
 
 
 def init_fake_world(rank: int, world: int) -> None:

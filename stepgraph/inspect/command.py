@@ -52,6 +52,9 @@ class PlanOptions:
     inductor: Literal["full", "off"] = "full"
     """full: operators between matrix products count as fused; off: each counts by itself."""
 
+    async_tp: bool = False
+    """As in stepgraph train: chunks of the sequence are multiplied while others travel between ranks of a machine."""
+
     json: Path | None = None
     """Write everything to this file: memory block by block, and every collective."""
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from stepgraph import compat, parallel, passes
 from stepgraph.capture import StepGraph, trace_step
 from stepgraph.inspect.fusion import Fusion
-from stepgraph.inspect.gpus import Gpu
+from stepgraph.inspect.gpus import GPUS_PER_NODE, Gpu
 from stepgraph.inspect.memory import Moment, memory_over_step
 from stepgraph.inspect.roofline import Roofline
 from stepgraph.inspect.schedule import Schedule, simulate
@@ -85,7 +85,7 @@ class Forecast:
 
 
 #: Options of a run that a forecast depends on.
-SETTINGS = ("precision", "seq_len", "batch_size", "accumulate", "memory", "reduce_dtype", "inductor")
+SETTINGS = ("precision", "seq_len", "batch_size", "accumulate", "memory", "reduce_dtype", "inductor", "async_tp")
 
 
 def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
@@ -134,6 +134,8 @@ def rewrite(step: StepGraph, config: TrainConfig, gpu: Gpu) -> None:
     chosen = [p.with_options(**budget.get(p.name, {})) for p in chosen]
     if config.passes == "default":
         chosen.append(dataclasses.replace(passes.get("fuse_loss"), needs_cuda=False))
+    if config.async_tp:
+        chosen.append(passes.get("async_tensor_parallel", ranks_per_machine=GPUS_PER_NODE))
     passes.run_passes(step, chosen, disable=config.disable_pass)
     if config.inductor == "full":
         rematerialize(step)

@@ -1,7 +1,8 @@
 """When every node runs: one compute stream in the graph's order, one stream for each process group's collectives.
 
 A collective starts when what it reads is computed and its group's earlier collectives are done; a wait holds the
-compute stream until its collective is done, and that time is the collective's exposed time.
+compute stream until its collective is done, and that time is the collective's exposed time. A product in a pipeline
+with a collective holds the compute stream for what the pipeline takes longer than the product.
 """
 
 from dataclasses import dataclass
@@ -11,15 +12,18 @@ from torch import fx
 
 from stepgraph.capture import phase_of, provenance
 from stepgraph.inspect.fusion import is_wait
-from stepgraph.inspect.gpus import Gpu, collective_seconds
+from stepgraph.inspect.gpus import REACHED, Gpu, collective_seconds
 from stepgraph.parallel import Mesh
 from stepgraph.passes.analysis import tensor_bytes
+from stepgraph.passes.collectives import Pipeline, pipeline_of
 
 #: Operators to the words that the report uses.
 _KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
+    "all_gather_matmul": "all_gather + mm",
+    "matmul_reduce_scatter": "mm + reduce_scatter",
 }
 
 
@@ -80,6 +84,24 @@ def collective_of(node: fx.Node, axes: dict[str, str], ranks: dict[str, list[int
     )
 
 
+def _pipelined(node: fx.Node, pipeline: Pipeline, axes: dict[str, str], gpu: Gpu, products: float) -> Collective:
+    """The collective inside ``node``, whose products take ``products`` seconds by themselves."""
+    (first, *_) = node.all_input_nodes
+    found = provenance(node)
+    return Collective(
+        node.name,
+        _KINDS[node.target.overloadpacket.__name__],
+        axes[pipeline.group],
+        pipeline.ranks,
+        phase_of(node),
+        found.path if found else "",
+        str(first.meta["val"].dtype).removeprefix("torch."),
+        pipeline.sent * pipeline.ranks // (pipeline.ranks - 1),
+        pipeline.sent / gpu.nvlink,
+        pipeline.exposed_seconds(products, gpu.nvlink, REACHED * gpu.bandwidth),
+    )
+
+
 def simulate(graph: fx.Graph, seconds: dict[fx.Node, float], mesh: Mesh, gpu: Gpu) -> Schedule:
     """Run ``graph`` on paper; ``seconds``: of every node that computes."""
     axes = group_axes(mesh)
@@ -99,6 +121,10 @@ def simulate(graph: fx.Graph, seconds: dict[fx.Node, float], mesh: Mesh, gpu: Gp
             collective, end = running[node.args[0]]
             collective.exposed_seconds = max(0.0, end - now)
             now = max(now, end)
+        elif pipeline := pipeline_of(node):
+            collectives.append(_pipelined(node, pipeline, axes, gpu, seconds[node]))
+            now += seconds[node] + collectives[-1].exposed_seconds
+            busy += seconds[node]
         else:
             now += seconds.get(node, 0.0)
             busy += seconds.get(node, 0.0)

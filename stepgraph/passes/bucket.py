@@ -26,8 +26,8 @@ from stepgraph.passes.collectives import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     WAIT,
+    Builder,
     Collective,
-    attribute,
     by_region,
     erase_chain,
     group_size,
@@ -103,22 +103,8 @@ def _buckets(found: list[Collective]) -> list[list[Collective]]:
     return buckets
 
 
-class _Builder:
-    """Adds nodes at one place of a graph, with their fake values."""
-
-    def __init__(self, step: StepGraph, members: list[Collective]):
-        self.step, self.members, self.new = step, members, []
-
-    def __call__(self, target: Callable, *args: object, like: fx.Node | None = None, **kwargs: object) -> fx.Node:
-        node = self.step.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = target(*values[0], **values[1])
-        attribute(self.step, [node], [like] if like else [c.node for c in self.members])
-        return node
-
-
 def _gather(step: StepGraph, members: list[Collective]) -> None:
-    graph, build = step.graph, _Builder(step, members)
+    graph, build = step.graph, Builder(step, [c.node for c in members])
     first = members[0].node
     # What the others gather is made from parameters alone, and is made before the bucket.
     for c in members[1:]:
@@ -142,7 +128,7 @@ def _gather(step: StepGraph, members: list[Collective]) -> None:
 
 
 def _reduce(step: StepGraph, members: list[Collective]) -> None:
-    graph, build = step.graph, _Builder(step, members)
+    graph, build = step.graph, Builder(step, [c.node for c in members])
     last = members[-1].node
     scatters = last.target is REDUCE_SCATTER
     inputs = [c.node.args[0] for c in members]
@@ -171,7 +157,7 @@ def _bucket_of(inputs: list[fx.Node]) -> fx.Node | None:
     return split.args[0] if whole and split.args[0].meta["val"].ndim == 1 else None
 
 
-def _flat(build: _Builder, x: fx.Node, shape: list[int]) -> fx.Node:
+def _flat(build: Builder, x: fx.Node, shape: list[int]) -> fx.Node:
     """``x`` as ``shape``; a collective reads it as contiguous."""
     if not x.meta["val"].is_contiguous():
         x = build(aten.clone.default, x, memory_format=torch.contiguous_format)

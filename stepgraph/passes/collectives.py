@@ -8,13 +8,15 @@ gathers of parameters nor reductions of gradients, and stay where they are.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+import stepgraph.kernels.async_matmul  # noqa: F401  (registers its operators)
+from stepgraph import compat
 from stepgraph.capture import StepGraph, phase_of, provenance, set_provenance
 from stepgraph.passes.analysis import Aliases, argument, is_overload, is_pure, is_view, tensor_bytes
 
@@ -27,9 +29,16 @@ ALL_REDUCE = c10d.all_reduce.default
 WAIT = c10d.wait_tensor.default
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
+ALL_GATHER_MATMUL = torch.ops.stepgraph.all_gather_matmul.default
+MATMUL_REDUCE_SCATTER = torch.ops.stepgraph.matmul_reduce_scatter.default
+PIPELINED = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
+
 # What the estimate of exposed communication assumes, for kernels and links of one H200 host: FLOP/s, bytes/s in
 # memory, bytes/s between ranks and seconds that any collective takes. Only shares matter.
 _FLOPS_PER_S, _BYTES_PER_S, _LINK_BYTES_PER_S, _LATENCY_S = 700e12, 3.5e12, 350e9, 20e-6
+# Seconds that ranks take to meet in symmetric memory (a small kernel, and a flag's way over NVLink and back), and that
+# every kernel takes however little it does. Assumed, not measured.
+_BARRIER_S, _KERNEL_S = 5e-6, 2e-6
 
 
 class Collective(NamedTuple):
@@ -206,14 +215,82 @@ def group_size(node: fx.Node) -> int:
     """Ranks of the collective's process group."""
     if node.target is not ALL_REDUCE:
         return argument(node, "group_size")
-    return torch.distributed.distributed_c10d._resolve_process_group(node.args[2]).size()
+    return compat.process_group(node.args[2]).size()
+
+
+class Pipeline(NamedTuple):
+    """What a product in a pipeline with a collective costs besides the product.
+
+    ``sent``: bytes that this rank receives from the ``ranks - 1`` others while it multiplies. ``copied``: bytes that
+    it moves in its own memory, and ``barriers``: how often ranks meet, before and after. ``kernels``: that the chunks
+    and copies take more.
+    """
+
+    group: str
+    ranks: int
+    sent: int
+    copied: int
+    barriers: int
+    kernels: int
+
+    def exposed_seconds(self, compute: float, link: float, memory: float) -> float:
+        """Seconds beyond ``compute``, those of the products; ``link``, ``memory``: bytes/s.
+
+        The other ranks' chunks arrive, or leave, while all chunks but one are multiplied: the pipeline starts with
+        this rank's own chunk, and a reduction ends with it.
+        """
+        hidden = compute * (self.ranks - 1) / self.ranks
+        fixed = self.barriers * _BARRIER_S + self.kernels * _KERNEL_S
+        return fixed + self.copied / memory + max(0.0, self.sent / link - hidden)
+
+
+def pipeline_of(node: fx.Node) -> Pipeline | None:
+    """The pipeline that ``node`` runs; None where it is no product joined with a collective."""
+    if node.target is ALL_GATHER_MATMUL:
+        shard, weights, keep, ranks, group = node.args
+        # Ranks copy their part to where others read it; the whole, put together, is copied once more.
+        size, batch = tensor_bytes(shard), shard.meta["val"].shape[0]
+        whole = 2 * ranks * size if keep and batch > 1 else 0
+        return Pipeline(group, ranks, (ranks - 1) * size, 2 * size + whole, 3, ranks + _pieces(ranks, batch, weights))
+    if node.target is MATMUL_REDUCE_SCATTER:
+        lefts, _, batch, ranks, group = node.args
+        size, kernels = tensor_bytes(node), ranks + 2 + _pieces(ranks, batch, lefts)
+        return Pipeline(group, ranks, (ranks - 1) * size, (ranks + 1) * size, 2, kernels)  # the sum reads all parts
+    return None
+
+
+def _pieces(ranks: int, batch: int, products: Sequence[fx.Node]) -> int:
+    """Into how many more kernels a pipeline cuts ``products``."""
+    return len(products) * (ranks * batch - 1)
+
+
+def joined_saves(node: fx.Node, bytes_sent: float) -> float:
+    """Seconds that the products and the collective of ``node``, as one pipeline, are forecast to save; ``bytes_sent``:
+    of the collective by itself, see `bytes_sent`."""
+    apart = _LATENCY_S + bytes_sent / _LINK_BYTES_PER_S
+    return apart - pipeline_of(node).exposed_seconds(_compute_seconds(node), _LINK_BYTES_PER_S, _BYTES_PER_S)
+
+
+class Builder:
+    """Adds nodes at one place of a graph, with their fake values, in the name of ``members``."""
+
+    def __init__(self, step: StepGraph, members: Sequence[fx.Node]):
+        self.step, self.members = step, members
+
+    def __call__(self, target: Callable, *args: object, like: fx.Node | None = None, **kwargs: object) -> fx.Node:
+        node = self.step.graph.call_function(target, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        node.meta["val"] = target(*values[0], **values[1])
+        attribute(self.step, [node], [like] if like else self.members)
+        return node
 
 
 def exposed(graph: fx.Graph) -> tuple[float, float]:
     """(seconds that compute waits for communication, seconds of communication), as one step is forecast to run.
 
     A rough forecast for one H200 host: kernels at the rate of memory or of matrix products, one after the other, and
-    the collectives of each group one after the other beside them.
+    the collectives of each group one after the other beside them. Of products in a pipeline with a collective the
+    first number has what exceeds the product, the second the whole transfer.
     """
     now = waited = total = 0.0
     free: dict[str, float] = defaultdict(float)
@@ -227,6 +304,12 @@ def exposed(graph: fx.Graph) -> tuple[float, float]:
             ready = done[node.args[0]]
             waited += max(0.0, ready - now)
             now = max(now, ready)
+        elif pipeline := pipeline_of(node):
+            computing = _compute_seconds(node)
+            beyond = pipeline.exposed_seconds(computing, _LINK_BYTES_PER_S, _BYTES_PER_S)
+            now += computing + beyond
+            waited += beyond
+            total += _LATENCY_S + pipeline.sent / _LINK_BYTES_PER_S
         elif is_overload(node) and not is_view(node):
             now += _compute_seconds(node)
     return waited, total

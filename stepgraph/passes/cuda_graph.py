@@ -3,7 +3,8 @@
 Matches: every node. Before -> after: the step's kernels, launched one by one -> one replay of a recorded graph.
 Exact: the same kernels run in the same order. Preconditions: CUDA tensors. State stays where it is and is the
 graph's static memory; the batch is copied into static buffers. A node that needs the host ends one graph and
-starts another around it; the report names it.
+starts another around it; the report names it. Collectives are recorded too: each waits for what it reads and is waited
+for by streams' events, and the first step, which is not recorded, opens their communicators and workspaces.
 """
 
 import functools
@@ -170,8 +171,10 @@ class _Piece:
             self.results = self.run(self.args)
             return self.results
         torch.cuda.synchronize()
+        stream = _recording_stream(torch.cuda.current_device())
         try:
-            with torch.cuda.graph(self.graph, pool=pool, stream=_recording_stream(torch.cuda.current_device())):
+            # Other threads may go on: NCCL's watchdog asks after events of earlier collectives.
+            with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self.results = self.run(self.args)
         except RuntimeError as error:
             nodes = [n.name for n in self.module.graph.nodes if n.op == "call_function"]

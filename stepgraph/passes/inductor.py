@@ -6,6 +6,7 @@ launch, and in place.
 Regional. Matches: the regions that `regions` finds and those that passes before tagged. Before -> after: a region ->
 one compiled piece, shared by all regions of its structure; every other node stays, bit for bit.
 Tier numerics: fused kernels round differently from eager's. Preconditions: a flat graph; run last but for CUDA graphs.
+Collectives keep their order and places: the compiled code issues them, and waits, as the passes before decided.
 Random operators keep eager's generator, so the random state advances as in eager. Inductor keeps what it compiled on
 disk, under a key of the graph and all options, so that a later run loads it.
 """
@@ -24,6 +25,7 @@ from stepgraph.capture import StepGraph, phase_of
 from stepgraph.errors import unknown_name
 from stepgraph.inductor.compiled import Compiled
 from stepgraph.inductor.regional import compile_pieces
+from stepgraph.passes import collectives
 from stepgraph.passes.analysis import argument, is_mutating
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.expand_optimizer import COMPILE
@@ -56,6 +58,10 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     # Inductor takes a graph without autograd for inference and moves each node next to its first reader. Here that
     # would put every weight gradient at the end: activations live longer, and reductions over the same rows part.
     config = {"fallback_random": True, "reorder_for_locality": False}
+    if any(n.target in (*collectives.COLLECTIVES, *collectives.PIPELINED) for n in step.graph.nodes):
+        from stepgraph.inductor.communication import keep_order  # imports Inductor, which takes seconds
+
+        config |= keep_order(collectives.PIPELINED)
     if options.max_autotune:
         config |= {"max_autotune": True, "coordinate_descent_tuning": True}
     (_regional if options.mode == "regional" else _full)(step, options, config, report)

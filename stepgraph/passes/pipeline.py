@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import stepgraph.passes.async_tensor_parallel
 import stepgraph.passes.bucket
 import stepgraph.passes.cleanup
 import stepgraph.passes.cuda_graph
@@ -32,9 +33,13 @@ ORDER = (
     "bucket_collectives",  # one collective for each region of the model
     "bucket_all_reduces",  # numerics: those of more than two ranks
     "overlap",  # collectives beside compute
+    "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch
 )
+
+#: Passes of `ORDER` that run only where they are asked for.
+OPT_IN = ("async_tensor_parallel",)
 
 
 def exact() -> list[Pass]:
@@ -43,7 +48,11 @@ def exact() -> list[Pass]:
 
 
 def default() -> list[Pass]:
-    """All passes, each skipped where it cannot run."""
+    """All passes but `OPT_IN`, each skipped where it cannot run."""
+    return [p for p in _all() if p.name not in OPT_IN]
+
+
+def _all() -> list[Pass]:
     return [replace(PASSES[name], optional=True) for name in ORDER]
 
 
@@ -57,6 +66,7 @@ def configured(
     inductor: str = "full",
     norm: str = "auto",
     reshard: str = "auto",
+    async_tp: bool = False,
     cuda_graph: bool = True,
 ) -> list[Pass]:
     """A pipeline with the trainer's options applied.
@@ -64,7 +74,7 @@ def configured(
     ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``full``, ``regional`` (compile norms,
     rotations, gated products and FlexAttention, and leave the rest as it is) or ``off``. ``norm``: ``auto``,
     ``kernel``, ``inductor`` or ``eager`` (see `fuse_norm`). ``reshard``: ``auto``, ``always`` or ``never`` gather
-    parameters again in backward.
+    parameters again in backward. ``async_tp``: overlap collectives of tensor parallelism with matrix products.
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"unknown pipeline {pipeline!r}; allowed: {', '.join(map(repr, PIPELINES))}")
@@ -74,6 +84,8 @@ def configured(
         raise ValueError(f"norm={norm} with pipeline 'exact', which leaves norms to eager; use pipeline 'default'")
     if norm == "inductor" and inductor == "off":
         raise ValueError("norm=inductor with inductor=off; allowed then: norm=auto, kernel or eager")
+    if pipeline == "exact" and async_tp:
+        raise ValueError("async_tp with pipeline 'exact': it adds in another order; use pipeline 'default'")
     options = {
         "recompute": vars(recompute.parse_policy(memory)),
         "fuse_norm": {"choice": norm, "compiled": inductor != "off"},
@@ -81,5 +93,6 @@ def configured(
         "reshard_after_forward": {"policy": reshard},
     }
     dropped = {"expand_optimizer": inductor != "full", "inductor": inductor == "off", "cuda_graph": not cuda_graph}
-    chosen = [p for p in PIPELINES[pipeline]() if not dropped.get(p.name)]
+    names = {p.name for p in PIPELINES[pipeline]()} | ({"async_tensor_parallel"} if async_tp else set())
+    chosen = [p for p in _all() if p.name in names and not dropped.get(p.name)]
     return [p.with_options(**options.get(p.name, {})) for p in chosen]

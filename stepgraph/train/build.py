@@ -157,6 +157,7 @@ def build_step(
             inductor=config.inductor,
             norm=config.norm,
             reshard=config.reshard,
+            async_tp=config.async_tp,
             cuda_graph=config.cuda_graph,
         ),
         disable=config.disable_pass,

@@ -125,6 +125,9 @@ class TrainConfig:
     reshard: Literal["auto", "always", "never"] = "auto"
     """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not do."""
 
+    async_tp: bool = False
+    """Multiply chunks of the sequence while others travel: collectives of tensor parallelism, inside one machine."""
+
     cuda_graph: bool = True
     """Replay the whole step as one CUDA graph. No effect on a CPU."""
 
@@ -255,6 +258,12 @@ class TrainConfig:
         passes.parse_policy(self.memory)
         for name in self.disable_pass:
             passes.get(name)
+        if self.async_tp and (self.mesh_spec is None or self.mesh_spec.tp == 1):
+            raise ValueError(
+                f"async_tp overlaps tensor parallelism and mesh={self.mesh} has none: add tp=2 to the mesh"
+            )
+        if self.async_tp and self.passes == "exact":
+            raise ValueError("async_tp adds in another order and passes=exact allows no such thing: drop one of them")
 
     @property
     def decay_steps(self) -> int:

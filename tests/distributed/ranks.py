@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stepgraph import compat
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize
@@ -31,6 +32,18 @@ def on_processes(count: int, function: Callable, args: tuple) -> None:
     # What ranks import is imported once, not once a rank; a module that is not there is left out.
     multiprocessing.set_forkserver_preload(["tests.distributed.ranks", "stepgraph.train.trainer"])
     torch.multiprocessing.start_processes(function, args, nprocs=count, start_method="forkserver")
+
+
+def in_fake_world(rank: int, world: int, function: Callable, *args: Any) -> None:
+    """Run ``function(*args)`` as ``rank`` of a world that is not there, in a process of its own: DTensor keeps what it
+    knows of a mesh, its groups' names with it, beyond the world's end."""
+    on_processes(1, _faked, (rank, world, function, args))
+
+
+def _faked(_: int, rank: int, world: int, function: Callable, args: tuple) -> None:
+    compat.init_fake_world(rank, world)
+    function(*args)
+    dist.destroy_process_group()
 
 
 def _rank(rank: int, world: int, store: str, function: Callable, args: tuple) -> None:

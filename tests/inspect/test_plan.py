@@ -91,6 +91,30 @@ def test_tensor_parallelism_divides_products_and_state():
     assert split.peak.bytes["parameters"] == 4 * (matrices // 4 + (EVEN.num_params() - matrices) // 2)
 
 
+def test_products_in_a_pipeline_expose_copies_and_barriers():
+    sizes = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336}
+    model = dataclasses.replace(EVEN, **sizes, vocab_size=65536, max_seq_len=8192)
+    options = {"model": model, "batch_size": 1, "seq_len": 8192}
+    plain, joined = (forecast(config("fsdp=2,tp=2", async_tp=on, **options), GPUS["h200"]) for on in (False, True))
+    assert joined.flops == plain.flops
+    exposed = [sum(c.exposed_seconds for c in r.schedule.collectives if c.axis == "tp") for r in (joined, plain)]
+    assert exposed[0] < 0.6 * exposed[1]
+    before, after = counted(plain), counted(joined)
+    blocks, stream = 2 * model.n_layers, 2 * 8192 * model.dim
+    assert before["all_gather", "tp", "forward"] == (blocks + 1, (blocks + 1) * stream)
+    assert after["all_gather + mm", "tp", "forward"] == (blocks + 1, (blocks + 1) * stream)
+    assert after["mm + reduce_scatter", "tp", "forward"] == (blocks, blocks * stream)
+    assert after["reduce_scatter", "tp", "forward"] == (1, stream)  # the embedding's
+    assert after["all_gather + mm", "tp", "backward"] == (blocks, blocks * stream)
+    assert after["mm + reduce_scatter", "tp", "backward"] == (blocks + 1, (blocks + 1) * stream)
+    # Before gate and up: this rank's half is copied, ranks meet three times, and each product and the copy are two
+    # kernels; the other half travels for a tenth of the products' time.
+    gather = next(c for c in joined.schedule.collectives if c.kind == "all_gather + mm" and c.path == "layers.0.mlp")
+    expected = 3 * 5e-6 + 4 * 2e-6 + stream / (0.72 * 4.8e12)
+    assert gather.exposed_seconds == pytest.approx(expected)
+    assert gather.seconds == pytest.approx(stream / 2 / 450e9)
+
+
 def test_replicas_reduce_their_shards():
     found = counted(forecast(config("hsdp=2x2", disable_pass=OVER_COLLECTIVES), GPUS["h200"]))
     assert found["all_reduce", "dp_replicate", "backward"] == (2 * 9 + 3, 4 * EVEN.num_params() // 2)

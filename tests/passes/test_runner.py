@@ -12,7 +12,7 @@ import stepgraph
 from stepgraph.capture import set_provenance
 from stepgraph.passes import PASSES, Pass, configured, default, exact, format_report, get, run_passes
 from stepgraph.passes.contract import NoOptions, register
-from stepgraph.passes.pipeline import ORDER
+from stepgraph.passes.pipeline import OPT_IN, ORDER
 
 aten = torch.ops.aten
 
@@ -94,7 +94,7 @@ def test_no_pass_follows_a_terminal_one_in_another_run(step):
 
 def test_pipelines_skip_what_cannot_run_and_say_why(step):
     reports = run_passes(step, "default", disable=["inductor"])
-    assert [r.name for r in reports] == [name for name in ORDER if name != "inductor"]
+    assert [r.name for r in reports] == [name for name in ORDER if name not in ("inductor", *OPT_IN)]
     lines = {r.name: r.line() for r in reports}
     assert lines["cuda_graph"] == "cuda_graph [exact]: skipped, the step has no CUDA tensors"
     assert lines["expand_optimizer"] == "expand_optimizer [numerics]: skipped, the step has no CUDA tensors"
@@ -102,7 +102,7 @@ def test_pipelines_skip_what_cannot_run_and_say_why(step):
 
 def test_pipelines_list_every_registered_pass_once():
     assert sorted(ORDER) == sorted(PASSES)
-    assert [p.name for p in default()] == list(ORDER)
+    assert [p.name for p in default()] == [name for name in ORDER if name not in OPT_IN]
     assert [p.name for p in exact()] == [n for n in ORDER if PASSES[n].tier == "exact"]
     assert {p.tier for p in PASSES.values()} == {"exact", "numerics"}
     assert all(p.doc for p in PASSES.values())

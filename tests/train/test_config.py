@@ -107,6 +107,11 @@ def test_a_damaged_configuration_is_refused(change, message):
         ({"memory": "half"}, "unknown memory policy 'half'"),
         ({"memory": "budget=0"}, "memory budget '0' is not a positive number"),
         ({"disable_pass": ("cuda-graph",)}, "unknown pass 'cuda-graph': did you mean 'cuda_graph'"),
+        ({"async_tp": True}, "async_tp overlaps tensor parallelism and mesh=None has none: add tp=2"),
+        (
+            {"async_tp": True, "mesh": "tp=2", "model": PRESETS["llama3-1b"]().model, "passes": "exact"},
+            "passes=exact allows no such thing",
+        ),
         ({"resume": Path("no/such/run")}, "not a run folder"),
         ({"init_from_hf": Path("no/such/model")}, "not a folder"),
         ({"export_hf": Path("x"), "model": GolfConfig()}, "Llama 3 models only"),

@@ -1,0 +1,46 @@
+"""Keeps communication where passes put it, under Inductor's scheduler.
+
+Inductor keeps collectives among themselves in the graph's order. It does not know operators of ours that communicate
+to be collectives: they would pass others, and ranks could meet in another order or too late to overlap. And its search
+for the order with the lowest peak of memory starts gathers just before their wait, and waits early.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from stepgraph import compat
+
+parts = compat.inductor()
+
+
+class KeepOrder(parts.CustomSchedulerPass):
+    """Before fusion: every collective, and every operator of ``also``, waits for the one before it to be issued."""
+
+    def __init__(self, also: Collection[Any]):
+        self.also = frozenset(also)
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        earlier = None
+        for node in nodes:
+            if not self._communicates(node):
+                continue
+            if earlier is not None:
+                own = next(iter(node.get_buffer_names()))
+                for name in earlier.get_buffer_names():
+                    node.add_fake_dep(parts.WeakDep(name, mutating_buf=own, is_fake=True))
+            earlier = node
+        if nodes:
+            nodes[0].scheduler.compute_ancestors()  # what fusion asks whether two nodes depend on each other
+        return nodes
+
+    def _communicates(self, node: Any) -> bool:
+        known = isinstance(node.node, parts.FallbackKernel) and node.node.op_overload in self.also
+        return known or parts.contains_collective(node)
+
+    def uuid(self) -> Any:
+        return (parts.hash_of_files((__file__,)), *sorted(map(str, self.also)))
+
+
+def keep_order(also: Collection[Any]) -> dict[str, Any]:
+    """Options of Inductor that keep collectives, and operators of ``also``, in order and near their place."""
+    return {"reorder_for_peak_memory": False, "_pre_fusion_custom_pass": KeepOrder(also)}

@@ -1,0 +1,73 @@
+"""What full Inductor generates issues and waits for communication in the order that the passes made."""
+
+import contextlib
+import dataclasses
+import re
+from unittest import mock
+
+import pytest
+import torch
+
+import stepgraph
+from stepgraph.capture import phase_of
+from stepgraph.parallel import next_token_loss
+from stepgraph.passes import configured
+from stepgraph.passes.runner import run_passes
+from tests.distributed.ranks import TINY, in_fake_world, make_mesh, own_batch, parallel_model
+
+
+class Generated(BaseException):
+    """Ends a compilation once its code is there."""
+
+
+def generated(step, inductor):
+    """The wrapper code of the step's one compiled piece; nothing is compiled to machine code."""
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    code = []
+
+    def stop(lowering):
+        code.append(lowering.codegen()[0].value)
+        raise Generated
+
+    patches = (mock.patch.object(GraphLowering, "compile_to_module", stop), config.patch(fx_graph_cache=False))
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(contextlib.suppress(Generated))
+        run_passes(step, [inductor])
+    return code[0]
+
+
+def issued(step):
+    """Names of collectives, waits and pipelined products of forward, loss and backward, in the graph's order."""
+    nodes = [n for n in step.graph.nodes if phase_of(n) != "optimizer"]
+    names = [str(n.target).split(".") for n in nodes if n.op == "call_function"]
+    return [name[1] for name in names if name[0] in ("_c10d_functional", "stepgraph")]
+
+
+def _check(async_tp):
+    mesh = make_mesh("fsdp=2,tp=2")
+    model = parallel_model(mesh, dataclasses.replace(TINY, n_layers=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    chosen = {p.name: p for p in configured(async_tp=async_tp, reshard="always")}
+    inductor = chosen.pop("inductor")
+    for name in ("cuda_graph", "expand_optimizer", "fuse_loss"):
+        del chosen[name]
+    if async_tp:
+        chosen["async_tensor_parallel"] = chosen["async_tensor_parallel"].with_options(unprofitable=True)
+    passes = list(chosen.values())
+    step = stepgraph.capture(model, next_token_loss(mesh), own_batch(mesh, 0), optimizer, passes=passes).graph
+    code = generated(step, inductor)
+    calls = re.findall(r"(?m)^ +(?:\w+ = )?torch\.ops\.(?:_c10d_functional|stepgraph)\.(\w+)\.default\(", code)
+    made_in_place = [call.removesuffix("_") for call in calls]
+    expected = issued(step)
+    assert made_in_place == expected
+    assert ("all_gather_matmul" in expected) == async_tp
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_tp", [False, True])
+def test_order(async_tp):
+    in_fake_world(3, 4, _check, async_tp)  # a rank whose part of the vocabulary does not start at 0
