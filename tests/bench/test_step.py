@@ -171,7 +171,7 @@ def test_an_error_of_use_is_one_line(arguments, message, monkeypatch):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compile_under_our_rules_and_autocast(tmp_path):
     path = tmp_path / "step.json"
     words = [

@@ -100,7 +100,9 @@ def _check_training(text, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "ranks", "batch"), [("tp=2", 2, 1), ("fsdp=2,tp=2", 4, 2)])
+@pytest.mark.parametrize(
+    ("text", "ranks", "batch"), [("tp=2", 2, 1), pytest.param("fsdp=2,tp=2", 4, 2, marks=pytest.mark.long)]
+)
 def test_training(text, ranks, batch):
     on_ranks(ranks, _check_training, text, batch)
 

@@ -21,7 +21,7 @@ class Generated(BaseException):
 
 
 def generated(step, inductor):
-    """The wrapper code of the step's one compiled piece; nothing is compiled to machine code."""
+    """The wrapper code of the step's first compiled piece; nothing is compiled to machine code."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
@@ -41,9 +41,11 @@ def generated(step, inductor):
 
 
 def issued(step):
-    """Names of collectives, waits and pipelined products of forward, loss and backward, in the graph's order."""
+    """Names of collectives, waits and pipelined products of forward, loss and backward, in the graph's order, up to the
+    embedding's gradient: that stays with eager, and ends the piece."""
     nodes = [n for n in step.graph.nodes if phase_of(n) != "optimizer"]
     names = [str(n.target).split(".") for n in nodes if n.op == "call_function"]
+    names = names[: names.index(["aten", "embedding_dense_backward", "default"])]
     return [name[1] for name in names if name[0] in ("_c10d_functional", "stepgraph")]
 
 
@@ -63,11 +65,11 @@ def _check(async_tp):
     calls = re.findall(r"(?m)^ +(?:\w+ = )?torch\.ops\.(?:_c10d_functional|stepgraph)\.(\w+)\.default\(", code)
     made_in_place = [call.removesuffix("_") for call in calls]
     expected = issued(step)
-    assert made_in_place == expected
+    assert made_in_place == expected and len(expected) > 40
     assert ("all_gather_matmul" in expected) == async_tp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("async_tp", [False, True])
+@pytest.mark.parametrize("async_tp", [pytest.param(False, marks=pytest.mark.long), True])
 def test_order(async_tp):
     in_fake_world(3, 4, _check, async_tp)  # a rank whose part of the vocabulary does not start at 0

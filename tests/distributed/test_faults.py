@@ -166,7 +166,7 @@ def test_each_recorded_collective_is_found_in_the_graph():
     on_ranks(4, _find_all, "fsdp=2,tp=2", "exact")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_recorded_collective_is_found_in_a_graph_compiled_by_inductor():
     on_ranks(2, _find_all, "fsdp=2", "default")
 

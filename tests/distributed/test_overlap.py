@@ -64,7 +64,13 @@ def _check(text, tied):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "world", "tied"),
-    [("fsdp=2", 2, True), ("ddp=2", 2, False), ("fsdp=4", 4, False), ("hsdp=2x2", 4, False), ("fsdp=2,tp=2", 4, False)],
+    [
+        ("fsdp=2", 2, True),
+        ("ddp=2", 2, False),
+        pytest.param("fsdp=4", 4, False, marks=pytest.mark.long),
+        pytest.param("hsdp=2x2", 4, False, marks=pytest.mark.long),
+        ("fsdp=2,tp=2", 4, False),
+    ],
 )
 def test_bitwise(text, world, tied):
     on_ranks(world, _check, text, tied)

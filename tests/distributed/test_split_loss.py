@@ -46,7 +46,7 @@ def check(text):
             torch.testing.assert_close(grads[name], grad, rtol=tolerance, atol=tolerance * scale, msg=name)
 
 
-@pytest.mark.parametrize("text", ["tp=2", pytest.param("fsdp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text", ["tp=2", pytest.param("fsdp=2,tp=2", marks=pytest.mark.long)])
 def test_loss_and_gradients_stay(text):
     on_ranks(MeshSpec.parse(text).size, check, text)
 

@@ -131,7 +131,12 @@ MODELS = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama", torch.float32), ("llama", torch.bfloat16), ("golf", torch.float32), ("hugging face", torch.bfloat16)],
+    [
+        ("llama", torch.float32),
+        pytest.param("llama", torch.bfloat16, marks=pytest.mark.long),
+        ("golf", torch.float32),
+        pytest.param("hugging face", torch.bfloat16, marks=pytest.mark.long),
+    ],
 )
 def test_models_train_as_eager(name, dtype):
     """Against the same model in float64. What a region computes in one kernel is rounded less often than eager does, so
@@ -178,20 +183,11 @@ import sys, torch, stepgraph
 from torch import nn
 from stepgraph.passes import get
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.gate, self.up = nn.RMSNorm(16), nn.Linear(16, 24), nn.Linear(16, 24)
-
-    def forward(self, x):
-        x = self.norm(x)
-        return nn.functional.silu(self.gate(x)) * self.up(x)
-
 for mode in sys.argv[1:]:
     name, *autotune = mode.split(",")
     passes = [get("inductor", mode=name, max_autotune=bool(autotune))]
     batch = torch.randn(8, 16)
-    step = stepgraph.capture(Gated(), lambda model, batch: model(batch).square().mean(), batch, passes=passes)
+    step = stepgraph.capture(nn.RMSNorm(16), lambda model, batch: model(batch).square().mean(), batch, passes=passes)
     step(batch)
     print(mode, step.report[-1].summary.partition("(")[2])
 """
@@ -206,8 +202,8 @@ def test_a_second_process_loads_from_disk(tmp_path):
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
     note = "{} {} of {} loaded from disk)"
-    assert run("regional", "full") == [note.format("regional", 0, 3), note.format("full", 0, 1)]
+    assert run("regional", "full") == [note.format("regional", 0, 1), note.format("full", 0, 1)]
     # In the end other options: they are in the key.
     assert run("regional", "full", "regional,autotune") == [
-        note.format("regional", 3, 3), note.format("full", 1, 1), note.format("regional,autotune", 0, 3),
+        note.format("regional", 1, 1), note.format("full", 1, 1), note.format("regional,autotune", 0, 1),
     ]  # fmt: skip

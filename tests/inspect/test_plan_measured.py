@@ -57,7 +57,7 @@ def test_every_operator_by_itself(memory, precision):
     assert measured(config) == pytest.approx(forecast(config, GPUS["h200"]).peak.total, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fused(monkeypatch):
     """Compiled as for a GPU, forward apart from backward with a minimum cut between: the tensors that Inductor's
     kernels leave in memory are those that the forecast counts."""
