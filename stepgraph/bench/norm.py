@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from stepgraph.bench.arguments import provider_names, require_folder
 from stepgraph.bench.device import kernels_of
 from stepgraph.bench.norm_check import check_backward, check_forward, make_inputs
 from stepgraph.bench.norm_providers import OPS, PROVIDERS, Provider
@@ -21,7 +22,6 @@ from stepgraph.bench.norm_table import norm_section
 from stepgraph.bench.norm_timing import calls_in_graph, copy_gbps, do_bench_ms, graph_ms, host_us, wall_ms
 from stepgraph.bench.results import write
 from stepgraph.compat import keep_saved_tensors
-from stepgraph.errors import unknown_name
 from stepgraph.options import parse
 from stepgraph.train.build import pick_device
 from stepgraph.train.environment import environment
@@ -94,11 +94,7 @@ class NormOptions:
 
     def names(self) -> list[str]:
         """The providers, in order. Raises ValueError for an unknown one."""
-        names = list(dict.fromkeys(name.strip() for name in self.providers.split(",")))
-        for name in names:
-            if name not in PROVIDERS:
-                raise unknown_name("provider", name, PROVIDERS)
-        return names
+        return provider_names(self.providers, PROVIDERS)
 
     def shape_list(self, device: torch.device) -> list[Shape]:
         """(M, N) of each shape. Raises ValueError for what is no list of shapes."""
@@ -134,8 +130,7 @@ def main(argv: list[str]) -> int:
     text = f"{NormOptions.__doc__} Providers: {', '.join(PROVIDERS)}."
     options = parse(NormOptions(), argv, usage=usage, description=text)
     device = pick_device(options.device)
-    if options.json is not None and not options.json.parent.is_dir():
-        raise ValueError(f"json={options.json}: the folder {options.json.parent} does not exist; make it first")
+    require_folder(options.json)
     run = Run(options, device)
     # A stream of its own: a graph cannot be captured on the default one, and a backward runs where its forward did.
     with torch.cuda.stream(torch.cuda.Stream() if device.type == "cuda" else None), keep_saved_tensors():

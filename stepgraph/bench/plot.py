@@ -1,6 +1,6 @@
 """The step times of ``stepgraph bench step`` as a bar chart."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,18 @@ def bar_chart(panels: Sequence[Panel], png: Path) -> None:
 
     A bar is the median step in ms, its whisker the fastest and the slowest repeat. Raises ValueError if nothing ran.
     """
-    panels = [(*panel[:3], [row for row in panel[3] if row.step_ms]) for panel in panels]
-    panels = [panel for panel in panels if panel[3]]
+    label = "ms per training step, shorter is faster (dark line: fastest to slowest repeat)"
+    named = [(title(model, settings), where(env, settings), rows) for model, env, settings, rows in panels]
+    bars(named, _bars, label, png)
+
+
+def bars(panels: Sequence[tuple[str, str, Sequence[Any]]], draw: Callable, label: str, png: Path) -> None:
+    """One panel for each (title, device, rows) below another: ``draw(axes, rows)`` of the rows that have a ``step_ms``.
+
+    Raises ValueError if none has.
+    """
+    panels = [(*words, [row for row in rows if row.step_ms]) for *words, rows in panels]
+    panels = [panel for panel in panels if panel[2]]
     if not panels:
         raise ValueError("no provider ran in these records: nothing to draw")
     heights = [len(rows) + 1.6 for *_, rows in panels]  # in bars; the rest is the panel's title and axis
@@ -31,11 +41,11 @@ def bar_chart(panels: Sequence[Panel], png: Path) -> None:
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.04)
     all_axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, (model, env, settings, rows) in zip(all_axes, panels, strict=True):
-        _bars(axes, rows)
-        dress(axes, title(model, settings), where(env, settings))
+    for axes, (heading, device, rows) in zip(all_axes, panels, strict=True):
+        draw(axes, rows)
+        dress(axes, heading, device)
         axes.grid(axis="x", color=GRID, linewidth=0.8)
-    all_axes[-1].set_xlabel("ms per training step, shorter is faster (dark line: fastest to slowest repeat)", color=INK)
+    all_axes[-1].set_xlabel(label, color=INK)
     figure.savefig(png)
 
 

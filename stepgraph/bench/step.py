@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from stepgraph.bench.arguments import provider_names, require_folder
 from stepgraph.bench.child import BATCH_SEED, FIRST_STEPS
 from stepgraph.bench.providers import DEFAULT, MAX_GRAD_NORM, PROVIDERS
 from stepgraph.bench.results import Row, check_losses, finite, write
@@ -83,19 +84,14 @@ class StepOptions:
 
     def names(self) -> list[str]:
         """The providers, in order. Raises ValueError for an unknown one."""
-        names = list(dict.fromkeys(name.strip() for name in self.providers.split(",")))
-        for name in names:
-            if name not in PROVIDERS:
-                raise unknown_name("provider", name, PROVIDERS)
-        return names
+        return provider_names(self.providers, PROVIDERS)
 
     def config(self) -> TrainConfig:
         """The run whose step is measured. Raises ValueError, in one line, for an option that cannot be right."""
         for name in ("steps", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        if self.json is not None and not self.json.parent.is_dir():
-            raise ValueError(f"json={self.json}: the folder {self.json.parent} does not exist; make it first")
+        require_folder(self.json)
         config = dataclasses.replace(
             PRESETS[self.preset](),
             model=self.model,

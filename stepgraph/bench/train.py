@@ -16,6 +16,7 @@ import torch
 import tyro
 
 from stepgraph import parallel
+from stepgraph.bench.arguments import provider_names, require_folder
 from stepgraph.bench.results import write
 from stepgraph.bench.step import LEARNING_RATE, describe
 from stepgraph.bench.train_providers import BATCH_SEED, PROVIDERS
@@ -115,18 +116,13 @@ class TrainOptions:
 
     def names(self) -> list[str]:
         """The providers, in order. Raises ValueError for an unknown one."""
-        names = list(dict.fromkeys(name.strip() for name in self.providers.split(",")))
-        for name in names:
-            if name not in PROVIDERS:
-                raise unknown_name("provider", name, PROVIDERS)
-        return names
+        return provider_names(self.providers, PROVIDERS)
 
     def config(self) -> TrainConfig:
         """The run whose step is measured. Raises ValueError, in one line, for an option that cannot be right."""
         if self.timeout <= 0:
             raise ValueError(f"timeout={self.timeout} must be above 0")
-        if self.json is not None and not self.json.parent.is_dir():
-            raise ValueError(f"json={self.json}: the folder {self.json.parent} does not exist; make it first")
+        require_folder(self.json)
         if self.traces is not None and not self.traces.is_dir():
             raise ValueError(f"traces={self.traces} is no folder; make it first")
         config = dataclasses.replace(

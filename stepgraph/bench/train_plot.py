@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from stepgraph.bench.plot import GRID, INK, OURS_COLOR, PEER_COLOR, dress
+from stepgraph.bench.plot import INK, OURS_COLOR, PEER_COLOR, bars
 from stepgraph.bench.train_results import OURS, PEER, TrainRow, ratio
 from stepgraph.bench.train_table import train_title, train_where
 
@@ -21,22 +19,12 @@ def train_chart(records: Sequence[Record], png: Path) -> None:
     A bar is tokens a second and device at the median step, its whisker the slowest and the fastest step. Raises
     ValueError if nothing ran.
     """
-    panels = [(env, settings, [row for row in rows if row.step_ms]) for env, settings, rows in records]
-    panels = [panel for panel in panels if panel[2]]
-    if not panels:
-        raise ValueError("no provider ran in these records: nothing to draw")
-    heights = [len(rows) + 1.6 for *_, rows in panels]  # in bars; the rest is the panel's title and axis
-    figure = Figure(figsize=(9, 0.42 * sum(heights) + 0.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.04)
-    all_axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, (env, settings, rows) in zip(all_axes, panels, strict=True):
-        _bars(axes, rows)
-        dress(axes, train_title(rows[0].model, settings), train_where(env, settings))
-        axes.grid(axis="x", color=GRID, linewidth=0.8)
     label = "tokens a second and device, longer is faster (dark line: slowest to fastest step)"
-    all_axes[-1].set_xlabel(label, color=INK)
-    figure.savefig(png)
+    panels = []
+    for env, settings, rows in records:
+        if rows:
+            panels.append((train_title(rows[0].model, settings), train_where(env, settings), rows))
+    bars(panels, _bars, label, png)
 
 
 def _bars(axes: Axes, rows: Sequence[TrainRow]) -> None:
