@@ -68,10 +68,12 @@ def run(config: TrainConfig) -> int:
             parallel.leave(1)
         try:
             status = run.train()
+        except ValueError:
+            raise  # an error of use, the same on every rank: told in one line
         except Exception:
             if mesh is None or mesh.spec.size == 1:
                 raise
-            traceback.print_exc()
+            traceback.print_exc()  # as Python would at its end, which this rank does not wait for
             status = 1
         if status and mesh is not None and mesh.spec.size > 1:
             parallel.leave(status)
