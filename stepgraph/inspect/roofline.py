@@ -7,44 +7,15 @@ from collections import defaultdict
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from stepgraph.inspect.fusion import Fusion, is_free, storage
 from stepgraph.inspect.gpus import REACHED, Gpu
-from stepgraph.passes.analysis import Aliases, argument, is_overload, tensor_bytes, written_arguments
+from stepgraph.passes.analysis import Aliases, flops, is_overload, tensor_bytes, written_arguments
 
 aten = torch.ops.aten
 
-#: Attention operators and matrix products over (T, T, head_dim) that each computes: flash attention's backward computes
-#: the scores again. Source: Dao et al., "FlashAttention", 2022, section 3.
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: 2,
-    aten._scaled_dot_product_flash_attention.default: 2,
-    aten._scaled_dot_product_cudnn_attention.default: 2,
-    aten._scaled_dot_product_efficient_attention.default: 2,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
-    aten._scaled_dot_product_flash_attention_backward.default: 5,
-    aten._scaled_dot_product_cudnn_attention_backward.default: 5,
-    aten._scaled_dot_product_efficient_attention_backward.default: 5,
-}
-
 #: Read only the rows that they return.
 _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
-
-
-def flops(node: fx.Node) -> int:
-    """Floating-point operations of matrix products and attention that ``node`` runs, 0 for others; causal attention
-    runs half of its scores."""
-    if not is_overload(node):
-        return 0
-    values = fx.map_arg(node.args, lambda n: n.meta["val"])
-    if node.target in _ATTENTION:
-        first = 0 if _ATTENTION[node.target] == 2 else 1  # backward takes the output's gradient first
-        q, k = values[first], values[first + 1]  # (B, H, T, head_dim)
-        product = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
-        return _ATTENTION[node.target] * product // (2 if argument(node, "is_causal") else 1)
-    count = flop_registry.get(node.target.overloadpacket)
-    return count(*values, out_val=node.meta["val"]) if count else 0
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -56,7 +56,8 @@ def launch_parts(logits: torch.Tensor, config: tuple[int, int] | None = None) ->
     """As `cross_entropy_split.softmax_parts`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
     _check(logits)
     rows, V = logits.shape
-    highest, total = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    highest = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    total = torch.empty_like(highest)  # an operator's outputs share no memory
     block, warps = config or configuration(V)
     if rows:
         _parts_kernel[(rows,)](logits, highest, total, logits.stride(0), V, BLOCK=block, num_warps=warps)

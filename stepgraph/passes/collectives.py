@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 import stepgraph.kernels.async_matmul  # noqa: F401  (registers its operators)
 from stepgraph import compat
 from stepgraph.capture import StepGraph, phase_of, provenance, set_provenance
-from stepgraph.passes.analysis import Aliases, argument, is_overload, is_pure, is_view, tensor_bytes
+from stepgraph.passes.analysis import Aliases, argument, flops, is_overload, is_pure, is_view, tensor_bytes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -317,11 +316,7 @@ def exposed(graph: fx.Graph) -> tuple[float, float]:
 
 def _compute_seconds(node: fx.Node) -> float:
     moved = tensor_bytes(node) + sum(tensor_bytes(n) for n in node.all_input_nodes)
-    count = flop_registry.get(node.target.overloadpacket)
-    if count is None:
-        return moved / _BYTES_PER_S
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return max(moved / _BYTES_PER_S, count(*args, **kwargs, out_val=node.meta["val"]) / _FLOPS_PER_S)
+    return max(moved / _BYTES_PER_S, flops(node) / _FLOPS_PER_S)
 
 
 def exposed_text(before: tuple[float, float], after: tuple[float, float]) -> str:

@@ -63,6 +63,11 @@ def raw(tensors):
     return [None if t is None else t.detach().contiguous().view(torch.uint8).clone() for t in tensors]
 
 
+def new_leaves(*tensors):
+    """Leaves for one call: autograd ties a leaf to the stream of its first use, for which a capture may not wait."""
+    return [None if t is None else t.detach().requires_grad_() for t in tensors]
+
+
 def everywhere(call):
     """Results of ``call``, after it gave the same bits again, on another stream, and in a replayed CUDA graph."""
     results = call()
@@ -99,15 +104,13 @@ def test_forward_and_backward(kind, shape, dtype, weight_dtype, options):
     bias = torch.randn_like(weight) if kind == "layer" else None
     residual = rows(shape, options["residual"]) if "residual" in options else None
     dh = rows(shape, residual.dtype) if residual is not None else None
-    leaves = [t.detach().requires_grad_() for t in (x, weight, bias, residual) if t is not None]
     function = {"rms": kernels.rms_norm, "layer": kernels.layer_norm}[kind]
 
     def call():
-        given = iter(leaves)
-        at = [next(given) if t is not None else None for t in (x, weight, bias, residual)]
-        with torch.enable_grad():
-            out = function(*at, EPS, weight_offset=offset, prenorm=residual is not None)
-            y, h = out if residual is not None else (out, None)
+        at = new_leaves(x, weight, bias, residual)
+        leaves = [t for t in at if t is not None]
+        out = function(*at, EPS, weight_offset=offset, prenorm=residual is not None)
+        y, h = out if residual is not None else (out, None)
         outputs, slopes = ([y], [dy]) if h is None else ([y, h], [dy, dh])
         return [y, h, *torch.autograd.grad(outputs, leaves, slopes)]
 
@@ -159,17 +162,14 @@ def test_fp8(shape):
 def test_pair_from_one_projection(heads):
     torch.manual_seed(0)
     qkv = torch.randn(2, 512, 24, 128, device="cuda").to(BF16)
-    q, k = (t.detach().requires_grad_() for t in (qkv[:, :, :16], qkv[:, :, 16:20]))
-    wq, wk = (
-        (1 + 0.3 * torch.randn((count, 128) if heads else (128,), device="cuda")).to(BF16).requires_grad_()
-        for count in (16, 4)
-    )
+    q, k = qkv[:, :, :16], qkv[:, :, 16:20]
+    wq, wk = ((1 + 0.3 * torch.randn((count, 128) if heads else (128,), device="cuda")).to(BF16) for count in (16, 4))
     dyq, dyk = torch.randn_like(q), torch.randn_like(k)
 
     def call():
-        with torch.enable_grad():
-            out = kernels.qk_norm(q, k, wq, wk, EPS)
-        return [*out, *torch.autograd.grad(out, (q, k, wq, wk), (dyq, dyk))]
+        leaves = new_leaves(q, k, wq, wk)
+        out = kernels.qk_norm(*leaves, EPS)
+        return [*out, *torch.autograd.grad(out, leaves, (dyq, dyk))]
 
     yq, yk, *gradients = everywhere(call)
     wide = [t.detach().double().requires_grad_() for t in (q, k, wq, wk)]
@@ -214,12 +214,13 @@ def test_more_than_two_to_the_31_elements():
 
 def test_tuned_configurations_give_the_same_values(tmp_path, monkeypatch):
     monkeypatch.setenv("STEPGRAPH_CACHE", str(tmp_path))
-    x = torch.randn(512, 1024, device="cuda").to(BF16).requires_grad_()
-    weight = torch.ones(1024, dtype=BF16, device="cuda").requires_grad_()
+    x = torch.randn(512, 1024, device="cuda").to(BF16)
+    weight = torch.ones(1024, dtype=BF16, device="cuda")
 
     def call():
-        y = kernels.rms_norm(x, weight)
-        return [y, *torch.autograd.grad(y, (x, weight), x.detach())]
+        leaves = new_leaves(x, weight)
+        y = kernels.rms_norm(*leaves)
+        return [y, *torch.autograd.grad(y, leaves, x)]
 
     plain = call()
     with kernels.autotune():
