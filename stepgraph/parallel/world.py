@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,7 @@ def started(spec: MeshSpec | None, device_type: str) -> Iterator[Mesh | None]:
     try:
         yield Mesh(spec, device_type)
     finally:
+        gc.collect()  # NCCL waits for the end of CUDA graphs that hold its kernels before it closes
         dist.destroy_process_group()
 
 

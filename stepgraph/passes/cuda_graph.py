@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph import compat
 from stepgraph.capture import StepGraph
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.partition import Program, describe, needs_host, split
@@ -176,10 +177,14 @@ class _Piece:
             # Other threads may go on: NCCL's watchdog asks after events of earlier collectives.
             with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self.results = self.run(self.args)
+                _wait_for_collectives(self.results)
         except RuntimeError as error:
             nodes = [n.name for n in self.module.graph.nodes if n.op == "call_function"]
             span = f"nodes {nodes[0]} to {nodes[-1]}" if nodes else "a compiled piece"
-            raise RuntimeError(f"{span} cannot be recorded as a CUDA graph; leave out the pass cuda_graph") from error
+            reason = _first_of(error).splitlines()[0]
+            raise RuntimeError(
+                f"{span} cannot be recorded as a CUDA graph: {reason}; leave out the pass cuda_graph"
+            ) from error
         self.graph.replay()
         return self.results
 
@@ -192,3 +197,19 @@ class _Piece:
         for old, new in zip(olds, news, strict=True):
             if old is not new:
                 old.copy_(new)
+
+
+def _wait_for_collectives(results: Any) -> None:
+    """Wait, on the GPU, for collectives whose results a later piece waits for: a graph may not end before what it began,
+    and nothing outside may wait for what is recorded. Does nothing for other tensors."""
+    if torch.distributed.is_initialized():
+        for tensor in compat.pytree.tree_leaves(results):
+            if isinstance(tensor, torch.Tensor):
+                torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def _first_of(error: BaseException) -> str:
+    """The message of what went wrong first: the end of a recording that failed fails too."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return str(error).strip() or type(error).__name__
