@@ -200,8 +200,8 @@ class _Piece:
 
 
 def _wait_for_collectives(results: Any) -> None:
-    """Wait, on the GPU, for collectives whose results a later piece waits for: a graph may not end before what it began,
-    and nothing outside may wait for what is recorded. Does nothing for other tensors."""
+    """Wait, on the GPU, for collectives whose results a later piece would wait for: a graph may not end before what it
+    began, and nothing outside may wait for what is recorded. Does nothing for other tensors."""
     if torch.distributed.is_initialized():
         for tensor in compat.pytree.tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
