@@ -9,12 +9,10 @@ from stepgraph import compat
 
 
 class Compiled(torch.nn.Module):
-    """One compiled piece. ``size``: operators in it. ``group``: what `split` called it, if that made it."""
+    """One compiled piece."""
 
     def __init__(self, piece: fx.GraphModule, config: dict[str, Any]):
         super().__init__()
-        self.group = getattr(piece, "group", "compiled")
-        self.size = sum(n.op not in ("placeholder", "get_attr", "output") for n in piece.graph.nodes)
         output = piece.graph.output_node()
         self.single = isinstance(output.args[0], fx.Node)
         if self.single:

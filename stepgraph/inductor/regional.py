@@ -26,9 +26,9 @@ KEY = "stepgraph_region"
 class Region:
     """What a tagged node belongs to; nodes with equal tags are one region.
 
-    ``id``: unlike any other region's of the graph; the name of one of its nodes serves. ``kind``: what it computes,
-    ``norm``, ``swiglu``, ``rope`` or ``attention``, for the report. ``options``: (name, value) pairs for Inductor's
-    configuration, set while this region compiles.
+    ``id``: unlike any other region's of the graph; the name of one of its nodes serves. ``kind``: what it computes
+    (``norm``, ``swiglu``, ``rope``, ``attention``) or where it lies (``forward``), for the report. ``options``: (name,
+    value) pairs for Inductor's configuration, set while this region compiles.
     """
 
     id: str
@@ -127,7 +127,9 @@ def _program(module: fx.GraphModule) -> tuple:
 
 
 def _form(value: torch.Tensor) -> tuple:
-    return value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset()
+    # Where in its storage a tensor begins matters to Inductor by alignment alone.
+    aligned = value.storage_offset() * value.element_size() % 16 == 0
+    return value.dtype, value.device, tuple(value.shape), value.stride(), aligned
 
 
 def _subgraph(node: fx.Node) -> fx.GraphModule | None:

@@ -33,7 +33,7 @@ def expand_optimizer(step: StepGraph, options: object, report: PassReport) -> No
         if update.kwargs["amsgrad"]:
             report.notes.append(f"{update.name} keeps maxima (amsgrad): left to the fused kernel")
             continue
-        _Expansion(update).write()
+        _Expansion(step, update).write()
         report.changed += len(update.args[0])
     report.summary = (
         f"{report.changed} of {report.matched} parameter updates written out, clipping and rounding with them"
@@ -43,11 +43,14 @@ def expand_optimizer(step: StepGraph, options: object, report: PassReport) -> No
 class _Expansion:
     """The expansion of one ``_fused_adamw_`` node."""
 
-    def __init__(self, update: fx.Node):
-        self.update, self.graph = update, update.graph
+    def __init__(self, step: StepGraph, update: fx.Node):
+        self.update, self.graph, self.origin = update, update.graph, provenance(update)
         self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, _, self.steps = update.args
         self.options = update.kwargs
         self.rounding = self._rounding()
+        names = dict(zip(step.placeholders(), (spec.name for spec in step.inputs), strict=True))
+        #: Where each parameter is; of a master weight, the parameter that it is rounded into.
+        self.paths = [names[p].rpartition(".")[0] for p in (self.rounding.args[0] if self.rounding else self.params)]
 
     def _rounding(self) -> fx.Node | None:
         """The ``_foreach_copy_`` that takes these parameters (master weights) as its source."""
@@ -62,7 +65,7 @@ class _Expansion:
         values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.params[0].meta["val"].fake_mode, torch.no_grad():
             node.meta["val"] = target(*values[0], **values[1])
-        set_provenance(node, provenance(self.update))
+        set_provenance(node, self.origin)
         if compile:
             node.meta[COMPILE] = True
         return node
@@ -73,6 +76,7 @@ class _Expansion:
         with self.graph.inserting_before(self.update):
             factors = self._factors()
             for i, (param, (grad, scale)) in enumerate(zip(self.params, sources, strict=True)):
+                self.origin = provenance(self.update)._replace(path=self.paths[i])
                 self._update_one(i, param, grad, scale, factors)
         self.graph.erase_node(self.update)
         if self.rounding is not None:
@@ -107,13 +111,15 @@ class _Expansion:
         def rounded(node: fx.Node) -> fx.Node:
             return call(aten._to_copy.default, node, dtype=torch.float32)
 
-        step_sizes = rounded(call(aten.div.Tensor, lr, correction(self.options["beta1"])))
-        roots = rounded(call(aten.sqrt.default, correction(self.options["beta2"])))
+        def spaced(node: fx.Node) -> list[fx.Node]:
+            # Each at a multiple of 16 bytes: what reads them is then of one structure, and compiled once.
+            rows = call(aten.repeat.default, call(aten.unsqueeze.default, rounded(node), 1), [1, 4])
+            return [call(aten.select.int, call(aten.select.int, rows, 0, i), 0, 0) for i in range(len(self.steps))]
+
         decay = rounded(call(aten.rsub.Scalar, call(aten.mul.Tensor, lr, self.options["weight_decay"]), 1.0))
-        count = range(len(self.steps))
         return {
-            "step_size": [call(aten.select.int, step_sizes, 0, i) for i in count],
-            "root": [call(aten.select.int, roots, 0, i) for i in count],
+            "step_size": spaced(call(aten.div.Tensor, lr, correction(self.options["beta1"]))),
+            "root": spaced(call(aten.sqrt.default, correction(self.options["beta2"]))),
             "decay": decay,
         }
 

@@ -1,8 +1,8 @@
 """Inductor, over the whole of forward and backward or over tagged regions.
 
-Full. Matches: every operator of the forward, loss and backward phases that Inductor can take. Before -> after: a run of
-consecutive operators -> one compiled piece. The optimizer phase stays as it is: its fused kernel is already one
-launch, and in place.
+Full. Matches: every operator of the forward, loss and backward phases that Inductor can take, and parameter updates
+that `expand_optimizer` wrote out. Before -> after: consecutive operators -> one compiled piece, cut where one of the
+model's repeated blocks follows another (see `blocks`); pieces of one structure are compiled once.
 Regional. Matches: the regions that `regions` finds and those that passes before tagged. Before -> after: a region ->
 one compiled piece, shared by all regions of its structure; every other node stays, bit for bit.
 Tier numerics: fused kernels round differently from eager's. Preconditions: a flat graph; run last but for CUDA graphs.
@@ -23,15 +23,15 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture import StepGraph, phase_of
 from stepgraph.errors import unknown_name
-from stepgraph.inductor.compiled import Compiled
-from stepgraph.inductor.regional import compile_pieces
+from stepgraph.inductor.regional import Piece, compile_pieces
 from stepgraph.passes import collectives
 from stepgraph.passes.analysis import argument, is_mutating
+from stepgraph.passes.blocks import consecutive
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.expand_optimizer import COMPILE
 from stepgraph.passes.fuse_norm import KEEP_EAGER
 from stepgraph.passes.gather import gather
-from stepgraph.passes.partition import Program, describe, needs_host, split
+from stepgraph.passes.partition import Program, describe, needs_host
 from stepgraph.passes.regions import MATCHERS, tag_regions
 from stepgraph.passes.rematerialize import rematerialize
 
@@ -44,12 +44,14 @@ class InductorOptions:
     """``mode``: compile all, or regions only. ``regions``: the kinds to look for; what other passes tagged is
     compiled in any case. ``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU).
     ``rematerialize``: on a GPU, carry the fewest bytes from forward to backward (see `rematerialize`); a CPU would pay
-    for computing again."""
+    for computing again. ``cut_blocks``: cut between repeated blocks; without, kernels may span two of them, and the
+    time to compile grows with their number."""
 
     mode: Literal["full", "regional"] = "full"
     regions: tuple[str, ...] = tuple(MATCHERS)
     max_autotune: bool = False
     rematerialize: bool = True
+    cut_blocks: bool = True
 
 
 @register("inductor", "numerics", options=InductorOptions(), provides=("compiled",), terminal=True)
@@ -79,14 +81,7 @@ def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any],
     report.notes += [f"regions: {counts}", *notes]
     report.matched = sum(found.values())
     report.changed = sum(len(piece.nodes) for piece in pieces)
-    with _timed(report):
-        result = compile_pieces(step.module, pieces, config)
-        report.summary = (
-            f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
-            f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
-        )
-    step.executable = result.module
-    step.runner = Program(result.module)
+    _compile(step, pieces, config, report)
 
 
 def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
@@ -96,37 +91,36 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         _rematerialize(step, report, regions=False)
     left: dict[fx.Node, str] = {}
 
-    def group(node: fx.Node) -> str:
+    def kind(node: fx.Node) -> str | None:
         if phase_of(node) == "optimizer":
-            return "compiled optimizer" if node.meta.get(COMPILE) else "optimizer"
+            return "optimizer" if node.meta.get(COMPILE) else None
         if getattr(node.target, "namespace", "") == "stepgraph" and is_mutating(node):
-            return "kernel"
+            return None
         if node.meta.get(KEEP_EAGER):
-            return "eager"
+            return None
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node)
         if reason:
             left[node] = reason
-            return "eager"
+            return None
         # Forward is a piece of its own, so that what backward reads is written once and not rebuilt by each reader.
-        apart = rematerialized and phase_of(node) == "forward"
-        return "compiled forward" if apart else "compiled"
+        return "forward" if rematerialized and phase_of(node) == "forward" else "step"
 
-    module = split(step.module, group)
-    for node, reason in left.items():
-        report.notes.append(f"left to eager: {describe(node)}: {reason}")
+    pieces = consecutive(step, kind, cut=options.cut_blocks)
+    report.notes += [f"left to eager: {describe(node)}: {reason}" for node, reason in left.items()]
+    report.matched = sum(1 for _ in step.nodes())
+    report.changed = sum(len(piece.nodes) for piece in pieces)
+    _compile(step, pieces, config, report)
+
+
+def _compile(step: StepGraph, pieces: list[Piece], config: dict[str, Any], report: PassReport) -> None:
     with _timed(report):
-        for name, piece in list(module.named_children()):
-            report.matched += len(piece.graph.nodes)
-            if not piece.group.startswith("compiled"):
-                continue
-            compiled = Compiled(piece, config)
-            setattr(module, name, compiled)
-            report.changed += compiled.size
-        pieces = sum(isinstance(m, Compiled) for m in module.children())
-        report.summary = f"{report.changed} operators in {pieces} compiled piece{'s' * (pieces != 1)}"
-    module.recompile()
-    step.executable = module
-    step.runner = Program(module)
+        result = compile_pieces(step.module, pieces, config)
+        report.summary = (
+            f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
+            f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
+        )
+    step.executable = result.module
+    step.runner = Program(result.module)
 
 
 def _needs_gpu(node: fx.Node) -> str | None:

@@ -21,7 +21,7 @@ class Generated(BaseException):
 
 
 def generated(step, inductor):
-    """The wrapper code of the step's first compiled piece; nothing is compiled to machine code."""
+    """The wrapper code of the step's first compiled piece, all blocks in it; nothing is compiled to machine code."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
@@ -36,7 +36,7 @@ def generated(step, inductor):
         for patch in patches:
             stack.enter_context(patch)
         stack.enter_context(contextlib.suppress(Generated))
-        run_passes(step, [inductor])
+        run_passes(step, [inductor.with_options(cut_blocks=False)])
     return code[0]
 
 

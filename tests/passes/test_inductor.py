@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import functools
+import itertools
+import operator
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.passes import configured, get
+from stepgraph.passes.analysis import is_view
 from stepgraph.passes.inductor import adds_in_any_order
 
 # Inductor's C++ compiler takes most of a test's time.
@@ -56,6 +59,14 @@ def compare(model, loss_fn, batches, make_optimizer, *, parameters=1e-4):
 
 def report_of(step, name="inductor"):
     return next(r for r in step.report if r.name == name)
+
+
+def called(step):
+    """What the step calls, in order: runs of compiled pieces, and operators by name; views left out."""
+    nodes = [n for n in step.graph.executable.graph.nodes if n.op in ("call_module", "call_function")]
+    nodes = [n for n in nodes if n.op == "call_module" or not (n.target is operator.getitem or is_view(n))]
+    names = ("compiled" if n.op == "call_module" else str(n.target) for n in nodes)
+    return [name for name, _ in itertools.groupby(names)]
 
 
 def test_llama(tools):
@@ -110,9 +121,12 @@ def test_compiled_pieces_let_go_of_what_they_read(tools):
     step = stepgraph.capture(tools.Tower(), tools.mse, batch, passes=PASSES)
     step(batch)
     executable = step.graph.executable
-    (node,) = executable.graph.find_nodes(op="call_module")
-    args = [torch.zeros(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in node.args]
-    assert len(getattr(executable, node.target).boxed(args)) == len(step.graph.outputs) and args == []
+    calls = executable.graph.find_nodes(op="call_module")
+    assert len(calls) > 2
+    for node in calls:
+        args = [torch.zeros(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in node.args]
+        getattr(executable, node.target).boxed(args)
+        assert args == []
 
 
 def test_flex_attention_is_left_to_eager_on_a_cpu(tools):
@@ -147,8 +161,9 @@ def test_an_operator_of_ours_stays_between_compiled_pieces(tools):
     for name, grad in results[0][1].items():
         error = (results[1][1][name].double() - grad.double()).norm() / grad.double().norm()
         assert error < 3e-2, f"{name}: {error:.1e}"  # bf16: a rounding is up to 2^-9, through some ten operators
-    groups = [piece.group for piece in step.graph.executable.children()]
-    assert groups == ["compiled", "kernel", "compiled", "eager"] and "in 2 compiled pieces" in report_of(step).summary
+    calls = called(step)
+    assert calls[:2] == ["compiled", "stepgraph.cross_entropy_.default"] and calls[2] == "compiled"
+    assert calls[-1] == "aten.embedding_dense_backward.default" and calls.count("compiled") == 2
 
 
 def test_sums_that_inductor_would_add_in_any_order_stay_with_eager():
@@ -166,7 +181,7 @@ def test_sums_that_inductor_would_add_in_any_order_stay_with_eager():
         assert torch.equal(model.weight.grad, first)
     (note,) = [note for note in report_of(step).notes if "atomic" in note]
     assert note.startswith("left to eager: embedding_dense_backward")
-    assert [piece.group for piece in step.graph.executable.children()] == ["compiled", "eager"]
+    assert called(step) == ["compiled", "aten.embedding_dense_backward.default"]
 
 
 @pytest.mark.parametrize(

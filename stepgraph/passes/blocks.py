@@ -1,0 +1,86 @@
+"""Where in the graph's order each of a model's repeated blocks runs, and the pieces that compiling by block takes."""
+
+import operator
+from collections.abc import Callable
+
+from torch import fx
+
+from stepgraph.capture import StepGraph, phase_of
+from stepgraph.inductor.regional import Piece, Region
+from stepgraph.passes import collectives
+from stepgraph.passes.analysis import is_view
+
+#: A stretch's number (see `collectives.stretches`), the block that runs, and whether all blocks are behind.
+Part = tuple[int, str | None, bool]
+
+
+def consecutive(step: StepGraph, kind_of: Callable[[fx.Node], str | None], *, cut: bool) -> list[Piece]:
+    """The longest runs of consecutive operators of one kind, those of None left out; ``cut``: also of one part.
+
+    A getitem moves to the operator that it takes apart, and belongs to it.
+    """
+    for node in reversed(step.graph.find_nodes(op="call_function", target=operator.getitem)):
+        node.args[0].append(node)
+    part_of = parts(step) if cut else {}
+    runs: list[tuple[Region, list[fx.Node]]] = []
+    previous = None
+    for node in step.nodes():
+        if node.target is not operator.getitem:
+            kind = kind_of(node)
+            key = kind and (kind, part_of.get(node))
+            if key and key != previous:
+                runs.append((Region(node.name, kind), []))
+            previous = key
+        if previous:
+            runs[-1][1].append(node)
+    return [Piece(region, nodes) for region, nodes in runs]
+
+
+def parts(step: StepGraph) -> dict[fx.Node, Part]:
+    """The part that each node of forward, loss, backward and of the optimizer lies in: equal blocks, equal parts.
+
+    A part lasts from the last node that computes in one block to the last that computes in the next. What was moved out
+    of its block to run beside another's, as gathers of parameters and reductions of gradients are, belongs to the part
+    in which it runs. What the model computes between two blocks belongs to the block before it. The update of a
+    parameter belongs to the parameter's block.
+    """
+    numbers = collectives.stretches(step.graph)
+    computing = _computing(step)
+    last = {numbers[node]: node for node, block in computing.items() if block is not None}
+    result: dict[fx.Node, Part] = {}
+    current: Part = (-1, None, False)
+    entered: set[str] = set()
+    waiting: list[fx.Node] = []
+    for node, number in numbers.items():
+        if number != current[0]:
+            result |= dict.fromkeys(waiting, current)
+            waiting, entered, current = [], set(), (number, None, number not in last)
+        waiting.append(node)
+        if node in computing:
+            block = computing[node]
+            if block is not None and block not in entered:
+                entered.add(block)
+                current = (number, block, False)
+            elif block is None and entered and node > last[number]:
+                current = (number, None, True)
+            result |= dict.fromkeys(waiting, current)
+            waiting = []
+    result |= dict.fromkeys(waiting, current)
+    return result | {node: (-1, step.block_of(node), False) for node in step.nodes("optimizer")}
+
+
+def _computing(step: StepGraph) -> dict[fx.Node, str | None]:
+    """Nodes whose results depend on the batch, with their block; but for views, collectives, and what only finishes
+    gradients: those may run beside other blocks."""
+    movable = (*collectives.COLLECTIVES, collectives.WAIT)
+    tail = collectives.gradient_tail(step)
+    made = set(step.placeholders("batch"))
+    found: dict[fx.Node, str | None] = {}
+    for node in step.graph.nodes:
+        if made.isdisjoint(node.all_input_nodes):
+            continue
+        made.add(node)
+        inside = phase_of(node) in ("forward", "loss", "backward")
+        if inside and node not in tail and node.target not in movable and not is_view(node):
+            found[node] = step.block_of(node)
+    return found
