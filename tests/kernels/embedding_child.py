@@ -1,0 +1,15 @@
+"""Runs the kernels of the embedding's gradient in Triton's interpreter: ``python ..._child.py CASES.pt RESULTS.pt``.
+
+A process of its own, because Triton chooses between interpreter and compiler when it is imported.
+"""
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from stepgraph.kernels.embedding_triton import launch
+
+torch.save([launch(*case) for case in torch.load(sys.argv[1])], sys.argv[2])
