@@ -78,7 +78,7 @@ def _hooked() -> bool:
 
 
 def _launcher(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner | None:
-    """A call of the C function that launches ``kernel``, as Triton makes it for a kernel without hooks and scratch memory.
+    """A call of the C function that launches ``kernel``, as Triton makes it without hooks and scratch memory.
 
     None where Triton has another one than those of 3.6 and 3.7. It takes the grid and the stream, what `CudaLauncher`
     knows of the kernel, and the arguments: one by one (3.6), or in one sequence beside their descriptions (3.7).
