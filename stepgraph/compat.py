@@ -140,18 +140,29 @@ def empty_strided(device_type: str) -> Callable[[tuple[int, ...], tuple[int, ...
     ]
 
 
+def cuda_device_and_stream() -> tuple[Callable[[], int], Callable[[int], int]]:
+    """Index of the current CUDA device, and the raw current stream of a device: of a process that has a CUDA tensor.
+
+    `torch.cuda` asks at every call whether CUDA has been initialized. Torch without CUDA does not have the two.
+    """
+    if not torch.backends.cuda.is_built():
+        return torch.cuda.current_device, lambda index: torch.cuda.current_stream(index).cuda_stream
+    return torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+
+
 def in_function_transform() -> bool:
     """A transform of ``torch.func`` (vmap, grad) is active in eager. Under the compiler it is the compiler's affair."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_transforms = torch._C._are_functorch_transforms_active
+
+
 def in_plain_eager() -> bool:
     """Nothing watches operators: no compiler, dispatch mode or function transform (vmap, grad) is active."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    )
+    return not (_is_compiling() or _dispatch_modes() or _function_transforms())
 
 
 @contextlib.contextmanager

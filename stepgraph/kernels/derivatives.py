@@ -87,21 +87,25 @@ def _backward(norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optiona
     return _dispatched_backward(dy, h, weight, mean, rstd, dh, *operators.options(norm), *rest)
 
 
+def _as(gradient: Optional, dtype: torch.dtype) -> Optional:
+    """``gradient`` in ``dtype``; `torch.Tensor.to` takes a microsecond to find that it has nothing to do."""
+    return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
+
+
 def _gradients(ctx: Any, dy: Optional, dh: Optional) -> tuple[Optional, Optional, Optional, Optional]:
     """Gradients of x, weight, bias and residual."""
     norm, x_dtype, residual_dtype = ctx.call
     need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
     h, weight, mean, rstd = ctx.saved_tensors
     # The residual stream may be wider than x: its gradient must not be rounded on the way.
-    dx_dtype = x_dtype if not need_residual else torch.promote_types(x_dtype, residual_dtype)
+    wider = need_residual and residual_dtype is not x_dtype
+    dx_dtype = torch.promote_types(x_dtype, residual_dtype) if wider else x_dtype
     if dy is None:
         d, dw, db = dh, None, None
     else:
         needs = (need_x or need_residual, need_weight, need_bias)
         d, dw, db = _backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs)
-    dx = d.to(x_dtype) if need_x and d is not None else None
-    dresidual = d.to(residual_dtype) if need_residual and d is not None else None
-    return dx, dw, db, dresidual
+    return _as(d, x_dtype) if need_x else None, dw, db, _as(d, residual_dtype) if need_residual else None
 
 
 class _Direct(torch.autograd.Function):

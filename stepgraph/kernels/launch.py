@@ -2,7 +2,7 @@
 
 A kernel is compiled for what it is told here and nothing else: dtypes of its pointers and whether they are aligned to
 16 bytes, its compile-time constants, and options. Integers are always 64 bits and never specialized on. After that a
-launch takes the addresses of its tensors and calls the launcher of the compiled kernel.
+launch takes the addresses of its tensors and calls what Triton's own runner of a compiled kernel ends in, see `runner`.
 """
 
 import functools
@@ -12,8 +12,11 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime import driver
+
+from stepgraph.compat import cuda_device_and_stream
 
 #: Triton's interpreter is on: kernels run on CPU tensors, one program after another.
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -62,6 +65,54 @@ def _compile_cached(kernel: Any, kinds: Any, unaligned: Any, constants: Any, opt
     return compile_kernel(kernel, kinds, unaligned, dict(constants), target, **dict(options))
 
 
+#: Launches on a raw stream: addresses of tensors (None: no tensor), then what every launch passes.
+Runner = Callable[[int, list[int | None]], None]
+
+_KNOBS = triton.knobs.runtime
+
+
+def _hooked() -> bool:
+    """Whether someone, a profiler, asked Triton to be called at launches: a chain with hooks in it, or a function."""
+    enter, leave = _KNOBS.launch_enter_hook, _KNOBS.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _launcher(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner | None:
+    """A call of the C function that launches ``kernel``, as Triton makes it without hooks and scratch memory.
+
+    None where Triton has another one than those of 3.6 and 3.7. It takes the grid and the stream, what `CudaLauncher`
+    knows of the kernel, and the arguments: one by one (3.6), or in one sequence beside their descriptions (3.7).
+    """
+    launcher, version = kernel.run, triton.__version__.split(".")[:2]
+    if type(launcher) is not CudaLauncher or launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    launch, metadata, no_hooks, no_scratch = launcher.launch, kernel.packed_metadata, (None, None, None), (None, None)
+    options = (kernel.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+    if version == ["3", "6"]:
+        fixed = (*options, *no_scratch, metadata, *no_hooks)
+        return lambda stream, addresses: launch(grid, 1, 1, stream, *fixed, *addresses, *rest)
+    if version == ["3", "7"]:
+        fixed = (*options, metadata, *no_hooks, *no_scratch, launcher.arg_annotations, launcher.kernel_signature)
+        return lambda stream, addresses: launch(grid, 1, 1, stream, *fixed, (*addresses, *rest))
+    return None
+
+
+def runner(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner:
+    """``kernel[(grid, 1, 1)]`` for addresses and ``rest``, past the work that Triton's runner repeats at every call.
+
+    That is several microseconds. Triton's runner still launches where hooks are set, and where Triton is not known.
+    """
+    public, direct = kernel[(grid, 1, 1)], _launcher(kernel, grid, rest)
+
+    def run(stream: int, addresses: list[int | None]) -> None:
+        if direct is None or _hooked():
+            public(*addresses, *rest, stream=stream)
+        else:
+            direct(stream, addresses)
+
+    return run
+
+
 class Launch:
     """A kernel with everything fixed but its tensors, whose dtypes are those of the first call, and the stream.
 
@@ -85,7 +136,7 @@ class Launch:
         self.grid = grid
         self.options = {"warps": warps, "registers": registers, "cooperative": cooperative}
         self._rest = (*numbers, *(None for _ in constants))
-        self._runners: dict[tuple[int, ...], Callable[..., None]] = {}
+        self._runners: dict[tuple[int, ...], Runner] = {}
 
     def __call__(self, stream: int | None, *tensors: torch.Tensor | None) -> None:
         """Launch on ``stream`` (None: the interpreter)."""
@@ -98,10 +149,10 @@ class Launch:
             if address is not None:
                 bits |= address
         unaligned = () if bits & 15 == 0 else tuple(i for i, a in enumerate(addresses) if a is not None and a & 15)
-        runner = self._runners.get(unaligned)
-        if runner is None:
-            runner = self._runners[unaligned] = self._compiled(tensors, unaligned)[(self.grid, 1, 1)]
-        runner(*addresses, *self._rest, stream=stream)
+        run = self._runners.get(unaligned)
+        if run is None:
+            run = self._runners[unaligned] = runner(self._compiled(tensors, unaligned), self.grid, self._rest)
+        run(stream, addresses)
 
     def _compiled(self, tensors: Sequence[torch.Tensor | None], unaligned: tuple[int, ...]) -> CompiledKernel:
         kinds = kinds_of(tensors, self.numbers)
@@ -109,17 +160,14 @@ class Launch:
         return _compile_cached(self.kernel, kinds, unaligned, constants, options, current_device())
 
 
-@functools.cache
-def _active() -> Any:
-    """Triton's driver, past the look-up that ``driver.active`` is."""
-    return driver.active if not INTERPRETED else None
+_device, _stream = cuda_device_and_stream()
 
 
 def current_device() -> int:
     """Index of the CUDA device that launches go to."""
-    return _active().get_current_device()
+    return _device()
 
 
 def current_stream(device: torch.device) -> int | None:
     """The raw stream that torch launches on; None under the interpreter."""
-    return None if INTERPRETED else _active().get_current_stream(device.index)
+    return None if INTERPRETED else _stream(device.index)

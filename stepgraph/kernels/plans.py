@@ -101,6 +101,11 @@ def place_of(x: Optional, heads: int) -> Place:
     return Place((rows.outer, rows.inner, rows.size), rows.align, rows.two_levels, rows.tensor is not x)
 
 
+def copies(places: Sequence[Place], weights: Sequence[Optional]) -> bool:
+    """Whether a call has to copy any of its inputs first: `Place.ready`, `dense`."""
+    return any(place.copy for place in places) or any(not (w is None or w.is_contiguous()) for w in weights)
+
+
 class Cover(NamedTuple):
     """How the programs of a launch cover the rows of one tensor."""
 

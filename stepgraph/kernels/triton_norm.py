@@ -36,6 +36,8 @@ class ForwardPlan(NamedTuple):
     residual: Place
     words: int
     outputs: tuple[Form, ...]
+    copies: bool
+    """Whether kernels read a copy of some input."""
 
 
 def _forward_plan(
@@ -79,7 +81,9 @@ def _forward_plan(
         form(rows, torch.float32),
         form(rows, torch.float32, norm.quantized),
     )
-    return ForwardPlan(found, x_place, r_place, words + (cover.groups + 1) // 2 if words else 0, outputs)
+    words = words + (cover.groups + 1) // 2 if words else 0
+    copies = plans.copies((x_place, r_place), (weight, bias))
+    return ForwardPlan(found, x_place, r_place, words, outputs, copies)
 
 
 def forward(
@@ -104,8 +108,9 @@ def forward(
     y, h, mean, rstd, scale = allocate(plan.outputs)
     stream = current_stream(device)
     words = zeros(device, stream, plan.words) if plan.words else None
-    x, residual = plan.x.ready(x), plan.residual.ready(residual)
-    weight, bias = plans.dense(weight), plans.dense(bias)
+    if plan.copies:
+        x, residual = plan.x.ready(x), plan.residual.ready(residual)
+        weight, bias = plans.dense(weight), plans.dense(bias)
     for launch in plan.launches:
         launch(stream, x, residual, weight, bias, y, h, mean, rstd, scale, words)
     return y, h, mean, rstd, scale
@@ -121,6 +126,7 @@ class BackwardPlan(NamedTuple):
     words: int
     add: Launch | None
     outputs: tuple[Form, ...]
+    copies: bool
 
 
 def _add_launch(problem: Problem, slots: int) -> Launch:
@@ -186,6 +192,7 @@ def _backward_plan(
             None if weight is None else form(weight.shape, weight.dtype, need_db),
             form((partials,), torch.float32, partials > 0),
         ),
+        plans.copies(places, (weight,)),
     )
 
 
@@ -219,8 +226,9 @@ def backward(
     dx, dw, db, partials = allocate(plan.outputs)
     stream = current_stream(device)
     words = zeros(device, stream, plan.words) if plan.words else None
-    dy, h, dh = plan.dy.ready(dy), plan.h.ready(h), plan.dh.ready(dh)
-    weight = plans.dense(weight)
+    if plan.copies:
+        dy, h, dh = plan.dy.ready(dy), plan.h.ready(h), plan.dh.ready(dh)
+        weight = plans.dense(weight)
     for launch in plan.launches:
         launch(stream, dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words)
     if plan.add is not None:

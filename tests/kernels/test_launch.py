@@ -1,0 +1,139 @@
+"""Launching past Triton's runner does what the runner does. No GPU: the C function that launches is replaced."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.runtime import driver
+
+from stepgraph.kernels import launch
+from stepgraph.kernels.partials import add_slots_kernel
+
+KINDS = ("*fp32", "*bf16", "constexpr", "i64", "i64", "i64")
+CONSTANTS = {"PLANES": 1, "ROWS": 16, "WIDTH": 32}
+ADDRESSES, REST, STREAM = [4096, 8192, None], (100, 512, 512, None, None, None), 7
+
+
+class Driver:
+    """What a compiled kernel asks the driver for before its first launch."""
+
+    utils = SimpleNamespace(
+        load_binary=lambda *binary: ("module", 11, 0, 0, 1024),
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 20},
+    )
+
+    def __init__(self, launcher_cls: Any):
+        self.launcher_cls = launcher_cls
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Calls(list):
+    """What the C function got at each launch. It calls hooks, which both versions take as four arguments in a row."""
+
+    def __call__(self, *arguments: Any) -> None:
+        self.append(arguments)
+
+
+@contextlib.contextmanager
+def kernel_on(calls: Calls, launcher_cls: type = CudaLauncher, **changed: Any) -> Iterator[Any]:
+    """A kernel compiled for sm_90, whose launcher calls ``calls``."""
+
+    def make(source: Any, metadata: Any) -> Any:
+        made = object.__new__(launcher_cls)
+        described = {"arg_annotations": ["annotations"], "kernel_signature": b"signature"}
+        sizes = {f"{name}_scratch_{of}": 0 for name in ("global", "profile") for of in ("size", "align")}
+        flags = {"num_ctas": 1, "launch_cooperative_grid": True, "launch_pdl": False}
+        vars(made).update(described | sizes | flags | {"launch": calls} | changed)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", Driver(make))
+        options = {"warps": 4, "registers": None, "cooperative": True}
+        yield launch.compile_kernel(add_slots_kernel, KINDS, (), CONSTANTS, GPUTarget("cuda", 90, 32), **options)
+
+
+def without_hooks(arguments: tuple) -> tuple:
+    """Empty chains of hooks do nothing: as if there were none, and no metadata for them."""
+    knobs = triton.knobs.runtime
+    idle = (knobs.launch_enter_hook, knobs.launch_exit_hook)
+    return tuple(None if a in idle or isinstance(a, triton.compiler.LazyDict) else a for a in arguments)
+
+
+def known() -> bool:
+    return triton.__version__.startswith(("3.6.", "3.7."))
+
+
+def test_launcher_gets_exactly_what_the_public_runner_passes():
+    calls = Calls()
+    with kernel_on(calls) as kernel:
+        kernel[(5, 1, 1)](*ADDRESSES, *REST, stream=STREAM)
+        launch.runner(kernel, 5, REST)(STREAM, ADDRESSES)
+    public, ours = calls
+    assert ours == without_hooks(public)
+    assert (ours != public) == known()
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("replaced", [False, True], ids=["added", "replaced"])
+def test_hooks_set_at_any_time_are_called(hook, replaced, monkeypatch):
+    calls, runtime = Calls(), triton.knobs.runtime
+
+    def profiler(metadata: Any) -> None:
+        raise AssertionError("only the C function calls hooks")
+
+    with kernel_on(calls) as kernel:
+        run = launch.runner(kernel, 5, REST)
+        run(STREAM, ADDRESSES)
+        if replaced:
+            monkeypatch.setattr(runtime, hook, profiler)
+        else:
+            monkeypatch.setattr(getattr(runtime, hook), "calls", [profiler])
+        run(STREAM, ADDRESSES)
+        metadata = next(a for a in calls[1] if isinstance(a, triton.compiler.LazyDict))
+        assert getattr(runtime, hook) in calls[1] and metadata.data["stream"] == STREAM
+        monkeypatch.undo()
+        run(STREAM, ADDRESSES)
+    assert calls[2] == calls[0]
+
+
+def test_hooks_that_were_removed_are_not_looked_for(monkeypatch):
+    calls = Calls()
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", None)
+    with kernel_on(calls) as kernel:
+        launch.runner(kernel, 5, REST)(STREAM, ADDRESSES)
+    assert len(calls) == 1 and not any(isinstance(a, triton.compiler.LazyDict) for a in calls[0])
+
+
+class OtherLauncher(CudaLauncher):
+    pass
+
+
+@pytest.mark.parametrize("case", ["another version", "another launcher", "scratch memory"])
+def test_public_runner_launches_what_is_not_known(case, monkeypatch):
+    calls = Calls()
+    if case == "another version":
+        monkeypatch.setattr(triton, "__version__", "3.99.0")
+    launcher_cls = OtherLauncher if case == "another launcher" else CudaLauncher
+    changed = {"profile_scratch_size": 64} if case == "scratch memory" else {}
+    with kernel_on(calls, launcher_cls, **changed) as kernel:
+        if changed:
+            with pytest.raises(RuntimeError, match="no allocator was set"):
+                launch.runner(kernel, 5, REST)(STREAM, ADDRESSES)
+            return
+        kernel[(5, 1, 1)](*ADDRESSES, *REST, stream=STREAM)
+        launch.runner(kernel, 5, REST)(STREAM, ADDRESSES)
+    assert len(calls) == 2 and len(calls[0]) == len(calls[1])
+    assert without_hooks(calls[0]) == without_hooks(calls[1]) != calls[1]
