@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph import kernels
-from stepgraph.kernels import triton_norm
+from stepgraph.kernels import triton_norm, workspace
 from stepgraph.kernels.select import Config, Problem, fits, hardware, select
 from stepgraph.kernels.spec import Norm
 
@@ -229,3 +229,18 @@ def test_tuned_configurations_give_the_same_values(tmp_path, monkeypatch):
     assert file.name.startswith("norms-")
     for a, b in zip(plain, tuned, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
+
+
+def test_the_first_call_does_not_wait(monkeypatch):
+    """A step's warm-up takes whatever waits for the GPU out of its CUDA graph: also what only a first call does."""
+    monkeypatch.setattr(workspace, "_streams", {})
+    monkeypatch.setattr(workspace, "_chunks", {})
+    x = torch.randn(16384, 4096, device="cuda").to(BF16).requires_grad_()
+    weight = torch.ones(4096, dtype=BF16, device="cuda").requires_grad_()
+    dy = x.detach().clone()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(kernels.rms_norm(x, weight), (x, weight), dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert workspace._chunks, "no counters were needed: nothing was tested"

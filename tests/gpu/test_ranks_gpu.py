@@ -74,7 +74,7 @@ def check_exact(mesh):
         assert torch.equal(step.metrics["grad_norm"], norm)
     for a, b in zip(eager.parameters(), captured.parameters(), strict=True):
         assert torch.equal(a.to_local(), b.to_local())
-    assert step.report[-1].name == "cuda_graph" and "2 CUDA graphs" in step.report[-1].summary
+    assert step.report[-1].name == "cuda_graph" and step.report[-1].changed > 0
 
 
 def check_compiled(mesh):
