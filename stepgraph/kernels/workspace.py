@@ -30,6 +30,6 @@ def zeros(device: torch.device, stream: int | None, words: int) -> torch.Tensor:
         mine = _streams[device, stream] = torch.zeros(max(words, 4096), dtype=torch.int64, device=device)
         if device not in _chunks:
             _chunks[device] = torch.zeros(_CHUNK_WORDS, dtype=torch.int64, device=device)
-            # Captures on other streams will use it. By an event: a wait for the stream would show as one of the caller's.
+            # Captures on other streams will use it. An event's wait is no wait of the caller's for torch's check.
             torch.cuda.current_stream(device).record_event().synchronize()
     return mine
