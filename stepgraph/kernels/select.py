@@ -5,7 +5,7 @@ small that a step is all waiting nor so large that registers spill. On an H200 t
 for all row lengths (measured from 64 to 131,072 columns and from 1 to 2 million rows; see `benchmarks/`):
 
 forward     a thread holds 32 bytes of a row, and rows until it holds 32 bytes; each program does one step, and as many
-            run at once as fit.
+            run at once as fit. A layer norm, whose programs meet twice, holds 64 bytes in at most 8 warps.
 backward    programs of ``w`` warps, ``8 / w`` on a processor, each with two steps of loads ahead. A row is spread over
             as many threads as in forward; a thread holds up to 64 bytes of each tensor. One step in all: no pipeline.
 long rows   that no program can hold, or of which many must pass, are shared by programs with a slice each (see `wide`).
@@ -58,8 +58,11 @@ class Config:
 
     def late(self, problem: "Problem") -> bool:
         """Whether forward loads the weight after the row's sum, instead of holding it: one use of long rows."""
-        whole = self.programs == 0 and self.split == 1 and problem.heads == 1 and not problem.quantized
-        return whole and elements_of_thread(problem, self)[1] >= 32
+        if self.programs or self.split > 1 or problem.heads > 1 or problem.quantized:
+            return False
+        if problem.layer:
+            return problem.N * max(problem.loads) > 4096
+        return elements_of_thread(problem, self)[1] >= 28
 
     @property
     def cooperative(self) -> bool:
@@ -106,7 +109,7 @@ REGISTERS = 65536
 #: Bytes of shared memory left to the first-level cache where programs exchange: with less, steps took twice as long.
 CACHE = 64 * 1024
 #: Bytes of a tensor that a thread should hold.
-HOLD_FORWARD, HOLD_BACKWARD = 32, 64
+HOLD_FORWARD, HOLD_LAYER, HOLD_BACKWARD = 32, 64, 64
 #: Warps of a processor in backward: programs times warps of a program.
 WARPS_BACKWARD = 8
 #: Bytes read and written above which backward finishes its sums in the kernel.
@@ -214,7 +217,9 @@ def _block(n: int, widest: int, padding: float) -> int:
 def _rows(problem: Problem, warps: int, part: int, most: float, hw: Hardware, programs: int) -> tuple[int, int]:
     """Rows and columns of a tile of slices of ``part`` columns, a thread holding at most ``most`` elements."""
     threads = 32 * warps
-    block = _block(part, threads * vector(problem), 1 / 3 if problem.backward else 1 / 4)
+    # Of long rows, columns past the end cost more than narrow tiles do.
+    padding = 1 / 3 if problem.backward else 1 / 4 if part * max(problem.loads) <= 24 * 1024 else 1 / 8
+    block = _block(part, threads * vector(problem), padding)
     least = max(1, threads * vector(problem) // block)
     rows = max(least, _floor(most * threads / (-(-part // block) * block)))
     # Few rows: smaller steps, as long as there is a program for each.
@@ -232,9 +237,9 @@ def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Forward configurations, the best first."""
     size = max(problem.loads)
     bytes_of_row = problem.N * size
-    held = HOLD_FORWARD // size
+    held = (HOLD_LAYER if problem.layer else HOLD_FORWARD) // size
     if bytes_of_row <= LONGEST_FORWARD:
-        warps = _warps(problem, 4, 16)
+        warps = _warps(problem, 2, 8) if problem.layer else _warps(problem, 4, 16)
         while warps <= 32:
             # Up to, not including, twice what a thread should hold.
             rows, block = _rows(problem, warps, problem.N, 2 * held - 1, hw, 1)
