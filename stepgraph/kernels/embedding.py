@@ -2,8 +2,8 @@
 
     dW_v = sum of g_i over i with index_i = v
 
-torch's own operator waits on a GPU for the number of different indices, and adding atomically leaves other bits every
-time. Here the places are sorted by index and each row is added up in a fixed order, without a word from the host.
+Adding atomically, as Inductor does, leaves other bits every time. torch's own operator sorts the places by index, and so
+does this: but it adds each row up in one visit, where torch writes partial sums of every ten places.
 """
 
 import torch
@@ -31,7 +31,7 @@ def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: i
     Returns:
         (num_weights, D), contiguous, in the dtype of ``grad``; rows that nothing looked up are zero.
 
-    The sums have a fixed order: equal inputs give equal bits. On a GPU the host waits for nothing.
+    The sums have a fixed order: equal inputs give equal bits. The host does not wait.
     """
     if grad.is_cuda:
         from stepgraph.kernels import embedding_triton

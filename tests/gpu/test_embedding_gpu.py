@@ -118,7 +118,7 @@ CONFIG = Llama3Config(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=512,
 
 
 def tokens(n=3, batch=10, length=512):
-    """More places than the 3072 from which on torch's own operator counts different indices on the host."""
+    """More places than the 3072 from which on torch's own operator sorts."""
     ids = zipf(n * batch * (length + 1), CONFIG.vocab_size).view(n, batch, length + 1)
     return [{"tokens": i[:, :-1].contiguous(), "targets": i[:, 1:].contiguous()} for i in ids]
 
@@ -147,7 +147,7 @@ def test_gradients_of_a_llama(tied):
 @pytest.mark.slow
 @pytest.mark.parametrize("inductor", ["full", "off"])
 def test_the_step_is_one_cuda_graph(inductor):
-    """Without the pass the embedding's gradient ends one graph, and the optimizer begins another."""
+    """With the pass and without; with it nothing of the embedding is left to eager."""
     model, batches, reports = Llama3(CONFIG).to(DEVICE, torch.bfloat16), tokens(), []
     for disable in (("embedding_gradient",), ()):
         twin = copy.deepcopy(model)
@@ -156,9 +156,8 @@ def test_the_step_is_one_cuda_graph(inductor):
         losses = [step(batches[i % len(batches)]).item() for i in range(12)]
         assert losses[-1] < losses[0]
         reports.append({report.name: report for report in step.report})
-    without, with_it = reports
-    assert without["cuda_graph"].summary.startswith("2 CUDA graphs, 1 nodes on the host")
-    assert with_it["cuda_graph"].summary.startswith("1 CUDA graph, 0 nodes on the host")
-    assert not with_it["cuda_graph"].notes
+    for report in reports:
+        assert report["cuda_graph"].summary.startswith("1 CUDA graph, 0 nodes on the host"), report["cuda_graph"].notes
     if inductor == "full":
-        assert not [note for note in with_it["inductor"].notes if "embedding" in note]
+        left = [any("embedding" in note for note in report["inductor"].notes) for report in reports]
+        assert left == [True, False]

@@ -15,7 +15,7 @@ from stepgraph.passes import configured
 from tests.distributed.ranks import on_processes
 
 CONFIG = Llama3Config(dim=256, n_layers=3, n_heads=8, n_kv_heads=4, ffn_dim=640, vocab_size=1030, max_seq_len=2048)
-#: More tokens than 3,072: eager's gradient of an embedding then waits for the GPU, and one CUDA graph becomes two.
+#: More tokens than 3,072, from which on torch's gradient of an embedding takes another way.
 BATCH, SEQ = 2, 2048
 MESHES = {"fsdp=2": 2, "tp=2": 2, "fsdp=2,tp=2": 4, "hsdp=2x2": 4}
 
