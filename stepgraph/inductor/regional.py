@@ -127,7 +127,7 @@ def _program(module: fx.GraphModule) -> tuple:
 
 
 def _form(value: torch.Tensor) -> tuple:
-    # Where in its storage a tensor begins matters to Inductor by alignment alone.
+    # Where in its storage a tensor begins matters by alignment alone: kernels get its address.
     aligned = value.storage_offset() * value.element_size() % 16 == 0
     return value.dtype, value.device, tuple(value.shape), value.stride(), aligned
 

@@ -3,7 +3,7 @@
     dW_v = sum of g_i over i with index_i = v
 
 Adding atomically, as Inductor does, leaves other bits every time. Here the places are sorted by index, as torch's own
-operator sorts them, and each row is added up in a fixed order in one visit, without partial sums of every few places.
+operator sorts them, and each row is added up in a fixed order.
 """
 
 import torch

@@ -10,18 +10,26 @@ from stepgraph.inductor.regional import Piece, Region
 from stepgraph.passes import collectives
 from stepgraph.passes.analysis import is_view
 
-#: A stretch's number (see `collectives.stretches`), the block that runs, and whether all blocks are behind.
-Part = tuple[int, str | None, bool]
+#: Blocks below which no two are alike: what runs beside the first and the last is not what runs beside the others.
+FEWEST = 4
+
+#: A stretch's number (see `collectives.stretches`) and the block that runs there; between the blocks of two stretches,
+#: where no block runs, the number of the second.
+Part = tuple[int, str | None]
 
 
 def consecutive(step: StepGraph, kind_of: Callable[[fx.Node], str | None], *, cut: bool) -> list[Piece]:
-    """The longest runs of consecutive operators of one kind, those of None left out; ``cut``: also of one part.
+    """The longest runs of consecutive operators of one kind, those of None left out; ``cut``: also of one part, where
+    the model has so many blocks that some have equal neighbours.
 
-    A getitem moves to the operator that it takes apart, and belongs to it.
+    A getitem moves to the operator that it takes apart, and belongs to it; constants move to the graph's inputs.
     """
+    last = step.placeholders()[-1]
+    for node in reversed(step.graph.find_nodes(op="get_attr")):
+        last.append(node)
     for node in reversed(step.graph.find_nodes(op="call_function", target=operator.getitem)):
         node.args[0].append(node)
-    part_of = parts(step) if cut else {}
+    part_of = parts(step) if cut and len(step.blocks) >= FEWEST else {}
     runs: list[tuple[Region, list[fx.Node]]] = []
     previous = None
     for node in step.nodes():
@@ -48,25 +56,25 @@ def parts(step: StepGraph) -> dict[fx.Node, Part]:
     computing = _computing(step)
     last = {numbers[node]: node for node, block in computing.items() if block is not None}
     result: dict[fx.Node, Part] = {}
-    current: Part = (-1, None, False)
+    stretch, current = -1, (-1, None)
     entered: set[str] = set()
     waiting: list[fx.Node] = []
     for node, number in numbers.items():
-        if number != current[0]:
+        if number != stretch:
             result |= dict.fromkeys(waiting, current)
-            waiting, entered, current = [], set(), (number, None, number not in last)
+            waiting, entered, stretch, current = [], set(), number, (number, None)
         waiting.append(node)
         if node in computing:
             block = computing[node]
             if block is not None and block not in entered:
                 entered.add(block)
-                current = (number, block, False)
+                current = (number, block)
             elif block is None and entered and node > last[number]:
-                current = (number, None, True)
+                current = (number + 1, None)
             result |= dict.fromkeys(waiting, current)
             waiting = []
     result |= dict.fromkeys(waiting, current)
-    return result | {node: (-1, step.block_of(node), False) for node in step.nodes("optimizer")}
+    return result | {node: (-1, step.block_of(node)) for node in step.nodes("optimizer")}
 
 
 def _computing(step: StepGraph) -> dict[fx.Node, str | None]:

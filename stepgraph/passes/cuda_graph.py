@@ -170,6 +170,7 @@ class _Piece:
         if self.graph is None:
             # Later pieces read these tensors in place, so each replay copies its new results into them.
             self.results = self.run(self.args)
+            _wait_for_collectives(self.results)
             return self.results
         torch.cuda.synchronize()
         stream = _recording_stream(torch.cuda.current_device())
@@ -193,6 +194,7 @@ class _Piece:
             self.graph.replay()
             return
         fresh = self.run(self.args)
+        _wait_for_collectives(fresh)
         olds, news = (r if isinstance(r, (tuple, list)) else (r,) for r in (self.results, fresh))
         for old, new in zip(olds, news, strict=True):
             if old is not new:

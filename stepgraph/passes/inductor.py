@@ -25,7 +25,7 @@ from stepgraph.capture import StepGraph, phase_of
 from stepgraph.errors import unknown_name
 from stepgraph.inductor.regional import Piece, compile_pieces
 from stepgraph.passes import collectives
-from stepgraph.passes.analysis import argument, is_mutating
+from stepgraph.passes.analysis import Aliases, argument, is_mutating, is_view, written_arguments
 from stepgraph.passes.blocks import consecutive
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.expand_optimizer import COMPILE
@@ -44,8 +44,8 @@ class InductorOptions:
     """``mode``: compile all, or regions only. ``regions``: the kinds to look for; what other passes tagged is
     compiled in any case. ``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU).
     ``rematerialize``: on a GPU, carry the fewest bytes from forward to backward (see `rematerialize`); a CPU would pay
-    for computing again. ``cut_blocks``: cut between repeated blocks; without, kernels may span two of them, and the
-    time to compile grows with their number."""
+    for computing again. ``cut_blocks``: cut between repeated blocks, of which there are four or more;
+    without, kernels may span two of them, and the time to compile grows with their number."""
 
     mode: Literal["full", "regional"] = "full"
     regions: tuple[str, ...] = tuple(MATCHERS)
@@ -90,6 +90,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
     if rematerialized:
         _rematerialize(step, report, regions=False)
     left: dict[fx.Node, str] = {}
+    aliased = _Aliased(step.graph)
 
     def kind(node: fx.Node) -> str | None:
         if phase_of(node) == "optimizer":
@@ -98,7 +99,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
             return None
         if node.meta.get(KEEP_EAGER):
             return None
-        reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node)
+        reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
         if reason:
             left[node] = reason
             return None
@@ -139,6 +140,23 @@ def adds_in_any_order(node: fx.Node) -> str | None:
     if not adds or not node.meta["val"].is_floating_point():
         return None
     return "Inductor adds rows by atomic operations, in another order every time"
+
+
+class _Aliased:
+    """Why a node cannot be in a piece that others may share, or None: Inductor compiles a write into one input for
+    whether another input is a view of it, and an offset into a storage for where its input begins."""
+
+    def __init__(self, graph: fx.Graph):
+        aliases = Aliases(graph)
+        self.root = aliases.root
+        self.viewed = {aliases.root(n) for n in graph.nodes if is_view(n) and aliases.root(n) is not n}
+
+    def __call__(self, node: fx.Node) -> str | None:
+        if is_mutating(node) and any(self.root(written) in self.viewed for written in written_arguments(node)):
+            return "it writes into what a view reads"
+        if node.target is aten.as_strided.default and argument(node, "storage_offset") is not None:
+            return "it says where in a storage its result begins"
+        return None
 
 
 def _on_cuda(step: StepGraph) -> bool:

@@ -29,7 +29,7 @@ ORDER = (
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
-    "embedding_gradient",  # numerics: gradients of tables by sorting, where torch's own waits for the GPU
+    "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
     "reshard_after_forward",  # gather parameters again in backward
     "bucket_collectives",  # one collective for each region of the model

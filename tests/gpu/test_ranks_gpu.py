@@ -2,6 +2,7 @@
 
 import os
 import socket
+import traceback
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import stepgraph
 from stepgraph.capture import gradients
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.llama3 import TP_PLAN
-from stepgraph.parallel import MeshSpec, local_parts, next_token_loss, parallelize, started
+from stepgraph.parallel import MeshSpec, leave, local_parts, next_token_loss, parallelize, started
 from stepgraph.passes import configured
 from tests.distributed.ranks import on_processes
 
@@ -35,7 +36,11 @@ def _rank(rank, world, port, spec, function):
     os.environ |= {"MASTER_ADDR": "localhost", **{name: str(number) for name, number in numbers.items()}}
     torch.use_deterministic_algorithms(True, warn_only=True)
     with started(MeshSpec.parse(spec), "cuda") as mesh:
-        function(mesh)
+        try:
+            function(mesh)
+        except BaseException:
+            traceback.print_exc()  # it holds CUDA graphs, for whose end NCCL would wait
+            leave(1)
 
 
 def build(mesh):

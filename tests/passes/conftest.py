@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +19,7 @@ import stepgraph
 from stepgraph.capture import InputSpec, OutputSpec, Provenance, StepGraph, Traced, set_provenance, trace_step
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import PassReport, run_passes
+from stepgraph.passes.analysis import is_view
 
 STEPS = 10
 TINY = Llama3Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=37, max_seq_len=16)
@@ -306,6 +309,14 @@ def check_bitwise(name: str, passes: str | Iterable, steps: int = STEPS) -> Step
     return step
 
 
+def called(step: Any) -> list[str]:
+    """What a captured step calls, in order: runs of compiled pieces, and operators by name; views left out."""
+    nodes = [n for n in step.graph.executable.graph.nodes if n.op in ("call_module", "call_function")]
+    nodes = [n for n in nodes if n.op == "call_module" or not (n.target is operator.getitem or is_view(n))]
+    names = ("compiled" if n.op == "call_module" else str(n.target) for n in nodes)
+    return [name for name, _ in itertools.groupby(names)]
+
+
 class Toolbox:
     """What tests use of this file."""
 
@@ -314,7 +325,7 @@ class Toolbox:
     captured_records, compare = staticmethod(captured_records), staticmethod(compare)
     tokens, vectors, mse, llama = staticmethod(tokens), staticmethod(vectors), staticmethod(mse), staticmethod(llama)
     hugging_face, hugging_face_loss = staticmethod(hugging_face), staticmethod(hugging_face_loss)
-    autocast_loss = staticmethod(autocast_loss)
+    autocast_loss, called = staticmethod(autocast_loss), staticmethod(called)
     adamw, fused_adamw, next_token_loss = staticmethod(adamw), staticmethod(fused_adamw), staticmethod(next_token_loss)
 
     @staticmethod

@@ -90,7 +90,7 @@ def test_blocks_repeat_on_ranks(spec):
 
 
 def test_uncut_pieces_are_the_longest_runs():
-    model = Golf(GolfConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=320))
+    model = Golf(GolfConfig(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=320))
     model.init_weights(0)
     step = captured(model, next_token_loss)
     whole, updates = consecutive(step, kind, cut=False)
