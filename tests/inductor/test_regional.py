@@ -134,7 +134,7 @@ MODELS = {
     [
         ("llama", torch.float32),
         pytest.param("llama", torch.bfloat16, marks=pytest.mark.long),
-        ("golf", torch.float32),
+        pytest.param("golf", torch.float32, marks=pytest.mark.long),
         pytest.param("hugging face", torch.bfloat16, marks=pytest.mark.long),
     ],
 )
