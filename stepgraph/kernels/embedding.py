@@ -36,7 +36,8 @@ def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: i
     if grad.is_cuda:
         from stepgraph.kernels import embedding_triton
 
-        return embedding_triton.launch(grad, indices, num_weights, padding_idx)
+        with torch.cuda.device(grad.device):
+            return embedding_triton.launch(grad, indices, num_weights, padding_idx)
     return reference(grad, indices, num_weights, padding_idx)
 
 

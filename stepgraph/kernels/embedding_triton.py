@@ -97,9 +97,6 @@ def join_configuration(D: int) -> tuple[int, int]:
 
 def launch(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
     """As `embedding.embedding_backward`."""
-    if grad.device.index != torch.cuda.current_device():
-        with torch.cuda.device(grad.device):
-            return launch(grad, indices, num_weights, padding_idx)
     D, N = grad.shape[-1], indices.numel()
     out = grad.new_zeros(num_weights, D)
     if not N or not out.numel():
