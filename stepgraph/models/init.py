@@ -15,6 +15,8 @@ from torch import nn
 
 #: Numbers drawn from one state of the generator; a part of a parameter is drawn in the chunks that it touches.
 CHUNK = 2**18
+#: Numbers drawn before they are copied to their parameter: 64 MiB.
+STAGED = 2**24
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def init_parameters(
     ``1 / sqrt(2 * n_layers)``, so that the stream's variance does not grow with depth. Vectors (norm weights and
     residual scales) are one.
 
-    Numbers are drawn in fp32 on the CPU and copied: a seed gives the same model on every device. Without one, torch's
+    Numbers are drawn in fp32 on the CPU, by all its cores, and copied: a seed gives the same model on every device. Without one, torch's
     default CPU generator chooses it. ``parts``: what this process holds of each parameter by name; None: all of it.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, section 2.3.
@@ -47,13 +49,14 @@ def init_parameters(
     real = {name: part for name, part in found.items() if not part.tensor.is_meta}
     if seed is None and real:
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    staging = _Staging(any(part.tensor.is_cuda for part in real.values()))
     with ThreadPoolExecutor(_threads()) as pool:
         for name, part in real.items():
             if len(part.shape) == 1:
                 part.tensor.fill_(1.0)
                 continue
             std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-            part.tensor.copy_(_normal(part, std, f"{seed}/{name}", pool))
+            _fill_normal(part, std, f"{seed}/{name}", pool, staging)
 
 
 def whole_part(param: torch.Tensor) -> Part:
@@ -66,23 +69,62 @@ def _threads() -> int:
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def _normal(part: Part, std: float, key: str, pool: ThreadPoolExecutor) -> torch.Tensor:
-    """The part's numbers, N(0, std), fp32 on the CPU. Rows are drawn whole, and columns cut from them."""
+class _Staging:
+    """Two buffers to draw into, in turn: while a GPU copies one, the other fills. For GPUs they are pinned."""
+
+    def __init__(self, pinned: bool):
+        self._pinned = pinned
+        self._buffers = [torch.empty(0, device="cpu"), torch.empty(0, device="cpu")]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+
+    def take(self, size: int) -> torch.Tensor:
+        """(size,) fp32 on the CPU, free to write."""
+        self._buffers.reverse()
+        self._copied.reverse()
+        if self._copied[0] is not None:
+            self._copied[0].synchronize()
+        if self._buffers[0].numel() < size:
+            self._buffers[0] = torch.empty(size, dtype=torch.float32, device="cpu", pin_memory=self._pinned)
+        return self._buffers[0][:size]
+
+    def copy(self, values: torch.Tensor, target: torch.Tensor, columns: tuple[slice, ...]) -> None:
+        """Copies the columns of ``values``, in the buffer that `take` gave last, to ``target``. Whole rows go to a GPU:
+        it cuts and rounds them faster than the host, and meanwhile the host draws."""
+        there = values.to(target.device, non_blocking=True)
+        target.copy_(there[(slice(None), *columns)])
+        if target.is_cuda:
+            self._copied[0] = torch.cuda.Event()
+            self._copied[0].record(torch.cuda.current_stream(target.device))
+
+
+def _fill_normal(part: Part, std: float, key: str, pool: ThreadPoolExecutor, staging: _Staging) -> None:
+    """Fill ``part`` with its numbers, N(0, std). Rows are drawn whole, some at a time, and columns cut from them."""
     (first, last), row = part.region[0], math.prod(part.shape[1:])
-    start, stop, end = first * row, last * row, part.shape[0] * row
-    drawn = torch.empty(stop - start, dtype=torch.float32, device="cpu")
+    columns = tuple(slice(low, high) for low, high in part.region[1:])
     base = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    rows = max(1, STAGED // max(1, row))
+    for top in range(first, last, rows):
+        bottom = min(last, top + rows)
+        drawn = staging.take((bottom - top) * row)
+        _draw(drawn, top * row, part.shape[0] * row, std, base, pool)
+        staging.copy(drawn.view(bottom - top, *part.shape[1:]), part.tensor[top - first : bottom - first], columns)
+
+
+def _draw(drawn: torch.Tensor, start: int, end: int, std: float, base: int, pool: ThreadPoolExecutor) -> None:
+    """Draw the numbers of a parameter from its element ``start`` on into ``drawn``, the parameter having ``end``."""
+    stop = start + drawn.numel()
 
     def draw(chunk: int) -> None:
         begin = chunk * CHUNK
         size = min(CHUNK, end - begin)
-        # torch's CPU generator takes 32 bits of a seed: consecutive ones keep a parameter's chunks apart.
-        generator = torch.Generator().manual_seed((base + chunk) % 2**32)
-        values = torch.empty(size, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
         low, high = max(start, begin), min(stop, begin + size)
-        drawn[low - start : high - start] = values[low - begin : high - begin]
+        place = drawn[low - start : high - start]
+        # A chunk that is wanted in part is drawn whole beside it.
+        whole = place if high - low == size else torch.empty(size, dtype=torch.float32, device="cpu")
+        # torch's CPU generator takes 32 bits of a seed: consecutive ones keep a parameter's chunks apart.
+        whole.normal_(0.0, std, generator=torch.Generator().manual_seed((base + chunk) % 2**32))
+        if whole is not place:
+            place.copy_(whole[low - begin : high - begin])
 
     chunks = range(start // CHUNK, -(-stop // CHUNK)) if stop > start else range(0)
     list(pool.map(draw, chunks))
-    columns = tuple(slice(low, high) for low, high in part.region[1:])
-    return drawn.view(last - first, *part.shape[1:])[(slice(None), *columns)]
