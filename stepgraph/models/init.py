@@ -39,8 +39,9 @@ def init_parameters(
     ``1 / sqrt(2 * n_layers)``, so that the stream's variance does not grow with depth. Vectors (norm weights and
     residual scales) are one.
 
-    Numbers are drawn in fp32 on the CPU, by all its cores, and copied: a seed gives the same model on every device. Without one, torch's
-    default CPU generator chooses it. ``parts``: what this process holds of each parameter by name; None: all of it.
+    Numbers are drawn in fp32 on the CPU, by all its cores, and copied: a seed gives the same model on every device.
+    Without one, torch's default CPU generator chooses it. ``parts``: what this process holds of each parameter by name;
+    None: all of it.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, section 2.3.
     """
