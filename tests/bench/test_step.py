@@ -98,7 +98,7 @@ def test_report_prints_the_tables_and_draws(record, tmp_path, capsys):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torch_compile_agrees_in_bf16(tmp_path):
     path = tmp_path / "step.json"
     names = "eager,compile"

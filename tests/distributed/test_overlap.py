@@ -66,7 +66,7 @@ def _check(text, tied):
     ("text", "world", "tied"),
     [
         ("fsdp=2", 2, True),
-        ("ddp=2", 2, False),
+        pytest.param("ddp=2", 2, False, marks=pytest.mark.long),
         pytest.param("fsdp=4", 4, False, marks=pytest.mark.long),
         pytest.param("hsdp=2x2", 4, False, marks=pytest.mark.long),
         ("fsdp=2,tp=2", 4, False),
