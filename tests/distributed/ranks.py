@@ -1,5 +1,6 @@
 """What tests of several ranks share: the ranks themselves, a small model, and its batches."""
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -47,6 +48,7 @@ def _faked(_: int, rank: int, world: int, function: Callable, args: tuple) -> No
 
 
 def _rank(rank: int, world: int, store: str, function: Callable, args: tuple) -> None:
+    faulthandler.enable()  # a rank that aborts says where
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
