@@ -77,6 +77,7 @@ def check_losses(rows: Sequence[Row], precision: str) -> str:
     tolerance = TOLERANCES[precision]
     worst, where = 0.0, ""
     for row in ran:
+        row.disagreement = None
         if None in row.losses:
             row.disagreement = f"{row.provider}: the loss of step {row.losses.index(None) + 1} is not finite"
             continue

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -123,11 +123,14 @@ def main(argv: list[str]) -> int:
     }
     rows: list[Row] = []
     for config in configs:
-        measured = measure(config, options, device)
-        settings["models"][config.preset] = describe(config, env) | {"losses": check_losses(measured, config.precision)}
+        measured: list[Row] = []
+        for some in measure(config, options, device):
+            measured += some
+            losses = check_losses(measured, config.precision)
+            settings["models"][config.preset] = describe(config, env) | {"losses": losses}
+            if options.json is not None:  # after each, so that an interruption keeps what was measured
+                write(options.json, env, settings, rows + measured)
         rows += measured
-        if options.json is not None:  # after every model, so that an interruption keeps those measured
-            write(options.json, env, settings, rows)
         print(section(config.preset, env, settings, measured))
     return int(any(row.error or row.disagreement for row in rows))
 
@@ -167,13 +170,13 @@ def describe(config: TrainConfig, env: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measure(config: TrainConfig, options: StepOptions, device: torch.device) -> list[Row]:
-    """A row for every provider. On a CPU all their processes live at once and take turns, starting with another one in
-    each repeat, so that what else the machine does falls on all alike. On a GPU, whose memory they could not share,
-    they run one after another."""
+def measure(config: TrainConfig, options: StepOptions, device: torch.device) -> Iterator[list[Row]]:
+    """Rows of the providers, as they are done. On a CPU all their processes live at once and take turns, starting with
+    another one in each repeat, so that what else the machine does falls on all alike. On a GPU, whose memory they could
+    not share, they run one after another."""
     names = options.names()
-    together = [names] if device.type == "cpu" else [[name] for name in names]
-    return [row for group in together for row in _measure_together(config, options, device, group)]
+    for group in [names] if device.type == "cpu" else [[name] for name in names]:
+        yield _measure_together(config, options, device, group)
 
 
 def _measure_together(config: TrainConfig, options: StepOptions, device: torch.device, names: list[str]) -> list[Row]:

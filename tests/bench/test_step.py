@@ -98,6 +98,29 @@ def test_report_prints_the_tables_and_draws(record, tmp_path, capsys):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_gpu_record_keeps_the_providers_measured_before_an_interruption(tmp_path, monkeypatch):
+    def measured(config, options, device, names):
+        if names == ["stepgraph"]:
+            raise KeyboardInterrupt
+        return [Row(model=config.preset, provider=name, losses=[4.0]) for name in names]
+
+    monkeypatch.setattr(step, "pick_device", torch.device)
+    monkeypatch.setattr(step, "_measure_together", measured)
+    path = tmp_path / "step.json"
+    words = ["--providers", "eager,compile,stepgraph", "--device", "cuda", "--json", str(path)]
+    with pytest.raises(KeyboardInterrupt):
+        step.main(["llama3-debug", *words])
+    assert [row.provider for row in results.read(path)[2]] == ["eager", "compile"]
+
+
+def test_who_disagrees_is_told_by_eager_whenever_it_comes():
+    rows = [Row(model="m", provider=name, losses=[loss]) for name, loss in (("wrong", 5.0), ("right", 4.0))]
+    results.check_losses(rows, "fp32")
+    rows.append(Row(model="m", provider="eager", losses=[4.0]))
+    results.check_losses(rows, "fp32")
+    assert [bool(row.disagreement) for row in rows] == [True, False, False]
+
+
 @pytest.mark.long
 def test_torch_compile_agrees_in_bf16(tmp_path):
     path = tmp_path / "step.json"
