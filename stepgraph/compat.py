@@ -58,6 +58,7 @@ __all__ = [
     "process_group",
     "pytree",
     "rename_node",
+    "start_compile_workers",
     "storage_key",
     "symmetric_all_gather",
     "symmetric_all_to_all",
@@ -247,6 +248,14 @@ def inductor_compile(
         ) from None
     # Around the function that takes a list lie one that takes arguments one by one and one that keeps Dynamo out.
     return artifact._compiled_fn.__wrapped__.__wrapped__
+
+
+def start_compile_workers() -> None:
+    """Start the processes in which Inductor compiles Triton kernels. Until they are ready, after some seconds, it
+    compiles kernels one after another itself."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
 
 
 def inductor_options() -> set[str]:

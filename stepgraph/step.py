@@ -1,6 +1,7 @@
 """`capture`: a model's training step as a callable, ``loss = step(batch)``."""
 
 import contextlib
+import itertools
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from stepgraph.capture import StepGraph, Traced, flatten_batch, gradients, trace
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.state import Watch, unwrap
 from stepgraph.capture.trace import LossFn
-from stepgraph.passes import Pass, PassReport, run_passes
+from stepgraph.passes import Pass, PassReport, prepare, run_passes
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
 MAX_CAPTURES = 8
@@ -141,6 +142,7 @@ class CapturedStep:
                 stacklevel=3,
             )
             self._bound.popitem(last=False)
+        prepare(self.passes, self.disable, _device_of(self.model))
         traced = trace_step(
             self.model,
             self.loss_fn,
@@ -192,6 +194,12 @@ class _Bound:
         if self.update:
             compat.mark_stepped(self.update.optimizer)
         return loss, metrics
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model is: where its first tensor is."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _form(leaf: Any) -> Any:

@@ -4,7 +4,7 @@ from stepgraph.passes.contract import PASSES, Pass, PassReport, get
 from stepgraph.passes.forecast import peak_bytes_by_policy
 from stepgraph.passes.pipeline import configured, default, exact
 from stepgraph.passes.recompute import parse_policy
-from stepgraph.passes.runner import format_report, run_passes
+from stepgraph.passes.runner import format_report, prepare, run_passes
 
 __all__ = [
     "PASSES",
@@ -17,5 +17,6 @@ __all__ = [
     "get",
     "parse_policy",
     "peak_bytes_by_policy",
+    "prepare",
     "run_passes",
 ]

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+import torch
+
 from stepgraph.capture import StepGraph
 from stepgraph.errors import unknown_name
 
@@ -54,7 +56,8 @@ class Pass:
     every result bitwise equal to eager, ``numerics`` may round differently. ``requires``, ``provides``: properties
     of the graph that must hold before, and hold after. ``terminal``: only terminal passes may follow. ``options``:
     dataclass of the pass's options. ``optional``: where it cannot run it is skipped, with its reason in the report;
-    the pipelines' passes are, those that a caller names are not.
+    the pipelines' passes are, those that a caller names are not. ``prepare(device)``: called before a step on that
+    device is traced, for what takes its time beside the tracing.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Pass:
     needs_cuda: bool = False
     needs_process_group: bool = False
     optional: bool = False
+    prepare: Callable[[torch.device], None] | None = None
 
     def with_options(self, **values: Any) -> "Pass":
         """The pass with some of its options set. ``ValueError`` names an option that does not exist."""

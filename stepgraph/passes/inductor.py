@@ -54,7 +54,14 @@ class InductorOptions:
     cut_blocks: bool = True
 
 
-@register("inductor", "numerics", options=InductorOptions(), provides=("compiled",), terminal=True)
+def _start_workers(device: torch.device) -> None:
+    if device.type == "cuda":
+        compat.start_compile_workers()
+
+
+@register(
+    "inductor", "numerics", options=InductorOptions(), provides=("compiled",), terminal=True, prepare=_start_workers
+)
 def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> None:
     """Compile forward and backward, or regions of them, with Inductor."""
     # Inductor takes a graph without autograd for inference and moves each node next to its first reader. Here that

@@ -27,6 +27,15 @@ def resolve(passes: str | Iterable[str | Pass], disable: Sequence[str] = ()) -> 
     return [p for p in chosen if p.name not in disable]
 
 
+def prepare(passes: str | Iterable[str | Pass], disable: Sequence[str], device: torch.device) -> None:
+    """What ``passes`` start before a step on ``device`` is traced. Raises ``ValueError`` as `run_passes` does."""
+    chosen = resolve(passes, disable)
+    check(chosen)
+    for p in chosen:
+        if p.prepare is not None:
+            p.prepare(device)
+
+
 def check(passes: Sequence[Pass]) -> None:
     """Raise ``ValueError`` if the order breaks a contract."""
     have: set[str] = set()

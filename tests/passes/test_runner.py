@@ -10,7 +10,7 @@ import torch
 
 import stepgraph
 from stepgraph.capture import set_provenance
-from stepgraph.passes import PASSES, Pass, configured, default, exact, format_report, get, run_passes
+from stepgraph.passes import PASSES, Pass, configured, default, exact, format_report, get, prepare, run_passes
 from stepgraph.passes.contract import NoOptions, register
 from stepgraph.passes.pipeline import OPT_IN, ORDER
 
@@ -116,6 +116,31 @@ def test_configured_sets_the_trainers_options():
     regional = {p.name: p for p in configured(inductor="regional")}
     assert regional["inductor"].options.mode == "regional" and passes["inductor"].options.mode == "full"
     assert "expand_optimizer" in passes and "expand_optimizer" not in regional  # worth it only when all is compiled
+
+
+def test_passes_prepare_before_the_step_is_traced(tools, monkeypatch):
+    seen = []
+    model, batch = tools.Tower(), tools.vectors(6, 12)[0]
+    early = make("early", prepare=lambda device: seen.append(device))
+    late = make("late", prepare=lambda device: seen.append("late"))
+
+    def loss_fn(model, batch):
+        seen.append("traced")
+        return tools.mse(model, batch)
+
+    monkeypatch.setitem(PASSES, "late", late)  # so that it can be disabled by name
+    stepgraph.capture(model, loss_fn, batch, passes=[early, late], disable=["late"])
+    assert seen == [torch.device("cpu"), "traced"]
+
+
+def test_inductor_starts_its_workers_for_gpus_alone(monkeypatch):
+    started = []
+    monkeypatch.setattr("stepgraph.compat.start_compile_workers", lambda: started.append(True))
+    prepare("default", (), torch.device("cpu"))
+    prepare("default", ("inductor",), torch.device("cuda", 0))
+    assert not started
+    prepare("default", (), torch.device("cuda", 0))
+    assert started == [True]
 
 
 def test_disabled_passes_are_left_out(step):
