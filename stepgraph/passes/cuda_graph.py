@@ -45,6 +45,7 @@ class GraphRunner:
         self.warm = False
         self.program: list[_Piece] = []
         self.static: list[torch.Tensor] = []
+        self.spans: list[torch.Tensor] = []  # the memory of the batch among them
 
     def _split(self) -> None:
         reasons: dict[fx.Node, str] = {}
@@ -70,8 +71,8 @@ class GraphRunner:
             results = self._record(flat)
             self.report.compile_s += time.perf_counter() - start
             return results
-        for i in self.batch:
-            self.static[i].copy_(flat[i], non_blocking=True)
+        for span, i in zip(self.spans, self.batch, strict=True):
+            span.copy_(spanned(flat[i]), non_blocking=True)
         for piece in self.program:
             piece.replay()
         return [value.clone() for value in self.outputs]
@@ -96,8 +97,10 @@ class GraphRunner:
 
     def _record(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.static = list(flat)
-        for i in self.batch:
-            self.static[i] = flat[i].clone()
+        # Kernels know the batch's strides, also those of slices and of expanded tensors.
+        self.spans = [spanned(flat[i]).clone() for i in self.batch]
+        for span, i in zip(self.spans, self.batch, strict=True):
+            self.static[i] = span.as_strided(flat[i].shape, flat[i].stride())
         pool = torch.cuda.graph_pool_handle()
         values: dict[fx.Node, Any] = {}
         inputs = iter(self.static)
@@ -117,6 +120,14 @@ class GraphRunner:
                 self.outputs = fx.map_arg(node.args[0], values.__getitem__)
         self.program = program
         return [value.clone() for value in self.outputs]
+
+
+def spanned(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory from the first to the last element of ``tensor``, flat, with what lies between its elements."""
+    if not tensor.numel():
+        return tensor.new_empty(0)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1,), (1,))
 
 
 @functools.cache

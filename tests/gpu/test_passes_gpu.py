@@ -283,6 +283,23 @@ def test_unfused_adamw_runs_in_pieces():
     assert any("cpu" in note for note in report_of(step, "cuda_graph").notes)
 
 
+@pytest.mark.parametrize("passes", ["exact", "default"])
+def test_a_batch_keeps_its_strides(passes):
+    """Slices and expanded tensors, whose memory a plain copy would close up."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(DEVICE)
+    batches = [
+        {"x": torch.randn(8, 66, device=DEVICE)[:, 1:-1], "y": torch.randn(8, 1, device=DEVICE).expand(8, 64)}
+        for _ in range(3)
+    ]
+    eager, _ = train(model, mse, batches)
+    graphed, step = train(model, mse, batches, passes=passes)
+    assert step.report[-1].summary.startswith("1 CUDA graph, 0 nodes")
+    if passes == "exact":
+        assert_same(eager, graphed)
+    else:
+        torch.testing.assert_close(graphed[-1]["loss"], eager[-1]["loss"], rtol=1e-4, atol=1e-5)
+
+
 def test_two_captured_runs_are_equal(deterministic):
     model, batches = Dropouts().to(DEVICE), vectors()
     assert_same(train(model, mse, batches, passes="default")[0], train(model, mse, batches, passes="default")[0])
