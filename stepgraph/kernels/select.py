@@ -5,7 +5,8 @@ small that a step is all waiting nor so large that registers spill. On an H200 t
 for all row lengths (measured from 64 to 131,072 columns and from 1 to 2 million rows; see `benchmarks/`):
 
 forward     a thread holds 32 bytes of a row, and rows until it holds 32 bytes; each program does one step, and as many
-            run at once as fit. A layer norm, whose programs meet twice, holds 64 bytes in at most 8 warps.
+            run at once as fit. A layer norm, whose programs meet twice, holds 64 bytes in at most 8 warps; so does an
+            RMS norm of few long rows.
 backward    programs of ``w`` warps, ``8 / w`` on a processor, each with two steps of loads ahead. A row is spread over
             as many threads as in forward; a thread holds up to 64 bytes of each tensor. One step in all: no pipeline.
 long rows   that no program can hold, or of which many must pass, are shared by programs with a slice each (see `wide`).
@@ -62,7 +63,7 @@ class Config:
             return False
         if problem.layer:
             return problem.N * max(problem.loads) > 4096
-        return elements_of_thread(problem, self)[1] >= 28
+        return elements_of_thread(problem, self)[1] >= 28 and not _is_short(problem)
 
     @property
     def cooperative(self) -> bool:
@@ -114,6 +115,8 @@ HOLD_FORWARD, HOLD_LAYER, HOLD_BACKWARD = 32, 64, 64
 WARPS_BACKWARD = 8
 #: Bytes read and written above which backward finishes its sums in the kernel.
 LONG_CALL = 128 * 2**20
+#: Bytes read and written up to which forward takes long rows by 8 warps, the weight loaded with them.
+SHORT_CALL = 40 * 2**20
 #: Steps of a program above which sharing rows pays, where one program could hold a row.
 MANY_STEPS = 16
 #: Bytes of the longest row that one program holds.
@@ -233,13 +236,24 @@ def _warps(problem: Problem, least: int, most: int) -> int:
     return max(least, min(most, _floor(1.2 * problem.N * max(problem.loads) / 1024)))
 
 
+def _traffic(problem: Problem) -> int:
+    """Bytes read and written."""
+    return problem.M * problem.N * sum(problem.loads + problem.stores)
+
+
+def _is_short(problem: Problem) -> bool:
+    """Whether long rows are so few that every processor has but a handful: their latency is what a call takes."""
+    bytes_of_row = problem.N * max(problem.loads)
+    return bytes_of_row > 24 * 1024 and _traffic(problem._replace(M=_rounded(problem.M))) <= SHORT_CALL
+
+
 def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Forward configurations, the best first."""
     size = max(problem.loads)
     bytes_of_row = problem.N * size
     held = (HOLD_LAYER if problem.layer else HOLD_FORWARD) // size
     if bytes_of_row <= LONGEST_FORWARD:
-        warps = _warps(problem, 2, 8) if problem.layer else _warps(problem, 4, 16)
+        warps = _warps(problem, 2, 8) if problem.layer else _warps(problem, 4, 8 if _is_short(problem) else 16)
         while warps <= 32:
             # Up to, not including, twice what a thread should hold.
             rows, block = _rows(problem, warps, problem.N, 2 * held - 1, hw, 1)
@@ -261,8 +275,7 @@ def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Backward configurations, the best first."""
     size = max(problem.loads)
     bytes_of_row = problem.N * size
-    traffic = problem.M * problem.N * sum(problem.loads + problem.stores)
-    finish = "grid" if traffic > LONG_CALL else "launch"
+    finish = "grid" if _traffic(problem) > LONG_CALL else "launch"
     shared = list(_backward_shared(problem, hw, finish))
     if shared and bytes_of_row > LONGEST_BACKWARD // 2:
         first = shared[0]
@@ -348,6 +361,10 @@ def select(problem: Problem, hw: Hardware, *, alone: bool = True) -> Config:
     Not ``alone``, for a launch over two tensors: no program waits for another. Raises ValueError for rows too long to
     be shared by all processors.
     """
-    # Numbers of rows are rounded to three bits: a serving batch of any size finds its configuration in the cache.
-    shift = max(0, problem.M.bit_length() - 3)
-    return _select(problem._replace(M=-(-problem.M >> shift) << shift), hw, alone)
+    return _select(problem._replace(M=_rounded(problem.M)), hw, alone)
+
+
+def _rounded(rows: int) -> int:
+    """Numbers of rows to three bits, upwards: a serving batch of any size finds its configuration in the cache."""
+    shift = max(0, rows.bit_length() - 3)
+    return -(-rows >> shift) << shift
