@@ -3,13 +3,14 @@
 import os
 import socket
 import traceback
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepgraph
-from stepgraph.capture import gradients
+from stepgraph.capture import gradients, provenance
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import MeshSpec, leave, local_parts, next_token_loss, parallelize, started
@@ -87,6 +88,23 @@ def assert_same(expected, actual, what):
 
 
 def check_exact(mesh):
+    step = trained_as_eager(mesh)
+    assert step.report[-1].name == "cuda_graph" and step.report[-1].changed > 0
+
+
+def check_split(mesh):
+    """A node on the host ends a graph while the next block's parameters are being gathered."""
+
+    def needs_host(node):
+        in_the_middle = node.target is torch.ops.aten.silu.default and provenance(node).path.startswith("layers.1")
+        return "a test says so" if in_the_middle else None
+
+    with mock.patch("stepgraph.passes.cuda_graph.needs_host", needs_host):
+        step = trained_as_eager(mesh)
+    assert step.report[-1].summary.startswith("2 CUDA graphs, 1 node")
+
+
+def trained_as_eager(mesh):
     (eager, optimizer), (again, second), (captured, other) = build(mesh), build(mesh), build(mesh)
     loss_fn = repeatable_loss(mesh)
     step = stepgraph.capture(captured, loss_fn, batch_of(mesh, 0), other, max_grad_norm=1.0, passes="exact")
@@ -97,7 +115,7 @@ def check_exact(mesh):
         assert torch.equal(step.metrics["grad_norm"], norm)
     assert_same(eager, again, "eager does not repeat itself")
     assert_same(eager, captured, "differs from eager")
-    assert step.report[-1].name == "cuda_graph" and step.report[-1].changed > 0
+    return step
 
 
 def check_compiled(mesh):
@@ -113,6 +131,10 @@ def check_compiled(mesh):
 @pytest.mark.parametrize("spec", MESHES)
 def test_cuda_graphs_with_nccl_are_bitwise_eager(spec):
     on_gpus(spec, check_exact)
+
+
+def test_a_graph_waits_for_the_collectives_that_it_began():
+    on_gpus("fsdp=2", check_split)
 
 
 @pytest.mark.parametrize("spec", ["fsdp=2", "fsdp=2,tp=2"])
