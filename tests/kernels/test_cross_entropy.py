@@ -1,11 +1,5 @@
 """Cross entropy with its gradient against torch's own in float64: reference, operator, and the kernel interpreted."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.kernels.cross_entropy import cross_entropy_, reference
+from tests.kernels.triton_tools import assert_no_spills, interpreted
 
 IGNORE = -100
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -115,19 +110,6 @@ def test_opcheck(mean):
     torch.library.opcheck(cross_entropy_, (logits, targets, torch.tensor(1.0), mean, IGNORE))
 
 
-def interpreted(tmp_path, cases):
-    """[(losses of two runs, gradients of two runs)] of the kernel on ``cases`` of `launch`'s arguments."""
-    torch.save(cases, tmp_path / "cases.pt")
-    child = Path(__file__).with_name("cross_entropy_child.py")
-    root = os.pathsep.join([str(child.parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, child, tmp_path / "cases.pt", tmp_path / "results.pt"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": root}, timeout=300)
-    if "only 0-dimensional arrays can be converted to Python scalars" in done.stderr:
-        pytest.skip("the interpreter of this Triton (3.6) does not work with this numpy (2.4)")
-    assert done.returncode == 0, done.stderr
-    return torch.load(tmp_path / "results.pt")
-
-
 def test_kernel_interpreted(tmp_path):
     """Each case in one block and looped over small ones, twice: right, and equal bits."""
     pytest.importorskip("triton")
@@ -145,7 +127,9 @@ def test_kernel_interpreted(tmp_path):
         cases.append((wide * 20, targets.clamp(min=0), torch.tensor(2.0), True, 0, config))
         cases.append((wide, torch.full_like(targets, IGNORE), torch.tensor(1.0), True, IGNORE, config))
         cases.append((wide, strided, torch.tensor(1.0, dtype=torch.float32), False, IGNORE, config))
-    for case, ((loss, again), (slopes, repeated)) in zip(cases, interpreted(tmp_path, cases), strict=True):
+    for case, ((loss, again), (slopes, repeated)) in zip(
+        cases, interpreted("cross_entropy_child.py", tmp_path, cases), strict=True
+    ):
         logits, targets, grad, mean, ignore, _ = case
         check(loss, slopes, logits, targets, grad, mean, ignore)
         assert torch.equal(loss, again) or (loss.isnan() and again.isnan())
@@ -165,7 +149,7 @@ def test_kernel_interpreted_at_the_edges(tmp_path):
         cases.append((wide[:, :33], targets.clamp(max=32), torch.tensor(1.0), True, IGNORE, config))
         for logits, classes in ((wide, out), (whole_row, targets), (hole, targets)):
             cases.append((logits, classes, torch.tensor(1.0), True, IGNORE, config))
-    results = interpreted(tmp_path, cases)
+    results = interpreted("cross_entropy_child.py", tmp_path, cases)
     for (logits, classes, grad, mean, ignore, _), (losses, slopes) in zip(cases, results, strict=True):
         if logits.shape[1] == 33:
             check(losses[0], slopes[0], logits, classes, grad, mean, ignore)
@@ -180,24 +164,10 @@ def test_rows_that_are_not_contiguous_are_refused():
         triton_launch(logits.t().contiguous().t(), targets, torch.tensor(1.0), True, IGNORE)
 
 
-def ptxas_report(block, warps, one, element):
-    """What ptxas says about the kernel, compiled for sm_90 (no GPU is needed)."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from stepgraph.kernels.cross_entropy_triton import _kernel
-
-    kinds = {"logits": f"*{element}", "targets": "*i64", "scale": "*fp32", "losses": "*fp32", "stride": "i32",
-             "V": "i32", "ignore": "i32", "BLOCK": "constexpr", "ONE": "constexpr"}  # fmt: skip
-    source = ASTSource(_kernel, kinds, constexprs={"BLOCK": block, "ONE": one})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, "-"]
-    return subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True).stderr
-
-
 def test_no_configuration_spills():
-    configuration = pytest.importorskip("stepgraph.kernels.cross_entropy_triton").configuration
+    kernels = pytest.importorskip("stepgraph.kernels.cross_entropy_triton")
+    configuration = kernels.configuration
+    kinds = {"targets": "*i64", "scale": "*fp32", "losses": "*fp32", "stride": "i32", "V": "i32", "ignore": "i32"}
     chosen = {(*configuration(V), configuration(V)[0] >= V) for V in range(1, 262145, 61)} | {
         (*configuration(8192), True)
     }
@@ -205,5 +175,5 @@ def test_no_configuration_spills():
     for block, warps, one in sorted(chosen):
         assert warps in (1, 2, 4, 8)
         for element in ("fp32", "bf16") if block >= 1024 else ("fp32",):
-            report = ptxas_report(block, warps, one, element)
-            assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", report), (block, warps, one, report)
+            logits = {"logits": f"*{element}"}
+            assert_no_spills(kernels._kernel, kinds | logits, {"BLOCK": block, "ONE": one}, warps)

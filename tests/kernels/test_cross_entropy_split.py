@@ -1,12 +1,6 @@
 """The cross entropy of a vocabulary in parts against torch's own of the whole, in float64: references, operators, and
 the kernels interpreted."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.kernels.cross_entropy_split import gradient_reference, softmax_parts, split_gradient_
+from tests.kernels.triton_tools import assert_no_spills, interpreted
 
 IGNORE, INF = -100, float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -98,19 +93,6 @@ def test_opcheck():
     torch.library.opcheck(split_gradient_, part(logits, targets, 0, 6)[0])
 
 
-def interpreted(tmp_path, cases):
-    """[(sums of two runs, gradient)] of the kernels on ``cases``."""
-    torch.save(cases, tmp_path / "cases.pt")
-    child = Path(__file__).with_name("cross_entropy_split_child.py")
-    root = os.pathsep.join([str(child.parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, child, tmp_path / "cases.pt", tmp_path / "results.pt"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": root}, timeout=300)
-    if "only 0-dimensional arrays can be converted to Python scalars" in done.stderr:
-        pytest.skip("the interpreter of this Triton (3.6) does not work with this numpy (2.4)")
-    assert done.returncode == 0, done.stderr
-    return torch.load(tmp_path / "results.pt")
-
-
 def test_kernels_interpreted(tmp_path):
     """In one block and over several, masked logits and rows apart in memory among them."""
     pytest.importorskip("triton")
@@ -132,7 +114,9 @@ def test_kernels_interpreted(tmp_path):
     whole_row = wide.clone()
     whole_row[2] = -INF
     cases.append((whole_row, *given_part[1:], (16, 1)))
-    for i, (case, (parts, slopes)) in enumerate(zip(cases, interpreted(tmp_path, cases), strict=True)):
+    for i, (case, (parts, slopes)) in enumerate(
+        zip(cases, interpreted("cross_entropy_split_child.py", tmp_path, cases), strict=True)
+    ):
         assert all(torch.equal(a, b) for a, b in zip(*parts, strict=True)), "equal bits from run to run"
         if i < len(expected):
             if case[0].shape[1] > 1:  # else a row of -inf alone
@@ -151,18 +135,6 @@ def test_rows_that_are_not_contiguous_are_refused():
             launch()
 
 
-def ptxas_report(kernel, kinds, block, warps):
-    """What ptxas says about ``kernel``, compiled for sm_90 (no GPU is needed)."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(kernel, kinds | {"stride": "i32", "V": "i32", "BLOCK": "constexpr"}, constexprs={"BLOCK": block})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, "-"]
-    return subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True).stderr
-
-
 @pytest.mark.parametrize("element", ["fp32", "bf16", "fp16"])
 def test_no_configuration_spills(element):
     kernels = pytest.importorskip("stepgraph.kernels.cross_entropy_split_triton")
@@ -173,5 +145,5 @@ def test_no_configuration_spills(element):
             (kernels._parts_kernel, parts, kernels.configuration(V)),
             (kernels._gradient_kernel, gradient, kernels.gradient_configuration(V)),
         ):
-            report = ptxas_report(kernel, kinds, *config)
-            assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", report), (V, config, report)
+            block, warps = config
+            assert_no_spills(kernel, kinds | {"stride": "i32", "V": "i32"}, {"BLOCK": block}, warps)

@@ -1,11 +1,5 @@
 """The gradient of an embedding's table against torch's own in float64: reference, operator, and kernels interpreted."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.kernels.embedding import embedding_backward
+from tests.kernels.triton_tools import assert_no_spills, interpreted
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -70,19 +65,6 @@ def test_it_writes_into_nothing():
     assert not embedding_backward._opoverload._schema.is_mutable
 
 
-def interpreted(tmp_path, cases):
-    """What the kernels give for each of ``cases``."""
-    torch.save(cases, tmp_path / "cases.pt")
-    child = Path(__file__).with_name("embedding_child.py")
-    root = os.pathsep.join([str(child.parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, child, tmp_path / "cases.pt", tmp_path / "results.pt"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": root}, timeout=300)
-    if "only 0-dimensional arrays can be converted to Python scalars" in done.stderr:
-        pytest.skip("the interpreter of this Triton (3.6) does not work with this numpy (2.4)")
-    assert done.returncode == 0, done.stderr
-    return torch.load(tmp_path / "results.pt")
-
-
 def runs(*lengths):
     """Indices 0, 1, ... as many times each as ``lengths`` says, shuffled."""
     indices = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -115,28 +97,11 @@ def test_kernels_interpreted(tmp_path):
     cases.append((*inputs((0,), 6, 9), 9, -1))
     # A GPU's lookup stops at indices that are no rows; here nothing is written outside the table.
     outside = (torch.ones(80, 4), torch.tensor([-3, 0, 5, 1] * 20), 5, -1)
-    *results, skipped = interpreted(tmp_path, [*cases, outside])
+    *results, skipped = interpreted("embedding_child.py", tmp_path, [*cases, outside])
     for (grad, indices, *rest), result in zip(cases, results, strict=True):
         check(result, grad, indices.long(), *rest)
     assert skipped.tolist() == [[20.0] * 4] * 2 + [[0.0] * 4] * 3
     assert torch.equal(embedding_backward(*outside), skipped)
-
-
-def ptxas_report(kernel, kinds, constants, aligned, warps):
-    """What ptxas says about ``kernel``, compiled for sm_90 (no GPU is needed)."""
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    kinds = kinds | {"N": "i32", "D": "i32", "num_weights": "i32", "padding": "i32"}
-    signature = {name: kinds.get(name, "constexpr") for name in names}
-    # As Triton finds them: whether 16 divides addresses and row lengths.
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in names}
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, "-"]
-    return subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True).stderr
 
 
 @pytest.mark.parametrize("element", ["fp32", "bf16", "fp16"])
@@ -145,11 +110,11 @@ def test_no_configuration_spills(element):
     size = 4 if element == "fp32" else 2
     tensors = ["grad", "order", "rows", "out", "partial"]
     kinds = {"grad": f"*{element}", "order": "*i64", "rows": "*i32", "out": f"*{element}", "partial": "*fp32"}
+    kinds |= dict.fromkeys(("N", "D", "num_weights", "padding"), "i32")
     for D, aligned in ((33, tensors), (2048, [*tensors, "D"])):
         (block, warps), (narrow, few) = kernels.configuration(D, size), kernels.join_configuration(D)
         for kernel, constants, count in (
             (kernels._chunk_kernel, {"CHUNK": kernels.CHUNK, "AHEAD": kernels.AHEAD, "BLOCK": block}, warps),
             (kernels._join_kernel, {"CHUNK": kernels.CHUNK, "PARTIALS": kernels.PARTIALS, "BLOCK": narrow}, few),
         ):
-            report = ptxas_report(kernel, kinds, constants, aligned, count)
-            assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", report), (D, constants, report)
+            assert_no_spills(kernel, kinds, constants, count, aligned)
