@@ -8,9 +8,9 @@ BIN := .venv/bin
 train: .venv/.train
 	$(BIN)/python -m stepgraph train llama3-debug $(ARGS)
 
-# One thread per test process, and one process more than cores: some tests wait for ranks, or for time-outs.
+# One thread per test process: the processes share the cores.
 test: .venv/.test lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist worksteal -m "not long" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(nproc) --dist worksteal -m "not long" $(ARGS)
 
 # Larger cases of what `test` covers: more ranks, more models, more of Inductor.
 test-long: .venv/.test
