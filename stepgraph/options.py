@@ -6,6 +6,7 @@ import difflib
 import io
 import re
 import typing
+from pathlib import Path
 
 T = typing.TypeVar("T")
 
@@ -92,3 +93,9 @@ def _one_line(box: str, usage: str) -> str:
     for pattern, plain in _PLAIN:
         text = re.sub(pattern, plain.replace("{usage}", f"{usage} [--option VALUE ...]"), text)
     return text
+
+
+def require_folder(path: Path | None, option: str = "json") -> None:
+    """Raises ValueError, before anything is measured, if the file that ``option`` names could not be written."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{option}={path}: the folder {path.parent} does not exist; make it first")

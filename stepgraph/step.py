@@ -137,8 +137,9 @@ class CapturedStep:
     def _bind(self, batch: Any, signature: tuple) -> "_Bound":
         if len(self._bound) >= MAX_CAPTURES:
             warnings.warn(
-                f"{MAX_CAPTURES} forms of the batch are captured already; dropping the least recently used. "
-                "Pad batches to few shapes.",
+                f"{MAX_CAPTURES} forms of the step are captured already; dropping the least recently used. Pad batches "
+                "to few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
+                "constants.",
                 stacklevel=3,
             )
             self._bound.popitem(last=False)
@@ -176,6 +177,7 @@ class _Bound:
             lr = self.update.optimizer.param_groups[group]["lr"]
             if isinstance(lr, torch.Tensor):
                 tensor.copy_(lr)
+                self.lr_values.pop(group, None)
             elif self.lr_values.get(group) != lr:
                 tensor.fill_(lr)
                 self.lr_values[group] = lr

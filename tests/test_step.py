@@ -104,7 +104,7 @@ def test_the_number_of_captures_is_bounded(traces, monkeypatch):
     both = Pair(nn.Linear(6, 6), pair(1))
     both.check(pair(2))
     both.check(pair(1))
-    with pytest.warns(UserWarning, match="2 forms of the batch are captured already"):
+    with pytest.warns(UserWarning, match="2 forms of the step are captured already"):
         both.check(pair(3))  # drops the form with two rows
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -314,3 +314,20 @@ def test_no_graph_outlives_its_step():
     for _ in range(5):
         run()
     assert live_nodes() <= before
+
+
+def test_a_learning_rate_may_be_a_number_a_tensor_and_that_number_again():
+    model, twin = (mlp().eval() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    batch = pair()
+    mine, its = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, twin))
+    step = stepgraph.capture(model, mse, batch, mine, passes="exact")
+    for lr in (0.1, torch.tensor(0.0), 0.1, torch.tensor(0.05), 0.1):
+        mine.param_groups[0]["lr"] = lr
+        its.param_groups[0]["lr"] = float(lr)
+        step(batch)
+        mse(twin, batch).backward()
+        its.step()
+        its.zero_grad()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b)

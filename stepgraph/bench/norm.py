@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from stepgraph.bench.arguments import provider_names, require_folder
+from stepgraph.bench.arguments import provider_names
 from stepgraph.bench.device import kernels_of
 from stepgraph.bench.norm_check import check_backward, check_forward, make_inputs
 from stepgraph.bench.norm_providers import OPS, PROVIDERS, Provider
@@ -22,7 +22,7 @@ from stepgraph.bench.norm_table import norm_section
 from stepgraph.bench.norm_timing import calls_in_graph, copy_gbps, do_bench_ms, graph_ms, host_us, wall_ms
 from stepgraph.bench.results import write
 from stepgraph.compat import keep_saved_tensors
-from stepgraph.options import parse
+from stepgraph.options import parse, require_folder
 from stepgraph.train.build import pick_device
 from stepgraph.train.environment import environment
 

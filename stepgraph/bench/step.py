@@ -17,14 +17,14 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from stepgraph.bench.arguments import provider_names, require_folder
+from stepgraph.bench.arguments import provider_names
 from stepgraph.bench.child import BATCH_SEED, FIRST_STEPS
 from stepgraph.bench.providers import DEFAULT, MAX_GRAD_NORM, PROVIDERS
 from stepgraph.bench.results import Row, check_losses, finite, write
 from stepgraph.bench.table import section
 from stepgraph.errors import unknown_name
 from stepgraph.models import GolfConfig, Llama3Config, flops_per_token
-from stepgraph.options import parse
+from stepgraph.options import parse, require_folder
 from stepgraph.train.build import pick_device
 from stepgraph.train.config import TrainConfig
 from stepgraph.train.environment import environment

@@ -16,7 +16,7 @@ import torch
 import tyro
 
 from stepgraph import parallel
-from stepgraph.bench.arguments import provider_names, require_folder
+from stepgraph.bench.arguments import provider_names
 from stepgraph.bench.results import write
 from stepgraph.bench.step import LEARNING_RATE, describe
 from stepgraph.bench.train_providers import BATCH_SEED, PROVIDERS
@@ -25,7 +25,7 @@ from stepgraph.bench.train_results import TrainRow, check_losses
 from stepgraph.bench.train_table import train_section
 from stepgraph.errors import unknown_name
 from stepgraph.models import GolfConfig, Llama3Config, flops_per_token
-from stepgraph.options import parse
+from stepgraph.options import parse, require_folder
 from stepgraph.train.build import pick_device
 from stepgraph.train.config import TrainConfig
 from stepgraph.train.environment import environment

@@ -17,7 +17,7 @@ from stepgraph.inspect.gpus import GPUS, REACHED
 from stepgraph.inspect.memory import KINDS
 from stepgraph.inspect.plan import SETTINGS, Forecast, forecast
 from stepgraph.inspect.schedule import Collective
-from stepgraph.options import parse, value_of
+from stepgraph.options import parse, require_folder, value_of
 from stepgraph.train.presets import PRESETS
 
 
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     """Runs ``stepgraph plan ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
     named = bool(argv) and not argv[0].startswith("-")
     if not named and not {"-h", "--help"} & set(argv):
-        raise ValueError("plan lacks its preset: write stepgraph plan llama3-8b --mesh fsdp=4,tp=2 --gpu h100")
+        raise ValueError("plan takes its preset first: write stepgraph plan llama3-8b --mesh fsdp=4,tp=2 --gpu h100")
     name, words = (argv[0], argv[1:]) if named else ("llama3-8b", argv)
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
@@ -79,7 +79,8 @@ def main(argv: list[str]) -> int:
     if value_of("--mesh", words) is None:
         raise ValueError("plan lacks its mesh: add --mesh fsdp=8, for example")
     if options.gpu not in GPUS:
-        raise unknown_name("gpu", options.gpu, GPUS)
+        raise ValueError(f"unknown gpu {options.gpu!r}: choose one of {', '.join(sorted(GPUS))}")
+    require_folder(options.json)
     chosen = {key: getattr(options, key) for key in SETTINGS}
     result = forecast(dataclasses.replace(config, mesh=options.mesh, **chosen), GPUS[options.gpu])
     show(result, Console(highlight=False, soft_wrap=True))

@@ -348,6 +348,11 @@ def _select(problem: Problem, hw: Hardware, alone: bool) -> Config:
             return config
     # Nothing fits, on a small GPU or with weights per head of long rows: what spills least is still right.
     possible = [config for config in tried if runs(problem, config, hw) and config.pieces(problem.N) <= 64]
+    if not possible and problem.heads > 1:
+        raise ValueError(
+            f"rows of {problem.N} with a weight for each of {problem.heads} heads do not fit a program, "
+            "which holds some 12,000 elements; use one weight for all heads"
+        )
     if not possible:
         raise ValueError(
             f"rows of {problem.N} are longer than {hw.processors} processors can share; split the last dimension"
@@ -359,7 +364,7 @@ def select(problem: Problem, hw: Hardware, *, alone: bool = True) -> Config:
     """The configuration of a call: fixed by its shape and dtypes, so that results repeat bit for bit.
 
     Not ``alone``, for a launch over two tensors: no program waits for another. Raises ValueError for rows too long to
-    be shared by all processors.
+    be shared by all processors, or, with weights per head, to be held by one.
     """
     return _select(problem._replace(M=_rounded(problem.M)), hw, alone)
 

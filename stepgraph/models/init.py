@@ -102,16 +102,15 @@ def _fill_normal(part: Part, std: float, key: str, pool: ThreadPoolExecutor, sta
     """Fill ``part`` with its numbers, N(0, std). Rows are drawn whole, some at a time, and columns cut from them."""
     (first, last), row = part.region[0], math.prod(part.shape[1:])
     columns = tuple(slice(low, high) for low, high in part.region[1:])
-    base = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     rows = max(1, STAGED // max(1, row))
     for top in range(first, last, rows):
         bottom = min(last, top + rows)
         drawn = staging.take((bottom - top) * row)
-        _draw(drawn, top * row, part.shape[0] * row, std, base, pool)
+        _draw(drawn, top * row, part.shape[0] * row, std, key, pool)
         staging.copy(drawn.view(bottom - top, *part.shape[1:]), part.tensor[top - first : bottom - first], columns)
 
 
-def _draw(drawn: torch.Tensor, start: int, end: int, std: float, base: int, pool: ThreadPoolExecutor) -> None:
+def _draw(drawn: torch.Tensor, start: int, end: int, std: float, key: str, pool: ThreadPoolExecutor) -> None:
     """Draw the numbers of a parameter from its element ``start`` on into ``drawn``, the parameter having ``end``."""
     stop = start + drawn.numel()
 
@@ -122,8 +121,9 @@ def _draw(drawn: torch.Tensor, start: int, end: int, std: float, base: int, pool
         place = drawn[low - start : high - start]
         # A chunk that is wanted in part is drawn whole beside it.
         whole = place if high - low == size else torch.empty(size, dtype=torch.float32, device="cpu")
-        # torch's CPU generator takes 32 bits of a seed: consecutive ones keep a parameter's chunks apart.
-        whole.normal_(0.0, std, generator=torch.Generator().manual_seed((base + chunk) % 2**32))
+        # torch's CPU generator takes 32 bits of a seed. Of the million chunks of a model of 405B, a few hundred meet.
+        digest = hashlib.blake2b(f"{key}/{chunk}".encode(), digest_size=4).digest()
+        whole.normal_(0.0, std, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
         if whole is not place:
             place.copy_(whole[low - begin : high - begin])
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture import StepGraph
+from stepgraph.passes.analysis import Aliases
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.partition import Program, describe, needs_host, split
 
@@ -40,6 +41,8 @@ class GraphRunner:
     def __init__(self, step: StepGraph, report: PassReport):
         self.step, self.report = step, report
         self.batch = [i for i, spec in enumerate(step.inputs) if spec.kind == "batch"]
+        writes, placeholders = Aliases(step.graph).writes, step.placeholders()
+        self.written = {i for i in self.batch if writes.get(placeholders[i])}
         self.waiting: set[str] = set()  # names of nodes that were seen to wait for the GPU
         self._split()
         self.warm = False
@@ -64,8 +67,9 @@ class GraphRunner:
 
     def __call__(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self.warm:
+            results = self._warm_up(flat)
             self.warm = True
-            return self._warm_up(flat)
+            return results
         if not self.program:
             start = time.perf_counter()
             results = self._record(flat)
@@ -75,7 +79,14 @@ class GraphRunner:
             span.copy_(spanned(flat[i]), non_blocking=True)
         for piece in self.program:
             piece.replay()
+        self._give_back(flat)
         return [value.clone() for value in self.outputs]
+
+    def _give_back(self, flat: Sequence[torch.Tensor]) -> None:
+        """What the step wrote into its batch goes to the caller's tensors, as in eager."""
+        for span, i in zip(self.spans, self.batch, strict=True):
+            if i in self.written:
+                spanned(flat[i]).copy_(span, non_blocking=True)
 
     def _warm_up(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the step once on a stream of its own, and split around the nodes that waited for the GPU.
@@ -119,6 +130,7 @@ class GraphRunner:
             else:
                 self.outputs = fx.map_arg(node.args[0], values.__getitem__)
         self.program = program
+        self._give_back(flat)
         return [value.clone() for value in self.outputs]
 
 
@@ -209,7 +221,7 @@ class _Piece:
         olds, news = (r if isinstance(r, (tuple, list)) else (r,) for r in (self.results, fresh))
         for old, new in zip(olds, news, strict=True):
             if old is not new:
-                old.copy_(new)
+                spanned(old).copy_(spanned(new))
 
 
 def _wait_for_collectives(results: Any) -> None:

@@ -121,6 +121,16 @@ def test_who_disagrees_is_told_by_eager_whenever_it_comes():
     assert [bool(row.disagreement) for row in rows] == [True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("plot", "message"),
+    [("no/x.png", "plot=no/x.png: the folder no does not exist"), ("x.txt", "a chart is a .png, .pdf or .svg file")],
+)
+def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_is_printed(plot, message, record, capsys):
+    with pytest.raises(ValueError, match=message):
+        bench.main(["report", str(record[2]), "--plot", plot])
+    assert not capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_torch_compile_agrees_in_bf16(tmp_path):
     path = tmp_path / "step.json"

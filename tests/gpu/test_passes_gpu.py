@@ -283,6 +283,47 @@ def test_unfused_adamw_runs_in_pieces():
     assert any("cpu" in note for note in report_of(step, "cuda_graph").notes)
 
 
+class Masked(nn.Module):
+    """Moves an expanded mask from the host to the GPU, in the middle of its work."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, mask):
+        x = self.first(x)
+        wide = (mask * 2).expand(8, 64)
+        return self.last(x * wide.to(x.device))
+
+
+def test_the_host_may_hand_over_an_expanded_tensor():
+    model = Masked().to(DEVICE)
+    batches = [batch | {"mask": torch.rand(8, 1)} for batch in vectors()]
+
+    def loss_fn(model, batch):
+        return F.mse_loss(model(batch["x"], batch["mask"]), batch["y"])
+
+    eager, _ = train(model, loss_fn, batches)
+    graphed, step = train(model, loss_fn, batches, passes="exact")
+    assert not step.report[-1].summary.startswith("1 CUDA graph, 0 nodes")
+    assert_same(eager, graphed)
+
+
+def test_what_a_step_writes_into_its_batch_reaches_the_caller():
+    model = nn.Linear(64, 64).to(DEVICE)
+
+    def loss_fn(model, batch):
+        batch["count"].add_(1)
+        return mse(model, batch)
+
+    batch = vectors(1)[0] | {"count": torch.zeros(2, device=DEVICE)}
+    step = stepgraph.capture(model, loss_fn, batch, passes="exact")
+    batch["count"].zero_()
+    for i in range(5):
+        step(batch)
+        assert batch["count"].tolist() == [i + 1.0] * 2
+
+
 @pytest.mark.parametrize("passes", ["exact", "default"])
 def test_a_batch_keeps_its_strides(passes):
     """Slices and expanded tensors, whose memory a plain copy would close up."""

@@ -112,3 +112,11 @@ def test_sums_in_the_kernel_for_long_calls_only():
     """A cooperative launch costs 2 microseconds: see `select`."""
     assert select(PROBLEM, H200).finish == "launch"
     assert select(PROBLEM._replace(M=1 << 20), H200).finish == "grid"
+
+
+def test_rows_too_long_for_weights_per_head_say_so():
+    problem = Problem(True, 4096, 32768, 8, (2, 2), (2,), False, 1, 1, 2)
+    with pytest.raises(ValueError, match=r"a weight for each of 8 heads do not fit a program.*one weight for all"):
+        select(problem, H200)
+    assert select(problem._replace(N=12288), H200).split == 1
+    assert select(problem._replace(heads=1), H200).split > 1
