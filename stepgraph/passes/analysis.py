@@ -1,5 +1,6 @@
 """Facts about a flat graph that several passes need: purity, aliasing, mutation, liveness and bytes."""
 
+import functools
 import operator
 from collections import defaultdict
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from stepgraph.capture import phase_of
 
+OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
 higher_order = torch.ops.higher_order
 
@@ -43,16 +45,34 @@ _ATTENTION = {
 }
 
 
+# Facts of operators are asked for at every node of a graph by most passes, and schemas are slow to read.
+
+
+@functools.cache
+def _draws(target: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+@functools.cache
+def _writes(target: OpOverload) -> bool:
+    return target._schema.is_mutable or target in _HIDDEN_WRITES
+
+
+@functools.cache
+def _views(target: OpOverload) -> bool:
+    returns = target._schema.returns
+    shares = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    return shares or target in _HIDDEN_VIEWS
+
+
 def is_overload(node: fx.Node) -> bool:
     """Whether the node calls a torch operator (not a higher-order one, not getitem)."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws from a random generator. Attention does only where its dropout is not zero."""
-    if not is_overload(node) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    return argument(node, "dropout_p") != 0
+    return is_overload(node) and _draws(node.target) and argument(node, "dropout_p") != 0
 
 
 def argument(node: fx.Node, name: str) -> Any:
@@ -65,7 +85,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 def is_mutating(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
-    return is_overload(node) and (node.target._schema.is_mutable or node.target in _HIDDEN_WRITES)
+    return is_overload(node) and _writes(node.target)
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -87,12 +107,7 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_view(source)
-    if not is_overload(node):
-        return False
-    if node.target in _HIDDEN_VIEWS:
-        return True
-    returns = node.target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+    return is_overload(node) and _views(node.target)
 
 
 def tensor_bytes(node: fx.Node) -> int:

@@ -9,6 +9,7 @@ before `inductor`; worth it only when that compiles the result.
 Source: the formula of torch's fused AdamW (Loshchilov and Hutter 2019), evaluated in fp32.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,7 +115,8 @@ class _Expansion:
         def spaced(node: fx.Node) -> list[fx.Node]:
             # Each at a multiple of 16 bytes: what reads them is then of one structure, and compiled once.
             rows = call(aten.repeat.default, call(aten.unsqueeze.default, rounded(node), 1), [1, 4])
-            return [call(aten.select.int, call(aten.select.int, rows, 0, i), 0, 0) for i in range(len(self.steps))]
+            scalars = call(aten.unbind.int, call(aten.select.int, rows, 1, 0))
+            return [call(operator.getitem, scalars, i) for i in range(len(self.steps))]
 
         decay = rounded(call(aten.rsub.Scalar, call(aten.mul.Tensor, lr, self.options["weight_decay"]), 1.0))
         return {
