@@ -163,7 +163,6 @@ class _Bound:
     def __init__(self, traced: Traced, update: AdamWUpdate | None):
         self.traced, self.update = traced, update
         self.state = traced.state
-        self.tensor_leaves = [i for i, leaf in enumerate(traced.leaves) if isinstance(leaf, torch.Tensor)]
         self.lrs = {
             int(spec.name.removeprefix("lr.")): tensor
             for spec, tensor in zip(traced.step.inputs, self.state, strict=False)
@@ -181,7 +180,7 @@ class _Bound:
             elif self.lr_values.get(group) != lr:
                 tensor.fill_(lr)
                 self.lr_values[group] = lr
-        flat = [*self.state, *(tensor for i in self.tensor_leaves for tensor in unwrap(leaves[i])[0])]
+        flat = [*self.state, *(tensor for i in self.traced.tensor_leaves for tensor in unwrap(leaves[i])[0])]
         with torch.no_grad(), _no_autocast(), compat.below_autograd():
             results = self.traced.step.runner(flat)
         loss, metrics, grads = None, {}, []

@@ -3,6 +3,7 @@
 import copy
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -331,3 +332,14 @@ def test_a_learning_rate_may_be_a_number_a_tensor_and_that_number_again():
         its.zero_grad()
         for a, b in zip(model.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_the_example_batch_may_go():
+    batch = pair()
+    seen = [weakref.ref(tensor) for tensor in batch.values()]
+    step = stepgraph.capture(mlp(), mse, batch, passes="exact")
+    step(batch)
+    del batch
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+    assert step(pair()).isfinite()

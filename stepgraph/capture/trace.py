@@ -38,14 +38,14 @@ class Traced:
 
     ``state``: the live local tensor of every input that is not of the batch, in input order; ``lr`` inputs are
     tensors of their own that the caller fills. ``landing``: the slots whose gradients the graph returns, and how to
-    wrap them. ``leaves``: the example batch's leaves.
+    wrap them. ``tensor_leaves``: which leaves of the batch are tensors.
     """
 
     step: StepGraph
     state: list[torch.Tensor]
     landing: list[tuple[Slot, Wrapping | None]]
     slots: list[Slot]
-    leaves: list[Any]
+    tensor_leaves: list[int]
 
 
 class _Inputs:
@@ -152,7 +152,7 @@ def trace_step(
     checks.refuse_fake_constants(step)
     keep = _name_inputs(step, n_state)
     step.capture_s = time.perf_counter() - start
-    return Traced(step, [inputs.live[i] for i in keep if i < n_state], landing, slots, leaves)
+    return Traced(step, [inputs.live[i] for i in keep if i < n_state], landing, slots, tensor_leaves)
 
 
 def _optimizer_inputs(update: AdamWUpdate, slots: Sequence[Slot], inputs: _Inputs) -> list[dict[str, Any]]:
