@@ -42,7 +42,7 @@ class GraphRunner:
         self.step, self.report = step, report
         self.batch = [i for i, spec in enumerate(step.inputs) if spec.kind == "batch"]
         writes, placeholders = Aliases(step.graph).writes, step.placeholders()
-        self.written = {i for i in self.batch if writes.get(placeholders[i])}
+        self.written = [i for i in self.batch if writes.get(placeholders[i])]
         self.waiting: set[str] = set()  # names of nodes that were seen to wait for the GPU
         self._split()
         self.warm = False
@@ -84,9 +84,8 @@ class GraphRunner:
 
     def _give_back(self, flat: Sequence[torch.Tensor]) -> None:
         """What the step wrote into its batch goes to the caller's tensors, as in eager."""
-        for span, i in zip(self.spans, self.batch, strict=True):
-            if i in self.written:
-                spanned(flat[i]).copy_(span, non_blocking=True)
+        for i in self.written:  # their elements alone: what lies between is not the step's
+            flat[i].copy_(self.static[i], non_blocking=True)
 
     def _warm_up(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the step once on a stream of its own, and split around the nodes that waited for the GPU.
