@@ -4,6 +4,7 @@ import faulthandler
 import multiprocessing
 import os
 import tempfile
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,9 @@ def _rank(rank: int, world: int, store: str, function: Callable, args: tuple) ->
     try:
         function(*args)
         dist.barrier()
+    except BaseException:
+        traceback.print_exc()  # what is raised by `on_ranks` may be another rank's, which this one's end cut off
+        raise
     finally:
         dist.destroy_process_group()
 
