@@ -139,7 +139,6 @@ def tiles(problem: Problem, config: Config) -> dict[str, Any]:
         "ROWS": config.rows,
         "BLOCK": config.block,
         "PIECES": config.pieces(problem.N),
-        "STAGES": config.stages,
         # Fewer rows than 2**31 are counted, multiplied and divided in 32 bits.
         "BIG": problem.M + config.rows * 4096 >= 2**31,
     }
@@ -147,10 +146,13 @@ def tiles(problem: Problem, config: Config) -> dict[str, Any]:
 
 def launches(
     kernel: Any, numbers: tuple[int | float, ...], constants: dict[str, Any], grid: int, config: Config,
-    cooperative: bool,
+    cooperative: bool, rounds: int = 1,
 ) -> tuple[Launch, ...]:  # fmt: skip
-    """One launch; two where the interpreter must exchange between programs that do not run at once."""
-    modes = ("publish", "collect") if INTERPRETED and config.split > 1 else ("wait",)
+    """One launch; more where the interpreter must exchange between programs that do not run at once.
+
+    ``rounds``: exchanges in a step, each of what the one before gave.
+    """
+    modes = (*["publish"] * rounds, "collect") if INTERPRETED and config.split > 1 else ("wait",)
     return tuple(
         Launch(
             kernel, numbers, constants | {"EXCHANGE": mode}, grid,

@@ -98,3 +98,14 @@ def hold(x, zero, HOLD: tl.constexpr):
         )
     else:
         return x
+
+
+@triton.jit
+def tied(x, w, zero):
+    """``x``, which ptxas cannot use before ``w`` is there: so it loads ``w`` now, not when it comes to use it.
+
+    Both are 16-bit. The operation is ``x ^ (w & zero)``; ``zero`` as in `hold`.
+    """
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0x78;", "=r,r,r,r,r", [x, w, zero], dtype=x.dtype, is_pure=False, pack=2
+    )

@@ -4,14 +4,17 @@ Memory runs at its full rate only while every processor has some 64 KiB of loads
 small that a step is all waiting nor so large that registers spill. On an H200 that came down to a few rules, the same
 for all row lengths (measured from 64 to 131,072 columns and from 1 to 2 million rows; see `benchmarks/`):
 
-forward     a thread holds 32 bytes of a row, and rows until it holds 32 bytes; each program does one step, and as many
-            run at once as fit. A layer norm, whose programs meet twice, holds 64 bytes in at most 8 warps; so does an
-            RMS norm of few long rows.
+forward     a thread holds 32 bytes of a row, and rows until it holds 32 bytes, fewer where the call is so short that
+            all programs run at once; each program does one step. A layer norm, whose programs meet twice, holds 64
+            bytes in at most 8 warps. Rows of up to 128 KiB stay whole, the longest in 32 warps with their weight
+            loaded after the sum; where there are so few that processors would idle, they are shared.
 backward    programs of ``w`` warps, ``8 / w`` on a processor, each with two steps of loads ahead. A row is spread over
             as many threads as in forward; a thread holds up to 64 bytes of each tensor. One step in all: no pipeline.
-long rows   that no program can hold, or of which many must pass, are shared by programs with a slice each (see `wide`).
-sums        over rows are finished by a second, small launch where the call is short, and otherwise in the kernel: the
-            cooperative launch that waiting for each other needs costs 2 microseconds (see `partials`).
+long rows   that no program can hold, or in backward of which many must pass, are shared by programs with a slice each
+            (see `wide`).
+sums        over rows are finished by a second, small launch, and in the kernel where the call is so long that this
+            costs nothing: the cooperative launch that waiting for each other needs takes 2 microseconds (see
+            `partials`).
 
 A rule's configuration that would not fit gives way to smaller steps, more warps, then more programs to a row. Nothing
 here knows a shape by name.
@@ -47,6 +50,8 @@ class Config:
     """How sums over rows are added up: "tree", "grid" or "launch" (see `partials`); unused forward."""
     hold_weight: bool = True
     """Keep the weight in its 16-bit form, converted at each use: fewer registers, more instructions."""
+    weight: str = "before"
+    """When forward loads the weight: "before" all rows, "with" each step's, or "after" their sums."""
 
     @property
     def threads(self) -> int:
@@ -56,14 +61,6 @@ class Config:
     def pieces(self, n: int) -> int:
         """Tiles of a row that one program holds."""
         return math.ceil(math.ceil(n / self.split) / self.block)
-
-    def late(self, problem: "Problem") -> bool:
-        """Whether forward loads the weight after the row's sum, instead of holding it: one use of long rows."""
-        if self.programs or self.split > 1 or problem.heads > 1 or problem.quantized:
-            return False
-        if problem.layer:
-            return problem.N * max(problem.loads) > 4096
-        return elements_of_thread(problem, self)[1] >= 28 and not _is_short(problem)
 
     @property
     def cooperative(self) -> bool:
@@ -114,13 +111,15 @@ HOLD_FORWARD, HOLD_LAYER, HOLD_BACKWARD = 32, 64, 64
 #: Warps of a processor in backward: programs times warps of a program.
 WARPS_BACKWARD = 8
 #: Bytes read and written above which backward finishes its sums in the kernel.
-LONG_CALL = 128 * 2**20
-#: Bytes read and written up to which forward takes long rows by 8 warps, the weight loaded with them.
-SHORT_CALL = 40 * 2**20
+LONG_CALL = 2**30
+#: Bytes of the shortest slice of a row that is shared to occupy all processors.
+LEAST_SLICE = 16 * 1024
+#: Warps that a processor runs at once in forward, by their registers.
+WARPS_FORWARD = 32
 #: Steps of a program above which sharing rows pays, where one program could hold a row.
 MANY_STEPS = 16
 #: Bytes of the longest row that one program holds.
-LONGEST_FORWARD, LONGEST_BACKWARD = 64 * 1024, 32 * 1024
+LONGEST_FORWARD, LONGEST_BACKWARD = 128 * 1024, 32 * 1024
 
 
 @functools.cache
@@ -157,12 +156,14 @@ def register_estimate(problem: Problem, config: Config) -> float:
     held = elements * sum(size / 4 for size in problem.loads[: 2 if problem.backward else 1])
     if problem.N % vector(problem):
         # Rows that start anywhere are loaded element by element: an address for each, and nothing packed.
-        held = elements * 3.6
+        held = elements * (5.0 if problem.backward else 3.6)
     if problem.layer and not problem.backward and len(problem.loads) > 1:
         held += 0.85 * elements  # the sum with the residual stays in float32 for the variance
+    if config.weight == "after":
+        # What ptxas can do with where it must; given more it takes more.
+        shared = 6 + 10 * (len(problem.loads) - 1) if config.split > 1 else 0
+        return 22 + held + (6 if problem.layer else 0) + 0.5 * config.pieces(problem.N) + shared
     weights = columns * problem.weights * (problem.weight_size / 4)
-    if config.late(problem):
-        weights = 8.0 * problem.weights
     sums = columns * problem.sums
     along = 1.5 * rows_in_thread * vector(problem)
     pointers = 4.0 * rows_in_thread * (len(problem.loads) + len(problem.stores))
@@ -220,8 +221,9 @@ def _block(n: int, widest: int, padding: float) -> int:
 def _rows(problem: Problem, warps: int, part: int, most: float, hw: Hardware, programs: int) -> tuple[int, int]:
     """Rows and columns of a tile of slices of ``part`` columns, a thread holding at most ``most`` elements."""
     threads = 32 * warps
-    # Of long rows, columns past the end cost more than narrow tiles do.
-    padding = 1 / 3 if problem.backward else 1 / 4 if part * max(problem.loads) <= 24 * 1024 else 1 / 8
+    # Of long rows, columns past the end cost more than narrow tiles do; of the longest, less than sharing does.
+    bytes_of_part = part * max(problem.loads)
+    padding = 1 / 3 if problem.backward else 1 / 8 if 24 * 1024 < bytes_of_part <= 32 * 1024 else 1 / 4
     block = _block(part, threads * vector(problem), padding)
     least = max(1, threads * vector(problem) // block)
     rows = max(least, _floor(most * threads / (-(-part // block) * block)))
@@ -241,34 +243,73 @@ def _traffic(problem: Problem) -> int:
     return problem.M * problem.N * sum(problem.loads + problem.stores)
 
 
-def _is_short(problem: Problem) -> bool:
-    """Whether long rows are so few that every processor has but a handful: their latency is what a call takes."""
-    bytes_of_row = problem.N * max(problem.loads)
-    return bytes_of_row > 24 * 1024 and _traffic(problem._replace(M=_rounded(problem.M))) <= SHORT_CALL
-
-
 def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Forward configurations, the best first."""
-    size = max(problem.loads)
-    bytes_of_row = problem.N * size
-    held = (HOLD_LAYER if problem.layer else HOLD_FORWARD) // size
+    bytes_of_row = problem.N * max(problem.loads)
+    shared = list(_forward_shared(problem, hw))
     if bytes_of_row <= LONGEST_FORWARD:
-        warps = _warps(problem, 2, 8) if problem.layer else _warps(problem, 4, 8 if _is_short(problem) else 16)
-        while warps <= 32:
-            # Up to, not including, twice what a thread should hold.
-            rows, block = _rows(problem, warps, problem.N, 2 * held - 1, hw, 1)
-            while rows >= 1:
-                yield Config(rows, block, warps, 1, 0)
-                rows //= 2
-            warps *= 2
-    # Shared by programs: 16 warps on a processor, 8 where more registers are needed.
-    slices = (32768, 16384, 8192, 4096, 2048, 1024) if 2 * hw.processors <= problem.M else (8192, 4096, 2048, 1024)
-    for on_one, part in itertools.product((16, 8), slices if problem.heads == 1 else ()):
-        split = -(-bytes_of_row // (2 * part))
+        # One processor takes longer for a row than an exchange does, where others have nothing to do.
+        if bytes_of_row > LONGEST_FORWARD // 2 and problem.M * -(-bytes_of_row // LEAST_SLICE) <= 2 * hw.processors:
+            yield from shared
+        yield from _forward_whole(problem, hw)
+    yield from shared
+
+
+def _forward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
+    """Rows held by one program."""
+    size = max(problem.loads)
+    held = (HOLD_LAYER if problem.layer else HOLD_FORWARD) // size
+    most = 8 if problem.layer else 16 if problem.N * size <= 32 * 1024 else 32
+    warps = _warps(problem, 2 if problem.layer else 4, most)
+    while warps <= 32:
+        # Up to, not including, twice what a thread should hold.
+        rows, block = _rows(problem, warps, problem.N, 2 * held - 1, hw, WARPS_FORWARD // warps)
+        one = warps
+        while one > 8 and rows > 1:  # rows side by side in many warps: rather a program for each
+            one, rows = one // 2, rows // 2
+        first = Config(rows, block, one, 1, 0)
+        steps = problem.M / hw.processors
+        if steps > 4 * MANY_STEPS and (rows, one, first.pieces(problem.N)) == (1, 8, 2) and not problem.layer:
+            # A vector of each of two rows, rather than two of one row: 1% faster.
+            yield Config(2, 2 * block, 16, 1, 0, weight=_weight(problem, first))
+        while rows >= 1:
+            config = replace(first, rows=rows)
+            yield replace(config, weight=_weight(problem, config))
+            rows //= 2
+        warps *= 2
+
+
+def _forward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
+    """Rows shared by programs of 16 warps: two on a processor, or one where they need more registers."""
+    bytes_of_row = problem.N * max(problem.loads)
+    slices = [64 * 1024 >> shift for shift in range(6 if problem.heads == 1 else 0)]
+    # Few rows: smaller slices, as long as all programs run at once.
+    while slices and slices[0] > LEAST_SLICE and problem.M * -(-bytes_of_row // slices[1]) <= 2 * hw.processors:
+        slices.pop(0)
+    for programs, part in itertools.product((2, 1), slices):
+        split = -(-bytes_of_row // part)
         if split > 1:
-            warps = max(2, part // 2048)
-            block = _block(-(-problem.N // split), 32 * warps * vector(problem), 1 / 3)
-            yield Config(1, block, warps, 3, max(1, on_one // warps), split)
+            block = _block(-(-problem.N // split), 32 * 16 * vector(problem), 1 / 3)
+            weight = "before" if problem.quantized else "after"
+            yield Config(1, block, 16, 1, programs, split, weight=weight)
+
+
+def _weight(problem: Problem, config: Config) -> str:
+    """When a program that takes one step loads the weight.
+
+    Held beside a long row it takes registers that another program could use. Loaded with the row it comes soonest,
+    0.1 us of the shortest calls; but where there is much of it, it had better be on its way before the row is.
+    """
+    rows, columns = elements_of_thread(problem, config)
+    if problem.heads > 1 or problem.quantized:
+        return "before"
+    together = "with" if max(problem.loads) == problem.weight_size == 2 else "before"  # see `rows.tied`
+    if problem.layer:
+        return "after" if problem.N * max(problem.loads) > 4096 else together
+    registers = columns * (rows * max(problem.loads) + problem.weights * problem.weight_size) / 4
+    if registers * config.threads > REGISTERS / 4:
+        return "after"
+    return together if columns < 32 else "before"
 
 
 def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:

@@ -55,6 +55,8 @@ def _forward_plan(
     )  # fmt: skip
     hw = plans.hardware_of(x)
     config = config or tuning.choose(problem, hw, lambda c: forward(norm, x, weight, bias, residual, keep_h, config=c))
+    if config.programs and config.split == 1 and config.weight != "before":
+        raise ValueError(f"weight={config.weight} is for programs of one step, not programs={config.programs}; use 0")
     cover = plans.cover_of(problem, config, hw)
     x_place, r_place = plans.place_of(x, heads), plans.place_of(residual, heads)
     words = plans.share_words(problem, config, cover)
@@ -67,12 +69,14 @@ def _forward_plan(
         "SPLIT": config.split,
         "HOLD": plans.held(x if residual is None else residual),
         "HOLD_W": config.hold_weight and plans.held(weight),
-        "LATE": config.late(problem),
+        "WEIGHT": config.weight,
         **x_place.constants("X"),
         **r_place.constants("R"),
         **plans.tiles(problem, config),
     }
-    found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1)
+    # fp8: the largest value of a row is known once its sum is.
+    rounds = 2 if norm.quantized else 1
+    found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1, rounds)
     shape, rows = x.shape, x.shape[:-1]
     outputs = (
         form(shape, norm.out_dtype),
@@ -171,6 +175,7 @@ def _backward_plan(
         "HOLD_D": plans.held(dy),
         "HOLD_H": plans.held(h),
         "HOLD_W": config.hold_weight and plans.held(weight),
+        "STAGES": config.stages,
         "SUM": plans.sum_rows(problem, config, cover.heads),
         "FINISH": finish,
         **places[0].constants("D"),

@@ -122,6 +122,7 @@ def _backward_plan(
     constants = {
         "HOLD_D": plans.held(dyq),
         "HOLD_H": plans.held(q),
+        "STAGES": config.stages,
         "SUM_Q": plans.sum_rows(problems[0], config, covers[0].heads),
         "SUM_K": plans.sum_rows(problems[1], config, covers[1].heads),
         "FINISH_Q": ways[0],

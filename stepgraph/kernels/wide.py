@@ -12,7 +12,7 @@ before and after: the last of a group to leave clears them. Shares are added in 
 repeat bit for bit.
 
 Triton's interpreter runs programs one after another and would wait for ever. There a launch is done twice:
-``EXCHANGE`` is "publish", then "collect", with one word per step.
+``EXCHANGE`` is "publish", then "collect", with one word per step; and thrice where a second share depends on the first.
 """
 
 import triton

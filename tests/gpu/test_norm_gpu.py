@@ -235,8 +235,9 @@ def test_the_first_call_does_not_wait(monkeypatch):
     """A step's warm-up takes whatever waits for the GPU out of its CUDA graph: also what only a first call does."""
     monkeypatch.setattr(workspace, "_streams", {})
     monkeypatch.setattr(workspace, "_chunks", {})
-    x = torch.randn(16384, 4096, device="cuda").to(BF16).requires_grad_()
-    weight = torch.ones(4096, dtype=BF16, device="cuda").requires_grad_()
+    n = 65536  # rows that programs share
+    x = torch.randn(64, n, device="cuda").to(BF16).requires_grad_()
+    weight = torch.ones(n, dtype=BF16, device="cuda").requires_grad_()
     dy = x.detach().clone()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -114,6 +114,28 @@ def test_sums_in_the_kernel_for_long_calls_only():
     assert select(PROBLEM._replace(M=1 << 20), H200).finish == "grid"
 
 
+FORWARD = Problem(False, 8192, 65536, 1, (2,), (2,), False, 1, 0, 2)
+
+
+def test_long_rows_stay_whole_while_they_fit_and_occupy_all_processors():
+    assert select(FORWARD, H200).split == 1
+    assert select(FORWARD._replace(N=131072), H200).split > 1
+    assert select(FORWARD._replace(M=1), H200).split > 1
+    assert select(FORWARD._replace(M=1, N=32768), H200).split == 1
+
+
+@pytest.mark.parametrize(("n", "weight"), [(4096, "with"), (16384, "before"), (32768, "after"), (131072, "after")])
+def test_the_weight_is_loaded_where_it_costs_least(n, weight):
+    assert select(FORWARD._replace(N=n), H200).weight == weight
+    assert select(FORWARD._replace(N=n, quantized=True), H200).weight == "before"
+
+
+def test_short_calls_take_fewer_rows_a_program():
+    long, short = (select(FORWARD._replace(M=m, N=256), H200) for m in (1 << 18, 4096))
+    assert short.rows < long.rows
+    assert short.rows < select(FORWARD._replace(M=8 * 4096, N=256), H200).rows
+
+
 def test_rows_too_long_for_weights_per_head_say_so():
     problem = Problem(True, 4096, 32768, 8, (2, 2), (2,), False, 1, 1, 2)
     with pytest.raises(ValueError, match=r"a weight for each of 8 heads do not fit a program.*one weight for all"):

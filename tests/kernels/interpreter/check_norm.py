@@ -25,6 +25,10 @@ shapes = st.one_of(
 )
 
 
+#: When forward loads the weight; all but the last where the output is quantized.
+WEIGHTS = ("before", "with", "after")
+
+
 def double(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.double().requires_grad_()
 
@@ -46,7 +50,7 @@ def test_forward_and_backward(data):
     dy = tensor(shape, dy_dtype, layouts[2], 4)
     dh = tensor(shape, dtype, layouts[3], 5) if residual is not None and draw(st.booleans()) else None
     split = weight is None or not per_head
-    forced = draw(st.none() | configs(False, split)), draw(st.none() | configs(True, split))
+    forced = draw(st.none() | configs(False, split, WEIGHTS)), draw(st.none() | configs(True, split))
     spec = Norm(kind, EPS, offset, dtype)
 
     y, h, mean, rstd, scale = triton_norm.forward(spec, x, weight, bias, residual, True, config=forced[0])
@@ -80,7 +84,7 @@ def test_forward_and_backward(data):
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(shape=shapes, kind=st.sampled_from(("rms", "layer")), config=st.none() | configs(False, True))
+@given(shape=shapes, kind=st.sampled_from(("rms", "layer")), config=st.none() | configs(False, True, WEIGHTS[:2]))
 def test_quantized(shape, kind, config):
     x = tensor(shape, torch.bfloat16, "contiguous", 0)
     x.view(-1, shape[-1])[0] = 0
@@ -128,3 +132,11 @@ def test_rows_are_copied_only_where_two_levels_cannot_say_where_they_are(layout)
     start = ((r // rows.size) * rows.outer + (r % rows.size) * rows.inner) * rows.align
     flat = rows.tensor.as_strided((rows.tensor.untyped_storage().size() // 4 - x.storage_offset(),), (1,))
     assert torch.equal(flat[start[:, None] + torch.arange(8)], x.reshape(72, 8))
+
+
+@pytest.mark.parametrize("weight", ["with", "after"])
+def test_programs_of_many_steps_load_the_weight_before(weight):
+    x = torch.ones(4, 16)
+    config = Config(1, 16, 1, 1, 2, weight=weight)
+    with pytest.raises(ValueError, match=f"weight={weight} is for programs of one step, not programs=2; use 0"):
+        triton_norm.forward(Norm("rms", EPS, 0.0, x.dtype), x, torch.ones(16), None, None, False, config=config)
