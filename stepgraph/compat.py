@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,16 +24,18 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     is_fake,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "TorchDispatchMode",
     "all_reduce",
     "below_autograd",
+    "constant_of_trace",
     "current_sequence_nr",
     "dispatch_flex_attention",
     "fake_mode",
@@ -54,6 +57,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "keep_saved_tensors",
     "mark_stepped",
+    "node_of_trace",
     "operator_needing_values",
     "process_group",
     "pytree",
@@ -64,6 +68,8 @@ __all__ = [
     "symmetric_all_to_all",
     "trace",
     "trace_context",
+    "transformers_sees_values",
+    "without_modes",
 ]
 
 #: What fake tensors raise where a value, not only a shape, would be needed.
@@ -114,6 +120,41 @@ def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.
 def graph_of_trace() -> torch.fx.Graph:
     """The graph that the running `trace` writes."""
     return get_proxy_mode().tracer.graph
+
+
+def node_of_trace(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node of the running `trace` that gave ``tensor``; None for a tensor that it did not see."""
+    slot = get_proxy_slot(tensor, get_proxy_mode().tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def constant_of_trace(name: str) -> Any:
+    """What a ``get_attr`` node of the running `trace` reads."""
+    return getattr(get_proxy_mode().tracer.root, name)
+
+
+def without_modes() -> contextlib.AbstractContextManager:
+    """Operators called inside are neither traced nor faked."""
+    return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Hugging Face transformers, where it is loaded, asks values of a fake tensor whose values are ``known``.
+
+    It asks none of a fake tensor otherwise: attention is then given a mask that says no more than "causal", and keys
+    repeated for every query head.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    is_fake_tensor = getattr(module, "is_fake_tensor", None)
+    if is_fake_tensor is None:
+        yield
+        return
+    module.is_fake_tensor = lambda x: is_fake_tensor(x) and not known(x)
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = is_fake_tensor
 
 
 def storage_key(tensor: torch.Tensor) -> int:

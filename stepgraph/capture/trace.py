@@ -11,6 +11,7 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
 from stepgraph.capture.graph import InputSpec, OutputSpec, StepGraph
+from stepgraph.capture.known import KnownValues, is_known
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.provenance import Provenance, Recorder, set_provenance
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
@@ -112,7 +113,14 @@ def trace_step(
         wanted = [i for i, slot in enumerate(slots) if slot.tensor.requires_grad]
         watch = recorder.watch_graph(compat.graph_of_trace())
         kept_before = kept_tensors(model)
-        with watch, swapped(model, slots, tensors), recorder.watch_modules(), torch.enable_grad():
+        with (
+            watch,
+            swapped(model, slots, tensors),
+            recorder.watch_modules(),
+            torch.enable_grad(),
+            KnownValues(),
+            compat.transformers_sees_values(is_known),
+        ):
             microbatches = _microbatches(batch_leaves, spec, accumulate)
             params = [(slots[i].path, tensors[i]) for i in wanted]
             loss, grads = _loss_and_grads(recorder, loss_fn, model, microbatches, params)

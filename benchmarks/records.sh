@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Makes this folder's records of a GPU again, as the README quotes them; each file is written as it is measured.
+#
+#   benchmarks/records.sh [NAME ...]    without a name: all that one GPU can make (about 25 minutes on an H200)
+#   OUT=FOLDER PYTHON=PROGRAM           where the files go (benchmarks), and what runs them (python3)
+#
+# QuACK and Liger (for norms) and torchtitan (for train) are measured where they can be imported.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-benchmarks}
+PYTHON=${PYTHON:-python3}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+# Short and long rows, few and many, powers of two and the widths of models.
+RMS_SHAPES=1048576x64,131072x64,524288x128,65536x128,262144x192,40000x192,262144x256,65536x256,32768x256,4096x256
+RMS_SHAPES+=,131072x384,20000x384,65536x512,16384x512,65536x768,10922x768,65536x1024,8192x1024,1024x1024,65536x1536,5461x1536
+RMS_SHAPES+=,65536x2048,4096x2048,512x2048,32768x3072,2730x3072,65536x4096,16384x4096,2048x4096,64x4096,1x4096,32768x5120
+RMS_SHAPES+=,1638x5120,16384x6144,1365x6144,16384x7168,1170x7168,16384x8192,1024x8192,128x8192,16384x12288,682x12288
+RMS_SHAPES+=,16384x14336,585x14336,32768x16384,512x16384,16384x32768,256x32768,8192x65536,128x65536,4096x131072,64x131072
+LAYER_SHAPES=65536x256,1024x1024,65536x1024,4096x2048,16384x4096,65536x4096,16384x8192,32768x16384,16384x32768,8192x65536
+COMPILED_SHAPES=65536x256,65536x512,65536x1024,65536x2048,4096x2048,16384x4096,65536x4096,16384x8192,16384x16384
+TUNED_SHAPES=65536x256,524288x128,65536x512,65536x1024,4096x2048,16384x4096,65536x4096,16384x8192,32768x16384,8192x65536
+TUNED_SHAPES+=,4096x131072
+RULES=compile,compile-no-mix-order,compile-guard,compile-tuned,stepgraph
+NORMS=stepgraph,stepgraph-norm-kernel,stepgraph-norm-inductor,stepgraph-norm-eager
+
+stepgraph() { "$PYTHON" -m stepgraph "$@"; }
+
+norm() { # FILE [OPTION ...]
+  stepgraph bench norm "${@:2}" --json "$OUT/h200_$1.json"
+}
+
+step() { # FILE PRESET [OPTION ...]
+  stepgraph bench step "${@:2}" --json "$OUT/h200_$1.json"
+}
+
+train() { # FILE PRESET [OPTION ...]
+  stepgraph bench train "${@:2}" --json "$OUT/h200_train_$1.json"
+}
+
+plot() { # FILE
+  stepgraph bench report "$OUT/h200_$1.json" --plot "$OUT/h200_$1.png"
+}
+
+record() {
+  case $1 in
+    rms_norm)
+      norm rms_norm --op rms_norm --timing graph --providers ours,eager,quack,liger --shapes "$RMS_SHAPES"
+      plot rms_norm ;;
+    layer_norm)
+      norm layer_norm --op layer_norm --timing graph --providers ours,eager,quack,liger --shapes "$LAYER_SHAPES"
+      plot layer_norm ;;
+    compiled_norms)
+      norm compiled_norms --op rms_norm --timing graph --providers ours,quack,compile,compile-tuned --shapes "$COMPILED_SHAPES" ;;
+    rms_norm_inductor) # max-autotune: 50 seconds a shape
+      norm rms_norm_inductor --op rms_norm --timing both --providers ours,eager,compile,compile-max-autotune,liger \
+        --shapes "$TUNED_SHAPES" ;;
+    regional) "$PYTHON" benchmarks/regional.py llama3-8b --json "$OUT/h200_regional.json" ;;
+    guard) "$PYTHON" benchmarks/guard.py --blocks 11 13 24 --json "$OUT/h200_guard.json" ;; # those whose kernels spill
+    golf)
+      step golf golf --providers eager,compile,compile-max-autotune,stepgraph --steps 16
+      plot golf ;;
+    golf_rules) step golf_rules golf --precision bf16-autocast --providers "$RULES" ;;
+    golf_scaled) step golf_scaled golf --model.residual-scales --precision bf16-autocast --providers "$RULES" ;;
+    golf_norms) step golf_norms golf --precision bf16-autocast --providers "$NORMS" ;;
+    llama3-1b) step llama3-1b llama3-1b --providers eager,compile,compile-max-autotune,stepgraph --steps 6 --repeats 3 ;;
+    llama3-1b_norms) step llama3-1b_norms llama3-1b --providers "$NORMS" --steps 6 --repeats 3 ;;
+    1b_fsdp1) train 1b_fsdp1 llama3-1b --mesh fsdp=1 --batch-size 4 --seq-len 4096 --providers stepgraph --steps 40 ;;
+    1b_fsdp2) train 1b_fsdp2 llama3-1b --mesh fsdp=2 --batch-size 4 --seq-len 4096 --providers stepgraph --steps 40 ;;
+    8b_fsdp2)
+      train 8b_fsdp2 llama3-8b --mesh fsdp=2 --batch-size 1 --seq-len 8192 --steps 12
+      plot train_8b_fsdp2 ;;
+    8b_fsdp2_reshard)
+      train 8b_fsdp2_reshard llama3-8b --mesh fsdp=2 --reshard always --batch-size 1 --seq-len 8192 --steps 12 ;;
+    8b_fsdp2_tp2)
+      train 8b_fsdp2_tp2 llama3-8b --mesh fsdp=2,tp=2 --batch-size 1 --seq-len 8192 --steps 12 ;;
+    *)
+      echo "error: no record is called $1; there are: $ONE_GPU $MORE_GPUS" >&2
+      exit 2 ;;
+  esac
+}
+
+ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
+ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor"
+MORE_GPUS="1b_fsdp2 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_tp2"
+[ $# -gt 0 ] || set -- $ONE_GPU
+for name in "$@"; do
+  record "$name"
+done

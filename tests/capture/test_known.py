@@ -1,0 +1,166 @@
+"""Python may look at values that follow from literals while a step is traced, and at no others."""
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph import CaptureError
+from stepgraph.capture import known
+
+transformers = pytest.importorskip("transformers")
+
+
+class Looks(nn.Module):
+    """Scales its output by a number that ``look(x)`` returns."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.linear, self.look = nn.Linear(6, 6), look
+
+    def forward(self, x):
+        return self.linear(x) * self.look(x)
+
+
+def loss_fn(model, x):
+    return model(x).square().sum()
+
+
+def positions(x):
+    return torch.arange(x.shape[-1], device=x.device)
+
+
+def a_branch(x):
+    steps = torch.diff(positions(x)[None], prepend=positions(x)[None, :1] - 1)
+    return 2.0 if (steps != 1).cumsum(-1)[:, -1].eq(0).all() else 3.0
+
+
+def an_item(x):
+    return positions(x).view(2, 3)[1].float().mean().item()
+
+
+def a_literal(x):
+    return (torch.tensor([1.0, 2.0, 4.0], device=x.device) * positions(x)[1:4]).max().item()
+
+
+def equality(x):
+    return 2.0 if torch.equal(positions(x), torch.zeros_like(positions(x))) else 5.0
+
+
+def on_another_device(x):
+    return torch.ones(3, device=x.device).to("cpu", torch.int64).sum().item()
+
+
+@pytest.mark.parametrize(
+    ("look", "value"), [(a_branch, 2.0), (an_item, 4.0), (a_literal, 12.0), (equality, 5.0), (on_another_device, 3)]
+)
+def test_values_that_follow_from_literals(look, value):
+    model, x = Looks(look), torch.randn(4, 6)
+    assert look(x) == value
+    step = stepgraph.capture(model, loss_fn, x, passes=[])
+    expected = loss_fn(model, x)
+    expected.backward()
+    wanted = model.linear.weight.grad.clone()
+    model.zero_grad()
+    assert torch.equal(step(x), expected)
+    assert torch.equal(model.linear.weight.grad, wanted)
+
+
+def of_the_batch(x):
+    return 2.0 if (x > 0).any() else 3.0
+
+
+def of_chance(x):
+    return torch.rand(3).sum().item()
+
+
+def of_chance_and_literals(x):
+    return torch.bernoulli(positions(x) / 8).sum().item()
+
+
+def of_nothing_written(x):
+    return torch.empty(3).sum().item()
+
+
+def of_a_written_literal(x):
+    mask = torch.zeros(6)
+    mask.copy_(x[0])
+    return mask.sum().item()
+
+
+def of_a_literal_written_by_a_view(x):
+    mask = torch.zeros(3, 6)
+    mask[1, 2:] = x[0, 2:]
+    return 2.0 if mask.any() else 3.0
+
+
+def of_a_view_of_a_written_literal(x):
+    mask = torch.zeros(3, 6)
+    row = mask.view(-1)[6:]
+    mask.add_(x[0])
+    return row.sum().item()
+
+
+def of_a_literal_written_in_a_list(x):
+    many = [torch.zeros(6), torch.zeros(6)]
+    torch._foreach_add_(many, [x[0], x[1]])
+    return many[1].sum().item()
+
+
+def of_too_many(x):
+    return torch.zeros(known.LARGEST + 1).sum().item()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        *(of_the_batch, of_chance, of_chance_and_literals, of_nothing_written, of_a_written_literal),
+        *(of_a_literal_written_by_a_view, of_a_view_of_a_written_literal, of_a_literal_written_in_a_list, of_too_many),
+    ],
+)
+def test_other_values_are_not_known(look):
+    with pytest.raises(CaptureError, match=r"needs a tensor's value while the step is only shapes"):
+        stepgraph.capture(Looks(look), loss_fn, torch.randn(4, 6))
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=53, intermediate_size=48,
+        num_hidden_layers=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def attention(step):
+    return [n for n in step.graph.graph.nodes if "flash_attention_for_cpu.default" in str(n.target)]
+
+
+def test_hugging_face_attends_as_in_eager():
+    ids = torch.randint(53, (4, 12))
+    step = stepgraph.capture(llama(), lambda model, ids: model(ids, labels=ids).loss, ids, passes=[])
+    assert len(attention(step)) == 2
+    for node in attention(step):
+        assert node.args[4] is True and "attn_mask" not in node.kwargs  # causal, without a mask
+        assert node.args[1].meta["val"].shape[1] == 2  # keys are not repeated
+    assert transformers.utils.import_utils.is_fake_tensor.__module__ == "transformers.utils.import_utils"
+
+
+def test_a_mask_of_the_batch_stays_one_whatever_the_first_batch_holds():
+    model = llama()
+
+    def masked_loss(model, batch):
+        return model(**batch, use_cache=False).logits[batch["attention_mask"] == 1].square().mean()
+
+    def masked_sum(model, batch):
+        logits = model(**batch, use_cache=False).logits
+        return (logits * batch["attention_mask"][..., None]).square().mean()
+
+    ids = torch.randint(53, (4, 12))
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    padded = {"input_ids": ids, "attention_mask": (torch.arange(12) >= torch.tensor([[0], [3], [7], [0]])).long()}
+    with pytest.raises(CaptureError, match="nonzero"):
+        stepgraph.capture(model, masked_loss, whole)
+    step = stepgraph.capture(model, masked_sum, whole)
+    for batch in (whole, padded):
+        torch.testing.assert_close(step(batch), masked_sum(model, batch).detach())
+    assert all("attn_mask" in node.kwargs for node in attention(step))
