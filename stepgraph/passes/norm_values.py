@@ -85,7 +85,9 @@ class Values:
         shape = list(made.shape)
         while len(shape) > 1 and shape[0] == 1:
             shape.pop(0)
-        return shape == list(self.shape[-1:]) or (len(self.shape) > 2 and shape == list(self.shape[-2:]))
+        # Rows for heads, but not what a batch of one sequence leaves of any tensor, as the (T, N) of a matrix product.
+        heads = self.shape[:-2].numel() > 1 and shape == list(self.shape[-2:])
+        return heads or shape == list(self.shape[-1:])
 
     def get(self, node: fx.Node, reach: int = _REACH) -> Polynomial | None:
         """The polynomial of ``node``, or None if it is foreign."""

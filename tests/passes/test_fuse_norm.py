@@ -31,10 +31,11 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 # What is found
 
 
+@pytest.mark.parametrize("batch", [1, 2])  # one sequence: tensors of the shape of (T, N) are no weights per head
 @pytest.mark.parametrize("name", WRITTEN)
-def test_norms_written_by_hand(name):
+def test_norms_written_by_hand(name, batch):
     function, shape, form, each = WRITTEN[name]
-    step = check(Around(lambda: ByFunction(function, shape)), square, rows())
+    step = check(Around(lambda: ByFunction(function, shape)), square, rows(batch, 5, WIDTH))
     assert found(step) == {form: (2 * each, 2 * each)}
     report = report_of(step)
     assert (report.matched, report.changed) == (2 * each, 2 * each)
@@ -53,15 +54,16 @@ def test_norms_written_by_hand(name):
         (functools.partial(nn.LayerNorm, WIDTH, elementwise_affine=False), "fused layer norm"),
     ],
 )
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("how", ["fp32", "bf16", "autocast"])
-def test_norms_of_torch(norm, form, how):
-    model = Around(norm)
+def test_norms_of_torch(norm, form, how, batch):
+    model, x = Around(norm), rows(batch, 5, WIDTH)
     if how == "fp32":
-        step = check(model, square, rows())
+        step = check(model, square, x)
     elif how == "bf16":
-        step = check_rounded(model.to(BF16), functools.partial(square, dtype=BF16), square, rows())
+        step = check_rounded(model.to(BF16), functools.partial(square, dtype=BF16), square, x)
     else:
-        step = check_rounded(model, functools.partial(square, autocast=True), square, rows())
+        step = check_rounded(model, functools.partial(square, autocast=True), square, x)
     assert found(step) == {form: (2, 2)}
     assert "2 residual adds and 2 residual gradients taken in" in report_of(step).summary
 
@@ -150,10 +152,11 @@ def hugging_face_loss(model, batch):
         ("Qwen3", {"head_dim": 8}, "composite rms", 9, 2),
     ],
 )
-def test_hugging_face(tools, name, options, form, norms, pairs):
+@pytest.mark.parametrize("batch", [1, None])
+def test_hugging_face(tools, name, options, form, norms, pairs, batch):
     pytest.importorskip("transformers")
     model = norm_models.hugging_face(name, **options)
-    step = check(model, hugging_face_loss, tools.tokens()[0])
+    step = check(model, hugging_face_loss, {key: value[:batch] for key, value in tools.tokens()[0].items()})
     assert found(step) == {form: (norms, norms)}
     assert count(step, ours.norm_pair) == count(step, ours.norm_pair_backward) == pairs
     assert "4 residual adds and 4 residual gradients taken in" in report_of(step).summary
