@@ -65,17 +65,18 @@ def _reorders_sums(c: Collective) -> bool:
 
 def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], bool]) -> list[Collective]:
     """Bucket the ``wanted`` collectives; all that were found."""
-    before = collectives.exposed(step.graph)
-    counts: dict[str, list[int]] = defaultdict(list)
     tail = collectives.gradient_tail(step)
     reductions = collectives.gradient_reductions(step, tail)
     gathers = collectives.parameter_gathers(step)
+    report.matched = sum(map(wanted, [*gathers, *reductions]))
+    if not report.matched:
+        return [*gathers, *reductions]
+    before = collectives.exposed(step.graph)
+    counts: dict[str, list[int]] = defaultdict(list)
     # Gradients are finished behind the last reduction of their region, where the bucket will be.
     sink(step, tail, reductions, distance=0)
     for found in (gathers, reductions):
-        chosen = [c for c in found if wanted(c)]
-        report.matched += len(chosen)
-        for members in _buckets(chosen):
+        for members in _buckets([c for c in found if wanted(c)]):
             _BUILD[members[0].node.target](step, members)
             counts[members[0].node.target.name()].append(sum(c.wait.meta["val"].nbytes for c in members))
             report.changed += len(members)

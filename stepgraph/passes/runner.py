@@ -109,7 +109,8 @@ def run_passes(
         step.log.append(report)
         if dump is not None:
             (dump / f"{i:02d}-{p.name}.txt").write_text(step.text())
-    step.module.recompile()
+    if step.executable is step.module:  # else it is there to be read, and its code would be compiled for nobody
+        step.module.recompile()
     return list(step.log)
 
 
