@@ -5,11 +5,12 @@ nodes behind the tensor start from no input of the step: they are then computed,
 Python so takes the branch that it takes in eager: Hugging Face models leave out an attention mask that says no more
 than "causal".
 
-Values are not known of random tensors, of uninitialized ones, of those that any operator wrote to in place, and of
-those whose nodes are larger than `LARGEST`.
+Values are not known of random tensors, of uninitialized ones, of those that any operator wrote to in place, of tensors
+that somebody holds outside the step and may change, and of those larger than `LARGEST`.
 """
 
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,17 +19,30 @@ from torch import fx
 
 from stepgraph import compat
 
-#: Elements of the largest tensor that is computed to answer one question.
-LARGEST = 1 << 26
+aten = torch.ops.aten
+
+#: Elements of the largest tensor that is computed to answer a question.
+LARGEST = 1 << 24
+
+#: Elements of the largest tensor that is kept for the next question.
+_KEPT = 1 << 16
 
 _UNINITIALIZED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+
+#: Of their tensor argument only the shape matters.
+_SHAPED = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 
 
 class KnownValues(compat.TorchDispatchMode):
     """While active inside a trace, operators that give Python a value (``.item()``, ``if tensor:``) give it where it
-    is known; elsewhere they fail as they did."""
+    is known; elsewhere they fail as they did. One per trace."""
 
     supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[fx.Node, Any] = {}
+        self._written: set[int] = set()  # storages
 
     def __torch_dispatch__(
         self,
@@ -37,46 +51,87 @@ class KnownValues(compat.TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        overload = isinstance(func, torch._ops.OpOverload)  # not one of higher order
-        if overload and (torch.Tag.data_dependent_output in func.tags or func is torch.ops.aten.is_nonzero.default):
-            leaves, spec = compat.pytree.tree_flatten((args, dict(kwargs)))
-            histories = [history(leaf) if isinstance(leaf, torch.Tensor) else () for leaf in leaves]
-            if None not in histories:
-                values = [_computed(h) if h else leaf for h, leaf in zip(histories, leaves, strict=True)]
+        kwargs = dict(kwargs or {})
+        if not isinstance(func, torch._ops.OpOverload):  # of higher order: it may write to what it is given
+            self._note_writes((args, kwargs))
+        elif func._schema.is_mutable:
+            arguments = func._schema.arguments
+            given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+            self._note_writes([given.get(a.name) for a in arguments if a.is_write])
+        elif torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default:
+            leaves, spec = compat.pytree.tree_flatten((args, kwargs))
+            if all(self.knows(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
+                values = [self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
                 args, kwargs = compat.pytree.tree_unflatten(values, spec)
                 with compat.without_modes(), torch.no_grad():
                     return func(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor of the running trace follow from literals."""
+        node = compat.node_of_trace(tensor)
+        return node is not None and self._history(node) is not None
 
-def is_known(tensor: torch.Tensor) -> bool:
-    """Whether the values of a tensor of the running trace follow from literals."""
-    return history(tensor) is not None
+    def _note_writes(self, arguments: Any) -> None:
+        pending = [leaf for leaf in compat.pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        for tensor in pending:
+            if compat.is_traceable_wrapper_subclass(tensor):
+                pending += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            else:
+                self._written.add(compat.storage_key(tensor))
+
+    def _history(self, node: fx.Node) -> list[fx.Node] | None:
+        """The nodes to compute for the value of ``node``, in order; None if it is not known."""
+        found: set[fx.Node] = set()
+        pending = [node]
+        while pending:
+            node = pending.pop()
+            if node in found:
+                continue
+            made = node.meta.get("val")  # of a list, its elements are nodes of their own
+            if isinstance(made, torch.Tensor) and compat.storage_key(made) in self._written:
+                return None
+            if node not in self._values:
+                if not _computable(node):
+                    return None
+                pending += _sources(node)
+            found.add(node)
+        return sorted(found)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value of a known ``tensor``, on the CPU."""
+        wanted = compat.node_of_trace(tensor)
+        history = self._history(wanted)
+        values = {node: self._values[node] for node in history if node in self._values}
+        values |= {node: compat.constant_of_trace(node.target) for node in history if node.op == "get_attr"}
+        uses = Counter(source for node in history if node not in values for source in _sources(node))
+        with compat.without_modes(), torch.no_grad():
+            for node in history:
+                if node not in values:
+                    values[node] = made = _computed(node, values)
+                    if sum(t.numel() for t in compat.pytree.tree_leaves(made)) <= _KEPT:
+                        self._values[node] = made
+                    for source in _sources(node):
+                        uses[source] -= 1
+                        if not uses[source]:
+                            del values[source]
+        return values[wanted]
 
 
-def history(tensor: torch.Tensor) -> list[fx.Node] | None:
-    """The nodes that the values of ``tensor`` follow from, in order; None if they are not known."""
-    node = compat.node_of_trace(tensor)
-    if node is None:
-        return None
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        node = pending.pop()
-        if node in found:
-            continue
-        if not _computable(node):
-            return None
-        found.add(node)
-        pending.extend(node.all_input_nodes)
-    return None if _written(found) else sorted(found)
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values matter to ``node``."""
+    return [] if _packet(node) in _SHAPED else node.all_input_nodes
+
+
+def _packet(node: fx.Node) -> str:
+    return node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _computable(node: fx.Node) -> bool:
     """Whether the node gives the same values in every step, as far as its inputs do."""
-    if node.op == "get_attr":
-        return not compat.is_fake(compat.constant_of_trace(node.target))
+    if node.op == "get_attr":  # of a literal; what else is read was there before, and may be changed between steps
+        literal = all(user.target is aten.lift_fresh_copy.default for user in node.users)
+        return literal and compat.constant_of_trace(node.target).untyped_storage().resizable()  # not NumPy's memory
     if node.target is operator.getitem:
         return True
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -86,40 +141,20 @@ def _computable(node: fx.Node) -> bool:
         target.namespace in ("aten", "prims")
         and not target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in target.tags
-        and target.overloadpacket.__name__ not in _UNINITIALIZED
-        and all(isinstance(value, torch.Tensor) and value.numel() <= LARGEST for value in values)
+        and _packet(node) not in _UNINITIALIZED
+        and all(isinstance(v, torch.Tensor) and v.numel() <= LARGEST and v.device.type != "meta" for v in values)
     )
 
 
-def _written(nodes: set[fx.Node]) -> bool:
-    """Whether any operator wrote to the memory of one of ``nodes``, directly or by a view."""
-    seen, pending = set(nodes), list(nodes)
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if not isinstance(user.target, torch._ops.OpOverload):
-                views = user.target is operator.getitem
-            else:
-                schema = user.target._schema
-                given = dict(zip((a.name for a in schema.arguments), user.args, strict=False)) | user.kwargs
-                written = [given.get(a.name) for a in schema.arguments if a.is_write]
-                if node in compat.pytree.tree_leaves(written):
-                    return True
-                views = any(result.alias_info is not None for result in schema.returns)
-            if views and user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return False
+def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """The value of ``node`` from those of its sources, on the CPU."""
 
+    def value(source: fx.Node) -> Any:
+        if source in values:
+            return compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, values[source])
+        like = source.meta["val"]  # its shape alone matters
+        return torch.empty((), dtype=like.dtype).expand(like.shape)
 
-def _computed(nodes: Sequence[fx.Node]) -> torch.Tensor:
-    """The value of the last of ``nodes``, on the CPU."""
-    values = {node: compat.constant_of_trace(node.target) for node in nodes if node.op == "get_attr"}
-    with compat.without_modes(), torch.no_grad():
-        values = {node: constant.cpu() for node, constant in values.items()}
-        for node in nodes:
-            if node not in values:
-                arguments = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                args, kwargs = compat.pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), arguments)
-                values[node] = node.target(*args, **kwargs)
-    return values[nodes[-1]]
+    arguments = fx.map_arg((node.args, node.kwargs), value)
+    args, kwargs = compat.pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), arguments)
+    return node.target(*args, **kwargs)

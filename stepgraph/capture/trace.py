@@ -11,7 +11,7 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
 from stepgraph.capture.graph import InputSpec, OutputSpec, StepGraph
-from stepgraph.capture.known import KnownValues, is_known
+from stepgraph.capture.known import KnownValues
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.provenance import Provenance, Recorder, set_provenance
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
@@ -118,8 +118,8 @@ def trace_step(
             swapped(model, slots, tensors),
             recorder.watch_modules(),
             torch.enable_grad(),
-            KnownValues(),
-            compat.transformers_sees_values(is_known),
+            KnownValues() as known,
+            compat.transformers_sees_values(known.knows),
         ):
             microbatches = _microbatches(batch_leaves, spec, accumulate)
             params = [(slots[i].path, tensors[i]) for i in wanted]

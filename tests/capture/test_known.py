@@ -1,5 +1,6 @@
 """Python may look at values that follow from literals while a step is traced, and at no others."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,6 +44,22 @@ def a_literal(x):
     return (torch.tensor([1.0, 2.0, 4.0], device=x.device) * positions(x)[1:4]).max().item()
 
 
+def a_list(x):
+    return float(sum(torch.arange(1000, device=x.device).tolist()))
+
+
+def a_shape(x):
+    return (torch.ones_like(x, dtype=torch.int64).cumsum(-1)[0, -1] + x.new_full((2,), 3.0)[1]).item()
+
+
+def before_it_is_written(x):
+    many = torch.zeros(6, device=x.device)
+    later = (many + 1).sum()
+    value = later.item()
+    many.copy_(x[0])
+    return value + later.item()
+
+
 def equality(x):
     return 2.0 if torch.equal(positions(x), torch.zeros_like(positions(x))) else 5.0
 
@@ -52,7 +69,17 @@ def on_another_device(x):
 
 
 @pytest.mark.parametrize(
-    ("look", "value"), [(a_branch, 2.0), (an_item, 4.0), (a_literal, 12.0), (equality, 5.0), (on_another_device, 3)]
+    ("look", "value"),
+    [
+        (a_branch, 2.0),
+        (an_item, 4.0),
+        (a_literal, 12.0),
+        (a_list, 499500.0),
+        (a_shape, 9.0),
+        (before_it_is_written, 12.0),
+        (equality, 5.0),
+        (on_another_device, 3),
+    ],
 )
 def test_values_that_follow_from_literals(look, value):
     model, x = Looks(look), torch.randn(4, 6)
@@ -107,6 +134,28 @@ def of_a_literal_written_in_a_list(x):
     return many[1].sum().item()
 
 
+def of_a_literal_written_before_it_is_read(x):
+    mask = torch.zeros(6)
+    row = mask[2:]
+    mask.copy_(x[0])
+    return (row + 1).sum().item()
+
+
+HELD, SHARED = torch.tensor([1.0, 2.0, 3.0]), np.zeros(3, "float32")
+
+
+def of_a_tensor_that_somebody_holds(x):
+    return 2.0 if HELD.sum() > 4 else 3.0
+
+
+def of_an_array_that_somebody_holds(x):
+    return torch.from_numpy(SHARED).sum().item()
+
+
+def of_no_device(x):
+    return torch.arange(6, device="meta").sum().item()
+
+
 def of_too_many(x):
     return torch.zeros(known.LARGEST + 1).sum().item()
 
@@ -116,11 +165,31 @@ def of_too_many(x):
     [
         *(of_the_batch, of_chance, of_chance_and_literals, of_nothing_written, of_a_written_literal),
         *(of_a_literal_written_by_a_view, of_a_view_of_a_written_literal, of_a_literal_written_in_a_list, of_too_many),
+        *(of_a_literal_written_before_it_is_read, of_a_tensor_that_somebody_holds, of_an_array_that_somebody_holds),
+        of_no_device,
     ],
 )
 def test_other_values_are_not_known(look):
     with pytest.raises(CaptureError, match=r"needs a tensor's value while the step is only shapes"):
         stepgraph.capture(Looks(look), loss_fn, torch.randn(4, 6))
+
+
+def test_a_weight_that_the_model_shows_otherwise_is_not_known():
+    model = Looks(lambda x: None)
+    weight = model.linear.weight.detach()
+    model.look = lambda x: weight.sum().item()
+    with pytest.raises(CaptureError, match="needs a tensor's value"):
+        stepgraph.capture(model, loss_fn, torch.randn(4, 6))
+
+
+def test_a_mask_of_ones_made_beside_the_model_is_left_out_as_in_eager():
+    ids = torch.randint(53, (4, 12))
+
+    def loss(model, ids):
+        return model(ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+
+    step = stepgraph.capture(llama(), loss, ids, passes=[])
+    assert all(node.args[4] is True and "attn_mask" not in node.kwargs for node in attention(step))
 
 
 def llama():
