@@ -140,9 +140,9 @@ def norm(
     needs_grad = _any_needs_grad(x, weight, bias, residual)
     if not _is_plain(x, weight, bias, residual):
         sharding.check(x=x)
-        y, h, _, _, values, scale = _dispatched(
-            x, weight, bias, residual, *operators.options(norm), prenorm or needs_grad
-        )
+        # A transform hides from the tensors whether a gradient is wanted outside it.
+        keep_h = prenorm or needs_grad or in_function_transform()
+        y, h, _, _, values, scale = _dispatched(x, weight, bias, residual, *operators.options(norm), keep_h)
         return y, h, values, scale
     if not needs_grad:
         y, h, _, _, scale = operators.forward(norm, x, weight, bias, residual, prenorm)

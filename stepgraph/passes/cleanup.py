@@ -145,7 +145,10 @@ def _before_casts(node: fx.Node, aliases: Aliases) -> fx.Node | None:
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Whether every value of ``narrow`` is a value of ``wide``, so that the round trip is exact."""
-    return wide.is_floating_point and narrow.is_floating_point and torch.promote_types(wide, narrow) == wide
+    if wide == narrow or not (wide.is_floating_point and narrow.is_floating_point):
+        return wide == narrow
+    # Eight-bit formats are left alone: torch knows no type that holds one and another.
+    return min(wide.itemsize, narrow.itemsize) > 1 and torch.promote_types(wide, narrow) == wide
 
 
 @register("dead_code", "exact")

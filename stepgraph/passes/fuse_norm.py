@@ -69,8 +69,9 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
         forms[found.form, "backward"] += found.gradient is not None
         why = unsupported(found, aliases)
         choice = _choose(found, options, can_use_kernel=why is None)
-        if not found.outputs and found.original:
-            choice = choices.get(found.original.root, choice)
+        if not found.outputs and found.original:  # its backward reads the statistics of the first time
+            first = choices.get(found.original.root, choice)
+            choice = first if first != "kernel" or why is None else choice
         choices[found.root] = choice
         chosen[choice] += 1
         if choice == "kernel":
@@ -117,7 +118,7 @@ def _choose(found: Found, options: FuseNormOptions, *, can_use_kernel: bool) -> 
 
 def _rewrite(step: StepGraph, kernels: list[Found], aliases: Aliases) -> str:
     """Put our operators in; what they took in with them, in words."""
-    rewriter = Rewriter(step, kernels)
+    rewriter = Rewriter(step, kernels, aliases)
     paired: set[int] = set()
     for q, k in norm_pairs.pairs(kernels):
         if norm_pairs.rewrite(rewriter, q, k, aliases):

@@ -42,8 +42,28 @@ def find(graph: fx.Graph) -> list[Found | Refused]:
         if isinstance(found, Found):
             by_root[node.name], found.original = found, original
         results.append(found)
+    results = _with_one_owner(results)
     complete([found for found in results if isinstance(found, Found)])
     return results
+
+
+def _with_one_owner(results: list[Found | Refused]) -> list[Found | Refused]:
+    """Each gradient belongs to the first norm that it is one of. Where a norm is computed again in part, its copy
+    equals it, and so do their gradients; a copy without outputs of its own is then no norm."""
+    owners: dict[fx.Node, Found] = {}
+    kept = []
+    for found in results:
+        if isinstance(found, Found) and found.gradient:
+            owner = next((owners[node] for node in found.gradient.results() if node in owners), None)
+            if owner is None:
+                owners |= dict.fromkeys(found.gradient.results(), found)
+            else:
+                found.gradient = None
+                found.nodes = [node for node in found.nodes if node not in owner.nodes]
+                if not found.outputs:
+                    continue
+        kept.append(found)
+    return kept
 
 
 def _fused(node: fx.Node) -> Found | Refused:

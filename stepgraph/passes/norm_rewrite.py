@@ -60,6 +60,14 @@ def unsupported(found: Found, aliases: Aliases) -> str | None:
     return None
 
 
+def _written_before(found: Found, aliases: Aliases) -> bool:
+    """Whether the rows, weight or bias of ``found`` are written after the rows were made and before they are read."""
+    if not found.outputs:
+        return False
+    first, last = aliases.position[found.x], aliases.position[found.outputs[0]]
+    return any(aliases.written_between(n, first, last) for n in (found.x, found.weight, found.bias) if n is not None)
+
+
 def _form(weight: fx.Node) -> tuple[torch.Size, torch.dtype]:
     """Shape without leading ones, and dtype."""
     shape = value_of(weight).shape
@@ -84,8 +92,10 @@ def inverse(order: Sequence[int]) -> list[int]:
 class Rewriter:
     """Puts operators in place of ``norms``, which are in the order of the graph."""
 
-    def __init__(self, step: StepGraph, norms: Sequence[Found]):
+    def __init__(self, step: StepGraph, norms: Sequence[Found], aliases: Aliases):
         self.graph = step.graph
+        #: Roots of norms whose rows or weights are written between the sum that makes the rows and the norm.
+        self.written_to = {f.root for f in norms if _written_before(f, aliases)}
         #: Roots whose statistics the backward of a recomputed copy reads.
         self.read_later = {f.original.root for f in norms if f.original and not f.outputs}
         self._moved: dict[fx.Node, fx.Node] = {}
@@ -171,6 +181,8 @@ class Rewriter:
         sides = added(sum_)
         weights = [n for n in (self.now(found.weight), self.now(found.bias)) if n is not None]
         if sides is None or any(n >= sum_ for n in weights) or order_of(sum_) != order:
+            return None
+        if found.root in self.written_to:
             return None
         if any(value_of(n).stride(-1) != 1 or value_of(n).dtype not in DTYPES for n in sides):
             return None

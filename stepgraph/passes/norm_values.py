@@ -33,11 +33,15 @@ def value_of(node: fx.Node) -> torch.Tensor:
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether the node copies a floating-point tensor into another one, on the same device."""
+    """Whether the node copies a floating-point tensor into another one, on the same device.
+
+    To and from eight bits is no cast but a quantization, whose rounding is meant.
+    """
     if packet(node) not in CASTS:
         return False
     made, read = value_of(node), value_of(node.args[0])
-    return made.is_floating_point() and read.is_floating_point() and made.device == read.device
+    floats = all(t.is_floating_point() and t.dtype.itemsize > 1 for t in (made, read))
+    return floats and made.device == read.device
 
 
 def before_widening(node: fx.Node) -> fx.Node:
@@ -290,7 +294,7 @@ def _in_place(rule: Rule) -> Rule:
 
 def _variance(values: Values, node: fx.Node, reach: int) -> Polynomial:
     """``mean((a - mean(a)) ** 2)``, times N / (N - correction)."""
-    source, dims, keep = node.args[0], node.args[1], node.kwargs.get("keepdim", False)
+    source, dims, keep = node.args[0], *_dims_and_keep(node)
     read, correction = value_of(source).shape, node.kwargs.get("correction", 1)
     if not dims or [d % len(read) for d in dims] != [len(read) - 1] or source in values._without_last:
         raise NotAlgebra

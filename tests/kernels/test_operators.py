@@ -241,6 +241,20 @@ def test_vmap(kind, in_dims, per_head):
         close(ours / 256, theirs / 256, 16, 12)
 
 
+def test_a_residual_under_vmap_with_the_gradient_outside():
+    x, r = torch.randn(5, 4, 8), torch.randn(5, 4, 8)
+
+    def loss(norm, x):
+        return vmap(norm)(x, r).pow(3).sum()
+
+    ours = grad(lambda x: loss(lambda a, b: rms_norm(a, residual=b, eps=EPS), x))(x)
+    theirs = grad(lambda x: loss(lambda a, b: torch.rms_norm(a + b, (8,), eps=EPS), x))(x)
+    torch.testing.assert_close(ours, theirs)
+    leaf = x.clone().requires_grad_()
+    loss(lambda a, b: rms_norm(a, residual=b, eps=EPS), leaf).backward()
+    torch.testing.assert_close(leaf.grad, theirs)
+
+
 @pytest.mark.parametrize("batched_weights", [False, True])
 def test_vmap_of_a_pair(batched_weights):
     q, k = rows(5, 3, 4, 16), rows(5, 3, 2, 16, seed=1)

@@ -201,3 +201,100 @@ def test_a_norm_without_a_backward():
     model = nn.Sequential(nn.RMSNorm(WIDTH, elementwise_affine=False), nn.Linear(WIDTH, WIDTH))
     step = check(model, square, rows())
     assert found(step) == {"composite rms": (1, 0)}
+
+
+class Between(nn.Module):
+    """Something is written between the sum that a norm normalizes and the norm."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.a, self.n, self.write = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), write
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x):
+        h = self.a(x) + x
+        self.write(self, h)
+        return F.rms_norm(self.n(h), (WIDTH,), self.scale) + F.rms_norm(self.a(x) + x, (WIDTH,), self.scale)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m, h: h[:, 0].fill_(0.0),
+        lambda m, h: h.view(-1)[::2].mul_(2),
+        lambda m, h: h.transpose(0, 1)[0].add_(1),
+        lambda m, h: m.scale[:3].mul_(0.5),
+    ],
+)
+def test_a_write_through_a_view_between_sum_and_norm(write):
+    check(Between(write), square, rows())
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.8, 0.7, 0.6])
+def test_norms_that_are_computed_again_in_part(tools, budget):
+    passes = configured(memory=f"budget={budget}", inductor="off", norm="kernel")
+    step = check(tools.llama(n_layers=4), tools.next_token_loss, tools.tokens()[0], passes)
+    assert report_of(step).changed == report_of(step).matched and not count(step, aten.rsqrt)
+
+
+class OwnWeight(nn.Module):
+    """A norm whose weight is made of its rows, so that a copy that is computed again has no weight in time."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.c(x)
+        return x + F.layer_norm(h, (WIDTH,), self.a(torch.sin(h).mean((0, 1))))
+
+
+@pytest.mark.parametrize("memory", ["none", "selective", "full"])
+def test_a_copy_that_the_operators_cannot_replace(memory):
+    passes = configured(memory=memory, inductor="off", norm="kernel")
+    check(nn.Sequential(*[OwnWeight() for _ in range(4)]), square_of_x, rows(), passes)
+
+
+def square_of_x(model, batch):
+    return model(batch["x"]).square().mean()
+
+
+class Whole(nn.Module):
+    """Normalized by the variance of everything: no norm of rows."""
+
+    def __init__(self, variance):
+        super().__init__()
+        self.a, self.variance = nn.Linear(WIDTH, WIDTH), variance
+
+    def forward(self, x):
+        h = self.a(x)
+        return (h - h.mean()) / torch.sqrt(self.variance(h) + 1e-5)
+
+
+@pytest.mark.parametrize(
+    "variance", [torch.var, lambda h: h.var(correction=0), lambda h: torch.var(h, dim=None, keepdim=True)]
+)
+def test_a_variance_of_everything_is_no_norm(variance):
+    step = check(Whole(variance), lambda m, b: m(b["x"]).pow(3).mean(), rows())
+    assert not report_of(step).matched
+
+
+class Quantized(nn.Module):
+    """Rounded to eight bits: a weight, or the rows that are normalized but not those that the root is of."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.a, self.w, self.rows = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH) + 0.5), rows
+
+    def forward(self, x):
+        h = self.a(x)
+        root = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
+        if self.rows:
+            return h.to(torch.float8_e4m3fn).to(torch.float32) * root * self.w
+        return h * root * self.w.to(torch.float8_e4m3fn).to(torch.float32)
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_a_quantization_is_no_cast(of_rows):
+    check(Quantized(of_rows), square, rows(), [get("fuse_norm", choice="kernel")])
+    check(Quantized(of_rows), square, rows(), "exact")
