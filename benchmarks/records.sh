@@ -2,13 +2,13 @@
 # Makes this folder's records of a GPU again, as the README quotes them; each file is written as it is measured.
 #
 #   benchmarks/records.sh [NAME ...]    without a name: all that one GPU can make (about 25 minutes on an H200)
-#   OUT=FOLDER PYTHON=PROGRAM           where the files go (benchmarks), and what runs them (python3)
+#   OUT=FOLDER PYTHON=PROGRAM           where the files go (benchmarks), and what runs them (.venv/bin/python, or python3)
 #
 # QuACK and Liger (for norms) and torchtitan (for train) are measured where they can be imported.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-benchmarks}
-PYTHON=${PYTHON:-python3}
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 # Short and long rows, few and many, powers of two and the widths of models.

@@ -26,6 +26,12 @@ def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
             )
 
 
+def check_max_norm(max_grad_norm: float | None) -> None:
+    """``max_grad_norm`` is a norm."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0; give None for no clipping")
+
+
 def check_loss(loss: Any) -> None:
     """``loss`` is a plain floating-point scalar with a backward."""
     if not isinstance(loss, torch.Tensor):

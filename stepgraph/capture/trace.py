@@ -86,6 +86,7 @@ def trace_step(
     slots = model_slots(model)
     leaves, spec = flatten_batch(batch)
     checks.check_microbatches(leaves, accumulate)
+    checks.check_max_norm(max_grad_norm)
     inputs = _Inputs()
     entries = [inputs.add("parameter" if s.is_parameter else "buffer", s.name, s.tensor) for s in slots]
     update = AdamWUpdate(optimizer) if optimizer is not None else None

@@ -73,7 +73,31 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
         config |= keep_order(collectives.PIPELINED)
     if options.max_autotune:
         config |= {"max_autotune": True, "coordinate_descent_tuning": True}
+    _drop_empty_operands(step.graph)
     (_regional if options.mode == "regional" else _full)(step, options, config, report)
+
+
+def _drop_empty_operands(graph: fx.Graph) -> None:
+    """``cat`` without the empty tensors that it may be given, as by a key-value cache at its first use: Inductor takes
+    what is left of a single operand as it lies in memory, where ``cat`` writes it anew."""
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        operands = [operand for operand in node.args[0] if operand.meta["val"].shape != (0,)]
+        same = all(operand.meta["val"].dtype == node.meta["val"].dtype for operand in operands)
+        if len(operands) in (0, len(node.args[0])) or not same:
+            continue
+        if len(operands) > 1:
+            node.update_arg(0, operands)
+            continue
+        dense = node.meta["val"].is_contiguous()
+        with graph.inserting_before(node):
+            copy = graph.call_function(
+                aten.clone.default,
+                (operands[0],),
+                {"memory_format": torch.contiguous_format if dense else torch.preserve_format},
+            )
+        copy.meta = dict(node.meta)
+        node.replace_all_uses_with(copy)
+        graph.erase_node(node)
 
 
 def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:

@@ -232,6 +232,9 @@ class TrainConfig:
             )
         spec = self.mesh_spec
         if spec is None:
+            for name, plain in (("reshard", "auto"), ("reduce_dtype", "fp32")):
+                if getattr(self, name) != plain:
+                    raise ValueError(f"{name}={getattr(self, name)} is about ranks and there is no mesh: add --mesh")
             if self.nproc not in (None, 1):
                 raise ValueError(f"nproc={self.nproc} has no mesh to work on: add --mesh fsdp={self.nproc}")
             return
@@ -264,6 +267,7 @@ class TrainConfig:
             )
         if self.async_tp and self.passes == "exact":
             raise ValueError("async_tp adds in another order and passes=exact allows no such thing: drop one of them")
+        passes.configured(self.passes, inductor=self.inductor, norm=self.norm, async_tp=self.async_tp)
 
     @property
     def decay_steps(self) -> int:

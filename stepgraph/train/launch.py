@@ -1,8 +1,13 @@
 """``stepgraph train --nproc N``: this machine's ranks, started as torchrun starts them."""
 
+import contextlib
 import os
+import signal
+import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -30,9 +35,12 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
         rdzv_endpoint=f"localhost:{server.port}",
         rdzv_configs={"rank": 0},
         max_restarts=max_restarts,
+        # The ranks heed SIGTERM and Ctrl-C themselves: they save and end with 0, and the agent, left alone, with them.
+        signals_to_handle="SIGHUP,SIGQUIT",
     )
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", "stepgraph", "train", *arguments)
+        with _passed_on(signal.SIGINT, signal.SIGTERM):
+            elastic_launch(config, sys.executable)("-u", "-m", "stepgraph", "train", *arguments)
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
         how = f"ended with status {first.exitcode}; its own message is above"
@@ -42,3 +50,38 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
         print(f"error: rank {rank} (pid {first.pid}) {how}", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 1
     return 0
+
+
+@contextlib.contextmanager
+def _passed_on(*numbers: signal.Signals) -> Iterator[None]:
+    """The first of these signals goes to this process's children; a second one ends it as it would have."""
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def pass_on(number: int, _frame: object) -> None:
+        restore()
+        for pid in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    for number in numbers:
+        signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _children() -> list[int]:
+    """Processes that this one started. Linux says so in /proc, which a container has also where it has no ``ps``."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            found[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    if not found:
+        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        found = dict(map(int, line.split()) for line in listed.splitlines())
+    return [pid for pid, parent in found.items() if parent == os.getpid()]

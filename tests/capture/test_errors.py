@@ -264,3 +264,8 @@ def test_unknown_passes():
     assert "did you mean 'recompute'" in refuse(same, passes=["recompote"], error=ValueError)
     assert "did you mean 'inductor'" in refuse(same, disable=["inducter"], error=ValueError)
     assert "unknown pipeline 'fast'" in refuse(same, passes="fast", error=ValueError)
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])
+def test_a_norm_to_clip_to_is_above_zero(norm):
+    refuse(lambda m, x: x, error=ValueError, max_grad_norm=norm)

@@ -244,3 +244,18 @@ def test_a_node_is_described_by_where_it_comes_from():
     step = stepgraph.capture(model, next_token_loss, batch, passes="exact")
     node = next(n for n in step.graph.nodes("backward") if step.graph.block_of(n) == "layers.1")
     assert f" of {provenance(node).path}, backward, llama3.py:" in describe(node)
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_is_told_to_stop_lets_its_ranks_save(corpus, tmp_path, number):  # noqa: F811
+    words = [*TINY_RUN, "--data", corpus, "--mesh", "fsdp=2", "--nproc", 2, "--steps", 100000]
+    words += ["--checkpoint-every", 0, "--val-every", 0, "--out", tmp_path / "run"]
+    with Job([], tmp_path, *words) as job:
+        job.wait_for(job.out, "\nstep 8/")
+        job.process.send_signal(number)
+        assert job.process.wait(60) == 0, job.err.read_text()
+    assert "Traceback" not in job.err.read_text()
+    (saved_at,) = (tmp_path / "run/checkpoints").iterdir()
+    assert (saved_at / "state.json").exists()

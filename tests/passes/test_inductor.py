@@ -235,3 +235,24 @@ def test_recomputation_survives_compilation(tools):
     expected, _ = train(eager, tools.mse, batches, lambda m: make(m.parameters()))
     actual, _ = train(captured, tools.mse, batches, None, step)
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=2e-5, atol=2e-5)
+
+
+class Cached(nn.Module):
+    """Keys behind an empty tensor, as a key-value cache gives them at its first use."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        k = self.linear(x).view(2, 8, 4, 8).transpose(1, 2)
+        k = torch.cat([torch.tensor([]), k], -2)
+        pair = torch.cat([torch.tensor([]), k, k], -1)
+        return (k @ k.transpose(2, 3) * 0.1).exp().sum() + pair.square().mean()
+
+
+@pytest.mark.slow
+def test_keys_behind_an_empty_tensor():
+    model, x = Cached(), torch.randn(2, 8, 32)
+    step = stepgraph.capture(model, lambda model, x: model(x), x, passes=["inductor"])
+    torch.testing.assert_close(step(x), model(x).detach())

@@ -107,6 +107,9 @@ def test_a_damaged_configuration_is_refused(change, message):
         ({"memory": "half"}, "unknown memory policy 'half'"),
         ({"memory": "budget=0"}, "memory budget '0' is not a positive number"),
         ({"disable_pass": ("cuda-graph",)}, "unknown pass 'cuda-graph': did you mean 'cuda_graph'"),
+        ({"reshard": "always"}, "reshard=always is about ranks and there is no mesh: add --mesh"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype=bf16 is about ranks"),
+        ({"norm": "inductor", "inductor": "off"}, "norm=inductor with inductor=off"),
         ({"async_tp": True}, "async_tp overlaps tensor parallelism and mesh=None has none: add tp=2"),
         (
             {"async_tp": True, "mesh": "tp=2", "model": PRESETS["llama3-1b"]().model, "passes": "exact"},

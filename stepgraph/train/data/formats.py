@@ -236,7 +236,7 @@ def _optional(package: str, purpose: str) -> ModuleType:
 
 def _encoded(value: object, where: str, field: str) -> bytes:
     if not isinstance(value, str):
-        raise ValueError(f"{where}: {field!r} is {type(value).__name__}, not a string: name the text with text_field")
+        raise ValueError(f"{where}: {field!r} is {type(value).__name__}, not a string: put each document's text there")
     try:
         return value.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
@@ -245,7 +245,7 @@ def _encoded(value: object, where: str, field: str) -> bytes:
 
 def _no_field(where: str, field: str, names: Iterable[str]) -> ValueError:
     has = ", ".join(list(names)[:8]) or "none"
-    return ValueError(f"{where}: no field {field!r} (it has {has}): name the text with text_field")
+    return ValueError(f"{where}: no field {field!r} (it has {has}): call the field with the text {field!r}")
 
 
 def _check_utf8(path: Path, text: mmap.mmap) -> None:

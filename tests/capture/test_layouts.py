@@ -1,0 +1,92 @@
+"""Fake tensors have the memory layout that the real ones will have: optimizers and views go by it."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stepgraph import compat
+
+aten = torch.ops.aten
+SHAPE = (6, 4)
+
+
+def laid_out(how):
+    t = torch.rand(SHAPE) * 0.8 + 0.1
+    return {"rows": t, "columns": t.t().contiguous().t(), "one column": t[:, :1].expand(SHAPE)}[how]
+
+
+OPERATORS = {
+    "elu": lambda g, x: aten.elu_backward(g, 1.0, 1.0, 1.0, False, x),
+    "softplus": lambda g, x: aten.softplus_backward(g, x, 1.0, 20.0),
+    "hardtanh": lambda g, x: aten.hardtanh_backward(g, x, -1.0, 1.0),
+    "hardswish": aten.hardswish_backward,
+    "hardsigmoid": aten.hardsigmoid_backward,
+    "logit": lambda g, x: aten.logit_backward(g, x, None),
+    "leaky relu": lambda g, x: aten.leaky_relu_backward(g, x, 0.1, False),
+    "threshold": lambda g, x: aten.threshold_backward(g, x, 0.0),
+    "xlogy": aten.xlogy,
+    "huber": lambda g, x: aten.huber_loss(g, x, 0, 1.0),
+    "cross entropy": lambda g, x: aten.binary_cross_entropy(g, x, None, 0),
+    "cross entropy, backward": lambda g, x: aten.binary_cross_entropy_backward(g, g * 0.5, x, None, 0),
+    "log sigmoid": lambda g, x: aten.log_sigmoid_forward(x)[0],
+    "squares, backward": lambda g, x: aten.mse_loss_backward(g, g * 2, x, 0),
+    "huber, backward": lambda g, x: aten.huber_loss_backward(g, g * 2, x, 0, 1.0),
+    "smooth l1, backward": lambda g, x: aten.smooth_l1_loss_backward(g, g * 2, x, 0, 1.0),
+    "log softmax, backward": lambda g, x: aten._log_softmax_backward_data(g, x, -1, torch.float32),
+    "layer norm, backward": lambda g, x: aten.native_layer_norm_backward(
+        g, x, [4], torch.zeros(6, 1), torch.ones(6, 1), None, None, [True, False, False]
+    )[0],
+    # What torch's own fake kernels get right.
+    "silu": aten.silu_backward,
+    "gelu": aten.gelu_backward,
+    "softmax, backward": lambda g, x: aten._softmax_backward_data(g, x, -1, torch.float32),
+    "where": lambda g, x: aten.where(g > 0.5, x, g),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fake_results_lie_in_memory_as_real_ones(name):
+    operator = OPERATORS[name]
+    for layouts in itertools.product(("rows", "columns", "one column"), repeat=2):
+        inputs = [laid_out(how) for how in layouts]
+        mode = compat.fake_mode()
+        with mode:
+            fake = operator(*map(mode.from_tensor, inputs))
+        real = operator(*inputs)
+        assert (fake.stride(), fake.shape, fake.dtype) == (real.stride(), real.shape, real.dtype), layouts
+
+
+class Einsum(nn.Module):
+    """The gradient of its weight comes transposed."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.randn(SHAPE)), function
+
+    def forward(self, x):
+        return torch.einsum("bi,oi->bo", x, self.function(self.weight))
+
+
+@pytest.mark.parametrize("passes", [[], "exact"])
+@pytest.mark.parametrize("function", [F.elu, F.softplus, F.hardswish, F.relu6, F.silu])
+def test_gradients_that_come_transposed(check_training, function, passes):
+    check_training(
+        Einsum(function),
+        lambda model, batch: model(batch["x"]).square().mean(),
+        [{"x": torch.randn(3, 4)} for _ in range(2)],
+        lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True),
+        passes=passes,
+    )
+
+
+def test_a_view_after_a_transposed_activation(check_training):
+    check_training(
+        nn.Linear(4, 2),
+        lambda model, batch: F.softplus(model(batch["x"])).transpose(1, 2).contiguous().square().sum(),
+        [{"x": torch.randn(2, 12, 4)} for _ in range(2)],
+        lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+        passes=[],
+    )
