@@ -36,10 +36,10 @@ __all__ = [
     "TorchDispatchMode",
     "all_reduce",
     "below_autograd",
+    "compute_elementwise_output_strides",
     "constant_of_trace",
     "current_sequence_nr",
     "dispatch_flex_attention",
-    "fake_mode",
     "flight_records",
     "graph_of_trace",
     "groups_of",
@@ -85,65 +85,6 @@ def operator_needing_values(error: Exception) -> str | None:
         if isinstance(error, RuntimeError) and message in str(error):
             return name
     return None
-
-
-def fake_mode() -> FakeTensorMode:
-    """A fake mode for capture: static shapes; real tensors met on the way become constants of the graph."""
-    # No shape environment: it would invent symbols for the value of `.item()` and for the size of `nonzero`.
-    return _FakeMode(allow_non_fake_inputs=True, static_shapes=True)
-
-
-_aten = torch.ops.aten
-
-#: Operators of which torch's fake kernels give another memory layout than the real ones, where inputs differ in theirs
-#: (2.11 to 2.13). What the real ones go by: the layouts of these arguments in turn; one argument's; or none's.
-_BY_ARGUMENTS = {
-    _aten.elu_backward.default: ("grad_output", "self_or_result"),
-    _aten.softplus_backward.default: ("grad_output", "self"),
-    _aten.hardtanh_backward.default: ("grad_output", "self"),
-    _aten.hardswish_backward.default: ("grad_output", "self"),
-    _aten.hardsigmoid_backward.default: ("grad_output", "self"),
-    _aten.logit_backward.default: ("grad_output", "self"),
-    _aten.leaky_relu_backward.default: ("self", "grad_output"),
-    _aten.threshold_backward.default: ("self", "grad_output"),
-    _aten.xlogy.Tensor: ("self", "other"),
-}
-_LIKE = {
-    _aten.huber_loss.default: "self",
-    _aten.binary_cross_entropy.default: "self",
-    _aten.binary_cross_entropy_backward.default: "self",
-}
-_CONTIGUOUS = {
-    _aten.log_sigmoid_forward.default,
-    _aten.mse_loss_backward.default,
-    _aten.huber_loss_backward.default,
-    _aten.smooth_l1_loss_backward.default,
-    _aten._log_softmax_backward_data.default,
-    _aten.native_layer_norm_backward.default,
-}
-
-
-class _FakeMode(FakeTensorMode):
-    """Gives results the memory layout that they will have."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = super().dispatch(func, types, args, kwargs)
-        if func not in _BY_ARGUMENTS and func not in _LIKE and func not in _CONTIGUOUS:
-            return made
-        first = made[0] if isinstance(made, tuple) else made
-        if first is None:
-            return made
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        with self:
-            if func in _BY_ARGUMENTS:
-                strides = compute_elementwise_output_strides(*(given[name] for name in _BY_ARGUMENTS[func]))
-            else:
-                like = torch.empty_like(given[_LIKE[func]]) if func in _LIKE else None
-                strides = like.stride() if like is not None and like.shape == first.shape else None
-            right = first.new_empty(first.shape) if strides is None else first.new_empty_strided(first.shape, strides)
-        if right.stride() == first.stride():
-            return made
-        return (right, *made[1:]) if isinstance(made, tuple) else right
 
 
 @contextlib.contextmanager

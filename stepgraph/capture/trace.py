@@ -10,6 +10,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
+from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.graph import InputSpec, OutputSpec, StepGraph
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.optimizer import AdamWUpdate
@@ -300,7 +301,7 @@ def _mode_of(live: Sequence[torch.Tensor]) -> compat.FakeTensorMode:
     modes = {t.fake_mode for t in live if isinstance(t, compat.FakeTensor)}
     if len(modes) > 1:
         raise CaptureError("the model's fake tensors belong to several fake modes; build it under one")
-    return modes.pop() if modes else compat.fake_mode()
+    return modes.pop() if modes else fake_mode()
 
 
 def _fake(mode: compat.FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

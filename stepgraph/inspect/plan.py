@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from stepgraph import compat, parallel, passes
 from stepgraph.capture import StepGraph, trace_step
+from stepgraph.capture.fake import fake_mode
 from stepgraph.inspect.fusion import Fusion
 from stepgraph.inspect.gpus import GPUS_PER_NODE, Gpu
 from stepgraph.inspect.memory import Moment, memory_over_step
@@ -143,7 +144,7 @@ def rewrite(step: StepGraph, config: TrainConfig, gpu: Gpu) -> None:
 
 def _captured(config: TrainConfig, mesh: parallel.Mesh) -> StepGraph:
     device = torch.device("cpu")
-    with compat.fake_mode():
+    with fake_mode():
         model = build.empty_model(config, device, mesh)
         optimizer = build.build_optimizer(config, model)
         batch = build.example_batch(config, device)

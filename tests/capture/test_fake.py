@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepgraph import compat
+from stepgraph.capture.fake import fake_mode
 
 aten = torch.ops.aten
 SHAPE = (6, 4)
@@ -52,7 +52,7 @@ def test_fake_results_lie_in_memory_as_real_ones(name):
     operator = OPERATORS[name]
     for layouts in itertools.product(("rows", "columns", "one column"), repeat=2):
         inputs = [laid_out(how) for how in layouts]
-        mode = compat.fake_mode()
+        mode = fake_mode()
         with mode:
             fake = operator(*map(mode.from_tensor, inputs))
         real = operator(*inputs)

@@ -1,0 +1,69 @@
+"""The fake tensors that a step is traced with: shapes without values, in the memory layout that values will have.
+
+Optimizers read memory linearly and views depend on its order, so that a trace must know where a gradient comes
+transposed. torch's fake kernels of some operators give another layout than the real ones.
+"""
+
+from typing import Any
+
+import torch
+
+from stepgraph import compat
+
+aten = torch.ops.aten
+
+#: Operators of which torch's fake kernels give another memory layout than the real ones, where inputs differ in theirs
+#: (2.11 to 2.13). What the real ones go by: the layouts of these arguments in turn; one argument's; or none's.
+_BY_ARGUMENTS = {
+    aten.elu_backward.default: ("grad_output", "self_or_result"),
+    aten.softplus_backward.default: ("grad_output", "self"),
+    aten.hardtanh_backward.default: ("grad_output", "self"),
+    aten.hardswish_backward.default: ("grad_output", "self"),
+    aten.hardsigmoid_backward.default: ("grad_output", "self"),
+    aten.logit_backward.default: ("grad_output", "self"),
+    aten.leaky_relu_backward.default: ("self", "grad_output"),
+    aten.threshold_backward.default: ("self", "grad_output"),
+    aten.xlogy.Tensor: ("self", "other"),
+}
+_LIKE = {
+    aten.huber_loss.default: "self",
+    aten.binary_cross_entropy.default: "self",
+    aten.binary_cross_entropy_backward.default: "self",
+}
+_CONTIGUOUS = {
+    aten.log_sigmoid_forward.default,
+    aten.mse_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten._log_softmax_backward_data.default,
+    aten.native_layer_norm_backward.default,
+}
+
+
+def fake_mode() -> compat.FakeTensorMode:
+    """A fake mode for capture: static shapes; real tensors met on the way become constants of the graph."""
+    # No shape environment: it would invent symbols for the value of `.item()` and for the size of `nonzero`.
+    return _FakeMode(allow_non_fake_inputs=True, static_shapes=True)
+
+
+class _FakeMode(compat.FakeTensorMode):
+    """Gives results the memory layout that they will have."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().dispatch(func, types, args, kwargs)
+        if func not in _BY_ARGUMENTS and func not in _LIKE and func not in _CONTIGUOUS:
+            return made
+        first = made[0] if isinstance(made, tuple) else made
+        if first is None:
+            return made
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        with self:
+            if func in _BY_ARGUMENTS:
+                strides = compat.compute_elementwise_output_strides(*(given[name] for name in _BY_ARGUMENTS[func]))
+            else:
+                like = torch.empty_like(given[_LIKE[func]]) if func in _LIKE else None
+                strides = like.stride() if like is not None and like.shape == first.shape else None
+            right = first.new_empty(first.shape) if strides is None else first.new_empty_strided(first.shape, strides)
+        if right.stride() == first.stride():
+            return made
+        return (right, *made[1:]) if isinstance(made, tuple) else right
