@@ -4,6 +4,8 @@ Optimizers read memory linearly and views depend on its order, so that a trace m
 transposed. torch's fake kernels of some operators give another layout than the real ones.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,27 +45,30 @@ _CONTIGUOUS = {
 def fake_mode() -> compat.FakeTensorMode:
     """A fake mode for capture: static shapes; real tensors met on the way become constants of the graph."""
     # No shape environment: it would invent symbols for the value of `.item()` and for the size of `nonzero`.
-    return _FakeMode(allow_non_fake_inputs=True, static_shapes=True)
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+    # Not a class of its own: operators of higher order know the modes that they work under by their class.
+    mode.dispatch = functools.partial(_dispatch, mode, mode.dispatch)
+    return mode
 
 
-class _FakeMode(compat.FakeTensorMode):
-    """Gives results the memory layout that they will have."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = super().dispatch(func, types, args, kwargs)
-        if func not in _BY_ARGUMENTS and func not in _LIKE and func not in _CONTIGUOUS:
-            return made
-        first = made[0] if isinstance(made, tuple) else made
-        if first is None:
-            return made
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        with self:
-            if func in _BY_ARGUMENTS:
-                strides = compat.compute_elementwise_output_strides(*(given[name] for name in _BY_ARGUMENTS[func]))
-            else:
-                like = torch.empty_like(given[_LIKE[func]]) if func in _LIKE else None
-                strides = like.stride() if like is not None and like.shape == first.shape else None
-            right = first.new_empty(first.shape) if strides is None else first.new_empty_strided(first.shape, strides)
-        if right.stride() == first.stride():
-            return made
-        return (right, *made[1:]) if isinstance(made, tuple) else right
+def _dispatch(
+    mode: compat.FakeTensorMode, dispatch: Callable, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    """What ``dispatch`` gives, the first result in the memory layout that it will have."""
+    made = dispatch(func, types, args, kwargs)
+    if func not in _BY_ARGUMENTS and func not in _LIKE and func not in _CONTIGUOUS:
+        return made
+    first = made[0] if isinstance(made, tuple) else made
+    if first is None:
+        return made
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+    with mode:
+        if func in _BY_ARGUMENTS:
+            strides = compat.compute_elementwise_output_strides(*(given[name] for name in _BY_ARGUMENTS[func]))
+        else:
+            like = torch.empty_like(given[_LIKE[func]]) if func in _LIKE else None
+            strides = like.stride() if like is not None and like.shape == first.shape else None
+        right = first.new_empty(first.shape) if strides is None else first.new_empty_strided(first.shape, strides)
+    if right.stride() == first.stride():
+        return made
+    return (right, *made[1:]) if isinstance(made, tuple) else right
