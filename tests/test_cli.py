@@ -11,6 +11,7 @@ import torch
 import stepgraph
 from stepgraph import cli
 from stepgraph.cli import parse_train
+from stepgraph.options import require_folder
 from stepgraph.train.config import TrainConfig
 from stepgraph.train.presets import PRESETS
 
@@ -180,3 +181,9 @@ def test_an_error_for_people_is_one_line_and_a_defect_keeps_its_traceback(monkey
     install(monkeypatch, "train.trainer", run=break_down)
     with pytest.raises(RuntimeError, match="a defect"):
         cli.main(["train"])
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr("stepgraph.options.os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ValueError, match=r"json=.*x.json cannot be written: give a file in a folder that can be"):
+        require_folder(tmp_path / "x.json")

@@ -33,13 +33,15 @@ _LIKE = {
     aten.binary_cross_entropy_backward.default: "self",
 }
 _CONTIGUOUS = {
-    aten.log_sigmoid_forward.default,
     aten.mse_loss_backward.default,
     aten.huber_loss_backward.default,
     aten.smooth_l1_loss_backward.default,
     aten._log_softmax_backward_data.default,
     aten.native_layer_norm_backward.default,
 }
+
+#: On a CPU alone; a GPU's kernel keeps its argument's layout, as the fake one does.
+_CONTIGUOUS_ON_CPU = {aten.log_sigmoid_forward.default}
 
 
 def fake_mode() -> compat.FakeTensorMode:
@@ -56,15 +58,16 @@ def _dispatch(
 ) -> Any:
     """What ``dispatch`` gives, the first result in the memory layout that it will have."""
     made = dispatch(func, types, args, kwargs)
-    if func not in _BY_ARGUMENTS and func not in _LIKE and func not in _CONTIGUOUS:
+    if not any(func in known for known in (_BY_ARGUMENTS, _LIKE, _CONTIGUOUS, _CONTIGUOUS_ON_CPU)):
         return made
     first = made[0] if isinstance(made, tuple) else made
-    if first is None:
+    if first is None or (func in _CONTIGUOUS_ON_CPU and first.device.type != "cpu"):
         return made
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
     with mode:
         if func in _BY_ARGUMENTS:
-            strides = compat.compute_elementwise_output_strides(*(given[name] for name in _BY_ARGUMENTS[func]))
+            operands = torch.broadcast_tensors(*(given[name] for name in _BY_ARGUMENTS[func]))
+            strides = compat.compute_elementwise_output_strides(*operands)
         else:
             like = torch.empty_like(given[_LIKE[func]]) if func in _LIKE else None
             strides = like.stride() if like is not None and like.shape == first.shape else None

@@ -28,6 +28,8 @@ OPERATORS = {
     "leaky relu": lambda g, x: aten.leaky_relu_backward(g, x, 0.1, False),
     "threshold": lambda g, x: aten.threshold_backward(g, x, 0.0),
     "xlogy": aten.xlogy,
+    "xlogy, of a row": lambda g, x: aten.xlogy(g, x[0]),
+    "xlogy, of a number": lambda g, x: aten.xlogy(x[0, 0], g),
     "huber": lambda g, x: aten.huber_loss(g, x, 0, 1.0),
     "cross entropy": lambda g, x: aten.binary_cross_entropy(g, x, None, 0),
     "cross entropy, backward": lambda g, x: aten.binary_cross_entropy_backward(g, g * 0.5, x, None, 0),
@@ -37,7 +39,7 @@ OPERATORS = {
     "smooth l1, backward": lambda g, x: aten.smooth_l1_loss_backward(g, g * 2, x, 0, 1.0),
     "log softmax, backward": lambda g, x: aten._log_softmax_backward_data(g, x, -1, torch.float32),
     "layer norm, backward": lambda g, x: aten.native_layer_norm_backward(
-        g, x, [4], torch.zeros(6, 1), torch.ones(6, 1), None, None, [True, False, False]
+        g, x, [4], g.new_zeros(6, 1), g.new_ones(6, 1), None, None, [True, False, False]
     )[0],
     # What torch's own fake kernels get right.
     "silu": aten.silu_backward,
@@ -49,9 +51,12 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_fake_results_lie_in_memory_as_real_ones(name):
-    operator = OPERATORS[name]
+    check_layouts(OPERATORS[name], "cpu")
+
+
+def check_layouts(operator, device):
     for layouts in itertools.product(("rows", "columns", "one column"), repeat=2):
-        inputs = [laid_out(how) for how in layouts]
+        inputs = [laid_out(how).to(device) for how in layouts]
         mode = fake_mode()
         with mode:
             fake = operator(*map(mode.from_tensor, inputs))
