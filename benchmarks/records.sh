@@ -74,6 +74,8 @@ record() {
       train 8b_fsdp2_reshard llama3-8b --mesh fsdp=2 --reshard always --batch-size 1 --seq-len 8192 --steps 12 ;;
     8b_fsdp2_tp2)
       train 8b_fsdp2_tp2 llama3-8b --mesh fsdp=2,tp=2 --batch-size 1 --seq-len 8192 --steps 12 ;;
+    8b_fsdp2_tp2_async)
+      train 8b_fsdp2_tp2_async llama3-8b --mesh fsdp=2,tp=2 --async-tp --batch-size 1 --seq-len 8192 --steps 12 ;;
     *)
       echo "error: no record is called $1; there are: $ONE_GPU $MORE_GPUS" >&2
       exit 2 ;;
@@ -82,7 +84,7 @@ record() {
 
 ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
 ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor"
-MORE_GPUS="1b_fsdp2 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_tp2"
+MORE_GPUS="1b_fsdp2 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_tp2 8b_fsdp2_tp2_async"
 [ $# -gt 0 ] || set -- $ONE_GPU
 for name in "$@"; do
   record "$name"

@@ -37,7 +37,7 @@ RANK = ["-m", "stepgraph.bench.train_rank"]
 #: Options that mean what they mean in ``stepgraph train``.
 SETTINGS = (
     *("mesh", "seq_len", "batch_size", "precision", "memory", "reshard", "reduce_dtype", "inductor", "norm"),
-    *("cuda_graph", "disable_pass", "model", "steps"),
+    *("async_tp", "cuda_graph", "disable_pass", "model", "steps"),
 )
 
 
@@ -74,6 +74,9 @@ class TrainOptions:
 
     norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
     """Ours: how norms run, as in stepgraph train."""
+
+    async_tp: bool = False
+    """Ours: multiply matrices while the collectives of tensor parallelism bring their operands or take their results."""
 
     cuda_graph: bool = True
     """Ours: replay the whole step as one CUDA graph."""

@@ -114,6 +114,17 @@ def test_one_rank_in_bf16(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_async_tensor_parallelism_can_be_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = tmp_path / "train.json"
+    words = [*TINY, "--mesh", "tp=2", "--providers", "stepgraph", "--async-tp", "--inductor", "off"]
+    assert bench.main(["train", *words, "--json", str(path)]) == 0
+    _, settings, (row,) = bench.results.read(path)
+    assert settings["models"]["llama3-debug"]["async_tp"] is True
+    assert any(". async_tensor_parallel" in line for line in row.passes)
+
+
+@pytest.mark.slow
 def test_ranks_that_take_too_long_are_ended(tmp_path, monkeypatch):
     script = tmp_path / "sleeps.py"
     touch = "pathlib.Path(__file__).with_name(f'pid-{os.getpid()}').touch()"
@@ -231,8 +242,8 @@ def test_without_a_peer_there_is_no_ratio():
     [
         ([12.5, 11.0], None),
         ([12.51, 11.1], None),
-        ([12.6, 11.0], "torchtitan: the first loss is 12.6, that of stepgraph 12.5: 8.0e-03 apart, tolerance 0.002"),
-        ([12.5, 10.0], "torchtitan: the last loss is 10, that of stepgraph 11: 9.1e-02 apart, tolerance 0.02 (bf16)"),
+        ([12.6, 11.0], "torchtitan: the first loss is 12.6, that of stepgraph 12.5: 8.0e-03 of the first apart"),
+        ([12.5, 10.0], "torchtitan: the last loss is 10, that of stepgraph 11: 8.0e-02 of the first apart, tolerance"),
         ([12.5, None], "torchtitan: a loss is not finite"),
     ],
 )
@@ -244,6 +255,11 @@ def test_losses_are_compared(losses, finding):
     else:
         assert rows[1].disagreement.startswith(finding) and text == f"losses disagree: {rows[1].disagreement}"
     assert rows[0].disagreement is None
+
+
+def test_what_is_left_of_a_loss_is_compared_by_the_first():
+    rows = [row("stepgraph", 1.0, losses=[12.5, 0.0008]), row("torchtitan", 1.0, losses=[12.5, 0.0002])]
+    assert check_losses(rows, "bf16").startswith("losses agree")
 
 
 def test_a_loss_that_is_not_finite_is_no_reference():

@@ -36,7 +36,7 @@ def on_gpus(spec, function):
 def _rank(rank, world, port, spec, function):
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ |= {"MASTER_ADDR": "localhost", **{name: str(number) for name, number in numbers.items()}}
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     with started(MeshSpec.parse(spec), "cuda") as mesh:
         try:
             function(mesh)
