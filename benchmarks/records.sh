@@ -73,9 +73,11 @@ record() {
     8b_fsdp2_reshard)
       train 8b_fsdp2_reshard llama3-8b --mesh fsdp=2 --reshard always --batch-size 1 --seq-len 8192 --steps 12 ;;
     8b_fsdp2_tp2)
-      train 8b_fsdp2_tp2 llama3-8b --mesh fsdp=2,tp=2 --batch-size 1 --seq-len 8192 --steps 12 ;;
-    8b_fsdp2_tp2_async)
-      train 8b_fsdp2_tp2_async llama3-8b --mesh fsdp=2,tp=2 --async-tp --batch-size 1 --seq-len 8192 --steps 12 ;;
+      PYTORCH_ALLOC_CONF=expandable_segments:True train 8b_fsdp2_tp2 llama3-8b --mesh fsdp=2,tp=2 --async-tp --copy-engines \
+        --batch-size 1 --seq-len 8192 --steps 12
+      plot train_8b_fsdp2_tp2 ;;
+    8b_fsdp2_tp2_nccl)
+      train 8b_fsdp2_tp2_nccl llama3-8b --mesh fsdp=2,tp=2 --batch-size 1 --seq-len 8192 --steps 12 ;;
     *)
       echo "error: no record is called $1; there are: $ONE_GPU $MORE_GPUS" >&2
       exit 2 ;;
@@ -84,7 +86,7 @@ record() {
 
 ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
 ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor"
-MORE_GPUS="1b_fsdp2 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_tp2 8b_fsdp2_tp2_async"
+MORE_GPUS="1b_fsdp2 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl"
 [ $# -gt 0 ] || set -- $ONE_GPU
 for name in "$@"; do
   record "$name"

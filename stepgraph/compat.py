@@ -65,8 +65,7 @@ __all__ = [
     "rename_node",
     "start_compile_workers",
     "storage_key",
-    "symmetric_all_gather",
-    "symmetric_all_to_all",
+    "symmetric_memory",
     "trace",
     "trace_context",
     "transformers_sees_values",
@@ -408,41 +407,19 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
-def symmetric_all_gather(
-    shard: torch.Tensor,
-    consume: Callable[[torch.Tensor, int], None],
-    gathered: torch.Tensor,
-    group_name: str,
-    keep: bool,
-) -> None:
-    """``consume(part, rank)`` of every rank's ``shard`` while the next is copied, on CUDA; they fill ``gathered``,
-    this rank's part only with ``keep``."""
-    memory = _symmetric_memory(group_name, shard.nbytes)
-    memory._pipelined_all_gather_and_consume(shard, consume, gathered, group_name, keep)
+def symmetric_memory(nbytes: int, group_name: str, device: torch.device) -> tuple[torch.Tensor, Any]:
+    """``nbytes`` on every rank of the group that all its ranks can write, and who knows where they are and has flags,
+    all zero. NVLink multicast is off.
 
-
-def symmetric_all_to_all(produce: Callable[[int, torch.Tensor], None], received: torch.Tensor, group_name: str) -> None:
-    """``produce(rank, part)`` for every rank while the one before is copied, on CUDA; ``received`` gets what each rank
-    produced for this one."""
-    ranks = process_group(group_name).size()
-    memory = _symmetric_memory(group_name, 2 * received.nbytes // ranks)
-    memory._pipelined_produce_and_all2all(produce, received, group_name)
-
-
-_workspaces: list[Any] = []
-
-
-def _symmetric_memory(group_name: str, nbytes: int) -> ModuleType:
-    """torch's symmetric memory, with a workspace of ``nbytes`` for the group, and NVLink multicast off."""
+    All ranks call it together, and not while a CUDA graph is recorded. Raises ``RuntimeError`` where a rank cannot
+    reach another's memory.
+    """
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is allocated
-    from torch.distributed import _symmetric_memory
-
-    # A workspace that grows is a new one, and recorded CUDA graphs still use the old.
-    held = _symmetric_memory._group_name_to_workspace_tensor.get(group_name)
-    if held is not None and held.numel() < nbytes:
-        _workspaces.append(held)
-    _symmetric_memory.get_symm_mem_workspace(group_name, nbytes)
-    return _symmetric_memory
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("symmetric memory cannot be made while a CUDA graph is recorded: run the step once before")
+    memory = torch._C._distributed_c10d._SymmetricMemory
+    tensor = memory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group_name)
+    return tensor, memory.rendezvous(tensor)
 
 
 def init_fake_world(rank: int, world: int) -> None:

@@ -37,7 +37,7 @@ RANK = ["-m", "stepgraph.bench.train_rank"]
 #: Options that mean what they mean in ``stepgraph train``.
 SETTINGS = (
     *("mesh", "seq_len", "batch_size", "precision", "memory", "reshard", "reduce_dtype", "inductor", "norm"),
-    *("async_tp", "cuda_graph", "disable_pass", "model", "steps"),
+    *("async_tp", "copy_engines", "cuda_graph", "disable_pass", "model", "steps"),
 )
 
 
@@ -76,7 +76,10 @@ class TrainOptions:
     """Ours: how norms run, as in stepgraph train."""
 
     async_tp: bool = False
-    """Ours: multiply matrices while the collectives of tensor parallelism bring their operands or take their results."""
+    """Ours: matrix products in a pipeline with collectives of tensor parallelism, as in stepgraph train."""
+
+    copy_engines: bool = False
+    """Ours: gather parameters and reduce gradients by copy engines, as in stepgraph train."""
 
     cuda_graph: bool = True
     """Ours: replay the whole step as one CUDA graph."""

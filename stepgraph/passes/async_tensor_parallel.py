@@ -16,15 +16,12 @@ Models", 2023; in torch, `torch.ops.symm_mem.fused_all_gather_matmul` and its li
 
 import math
 import operator
-import os
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
-from stepgraph import compat
 from stepgraph.capture import StepGraph, phase_of
 from stepgraph.passes import collectives
 from stepgraph.passes.analysis import Aliases, is_pure
@@ -58,7 +55,8 @@ def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, 
         if node in tail or node in parameters or node.target not in _JOIN:
             continue
         report.matched += 1
-        reason = _spans_machines(node.args[-1], options) or _JOIN[node.target](step, node, options, aliases)
+        apart = collectives.spans_machines(node.args[-1], options.ranks_per_machine)
+        reason = apart or _JOIN[node.target](step, node, options, aliases)
         kind = f"{phase_of(node)}, {node.target.overloadpacket.__name__}"
         if isinstance(reason, str):
             left[f"{kind}: {reason}"] += 1
@@ -74,12 +72,6 @@ def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, 
     report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
     if report.changed:
         report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
-
-
-def _spans_machines(group: str, options: AsyncTensorParallelOptions) -> str | None:
-    ranks = dist.get_process_group_ranks(compat.process_group(group))
-    there = options.ranks_per_machine or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return None if len({rank // there for rank in ranks}) == 1 else "its ranks do not share a machine"
 
 
 def _flat_views(node: fx.Node) -> list[fx.Node]:

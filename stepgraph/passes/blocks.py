@@ -80,7 +80,7 @@ def parts(step: StepGraph) -> dict[fx.Node, Part]:
 def _computing(step: StepGraph) -> dict[fx.Node, str | None]:
     """Nodes whose results depend on the batch, with their block; but for views, collectives, and what only finishes
     gradients: those may run beside other blocks."""
-    movable = (*collectives.COLLECTIVES, collectives.WAIT)
+    movable = (*collectives.COLLECTIVES, collectives.WAIT, *collectives.COPIED)
     tail = collectives.gradient_tail(step)
     made = set(step.placeholders("batch"))
     found: dict[fx.Node, str | None] = {}

@@ -7,14 +7,17 @@ gathers of parameters nor reductions of gradients, and stay where they are.
 """
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
-import stepgraph.kernels.async_matmul  # noqa: F401  (registers its operators)
+import stepgraph.kernels.async_matmul
+import stepgraph.kernels.copy_collectives  # noqa: F401  (both register their operators)
 from stepgraph import compat
 from stepgraph.capture import StepGraph, phase_of, provenance, set_provenance
 from stepgraph.passes.analysis import Aliases, argument, flops, is_overload, is_pure, is_view, tensor_bytes
@@ -31,6 +34,12 @@ COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 ALL_GATHER_MATMUL = torch.ops.stepgraph.all_gather_matmul.default
 MATMUL_REDUCE_SCATTER = torch.ops.stepgraph.matmul_reduce_scatter.default
 PIPELINED = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
+
+GATHER_BEGIN = torch.ops.stepgraph.gather_begin.default
+GATHER_END = torch.ops.stepgraph.gather_end.default
+REDUCE_BEGIN = torch.ops.stepgraph.reduce_begin.default
+REDUCE_END = torch.ops.stepgraph.reduce_end.default
+COPIED = (GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END)
 
 # What the estimate of exposed communication assumes, for kernels and links of one H200 host: FLOP/s, bytes/s in
 # memory, bytes/s between ranks and seconds that any collective takes. Only shares matter.
@@ -106,7 +115,7 @@ def gradient_tail(step: StepGraph) -> set[fx.Node]:
     aliases = Aliases(step.graph)
     tail: set[fx.Node] = set()
     for node in reversed(step.graph.nodes):
-        reduces = node.target in (REDUCE_SCATTER, ALL_REDUCE, WAIT)
+        reduces = node.target in (REDUCE_SCATTER, ALL_REDUCE, WAIT, REDUCE_BEGIN, REDUCE_END)
         if phase_of(node) == "backward" and (reduces or _is_elementwise(node)) and _ends(node, tail):
             tail.add(node)
     # What comes before the first reduction, or reads something that is written, is backward's own.
@@ -126,7 +135,7 @@ def _ends(node: fx.Node, tail: set[fx.Node]) -> bool:
 
 def _follows(node: fx.Node, tail: set[fx.Node], aliases: Aliases) -> bool:
     """Whether ``node`` is a reduction, or made from nodes of the tail and inputs that nothing writes."""
-    if node.target in (REDUCE_SCATTER, ALL_REDUCE):
+    if node.target in (REDUCE_SCATTER, ALL_REDUCE, REDUCE_BEGIN):
         return True
     others = [n for n in node.all_input_nodes if n not in tail]
     given = all(n.op in ("placeholder", "get_attr") and not aliases.writes.get(aliases.root(n)) for n in others)
@@ -197,6 +206,12 @@ def erase_chain(graph: fx.Graph, node: fx.Node) -> None:
 
 def bytes_sent(node: fx.Node) -> float:
     """Bytes that a rank receives in the collective, counted as a ring's."""
+    if node.target is GATHER_BEGIN:
+        shards, dtype, ranks, _ = node.args
+        return sum(n.meta["val"].numel() for n in shards) * dtype.itemsize * (ranks - 1)
+    if node.target is REDUCE_BEGIN:
+        grads, ranks, _ = node.args
+        return sum(map(tensor_bytes, grads)) * (ranks - 1) / ranks
     size = tensor_bytes(node)
     if node.target is ALL_REDUCE:
         ranks = group_size(node)
@@ -215,6 +230,14 @@ def group_size(node: fx.Node) -> int:
     if node.target is not ALL_REDUCE:
         return argument(node, "group_size")
     return compat.process_group(node.args[2]).size()
+
+
+def spans_machines(group: str, ranks_per_machine: int = 0) -> str | None:
+    """Why ranks of a group cannot reach each other's memory, or None. ``ranks_per_machine``: neighbours that share a
+    machine; 0: as torchrun started them."""
+    ranks = dist.get_process_group_ranks(compat.process_group(group))
+    there = ranks_per_machine or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return None if len({rank // there for rank in ranks}) == 1 else "its ranks do not share a machine"
 
 
 class Pipeline(NamedTuple):
@@ -295,11 +318,11 @@ def exposed(graph: fx.Graph) -> tuple[float, float]:
     free: dict[str, float] = defaultdict(float)
     done: dict[fx.Node, float] = {}
     for node in graph.nodes:
-        if node.target in COLLECTIVES:
+        if node.target in (*COLLECTIVES, GATHER_BEGIN, REDUCE_BEGIN):
             group, took = node.args[-1], seconds(node)
             done[node] = free[group] = max(now, free[group]) + took
             total += took
-        elif node.target is WAIT and node.args[0] in done:
+        elif node.target in (WAIT, GATHER_END, REDUCE_END) and node.args[0] in done:
             ready = done[node.args[0]]
             waited += max(0.0, ready - now)
             now = max(now, ready)

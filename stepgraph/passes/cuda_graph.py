@@ -18,6 +18,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture import StepGraph
+from stepgraph.kernels import copy_collectives
 from stepgraph.passes.analysis import Aliases
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.partition import Program, describe, needs_host, split
@@ -227,6 +228,7 @@ def _wait_for_collectives(results: Any) -> None:
     """Wait, on the GPU, for collectives whose results a later piece would wait for: a graph may not end before what it
     began, and nothing outside may wait for what is recorded. Does nothing for other tensors."""
     if torch.distributed.is_initialized():
+        copy_collectives.join()
         for tensor in compat.pytree.tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
                 torch.ops._c10d_functional.wait_tensor(tensor)

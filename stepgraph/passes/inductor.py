@@ -66,11 +66,12 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     """Compile forward and backward, or regions of them, with Inductor."""
     # Inductor takes a graph without autograd for inference and moves each node next to its first reader. Here that
     # would put every weight gradient at the end: activations live longer, and reductions over the same rows part.
-    config = {"fallback_random": True, "reorder_for_locality": False}
-    if any(n.target in (*collectives.COLLECTIVES, *collectives.PIPELINED) for n in step.graph.nodes):
+    config = {"fallback_random": True, "reorder_for_locality": False, "triton.autotune_pointwise": False}
+    ours = (*collectives.PIPELINED, *collectives.COPIED)
+    if any(n.target in (*collectives.COLLECTIVES, *ours) for n in step.graph.nodes):
         from stepgraph.inductor.communication import keep_order  # imports Inductor, which takes seconds
 
-        config |= keep_order(collectives.PIPELINED)
+        config |= keep_order(ours)
     if options.max_autotune:
         config |= {"max_autotune": True, "coordinate_descent_tuning": True}
     _drop_empty_operands(step.graph)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import stepgraph.passes.async_tensor_parallel
 import stepgraph.passes.bucket
 import stepgraph.passes.cleanup
+import stepgraph.passes.copy_engines
 import stepgraph.passes.cuda_graph
 import stepgraph.passes.embedding_gradient
 import stepgraph.passes.expand_optimizer
@@ -36,12 +37,13 @@ ORDER = (
     "bucket_all_reduces",  # numerics: those of more than two ranks
     "overlap",  # collectives beside compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
+    "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch
 )
 
 #: Passes of `ORDER` that run only where they are asked for.
-OPT_IN = ("async_tensor_parallel",)
+OPT_IN = ("async_tensor_parallel", "copy_engines")
 
 
 def exact() -> list[Pass]:
@@ -69,6 +71,7 @@ def configured(
     norm: str = "auto",
     reshard: str = "auto",
     async_tp: bool = False,
+    copy_engines: bool = False,
     cuda_graph: bool = True,
 ) -> list[Pass]:
     """A pipeline with the trainer's options applied.
@@ -77,6 +80,7 @@ def configured(
     rotations, gated products and FlexAttention, and leave the rest as it is) or ``off``. ``norm``: ``auto``,
     ``kernel``, ``inductor`` or ``eager`` (see `fuse_norm`). ``reshard``: ``auto``, ``always`` or ``never`` gather
     parameters again in backward. ``async_tp``: overlap collectives of tensor parallelism with matrix products.
+    ``copy_engines``: gather parameters and reduce gradients by the GPUs' copy engines.
     """
     if pipeline not in PIPELINES:
         raise ValueError(f"unknown pipeline {pipeline!r}; allowed: {', '.join(map(repr, PIPELINES))}")
@@ -86,8 +90,10 @@ def configured(
         raise ValueError(f"norm={norm} with pipeline 'exact', which leaves norms to eager; use pipeline 'default'")
     if norm == "inductor" and inductor == "off":
         raise ValueError("norm=inductor with inductor=off; allowed then: norm=auto, kernel or eager")
-    if pipeline == "exact" and async_tp:
-        raise ValueError("async_tp with pipeline 'exact': it adds in another order; use pipeline 'default'")
+    opted = {"async_tensor_parallel": ("async_tp", async_tp), "copy_engines": ("copy_engines", copy_engines)}
+    for option, wanted in opted.values():
+        if pipeline == "exact" and wanted:
+            raise ValueError(f"{option} with pipeline 'exact': it adds in another order; use pipeline 'default'")
     options = {
         "recompute": vars(recompute.parse_policy(memory)),
         "fuse_norm": {"choice": norm, "compiled": inductor != "off"},
@@ -95,6 +101,6 @@ def configured(
         "reshard_after_forward": {"policy": reshard},
     }
     dropped = {"expand_optimizer": inductor != "full", "inductor": inductor == "off", "cuda_graph": not cuda_graph}
-    names = {p.name for p in PIPELINES[pipeline]()} | ({"async_tensor_parallel"} if async_tp else set())
+    names = {p.name for p in PIPELINES[pipeline]()} | {name for name, (_, wanted) in opted.items() if wanted}
     chosen = [p for p in _all() if p.name in names and not dropped.get(p.name)]
     return [p.with_options(**options.get(p.name, {})) for p in chosen]

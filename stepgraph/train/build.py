@@ -158,6 +158,7 @@ def build_step(
             norm=config.norm,
             reshard=config.reshard,
             async_tp=config.async_tp,
+            copy_engines=config.copy_engines,
             cuda_graph=config.cuda_graph,
         ),
         disable=config.disable_pass,

@@ -128,6 +128,9 @@ class TrainConfig:
     async_tp: bool = False
     """Multiply chunks of the sequence while others travel: collectives of tensor parallelism, inside one machine."""
 
+    copy_engines: bool = False
+    """Gather parameters and reduce gradients by the GPUs' copy engines, not NCCL's kernels: inside one machine."""
+
     cuda_graph: bool = True
     """Replay the whole step as one CUDA graph. No effect on a CPU."""
 
@@ -265,9 +268,14 @@ class TrainConfig:
             raise ValueError(
                 f"async_tp overlaps tensor parallelism and mesh={self.mesh} has none: add tp=2 to the mesh"
             )
-        if self.async_tp and self.passes == "exact":
-            raise ValueError("async_tp adds in another order and passes=exact allows no such thing: drop one of them")
-        passes.configured(self.passes, inductor=self.inductor, norm=self.norm, async_tp=self.async_tp)
+        if self.copy_engines and (self.mesh_spec is None or self.mesh_spec.dp_shard == 1):
+            raise ValueError(f"copy_engines serves FSDP and mesh={self.mesh} shards nothing: add fsdp=2 to the mesh")
+        for name in ("async_tp", "copy_engines"):
+            if getattr(self, name) and self.passes == "exact":
+                raise ValueError(
+                    f"{name} adds in another order and passes=exact allows no such thing: drop one of them"
+                )
+        passes.configured(self.passes, inductor=self.inductor, norm=self.norm)
 
     @property
     def decay_steps(self) -> int:

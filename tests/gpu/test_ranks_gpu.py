@@ -14,7 +14,7 @@ from stepgraph.capture import gradients, provenance
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import MeshSpec, leave, local_parts, next_token_loss, parallelize, started
-from stepgraph.passes import configured
+from stepgraph.passes import configured, exact, get
 from tests.distributed.ranks import on_processes
 
 CONFIG = Llama3Config(dim=256, n_layers=3, n_heads=8, n_kv_heads=4, ffn_dim=640, vocab_size=1030, max_seq_len=2048)
@@ -92,7 +92,7 @@ def check_exact(mesh):
     assert step.report[-1].name == "cuda_graph" and step.report[-1].changed > 0
 
 
-def check_split(mesh):
+def check_split(mesh, passes="exact"):
     """A node on the host ends a graph while the next block's parameters are being gathered."""
 
     def needs_host(node):
@@ -100,14 +100,27 @@ def check_split(mesh):
         return "a test says so" if in_the_middle else None
 
     with mock.patch("stepgraph.passes.cuda_graph.needs_host", needs_host):
-        step = trained_as_eager(mesh)
+        step = trained_as_eager(mesh, passes)
     assert step.report[-1].summary.startswith("2 CUDA graphs, 1 node")
 
 
-def trained_as_eager(mesh):
+def check_copies(mesh):
+    """Two ranks add in one order only."""
+    step = trained_as_eager(mesh, by_copy_engines())
+    report = next(r for r in step.report if r.name == "copy_engines")
+    assert report.changed > 2 * CONFIG.n_layers
+    check_split(mesh, by_copy_engines())
+
+
+def by_copy_engines():
+    *before, graph = exact()
+    return [*before, get("copy_engines"), graph]
+
+
+def trained_as_eager(mesh, passes="exact"):
     (eager, optimizer), (again, second), (captured, other) = build(mesh), build(mesh), build(mesh)
     loss_fn = repeatable_loss(mesh)
-    step = stepgraph.capture(captured, loss_fn, batch_of(mesh, 0), other, max_grad_norm=1.0, passes="exact")
+    step = stepgraph.capture(captured, loss_fn, batch_of(mesh, 0), other, max_grad_norm=1.0, passes=passes)
     for i in range(5):
         loss, norm = eager_step(eager, loss_fn, batch_of(mesh, i), optimizer)
         eager_step(again, loss_fn, batch_of(mesh, i), second)
@@ -118,14 +131,25 @@ def trained_as_eager(mesh):
     return step
 
 
-def check_compiled(mesh):
+def check_overlapped(mesh):
+    """Everything that communicates without NCCL's kernels."""
+    passes = configured(async_tp=True, copy_engines=True)
+    joined = [p.with_options(unprofitable=True) if p.name == "async_tensor_parallel" else p for p in passes]
+    step = check_compiled(mesh, joined)
+    assert all(r.changed for r in step.report if r.name in ("async_tensor_parallel", "copy_engines"))
+
+
+def check_compiled(mesh, passes=None):
     (eager, optimizer), (captured, other) = build(mesh), build(mesh)
     loss_fn = next_token_loss(mesh)
-    step = stepgraph.capture(captured, loss_fn, batch_of(mesh, 0), other, max_grad_norm=1.0, passes=configured())
+    step = stepgraph.capture(
+        captured, loss_fn, batch_of(mesh, 0), other, max_grad_norm=1.0, passes=passes or configured()
+    )
     for i in range(5):
         loss, _ = eager_step(eager, loss_fn, batch_of(mesh, i), optimizer)
         torch.testing.assert_close(step(batch_of(mesh, i)), loss, rtol=5e-3, atol=5e-3)
     assert step.report[-1].summary.startswith("1 CUDA graph, 0 nodes")
+    return step
 
 
 @pytest.mark.parametrize("spec", MESHES)
@@ -140,3 +164,11 @@ def test_a_graph_waits_for_the_collectives_that_it_began():
 @pytest.mark.parametrize("spec", ["fsdp=2", "fsdp=2,tp=2"])
 def test_the_default_pipeline_is_one_graph_and_trains_the_same(spec):
     on_gpus(spec, check_compiled)
+
+
+def test_copy_engines_are_bitwise_eager():
+    on_gpus("fsdp=2", check_copies)
+
+
+def test_a_step_without_kernels_of_nccl_trains_the_same():
+    on_gpus("fsdp=2,tp=2", check_overlapped)

@@ -1,0 +1,175 @@
+"""Gathers of parameters and reductions of gradients by the copy engines of GPUs, not by kernels of NCCL.
+
+Matches: all-gathers of parameters and reduce-scatters (sums, means) of gradients, buckets or not. Before -> after:
+    wait(all_gather(cat(cast(x), ...))), a copy for each parameter -> gather_end(gather_begin([x, ...])): its copies
+    wait(reduce_scatter(cat(cast(g), ...))) -> reduce_end(reduce_begin([g, ...])), the sums of them all
+A kernel of NCCL keeps processors for as long as it runs, and a matrix product beside it takes up to half as long again.
+Casts and copies into a bucket go with what begins; gradients that are only widened for the sum travel as they are.
+Tier numerics: sums are taken in the order of ranks; with two ranks every bit stays. Preconditions: the ranks of a group
+share a machine (on GPUs, symmetric memory over NVLink), and collectives of one group are waited for in the order in
+which they begin. Best after `overlap`, which says when they do.
+"""
+
+import operator
+from collections import Counter, defaultdict
+
+import torch
+from torch import fx
+
+from stepgraph.capture import StepGraph
+from stepgraph.passes import collectives
+from stepgraph.passes.analysis import Aliases, argument
+from stepgraph.passes.collectives import ALL_GATHER, REDUCE_SCATTER, Builder, Collective, erase_chain, spans_machines
+from stepgraph.passes.contract import PassReport, register
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+@register("copy_engines", "numerics", needs_process_group=True)
+def copy_engines(step: StepGraph, options: object, report: PassReport) -> None:
+    """Move parameters and gradients beside compute without taking processors from it."""
+    tail = collectives.gradient_tail(step)
+    found = collectives.parameter_gathers(step) + collectives.gradient_reductions(step, tail)
+    found = [c for c in found if c.node.target in _REPLACE]
+    report.matched = len(found)
+    before = collectives.exposed(step.graph)
+    left: Counter[str] = Counter()
+    kept: dict[tuple, list[Collective]] = defaultdict(list)
+    for c in sorted(found, key=lambda c: c.node):
+        group = kept[c.node.target, c.node.args[-1]]
+        reason = spans_machines(c.node.args[-1]) or _not_a_sum(c.node)
+        if not reason and group and c.wait < group[-1].wait:
+            reason = "waited for before one that begins earlier"
+        if reason:
+            left[f"{c.node.target.overloadpacket.__name__}: {reason}"] += 1
+        else:
+            group.append(c)
+    replaced: list[fx.Node] = []
+    moved = 0
+    for members in kept.values():
+        sizes = []
+        for c in members:
+            begun, old = _REPLACE[c.node.target](step, c)
+            moved += c.node.target is ALL_GATHER and _behind_a_pipeline(begun)
+            sizes.append(collectives.bytes_sent(begun))
+            replaced += old
+        if sizes:
+            name = members[0].node.target.overloadpacket.__name__
+            report.notes.append(f"{name}: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB received by each rank")
+            report.changed += len(sizes)
+    for node in replaced:
+        erase_chain(step.graph, node)
+    report.summary = f"{report.changed} of {report.matched} gathers and reductions by copy engines"
+    if moved:
+        report.notes.append(f"{moved} gathers begin behind the next product that is in a pipeline with a collective")
+    report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
+    if report.changed:
+        report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+
+
+def _not_a_sum(node: fx.Node) -> str | None:
+    other = node.target is REDUCE_SCATTER and node.args[1] not in ("sum", "avg")
+    return f"reduces by {node.args[1]}" if other else None
+
+
+def _sources(step: StepGraph, c: Collective) -> list[fx.Node]:
+    """What the collective's input is put together from, uncast where that changes no bit of the result."""
+    bucket = c.node.args[0]
+    gathers, wanted, aliases = c.node.target is ALL_GATHER, bucket.meta["val"].dtype, Aliases(step.graph)
+    flat = _unviewed(bucket)
+    parts = [bucket]
+    if flat.target is aten.cat.default:
+        # A gather's bucket is the parts one after the other; of a reduction it is for each rank a part of each.
+        shape = (1, ()) if gathers else (2, (c.node.args[2],))
+        values = [part.meta["val"] for part in flat.args[0]]
+        if argument(flat, "dim") == shape[0] - 1 and all((v.ndim, v.shape[:-1]) == shape for v in values):
+            parts = flat.args[0]
+    parts = [_unviewed(part) for part in parts]
+    before = [_uncast(part, aliases) for part in parts]
+    dtypes = {part.meta["val"].dtype for part in before}
+    # The copy that a gather begins with rounds as a cast does; a sum of narrow values is that of the widened ones.
+    narrow = len(dtypes) == 1 and torch.promote_types(wanted, *dtypes) == wanted
+    return before if gathers or narrow else parts
+
+
+def _unviewed(node: fx.Node) -> fx.Node:
+    while node.target in _VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _uncast(node: fx.Node, aliases: Aliases) -> fx.Node:
+    """What ``node`` was cast from, if it still holds the same values here and is read in its own order."""
+    if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
+        return node
+    source = node.args[0]
+    last = max(aliases.position[user] for user in node.users)
+    fits = source.meta["val"].is_contiguous() and not aliases.written_between(source, aliases.position[node], last + 1)
+    return source if fits else node
+
+
+def _gather(step: StepGraph, c: Collective) -> tuple[fx.Node, list[fx.Node]]:
+    """(what begins in place of the gather, what is not needed any more)."""
+    bucket, ranks, group = c.node.args
+    dtype, build = bucket.meta["val"].dtype, Builder(step, [c.node])
+    shards = _sources(step, c)
+    sizes = [shard.meta["val"].numel() for shard in shards]
+    old = _copies(c.wait, ranks, sizes)
+    if old is None:
+        old, sizes = [c.wait], [sum(sizes)]
+    with step.graph.inserting_before(c.node):
+        begun = build(collectives.GATHER_BEGIN, shards, dtype, ranks, group)
+    with step.graph.inserting_before(c.wait):
+        wholes = build(collectives.GATHER_END, begun, sizes, dtype, ranks, group)
+        for i, node in enumerate(old):
+            whole = build(operator.getitem, wholes, i, like=node)
+            node.replace_all_uses_with(build(aten.view.default, whole, list(node.meta["val"].shape), like=node))
+    return begun, old
+
+
+def _behind_a_pipeline(begun: fx.Node) -> bool:
+    """Let a gather begin behind the first product in a pipeline that follows it: a copy engine takes one copy after
+    the other, and the pipeline would wait."""
+    (end,) = begun.users
+    node = begun.next
+    while node is not end and node.target not in collectives.PIPELINED:
+        node = node.next
+    if node is end:
+        return False
+    while node.next.target is operator.getitem:
+        node = node.next
+    node.append(begun)
+    return True
+
+
+def _copies(wait: fx.Node, ranks: int, sizes: list[int]) -> list[fx.Node] | None:
+    """The copies that take a gathered bucket apart into parts of ``sizes``, in order; None if that is not all."""
+    node = wait
+    for target in (aten.view.default, aten.split_with_sizes.default):
+        if [user.target for user in node.users] != [target]:
+            return None
+        (node,) = node.users
+    if node.args[0].meta["val"].shape[0] != ranks or list(node.args[1]) != sizes or argument(node, "dim") != 1:
+        return None
+    parts = {part.args[1]: list(part.users) for part in node.users}
+    copies = [parts[i][0] for i in range(len(sizes)) if len(parts.get(i, ())) == 1]
+    dense = all(copy.target is aten.clone.default and copy.meta["val"].is_contiguous() for copy in copies)
+    return copies if dense and len(copies) == len(sizes) else None
+
+
+def _reduce(step: StepGraph, c: Collective) -> tuple[fx.Node, list[fx.Node]]:
+    """(what begins in place of the reduction, what is not needed any more)."""
+    _, operation, ranks, group = c.node.args
+    build, result = Builder(step, [c.node]), c.wait.meta["val"]
+    grads = _sources(step, c)
+    with step.graph.inserting_before(c.node):
+        begun = build(collectives.REDUCE_BEGIN, grads, ranks, group)
+    with step.graph.inserting_before(c.wait):
+        total = build(collectives.REDUCE_END, begun, grads, operation == "avg", result.dtype, ranks, group)
+        c.wait.replace_all_uses_with(build(aten.view.default, total, list(result.shape), like=c.wait))
+    return begun, [c.wait]
+
+
+_REPLACE = {ALL_GATHER: _gather, REDUCE_SCATTER: _reduce}

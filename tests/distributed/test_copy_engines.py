@@ -1,0 +1,154 @@
+"""Gathers and reductions by copy engines: the operators, and training with the pass on gloo ranks."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import stepgraph
+from stepgraph.capture import phase_of
+from stepgraph.parallel import next_token_loss
+from stepgraph.passes import collectives, configured
+from stepgraph.passes.contract import get
+from tests.distributed.ranks import TINY, in_fake_world, make_mesh, on_ranks, own_batch, parallel_model
+
+BEFORE = [
+    *("fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "inplace_update", "reshard_after_forward"),
+    *("bucket_collectives", "overlap"),
+]
+STEPS, LAYERS = 3, 3
+
+
+def _check_operators():
+    group, ranks, rank = dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank()
+    ops = torch.ops.stepgraph
+    values = torch.arange(ranks * 7 * 3, dtype=torch.float32).view(ranks, 7, 3) / 3
+    one, two = values[rank], values[rank, 0] + 0.1
+    first = ops.gather_begin([one, two], torch.bfloat16, ranks, group)
+    second = ops.gather_begin([two], torch.float32, ranks, group)  # while the first is under way
+    wholes = ops.gather_end(first, [21, 3], torch.bfloat16, ranks, group)
+    assert torch.equal(wholes[0], values.bfloat16().flatten())
+    assert torch.equal(wholes[1], (values[:, 0] + 0.1).bfloat16().flatten())
+    (whole,) = ops.gather_end(second, [3], torch.float32, ranks, group)
+    assert torch.equal(whole, (values[:, 0] + 0.1).flatten())
+
+    torch.manual_seed(0)
+    grads = torch.randn(ranks, 2 * ranks, 5, dtype=torch.bfloat16)  # each rank's
+    mine = [grads[rank], grads[rank] * 2]
+    total = ops.reduce_end(ops.reduce_begin(mine, ranks, group), mine, False, torch.float32, ranks, group)
+    expected = grads.double().sum(0).chunk(ranks)[rank].flatten()
+    expected = torch.cat([expected, 2 * expected])
+    # float32: one rounding a rank, of at most 2^-24 of the sum of magnitudes; bfloat16: one, of 2^-9, at the end.
+    torch.testing.assert_close(total.double(), expected, rtol=0, atol=ranks * 2**-21)
+    mean = ops.reduce_end(ops.reduce_begin(mine, ranks, group), mine, True, torch.bfloat16, ranks, group)
+    torch.testing.assert_close(mean.double(), expected / ranks, rtol=2**-8, atol=ranks * 2**-21)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_operators(ranks):
+    on_ranks(ranks, _check_operators)
+
+
+def capture(mesh, chosen, param_dtype=torch.bfloat16, **options):
+    model = parallel_model(mesh, dataclasses.replace(TINY, n_layers=LAYERS), param_dtype=param_dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    loss_fn, batch = next_token_loss(mesh), own_batch(mesh, 0)
+    return model, stepgraph.capture(model, loss_fn, batch, optimizer, max_grad_norm=0.5, passes=chosen, **options)
+
+
+def targets(step):
+    return [node.target for node in step.graph.graph.nodes if node.target in (*COPIED, *REPLACED)]
+
+
+OURS = collectives.PIPELINED
+COPIED, REPLACED = collectives.COPIED, (collectives.ALL_GATHER, collectives.REDUCE_SCATTER)
+
+
+def _check_training(text, param_dtype, exact):
+    mesh = make_mesh(text)
+    plain, step = capture(mesh, BEFORE, param_dtype)
+    changed, copied = capture(mesh, [*BEFORE, "copy_engines"], param_dtype)
+    assert targets(copied).count(collectives.GATHER_BEGIN) >= LAYERS + 2
+    for i in range(STEPS):
+        batch = own_batch(mesh, i)
+        loss, expected = copied(batch), step(batch)
+        if exact:
+            assert torch.equal(loss, expected)
+            assert torch.equal(copied.metrics["grad_norm"], step.metrics["grad_norm"])
+        else:  # sums of float32 in another order
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for (name, a), b in zip(plain.named_parameters(), changed.parameters(), strict=True):
+        a, b = a.to_local(), b.to_local()
+        assert torch.equal(a, b) if exact else (a - b).abs().mean() < 1e-4, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "ranks", "param_dtype"),
+    [
+        ("fsdp=2", 2, torch.bfloat16),
+        pytest.param("fsdp=2", 2, torch.float32, marks=pytest.mark.long),
+        pytest.param("fsdp=2,tp=2", 4, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("fsdp=3", 3, torch.float32, marks=pytest.mark.long),
+    ],
+)
+def test_training(text, ranks, param_dtype):
+    """Two ranks add in one order only: every bit is that of the collectives."""
+    on_ranks(ranks, _check_training, text, param_dtype, text != "fsdp=3")
+
+
+def report(step):
+    return next(r for r in step.graph.log if r.name == "copy_engines")
+
+
+def _replaced():
+    _, step = capture(make_mesh("fsdp=2,tp=2"), [*BEFORE, "copy_engines"])
+    found, nodes = report(step), step.graph.graph.nodes
+    assert found.matched == found.changed > 2 * LAYERS and not found.summary.startswith("0 of")
+    assert "MiB received by each rank" in found.notes[0] and "exposed communication" in found.notes[-1]
+    # Casts and copies into buckets went with what begins: parameters and gradients as they are.
+    for node in nodes:
+        if node.target is collectives.GATHER_BEGIN:
+            assert all(n.op == "placeholder" for n in node.args[0])
+            assert node.args[1] is torch.bfloat16
+        if node.target is collectives.REDUCE_BEGIN:
+            assert {n.meta["val"].dtype for n in node.args[0]} == {torch.bfloat16}
+        if node.target is collectives.REDUCE_END:
+            assert node.args[3] is torch.float32 and phase_of(node) == "backward"
+    assert not collectives.parameter_gathers(step.graph)
+    left = collectives.gradient_reductions(step.graph, collectives.gradient_tail(step.graph))
+    assert {c.node.target for c in left} == {collectives.ALL_REDUCE}  # norm weights over the ranks of tp
+
+
+def _behind_pipelines():
+    """A copy engine takes one copy after the other: parameters go behind the activations that a product waits for."""
+    chosen = [*BEFORE, get("async_tensor_parallel", unprofitable=True), "copy_engines"]
+    _, step = capture(make_mesh("fsdp=2,tp=2"), chosen)
+    order = [n.target for n in step.graph.graph.nodes if phase_of(n) == "forward" and n.target in (*OURS, *COPIED)]
+    begins = [i for i, target in enumerate(order) if target is collectives.GATHER_BEGIN]
+    assert [order[i - 1] for i in begins[2:]] == [
+        collectives.ALL_GATHER_MATMUL
+    ] * LAYERS  # the next block's, the head's
+    assert f"{LAYERS} gathers begin behind the next product" in "".join(report(step).notes)
+
+
+def _two_machines():
+    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "2"}):
+        _, step = capture(make_mesh("fsdp=2,tp=2"), [*BEFORE, "copy_engines"])
+    assert report(step).changed == 0
+    assert any("all_gather_into_tensor: its ranks do not share a machine" in note for note in report(step).notes)
+
+
+@pytest.mark.parametrize("check", [_replaced, _behind_pipelines, _two_machines])
+def test_what_is_replaced(check):
+    in_fake_world(0, 4, check)
+
+
+def test_asked_for():
+    names = [p.name for p in configured(copy_engines=True)]
+    assert names.index("overlap") < names.index("copy_engines") < names.index("inductor")
+    assert "copy_engines" not in [p.name for p in configured()]
+    with pytest.raises(ValueError, match=r"^copy_engines with pipeline 'exact': it adds in another order"):
+        configured("exact", copy_engines=True)
