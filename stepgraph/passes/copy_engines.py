@@ -46,12 +46,14 @@ def copy_engines(step: StepGraph, options: object, report: PassReport) -> None:
             left[f"{c.node.target.overloadpacket.__name__}: {reason}"] += 1
         else:
             group.append(c)
+    aliases = Aliases(step.graph)
+    sources = {c.node: _sources(c, aliases) for members in kept.values() for c in members}
     replaced: list[fx.Node] = []
     moved = 0
     for members in kept.values():
         sizes = []
         for c in members:
-            begun, old = _REPLACE[c.node.target](step, c)
+            begun, old = _REPLACE[c.node.target](step, c, sources[c.node])
             moved += c.node.target is ALL_GATHER and _behind_a_pipeline(begun)
             sizes.append(collectives.bytes_sent(begun))
             replaced += old
@@ -74,10 +76,10 @@ def _not_a_sum(node: fx.Node) -> str | None:
     return f"reduces by {node.args[1]}" if other else None
 
 
-def _sources(step: StepGraph, c: Collective) -> list[fx.Node]:
+def _sources(c: Collective, aliases: Aliases) -> list[fx.Node]:
     """What the collective's input is put together from, uncast where that changes no bit of the result."""
     bucket = c.node.args[0]
-    gathers, wanted, aliases = c.node.target is ALL_GATHER, bucket.meta["val"].dtype, Aliases(step.graph)
+    gathers, wanted = c.node.target is ALL_GATHER, bucket.meta["val"].dtype
     flat = _unviewed(bucket)
     parts = [bucket]
     if flat.target is aten.cat.default:
@@ -110,11 +112,10 @@ def _uncast(node: fx.Node, aliases: Aliases) -> fx.Node:
     return source if fits else node
 
 
-def _gather(step: StepGraph, c: Collective) -> tuple[fx.Node, list[fx.Node]]:
-    """(what begins in place of the gather, what is not needed any more)."""
+def _gather(step: StepGraph, c: Collective, shards: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
+    """(what begins in place of the gather of ``shards``, what is not needed any more)."""
     bucket, ranks, group = c.node.args
     dtype, build = bucket.meta["val"].dtype, Builder(step, [c.node])
-    shards = _sources(step, c)
     sizes = [shard.meta["val"].numel() for shard in shards]
     old = _copies(c.wait, ranks, sizes)
     if old is None:
@@ -159,11 +160,10 @@ def _copies(wait: fx.Node, ranks: int, sizes: list[int]) -> list[fx.Node] | None
     return copies if dense and len(copies) == len(sizes) else None
 
 
-def _reduce(step: StepGraph, c: Collective) -> tuple[fx.Node, list[fx.Node]]:
-    """(what begins in place of the reduction, what is not needed any more)."""
+def _reduce(step: StepGraph, c: Collective, grads: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
+    """(what begins in place of the reduction of ``grads``, what is not needed any more)."""
     _, operation, ranks, group = c.node.args
     build, result = Builder(step, [c.node]), c.wait.meta["val"]
-    grads = _sources(step, c)
     with step.graph.inserting_before(c.node):
         begun = build(collectives.REDUCE_BEGIN, grads, ranks, group)
     with step.graph.inserting_before(c.wait):
