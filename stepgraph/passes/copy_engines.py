@@ -139,7 +139,7 @@ def _behind_a_pipeline(begun: fx.Node) -> bool:
         node = node.next
     if node is end:
         return False
-    while node.next.target is operator.getitem:
+    while node.next.target in (operator.getitem, collectives.GATHER_BEGIN):  # gathers keep their order
         node = node.next
     node.append(begun)
     return True
