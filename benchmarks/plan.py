@@ -1,13 +1,17 @@
-"""The forecast of ``stepgraph plan`` for the steps that ``stepgraph bench step`` measured: the same job, no GPU.
+"""The forecast of ``stepgraph plan`` beside measured steps: the same job, no GPU.
 
-``python benchmarks/plan.py benchmarks/h200_golf.json``: one line a model. The measured job keeps its parameters and
-AdamW's moments in the parameters' dtype and has no mesh: a run of ``stepgraph train`` in bf16 keeps both in fp32, and
-its forecast is not that of the measured step.
+    python benchmarks/plan.py [--json FILE] RECORD ...     # records of stepgraph bench step and bench train
+
+One line for each step of ours in the records. A job of ``bench step`` keeps its parameters and AdamW's moments in the
+parameters' dtype and has no mesh: a run of ``stepgraph train`` in bf16 keeps both in fp32, and its forecast is not that
+of the measured step. Memory is what is allocated; records of ``bench step`` hold what is reserved.
 """
 
+import argparse
 import dataclasses
 import json
-import sys
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -16,18 +20,27 @@ from stepgraph.capture import trace_step
 from stepgraph.inspect.fusion import Fusion
 from stepgraph.inspect.gpus import GPUS
 from stepgraph.inspect.memory import memory_over_step
-from stepgraph.inspect.plan import rewrite
+from stepgraph.inspect.plan import SETTINGS, rewrite
+from stepgraph.inspect.plan import forecast as forecast_ranks
 from stepgraph.inspect.roofline import Roofline
 from stepgraph.models import next_token_loss
 from stepgraph.passes.analysis import Aliases
 from stepgraph.train import build
+from stepgraph.train.environment import environment
 from stepgraph.train.presets import PRESETS
 
 GPU = GPUS["h200"]
 
 
-def forecast(name: str, settings: dict) -> tuple[float, float]:
-    """(GiB allocated at the peak, milliseconds) of the step of ``name``."""
+def of_ranks(name: str, settings: dict) -> tuple[float, float]:
+    """(GiB allocated at the peak, milliseconds) of the step of ``name`` over a mesh."""
+    job = {key: settings[key] for key in (*SETTINGS, "mesh", "reshard") if key in settings}
+    found = forecast_ranks(dataclasses.replace(PRESETS[name](), accumulate=1, **job), GPU)
+    return found.peak.total / 2**30, 1e3 * found.schedule.step_seconds
+
+
+def of_step(name: str, settings: dict) -> tuple[float, float]:
+    """(GiB allocated at the peak, milliseconds) of the step of ``name`` on one GPU."""
     job = {key: settings[key] for key in ("batch_size", "seq_len", "precision")}
     config = dataclasses.replace(PRESETS[name](), memory="none", inductor="full", accumulate=1, **job)
     meta = torch.device("meta")
@@ -46,12 +59,41 @@ def forecast(name: str, settings: dict) -> tuple[float, float]:
     return peak / 2**30, 1e3 * sum(Roofline(step.graph, aliases, fusion, GPU).seconds.values())
 
 
-for file in sys.argv[1:]:
-    measured = json.loads(Path(file).read_text(encoding="utf-8"))
-    for row in measured["rows"]:
+def compare(file: Path) -> list[dict]:
+    """Forecast and measurement of every step of ours in ``file``."""
+    record = json.loads(file.read_text(encoding="utf-8"))
+    rows = []
+    for row in record["rows"]:
         if row["provider"] == "stepgraph":
-            gib, ms = forecast(row["model"], measured["settings"]["models"][row["model"]])
-            print(
-                f"{row['model']}: forecast {gib:.1f} GiB allocated, measured {row['peak_mem_gib']:.1f} reserved; "
-                f"forecast {ms:.0f} ms, measured {row['step_ms']:.0f}"
-            )
+            forecast = of_ranks if record["settings"].get("benchmark") == "train" else of_step
+            settings = record["settings"]["models"][row["model"]]
+            gib, ms = forecast(row["model"], settings)
+            row = {"record": file.name, "model": row["model"], "mesh": settings.get("mesh")} | {
+                "forecast_gib": round(gib, 2), "measured_gib": round(row["peak_mem_gib"], 2),
+                "forecast_ms": round(ms, 1), "measured_ms": round(row["step_ms"], 1),
+            }  # fmt: skip
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="+", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    # A process each: DTensor keeps what it knows of a mesh beyond the world's end.
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        for found in pool.map(compare, options.records):
+            for row in found:
+                memory = f"forecast {row['forecast_gib']:.1f} GiB, measured {row['measured_gib']:.1f}"
+                time = f"forecast {row['forecast_ms']:.0f} ms, measured {row['measured_ms']:.0f}"
+                print(f"{row['model']} {row['mesh'] or 'one GPU'}: {memory}; {time}", flush=True)
+            rows += found
+    if options.json:
+        options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

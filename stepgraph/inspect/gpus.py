@@ -50,8 +50,9 @@ GPUS: dict[str, Gpu] = {
     # NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 80 GB, 3.35 TB/s, NVLink 900 GB/s;
     # DGX H100 data sheet: 8 ConnectX-7 of 400 Gb/s.
     "h100": _gpu("H100 SXM", 989.5, 67, 80, 3.35, 450, 50),
-    # NVIDIA H200 data sheet, SXM: the same with 141 GB at 4.8 TB/s; DGX H200 data sheet: 8 ConnectX-7 of 400 Gb/s.
-    "h200": _gpu("H200 SXM", 989.5, 67, 141, 4.8, 450, 50),
+    # NVIDIA H200 data sheet, SXM: the same at 4.8 TB/s; DGX H200 data sheet: 8 ConnectX-7 of 400 Gb/s. Memory as torch
+    # counts it, 139.8 GiB: the data sheet's 141 GB are less than what is there.
+    "h200": _gpu("H200 SXM", 989.5, 67, 150.1, 4.8, 450, 50),
     # NVIDIA HGX B200 data sheet, per GPU: 4.5 PFLOPS bf16 with sparsity, 75 TFLOPS fp32; DGX B200 data sheet: 1,440 GB
     # at 64 TB/s in all, NVLink 1.8 TB/s a GPU, 8 adapters of 400 Gb/s.
     "b200": _gpu("B200", 2250, 75, 180, 8.0, 900, 50),
