@@ -66,10 +66,10 @@ OURS = collectives.PIPELINED
 COPIED, REPLACED = collectives.COPIED, (collectives.ALL_GATHER, collectives.REDUCE_SCATTER)
 
 
-def _check_training(text, param_dtype, exact):
+def _check_training(text, param_dtype, exact, accumulate=1):
     mesh = make_mesh(text)
-    plain, step = capture(mesh, BEFORE, param_dtype)
-    changed, copied = capture(mesh, [*BEFORE, "copy_engines"], param_dtype)
+    plain, step = capture(mesh, BEFORE, param_dtype, accumulate=accumulate)
+    changed, copied = capture(mesh, [*BEFORE, "copy_engines"], param_dtype, accumulate=accumulate)
     assert targets(copied).count(collectives.GATHER_BEGIN) >= LAYERS + 2
     for i in range(STEPS):
         batch = own_batch(mesh, i)
@@ -91,12 +91,18 @@ def _check_training(text, param_dtype, exact):
         ("fsdp=2", 2, torch.bfloat16),
         pytest.param("fsdp=2", 2, torch.float32, marks=pytest.mark.long),
         pytest.param("fsdp=2,tp=2", 4, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("hsdp=2x2", 4, torch.bfloat16, marks=pytest.mark.long),
         pytest.param("fsdp=3", 3, torch.float32, marks=pytest.mark.long),
     ],
 )
 def test_training(text, ranks, param_dtype):
     """Two ranks add in one order only: every bit is that of the collectives."""
     on_ranks(ranks, _check_training, text, param_dtype, text != "fsdp=3")
+
+
+@pytest.mark.long
+def test_microbatches():
+    on_ranks(2, _check_training, "fsdp=2", torch.bfloat16, True, 2)
 
 
 def report(step):
