@@ -2,7 +2,8 @@
 
 Inductor keeps collectives among themselves in the graph's order. It does not know operators of ours that communicate
 to be collectives: they would pass others, and ranks could meet in another order or too late to overlap. And its search
-for the order with the lowest peak of memory starts gathers just before their wait, and waits early.
+for the order with the lowest peak of memory starts gathers just before their wait, and waits early. Nor does it know
+that an operator may read its arguments after it has returned.
 """
 
 from collections.abc import Collection
@@ -14,16 +15,22 @@ parts = compat.inductor()
 
 
 class KeepOrder(parts.CustomSchedulerPass):
-    """Before fusion: every collective, and every operator of ``also``, waits for the one before it to be issued."""
+    """Before fusion: every collective, and every operator of ``also``, waits for the one before it to be issued.
 
-    def __init__(self, also: Collection[Any]):
-        self.also = frozenset(also)
+    ``lasting``: operators that read their arguments after they return. They hold them; here their memory is kept from
+    being written again by what follows in the same piece.
+    """
+
+    def __init__(self, also: Collection[Any], lasting: Collection[Any]):
+        self.also, self.lasting = frozenset(also), frozenset(lasting)
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         earlier = None
         for node in nodes:
             if not self._communicates(node):
                 continue
+            if self._is(node, self.lasting):
+                parts.V.graph.never_reuse_buffers.update(dep.name for dep in node.read_writes.reads)
             if earlier is not None:
                 own = next(iter(node.get_buffer_names()))
                 for name in earlier.get_buffer_names():
@@ -34,13 +41,17 @@ class KeepOrder(parts.CustomSchedulerPass):
         return nodes
 
     def _communicates(self, node: Any) -> bool:
-        known = isinstance(node.node, parts.FallbackKernel) and node.node.op_overload in self.also
-        return known or parts.contains_collective(node)
+        return self._is(node, self.also) or parts.contains_collective(node)
+
+    @staticmethod
+    def _is(node: Any, operators: Collection[Any]) -> bool:
+        return isinstance(node.node, parts.FallbackKernel) and node.node.op_overload in operators
 
     def uuid(self) -> Any:
-        return (parts.hash_of_files((__file__,)), *sorted(map(str, self.also)))
+        return (parts.hash_of_files((__file__,)), *sorted(map(str, self.also)), *sorted(map(str, self.lasting)))
 
 
-def keep_order(also: Collection[Any]) -> dict[str, Any]:
-    """Options of Inductor that keep collectives, and operators of ``also``, in order and near their place."""
-    return {"reorder_for_peak_memory": False, "_pre_fusion_custom_pass": KeepOrder(also)}
+def keep_order(also: Collection[Any], lasting: Collection[Any] = ()) -> dict[str, Any]:
+    """Options of Inductor that keep collectives, and operators of ``also``, in order and near their place, and the
+    arguments of ``lasting`` as they are."""
+    return {"reorder_for_peak_memory": False, "_pre_fusion_custom_pass": KeepOrder(also, lasting)}

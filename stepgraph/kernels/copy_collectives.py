@@ -6,8 +6,9 @@
     parts = reduce_end(token, grads, ...)    this rank's part of the sums, or means, in the order of ranks
 
 NCCL's kernels take processors from the matrix products beside them; here the copy engines move the data (see
-`exchange`), and what begins and ends a collective runs between two products. Gradients travel in their own dtype and
-are added in float32 or wider. Of one kind and group, those that begin first end first.
+`exchange`), and what begins and ends a collective runs between two products. Gradients travel in their own dtype from
+where they lie, which they do until the end, and are added in float32 or wider. Of one kind and group, those that begin
+first end first.
 """
 
 from collections import defaultdict
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from stepgraph import compat
+from stepgraph.kernels import exchange
 from stepgraph.kernels.exchange import Ranks, begin
 
 Tensor = torch.Tensor
@@ -46,18 +48,29 @@ _begun: dict[tuple[str, str], list[_Begun]] = defaultdict(list)
 
 
 def _begin(kind: str, group_name: str, like: Tensor, own: Tensor | None = None) -> Ranks:
-    under_way = _begun[kind, group_name]
-    taken = {begun.number for begun in under_way}
+    begun_first = _begun[kind, group_name]
+    taken = {begun.number for begun in begun_first}
     number = next(i for i in range(len(taken) + 1) if i not in taken)
     ranks = begin(compat.process_group(group_name), like, (kind, number))
-    under_way.append(_Begun(number, ranks, own))
+    begun_first.append(_Begun(number, ranks, own))
     return ranks
+
+
+def under_way() -> list[int]:
+    """Which collectives are under way, as numbers to compare."""
+    return [id(begun) for begun_first in _begun.values() for begun in begun_first]
+
+
+def abandon() -> None:
+    """Forget what is under way, on all ranks: the step was broken off."""
+    _begun.clear()
+    exchange.forget()
 
 
 def join() -> None:
     """Let the current stream wait for all copies under way: a CUDA graph may not end before what it began."""
-    for under_way in _begun.values():
-        for begun in under_way:
+    for begun_first in _begun.values():
+        for begun in begun_first:
             begun.ranks.join()
 
 
@@ -97,7 +110,7 @@ def _rows(grads: list[Tensor], group_size: int) -> list[Tensor]:
 def _reduce_begin(grads: list[Tensor], group_size: int, group_name: str) -> Tensor:
     rows = _rows(grads, group_size)
     size = sum(row.shape[1] for row in rows)
-    ranks = _begin("reduce", group_name, rows[0].new_empty(size))
+    ranks = _begin("reduce", group_name, rows[0].new_empty(1).expand(size))
     for peer in reversed(ranks.others):
         ranks.send(peer, *(row[peer] for row in rows))
     return grads[0].new_empty(1)

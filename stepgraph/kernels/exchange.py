@@ -9,7 +9,11 @@
 On CUDA a rank writes its part into the other's memory, by the copy engine of its GPU (torch's symmetric memory over
 NVLink, without multicast), on a stream beside the current one. Flags follow the same way, since a kernel that sets one
 would wait until a matrix product leaves it a processor. On a CPU parts go point to point over the group, gloo's.
+In a CUDA graph sends are a branch beside the kernels that wait for others': that the branches do run beside each other
+is what CUDA does, and torch's pipelines rely on too, not what it promises.
 """
+
+from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
@@ -22,7 +26,7 @@ Tensor = torch.Tensor
 _COME, _FREE = 0, 1
 
 
-class Ranks:
+class Ranks(ABC):
     """The ranks of a group, of which this one sends and takes parts."""
 
     def __init__(self, group: dist.ProcessGroup, like: Tensor):
@@ -30,24 +34,25 @@ class Ranks:
         self.others = [(self.rank + step) % group.size() for step in range(1, group.size())]
         """The other ranks, those first whose parts are to be taken first: each begins with another one."""
 
+    @abstractmethod
     def send(self, peer: int, *pieces: Tensor) -> None:
         """Begin to hand ``pieces``, each contiguous, one after the other to ``peer``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, peer: int) -> Tensor:
         """What ``peer`` sends, once it is there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copy(self, to: Tensor, part: Tensor) -> None:
         """Copy beside what is computed; there when the exchange ends."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self) -> None:
         """Let the current stream wait for all that runs beside it: a CUDA graph may not end before."""
 
+    @abstractmethod
     def finish(self) -> None:
         """Wait for what is still under way, and let go what was taken."""
-        raise NotImplementedError
 
 
 def begin(group: dist.ProcessGroup, like: Tensor, place: tuple[str, int] = ("", 0)) -> Ranks:
@@ -76,6 +81,9 @@ class _PointToPoint(Ranks):
     def copy(self, to: Tensor, part: Tensor) -> None:
         to.copy_(part)
 
+    def join(self) -> None:
+        pass  # nothing runs beside
+
     def finish(self) -> None:
         for work, _ in self.sent:
             work.wait()
@@ -102,19 +110,28 @@ class _Workspace:
         return self.memory.get_signal_pad(holder, (1,), torch.int32, channel * self.ranks + sender)
 
 
-#: By group and place. One that was too small is kept beside: recorded CUDA graphs use it.
-_workspaces: dict[tuple, _Workspace] = {}
-_outgrown: list[_Workspace] = []
+#: By group, and name and number of the place.
+_workspaces: dict[tuple[str, str, int], _Workspace] = {}
+#: Those that are no longer used but by CUDA graphs that may have been recorded with them.
+_former: list[_Workspace] = []
 
 
 def _workspace(group: dist.ProcessGroup, nbytes: int, device: torch.device, place: tuple[str, int]) -> _Workspace:
-    key = (group.group_name, place)
+    key = (group.group_name, *place)
     held = _workspaces.get(key)
     if held is None or held.nbytes < nbytes:
         if held is not None:
-            _outgrown.append(held)
-        held = _workspaces[key] = _Workspace(group, nbytes, device)
+            _former.append(held)
+        # What comes to one number of a name will come to the others.
+        largest = max((w.nbytes for other, w in _workspaces.items() if other[:2] == key[:2]), default=0)
+        held = _workspaces[key] = _Workspace(group, max(nbytes, largest), device)
     return held
+
+
+def forget() -> None:
+    """Begin with new memory, on all ranks: after a step that was broken off, flags are not what they should be."""
+    _former.extend(_workspaces.values())
+    _workspaces.clear()
 
 
 class _Symmetric(Ranks):

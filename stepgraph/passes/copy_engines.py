@@ -51,15 +51,18 @@ def copy_engines(step: StepGraph, options: object, report: PassReport) -> None:
     replaced: list[fx.Node] = []
     moved = 0
     for members in kept.values():
-        sizes = []
+        sizes, dtypes = [], set()
         for c in members:
+            travels = [c.node.args[0]] if c.node.target is ALL_GATHER else sources[c.node]
+            dtypes |= {str(n.meta["val"].dtype).removeprefix("torch.") for n in travels}
             begun, old = _REPLACE[c.node.target](step, c, sources[c.node])
             moved += c.node.target is ALL_GATHER and _behind_a_pipeline(begun)
             sizes.append(collectives.bytes_sent(begun))
             replaced += old
         if sizes:
             name = members[0].node.target.overloadpacket.__name__
-            report.notes.append(f"{name}: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB received by each rank")
+            text = f"{name}: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB received by each rank"
+            report.notes.append(f"{text}, of {', '.join(sorted(dtypes))}")
             report.changed += len(sizes)
     for node in replaced:
         erase_chain(step.graph, node)
@@ -77,19 +80,22 @@ def _not_a_sum(node: fx.Node) -> str | None:
 
 
 def _sources(c: Collective, aliases: Aliases) -> list[fx.Node]:
-    """What the collective's input is put together from, uncast where that changes no bit of the result."""
+    """What the collective's input is put together from, uncast where that changes no bit of the result. Read where the
+    collective begins, and by a reduction until it ends."""
     bucket = c.node.args[0]
     gathers, wanted = c.node.target is ALL_GATHER, bucket.meta["val"].dtype
+    until = aliases.position[c.node if gathers else c.wait] + 1
     flat = _unviewed(bucket)
     parts = [bucket]
     if flat.target is aten.cat.default:
         # A gather's bucket is the parts one after the other; of a reduction it is for each rank a part of each.
         shape = (1, ()) if gathers else (2, (c.node.args[2],))
         values = [part.meta["val"] for part in flat.args[0]]
-        if argument(flat, "dim") == shape[0] - 1 and all((v.ndim, v.shape[:-1]) == shape for v in values):
+        in_order = argument(flat, "dim") == shape[0] - 1 and all((v.ndim, v.shape[:-1]) == shape for v in values)
+        if in_order and not any(aliases.written_between(p, aliases.position[flat], until) for p in flat.args[0]):
             parts = flat.args[0]
     parts = [_unviewed(part) for part in parts]
-    before = [_uncast(part, aliases) for part in parts]
+    before = [_uncast(part, aliases, until) for part in parts]
     dtypes = {part.meta["val"].dtype for part in before}
     # The copy that a gather begins with rounds as a cast does; a sum of narrow values is that of the widened ones.
     narrow = len(dtypes) == 1 and torch.promote_types(wanted, *dtypes) == wanted
@@ -102,13 +108,12 @@ def _unviewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def _uncast(node: fx.Node, aliases: Aliases) -> fx.Node:
-    """What ``node`` was cast from, if it still holds the same values here and is read in its own order."""
+def _uncast(node: fx.Node, aliases: Aliases, until: int) -> fx.Node:
+    """What ``node`` was cast from, if it is read in its own order and nothing writes it up to ``until``."""
     if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
         return node
     source = node.args[0]
-    last = max(aliases.position[user] for user in node.users)
-    fits = source.meta["val"].is_contiguous() and not aliases.written_between(source, aliases.position[node], last + 1)
+    fits = source.meta["val"].is_contiguous() and not aliases.written_between(source, aliases.position[node], until)
     return source if fits else node
 
 

@@ -67,6 +67,13 @@ class GraphRunner:
         self.report.summary = f"{pieces} CUDA graph{'s' * (pieces != 1)}, {len(reasons)} nodes on the host"
 
     def __call__(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        try:
+            return self._step(flat)
+        except BaseException:
+            copy_collectives.abandon()
+            raise
+
+    def _step(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self.warm:
             results = self._warm_up(flat)
             self.warm = True
@@ -192,7 +199,13 @@ class _Piece:
         """Record the piece (or just run it) and run it once. Its results stay where later replays write them."""
         if self.graph is None:
             # Later pieces read these tensors in place, so each replay copies its new results into them.
+            before = copy_collectives.under_way()
             self.results = self.run(self.args)
+            if copy_collectives.under_way() != before:
+                raise RuntimeError(
+                    "a part of the step waits for the GPU and begins or ends collectives by copy engines, of which the "
+                    "other end is in a CUDA graph; leave out the pass copy_engines or cuda_graph"
+                )
             _wait_for_collectives(self.results)
             return self.results
         torch.cuda.synchronize()

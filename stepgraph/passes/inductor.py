@@ -71,7 +71,7 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     if any(n.target in (*collectives.COLLECTIVES, *ours) for n in step.graph.nodes):
         from stepgraph.inductor.communication import keep_order  # imports Inductor, which takes seconds
 
-        config |= keep_order(ours)
+        config |= keep_order(ours, lasting=(collectives.REDUCE_BEGIN,))
     if options.max_autotune:
         config |= {"max_autotune": True, "coordinate_descent_tuning": True}
     _drop_empty_operands(step.graph)

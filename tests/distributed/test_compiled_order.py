@@ -21,14 +21,15 @@ class Generated(BaseException):
 
 
 def generated(step, inductor):
-    """The wrapper code of the step's first compiled piece, all blocks in it; nothing is compiled to machine code."""
+    """The wrapper code of the step's first compiled piece, all blocks in it, and the buffers whose memory is not used
+    again; nothing is compiled to machine code."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
     code = []
 
     def stop(lowering):
-        code.append(lowering.codegen()[0].value)
+        code.append((lowering.codegen()[0].value, set(lowering.never_reuse_buffers)))
         raise Generated
 
     patches = (mock.patch.object(GraphLowering, "compile_to_module", stop), config.patch(fx_graph_cache=False))
@@ -52,7 +53,7 @@ def issued(step):
 def _check(ours):
     """``ours``: communication by operators of ours, in pipelines and by copy engines."""
     mesh = make_mesh("fsdp=2,tp=2")
-    model = parallel_model(mesh, dataclasses.replace(TINY, n_layers=2))
+    model = parallel_model(mesh, dataclasses.replace(TINY, n_layers=2), param_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     chosen = {p.name: p for p in configured(async_tp=ours, copy_engines=ours, reshard="always")}
     inductor = chosen.pop("inductor")
@@ -62,11 +63,15 @@ def _check(ours):
         chosen["async_tensor_parallel"] = chosen["async_tensor_parallel"].with_options(unprofitable=True)
     passes = list(chosen.values())
     step = stepgraph.capture(model, next_token_loss(mesh), own_batch(mesh, 0), optimizer, passes=passes).graph
-    code = generated(step, inductor)
+    code, kept = generated(step, inductor)
     calls = re.findall(r"(?m)^ +(?:\w+ = )?torch\.ops\.(?:_c10d_functional|stepgraph)\.(\w+)\.default\(", code)
     made_in_place = [call.removesuffix("_") for call in calls]
     expected = issued(step)
     assert made_in_place == expected and len(expected) > 40
+    # What copy engines read after the call is not written again, whoever else has read it last.
+    sent = re.findall(r"reduce_begin\.default\(\[(.*?)\]", code)
+    assert len(sent) == expected.count("reduce_begin")
+    assert {buffer for arguments in sent for buffer in arguments.split(", ")} <= kept
     assert ours == ({"all_gather_matmul", "gather_begin", "reduce_end"} < set(expected))
 
 

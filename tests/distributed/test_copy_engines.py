@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import stepgraph
 from stepgraph.capture import phase_of
+from stepgraph.kernels import copy_collectives, exchange
 from stepgraph.parallel import next_token_loss
 from stepgraph.passes import collectives, configured
 from stepgraph.passes.contract import get
@@ -113,7 +114,8 @@ def _replaced():
     _, step = capture(make_mesh("fsdp=2,tp=2"), [*BEFORE, "copy_engines"])
     found, nodes = report(step), step.graph.graph.nodes
     assert found.matched == found.changed > 2 * LAYERS and not found.summary.startswith("0 of")
-    assert "MiB received by each rank" in found.notes[0] and "exposed communication" in found.notes[-1]
+    assert all("MiB received by each rank, of bfloat16" in note for note in found.notes[:2])
+    assert "exposed communication" in found.notes[-1]
     # Casts and copies into buckets went with what begins: parameters and gradients as they are.
     for node in nodes:
         if node.target is collectives.GATHER_BEGIN:
@@ -150,6 +152,16 @@ def _two_machines():
 @pytest.mark.parametrize("check", [_replaced, _behind_pipelines, _two_machines])
 def test_what_is_replaced(check):
     in_fake_world(0, 4, check)
+
+
+def test_a_step_that_is_broken_off_is_forgotten():
+    """What it began would be taken for what the next step begins, and its flags for theirs."""
+    memory = object()
+    copy_collectives._begun["gather", "a group"].append(object())
+    exchange._workspaces["a group", "gather", 0] = memory
+    copy_collectives.abandon()
+    assert copy_collectives.under_way() == [] and ("a group", "gather", 0) not in exchange._workspaces
+    assert exchange._former.pop() is memory  # a CUDA graph may hold it
 
 
 def test_asked_for():

@@ -13,7 +13,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("checks", ["check_norm.py", "check_pair.py"])
+@pytest.mark.parametrize("checks", ["check_norm.py", "check_pair.py", "check_add.py"])
 def test_kernels_in_the_interpreter(checks):
     pytest.importorskip("triton")
     root = HERE.parents[2]
