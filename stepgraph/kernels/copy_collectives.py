@@ -11,6 +11,7 @@ where they lie, which they do until the end, and are added in float32 or wider. 
 first end first.
 """
 
+import itertools
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -37,7 +38,10 @@ for _schema in (
 class _Begun(NamedTuple):
     """A collective under way."""
 
+    serial: int
+    """Unlike any other's of this process."""
     number: int
+    """Where its parts go: unlike those of others of the kind that are under way at the same time."""
     ranks: Ranks
     own: Tensor | None
     """What this rank gathers."""
@@ -45,6 +49,7 @@ class _Begun(NamedTuple):
 
 #: Collectives under way, by kind and group, the oldest first.
 _begun: dict[tuple[str, str], list[_Begun]] = defaultdict(list)
+_serials = itertools.count()
 
 
 def _begin(kind: str, group_name: str, like: Tensor, own: Tensor | None = None) -> Ranks:
@@ -52,13 +57,13 @@ def _begin(kind: str, group_name: str, like: Tensor, own: Tensor | None = None) 
     taken = {begun.number for begun in begun_first}
     number = next(i for i in range(len(taken) + 1) if i not in taken)
     ranks = begin(compat.process_group(group_name), like, (kind, number))
-    begun_first.append(_Begun(number, ranks, own))
+    begun_first.append(_Begun(next(_serials), number, ranks, own))
     return ranks
 
 
 def under_way() -> list[int]:
-    """Which collectives are under way, as numbers to compare."""
-    return [id(begun) for begun_first in _begun.values() for begun in begun_first]
+    """Which collectives are under way, by numbers that never come again."""
+    return [begun.serial for begun_first in _begun.values() for begun in begun_first]
 
 
 def abandon() -> None:
@@ -85,7 +90,7 @@ def _gather_begin(shards: list[Tensor], dtype: torch.dtype, group_size: int, gro
 
 
 def _gather_end(token: Tensor, sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> list[Tensor]:
-    _, ranks, own = _begun["gather", group_name].pop(0)
+    _, _, ranks, own = _begun["gather", group_name].pop(0)
     wholes = [token.new_empty(group_size, size, dtype=dtype) for size in sizes]
     pieces: list[tuple[Tensor, Tensor]] = []
     for rank in (ranks.rank, *ranks.others):
@@ -119,7 +124,7 @@ def _reduce_begin(grads: list[Tensor], group_size: int, group_name: str) -> Tens
 def _reduce_end(
     token: Tensor, grads: list[Tensor], mean: bool, dtype: torch.dtype, group_size: int, group_name: str
 ) -> Tensor:
-    _, ranks, _ = _begun["reduce", group_name].pop(0)
+    _, _, ranks, _ = _begun["reduce", group_name].pop(0)
     rows = _rows(grads, group_size)
     sizes = [row.shape[1] for row in rows]
     taken = {peer: ranks.take(peer).split(sizes) for peer in ranks.others}

@@ -39,7 +39,7 @@ def copy_engines(step: StepGraph, options: object, report: PassReport) -> None:
     kept: dict[tuple, list[Collective]] = defaultdict(list)
     for c in sorted(found, key=lambda c: c.node):
         group = kept[c.node.target, c.node.args[-1]]
-        reason = spans_machines(c.node.args[-1]) or _not_a_sum(c.node)
+        reason = spans_machines(c.node.args[-1]) or _unfit(c.node)
         if not reason and group and c.wait < group[-1].wait:
             reason = "waited for before one that begins earlier"
         if reason:
@@ -56,7 +56,8 @@ def copy_engines(step: StepGraph, options: object, report: PassReport) -> None:
             travels = [c.node.args[0]] if c.node.target is ALL_GATHER else sources[c.node]
             dtypes |= {str(n.meta["val"].dtype).removeprefix("torch.") for n in travels}
             begun, old = _REPLACE[c.node.target](step, c, sources[c.node])
-            moved += c.node.target is ALL_GATHER and _behind_a_pipeline(begun)
+            if c.node.target is ALL_GATHER and not _written(c, sources[c.node], aliases):
+                moved += _behind_a_pipeline(begun)
             sizes.append(collectives.bytes_sent(begun))
             replaced += old
         if sizes:
@@ -74,17 +75,19 @@ def copy_engines(step: StepGraph, options: object, report: PassReport) -> None:
         report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
 
 
-def _not_a_sum(node: fx.Node) -> str | None:
+def _unfit(node: fx.Node) -> str | None:
+    if collectives.group_size(node) == 1:
+        return "of one rank alone"
     other = node.target is REDUCE_SCATTER and node.args[1] not in ("sum", "avg")
     return f"reduces by {node.args[1]}" if other else None
 
 
 def _sources(c: Collective, aliases: Aliases) -> list[fx.Node]:
-    """What the collective's input is put together from, uncast where that changes no bit of the result. Read where the
-    collective begins, and by a reduction until it ends."""
+    """What the collective's input is put together from, uncast where that changes no bit of the result, and not written
+    until the collective ends: a reduction reads it until then."""
     bucket = c.node.args[0]
     gathers, wanted = c.node.target is ALL_GATHER, bucket.meta["val"].dtype
-    until = aliases.position[c.node if gathers else c.wait] + 1
+    until = aliases.position[c.wait] + 1
     flat = _unviewed(bucket)
     parts = [bucket]
     if flat.target is aten.cat.default:
@@ -100,6 +103,11 @@ def _sources(c: Collective, aliases: Aliases) -> list[fx.Node]:
     # The copy that a gather begins with rounds as a cast does; a sum of narrow values is that of the widened ones.
     narrow = len(dtypes) == 1 and torch.promote_types(wanted, *dtypes) == wanted
     return before if gathers or narrow else parts
+
+
+def _written(c: Collective, nodes: list[fx.Node], aliases: Aliases) -> bool:
+    """Whether any of ``nodes`` is written while the collective is under way."""
+    return any(aliases.written_between(n, aliases.position[c.node], aliases.position[c.wait]) for n in nodes)
 
 
 def _unviewed(node: fx.Node) -> fx.Node:

@@ -67,13 +67,6 @@ class GraphRunner:
         self.report.summary = f"{pieces} CUDA graph{'s' * (pieces != 1)}, {len(reasons)} nodes on the host"
 
     def __call__(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        try:
-            return self._step(flat)
-        except BaseException:
-            copy_collectives.abandon()
-            raise
-
-    def _step(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self.warm:
             results = self._warm_up(flat)
             self.warm = True

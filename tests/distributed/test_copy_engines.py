@@ -156,12 +156,29 @@ def test_what_is_replaced(check):
 
 def test_a_step_that_is_broken_off_is_forgotten():
     """What it began would be taken for what the next step begins, and its flags for theirs."""
-    memory = object()
+    memory, model, batch = object(), torch.nn.Linear(3, 1), torch.ones(2, 3)
+    step = stepgraph.capture(model, lambda model, batch: model(batch).sum(), batch)
     copy_collectives._begun["gather", "a group"].append(object())
     exchange._workspaces["a group", "gather", 0] = memory
-    copy_collectives.abandon()
+    with mock.patch.object(step.graph, "runner", side_effect=MemoryError), pytest.raises(MemoryError):
+        step(batch)
     assert copy_collectives.under_way() == [] and ("a group", "gather", 0) not in exchange._workspaces
     assert exchange._former.pop() is memory  # a CUDA graph may hold it
+
+
+def test_what_ends_is_not_taken_for_what_begins():
+    """A part of the step on the host may end one and begin another."""
+    group = mock.Mock()
+    with (
+        mock.patch.object(copy_collectives.compat, "process_group", group),
+        mock.patch.object(copy_collectives, "begin"),
+    ):
+        seen = []
+        for _ in range(3):
+            copy_collectives._begin("gather", "a group", torch.ones(1))
+            seen.append(copy_collectives.under_way())
+            copy_collectives._begun["gather", "a group"].pop(0)
+    assert len({tuple(serials) for serials in seen}) == 3 and all(seen)
 
 
 def test_asked_for():
