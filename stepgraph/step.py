@@ -16,7 +16,7 @@ from stepgraph.capture import StepGraph, Traced, flatten_batch, gradients, trace
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.state import Watch, unwrap
 from stepgraph.capture.trace import LossFn
-from stepgraph.kernels import copy_collectives
+from stepgraph.kernels import copy_collectives, exchange
 from stepgraph.passes import Pass, PassReport, prepare, run_passes
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
@@ -184,6 +184,7 @@ class _Bound:
         flat = [*self.state, *(tensor for i in self.traced.tensor_leaves for tensor in unwrap(leaves[i])[0])]
         with torch.no_grad(), _no_autocast(), compat.below_autograd():
             try:
+                exchange.fence()
                 results = self.traced.step.runner(flat)
             except BaseException:  # what the step began would be taken for what the next one begins
                 copy_collectives.abandon()

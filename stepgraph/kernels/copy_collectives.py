@@ -1,6 +1,6 @@
 """All-gathers and reduce-scatters that no processor of a GPU works on while it computes something else.
 
-    token = gather_begin(shards, ...)        one copy of the shards, and each peer is sent it
+    token = gather_begin(shards, ...)        they are copied into the wholes, from where each peer is sent them
     wholes = gather_end(token, ...)          each shard's whole: (ranks * numel,), rank after rank
     token = reduce_begin(grads, ...)         each peer is sent its part of every gradient, from where it lies
     parts = reduce_end(token, grads, ...)    this rank's part of the sums, or means, in the order of ranks
@@ -13,6 +13,7 @@ first end first.
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ Tensor = torch.Tensor
 _LARGE = 2**22
 
 for _schema in (
-    "gather_begin(Tensor[] shards, ScalarType dtype, int group_size, str group_name) -> Tensor",
+    "gather_begin(Tensor[] shards, int[] sizes, ScalarType dtype, int group_size, str group_name) -> Tensor",
     "gather_end(Tensor token, int[] sizes, ScalarType dtype, int group_size, str group_name) -> Tensor[]",
     "reduce_begin(Tensor[] grads, int group_size, str group_name) -> Tensor",
     "reduce_end(Tensor token, Tensor[] grads, bool mean, ScalarType dtype, int group_size, str group_name) -> Tensor",
@@ -43,8 +44,8 @@ class _Begun(NamedTuple):
     number: int
     """Where its parts go: unlike those of others of the kind that are under way at the same time."""
     ranks: Ranks
-    own: Tensor | None
-    """What this rank gathers."""
+    wholes: list[Tensor]
+    """What this rank gathers, (ranks, n) each, its own row filled in."""
 
 
 #: Collectives under way, by kind and group, the oldest first.
@@ -52,12 +53,12 @@ _begun: dict[tuple[str, str], list[_Begun]] = defaultdict(list)
 _serials = itertools.count()
 
 
-def _begin(kind: str, group_name: str, like: Tensor, own: Tensor | None = None) -> Ranks:
+def _begin(kind: str, group_name: str, like: Tensor, wholes: Sequence[Tensor] = ()) -> Ranks:
     begun_first = _begun[kind, group_name]
     taken = {begun.number for begun in begun_first}
     number = next(i for i in range(len(taken) + 1) if i not in taken)
     ranks = begin(compat.process_group(group_name), like, (kind, number))
-    begun_first.append(_Begun(next(_serials), number, ranks, own))
+    begun_first.append(_Begun(next(_serials), number, ranks, list(wholes)))
     return ranks
 
 
@@ -79,22 +80,26 @@ def join() -> None:
             begun.ranks.join()
 
 
-def _gather_begin(shards: list[Tensor], dtype: torch.dtype, group_size: int, group_name: str) -> Tensor:
-    sizes = [shard.numel() for shard in shards]
-    own = shards[0].new_empty(sum(sizes), dtype=dtype)
-    torch._foreach_copy_(list(own.split(sizes)), [shard.reshape(-1) for shard in shards])
-    ranks = _begin("gather", group_name, own, own)
+def _gather_begin(
+    shards: list[Tensor], sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str
+) -> Tensor:
+    group = compat.process_group(group_name)
+    wholes = [shards[0].new_empty(group_size, size, dtype=dtype) for size in sizes]
+    own = [whole[group.rank()] for whole in wholes]
+    numels = [shard.numel() for shard in shards]
+    places = own if sizes == numels else own[0].split(numels)
+    torch._foreach_copy_(list(places), [shard.reshape(-1) for shard in shards])
+    ranks = _begin("gather", group_name, wholes[0].new_empty(1).expand(sum(sizes)), wholes)
     for peer in reversed(ranks.others):
-        ranks.send(peer, own)
+        ranks.send(peer, *own)
     return shards[0].new_empty(1)
 
 
 def _gather_end(token: Tensor, sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> list[Tensor]:
-    _, _, ranks, own = _begun["gather", group_name].pop(0)
-    wholes = [token.new_empty(group_size, size, dtype=dtype) for size in sizes]
+    _, _, ranks, wholes = _begun["gather", group_name].pop(0)
     pieces: list[tuple[Tensor, Tensor]] = []
-    for rank in (ranks.rank, *ranks.others):
-        part = own if rank == ranks.rank else ranks.take(rank)
+    for rank in ranks.others:
+        part = ranks.take(rank)
         pieces += ((whole[rank], piece) for whole, piece in zip(wholes, part.split(sizes), strict=True))
     # One copy after the other is faster than one kernel for all, which is for many small ones.
     small = [(to, piece) for to, piece in pieces if piece.nbytes < _LARGE]
@@ -162,7 +167,7 @@ for _name, _function in (
 
 
 @torch.library.register_fake("stepgraph::gather_begin")
-def _(shards: list[Tensor], dtype: torch.dtype, group_size: int, group_name: str) -> Tensor:
+def _(shards: list[Tensor], sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> Tensor:
     return shards[0].new_empty(1)
 
 

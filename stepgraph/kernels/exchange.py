@@ -21,9 +21,12 @@ import torch.distributed as dist
 from stepgraph import compat
 
 Tensor = torch.Tensor
+#: A name and a number.
+Place = tuple[str, int]
 
-#: Channels of symmetric memory's signals: the part of a rank has come; where it goes is free again.
-_COME, _FREE = 0, 1
+#: Channels of symmetric memory's signals: the part of a rank has come, one for each turn; where it goes is free again;
+#: a step begins.
+_COME, _FREE, _STEP = (0, 1), 2, 3
 
 
 class Ranks(ABC):
@@ -55,10 +58,22 @@ class Ranks(ABC):
         """Wait for what is still under way, and let go what was taken."""
 
 
-def begin(group: dist.ProcessGroup, like: Tensor, place: tuple[str, int] = ("", 0)) -> Ranks:
-    """Exchange tensors like ``like``. All ranks of ``group`` begin, and finish, in the same order; exchanges that are
-    under way at the same time have different ``place``s, a name and a number."""
+def begin(group: dist.ProcessGroup, like: Tensor, place: Place | None = None) -> Ranks:
+    """Exchange tensors like ``like``. All ranks of ``group`` begin, and finish, in the same order.
+
+    Exchanges that are under way while others begin have a ``place``, which no other has at the same time. Those without
+    one follow each other.
+    """
     return _Symmetric(group, like, place) if like.is_cuda else _PointToPoint(group, like)
+
+
+def fence() -> None:
+    """Where a step begins, on all ranks: those without a place count their turns from here, so that a CUDA graph that
+    recorded them may run again and again."""
+    for workspace in (*_workspaces.values(), *_outgrown):
+        if workspace.turns > 1:
+            workspace.turn = 0
+            workspace.memory.barrier(_STEP)
 
 
 class _PointToPoint(Ranks):
@@ -90,19 +105,27 @@ class _PointToPoint(Ranks):
 
 
 class _Workspace:
-    """Memory on every rank with a place for the part of each other, and flags; all of it within reach of all."""
+    """Memory on every rank with a place for the part of each other, and flags; all of it within reach of all.
 
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device):
-        self.nbytes, self.ranks = nbytes, group.size()
-        self.held, self.memory = compat.symmetric_memory((self.ranks - 1) * nbytes, group.group_name, device)
+    With two ``turns`` it is there twice, for exchanges that follow each other: a rank whose part of one was taken from
+    has ended the one before, so that where that one came to is free without a word. With one the taker says so.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, turns: int):
+        self.nbytes, self.ranks, self.turns, self.turn = nbytes, group.size(), turns, 0
+        self.held, self.memory = compat.symmetric_memory(turns * (self.ranks - 1) * nbytes, group.group_name, device)
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.one = torch.ones(1, dtype=torch.int32, device=device)
         for peer in range(self.ranks):
             self.flag(group.rank(), _FREE, peer).fill_(1)
 
-    def place(self, holder: int, sender: int, like: Tensor) -> Tensor:
+    def take_turn(self) -> int:
+        turn, self.turn = self.turn, (self.turn + 1) % self.turns
+        return turn
+
+    def place(self, turn: int, holder: int, sender: int, like: Tensor) -> Tensor:
         """Where ``holder`` gets the part of ``sender``."""
-        start = (sender - holder - 1) % self.ranks * self.nbytes
+        start = (turn * (self.ranks - 1) + (sender - holder - 1) % self.ranks) * self.nbytes
         return self.memory.get_buffer(holder, like.shape, like.dtype, start // like.element_size())
 
     def flag(self, holder: int, channel: int, sender: int) -> Tensor:
@@ -110,54 +133,70 @@ class _Workspace:
         return self.memory.get_signal_pad(holder, (1,), torch.int32, channel * self.ranks + sender)
 
 
-#: By group, and name and number of the place.
-_workspaces: dict[tuple[str, str, int], _Workspace] = {}
-#: Those that are no longer used but by CUDA graphs that may have been recorded with them.
-_former: list[_Workspace] = []
+#: By group and place.
+_workspaces: dict[tuple[str, Place | None], _Workspace] = {}
+#: Those that larger ones took the place of: CUDA graphs that recorded them still use them.
+_outgrown: list[_Workspace] = []
+#: Those of steps that were broken off, in which others may still write.
+_broken: list[_Workspace] = []
+_age = 0
 
 
-def _workspace(group: dist.ProcessGroup, nbytes: int, device: torch.device, place: tuple[str, int]) -> _Workspace:
-    key = (group.group_name, *place)
+def _workspace(group: dist.ProcessGroup, nbytes: int, device: torch.device, place: Place | None) -> _Workspace:
+    key = (group.group_name, place)
     held = _workspaces.get(key)
     if held is None or held.nbytes < nbytes:
         if held is not None:
-            _former.append(held)
-        # What comes to one number of a name will come to the others.
-        largest = max((w.nbytes for other, w in _workspaces.items() if other[:2] == key[:2]), default=0)
-        held = _workspaces[key] = _Workspace(group, max(nbytes, largest), device)
+            _outgrown.append(held)
+        if place is not None:  # what comes to one number of a name will come to the others
+            named = (
+                w.nbytes for (name, other), w in _workspaces.items() if other and (name, other[0]) == (key[0], place[0])
+            )
+            nbytes = max(nbytes, *named, 0)
+        held = _workspaces[key] = _Workspace(group, nbytes, device, 2 if place is None else 1)
     return held
 
 
 def forget() -> None:
     """Begin with new memory, on all ranks: after a step that was broken off, flags are not what they should be."""
-    _former.extend(_workspaces.values())
+    global _age
+    _age += 1
+    _broken.extend((*_workspaces.values(), *_outgrown))
     _workspaces.clear()
+    _outgrown.clear()
+
+
+def age() -> int:
+    """How often memory was forgotten: what recorded it at another age must not run again."""
+    return _age
 
 
 class _Symmetric(Ranks):
-    """Over symmetric memory. A rank may write where its last part was taken: the taker says so when it is done."""
+    """Over symmetric memory."""
 
-    def __init__(self, group: dist.ProcessGroup, like: Tensor, place: tuple[str, int]):
+    def __init__(self, group: dist.ProcessGroup, like: Tensor, place: Place | None):
         super().__init__(group, like)
         self.workspace = _workspace(group, -(-like.nbytes // 16) * 16, like.device, place)
+        self.turn, self.answers = self.workspace.take_turn(), place is not None
         self.side = self.workspace.stream
         self.sent: list[Tensor] = []  # kept until it is sent
         self.beside = False
 
     def send(self, peer: int, *pieces: Tensor) -> None:
-        place = self.workspace.place(peer, self.rank, self.like).view(-1)
-        self.workspace.memory.wait_signal(peer, _FREE)
+        place = self.workspace.place(self.turn, peer, self.rank, self.like).view(-1)
+        if self.answers:
+            self.workspace.memory.wait_signal(peer, _FREE)
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             for to, piece in zip(place.split([piece.numel() for piece in pieces]), pieces, strict=True):
                 to.copy_(piece.view(-1))
-            self.workspace.flag(peer, _COME, self.rank).copy_(self.workspace.one)
+            self.workspace.flag(peer, _COME[self.turn], self.rank).copy_(self.workspace.one)
         self.sent += pieces
         self.beside = True
 
     def take(self, peer: int) -> Tensor:
-        self.workspace.memory.wait_signal(peer, _COME)
-        return self.workspace.place(self.rank, peer, self.like)
+        self.workspace.memory.wait_signal(peer, _COME[self.turn])
+        return self.workspace.place(self.turn, self.rank, peer, self.like)
 
     def copy(self, to: Tensor, part: Tensor) -> None:
         self.side.wait_stream(torch.cuda.current_stream())
@@ -172,5 +211,6 @@ class _Symmetric(Ranks):
 
     def finish(self) -> None:
         self.join()
-        for peer in self.others:
-            self.workspace.memory.put_signal(peer, _FREE)
+        if self.answers:
+            for peer in self.others:
+                self.workspace.memory.put_signal(peer, _FREE)

@@ -207,8 +207,8 @@ def erase_chain(graph: fx.Graph, node: fx.Node) -> None:
 def bytes_sent(node: fx.Node) -> float:
     """Bytes that a rank receives in the collective, counted as a ring's."""
     if node.target is GATHER_BEGIN:
-        shards, dtype, ranks, _ = node.args
-        return sum(n.meta["val"].numel() for n in shards) * dtype.itemsize * (ranks - 1)
+        _, sizes, dtype, ranks, _ = node.args
+        return sum(sizes) * dtype.itemsize * (ranks - 1)
     if node.target is REDUCE_BEGIN:
         grads, ranks, _ = node.args
         return sum(map(tensor_bytes, grads)) * (ranks - 1) / ranks

@@ -134,7 +134,7 @@ def _gather(step: StepGraph, c: Collective, shards: list[fx.Node]) -> tuple[fx.N
     if old is None:
         old, sizes = [c.wait], [sum(sizes)]
     with step.graph.inserting_before(c.node):
-        begun = build(collectives.GATHER_BEGIN, shards, dtype, ranks, group)
+        begun = build(collectives.GATHER_BEGIN, shards, sizes, dtype, ranks, group)
     with step.graph.inserting_before(c.wait):
         wholes = build(collectives.GATHER_END, begun, sizes, dtype, ranks, group)
         for i, node in enumerate(old):

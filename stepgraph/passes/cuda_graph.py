@@ -18,7 +18,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture import StepGraph
-from stepgraph.kernels import copy_collectives
+from stepgraph.kernels import copy_collectives, exchange
 from stepgraph.passes.analysis import Aliases
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.partition import Program, describe, needs_host, split
@@ -46,7 +46,7 @@ class GraphRunner:
         self.written = [i for i in self.batch if writes.get(placeholders[i])]
         self.waiting: set[str] = set()  # names of nodes that were seen to wait for the GPU
         self._split()
-        self.warm = False
+        self.warm, self.age = False, exchange.age()
         self.program: list[_Piece] = []
         self.static: list[torch.Tensor] = []
         self.spans: list[torch.Tensor] = []  # the memory of the batch among them
@@ -67,7 +67,10 @@ class GraphRunner:
         self.report.summary = f"{pieces} CUDA graph{'s' * (pieces != 1)}, {len(reasons)} nodes on the host"
 
     def __call__(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self.age != exchange.age():  # a step was broken off: flags of what was recorded are not what they should be
+            self.warm, self.program = False, []
         if not self.warm:
+            self.age = exchange.age()
             results = self._warm_up(flat)
             self.warm = True
             return results

@@ -1,6 +1,7 @@
 """Gathers and reductions by copy engines: the operators, and training with the pass on gloo ranks."""
 
 import dataclasses
+import itertools
 from unittest import mock
 
 import pytest
@@ -27,13 +28,16 @@ def _check_operators():
     ops = torch.ops.stepgraph
     values = torch.arange(ranks * 7 * 3, dtype=torch.float32).view(ranks, 7, 3) / 3
     one, two = values[rank], values[rank, 0] + 0.1
-    first = ops.gather_begin([one, two], torch.bfloat16, ranks, group)
-    second = ops.gather_begin([two], torch.float32, ranks, group)  # while the first is under way
+    first = ops.gather_begin([one, two], [21, 3], torch.bfloat16, ranks, group)
+    second = ops.gather_begin([two], [3], torch.float32, ranks, group)  # while the first is under way
     wholes = ops.gather_end(first, [21, 3], torch.bfloat16, ranks, group)
     assert torch.equal(wholes[0], values.bfloat16().flatten())
     assert torch.equal(wholes[1], (values[:, 0] + 0.1).bfloat16().flatten())
     (whole,) = ops.gather_end(second, [3], torch.float32, ranks, group)
     assert torch.equal(whole, (values[:, 0] + 0.1).flatten())
+    joined = ops.gather_begin([one, two], [24], torch.float32, ranks, group)  # one whole of several shards
+    (whole,) = ops.gather_end(joined, [24], torch.float32, ranks, group)
+    assert torch.equal(whole, torch.cat([values.flatten(1), values[:, 0] + 0.1], 1).flatten())
 
     torch.manual_seed(0)
     grads = torch.randn(ranks, 2 * ranks, 5, dtype=torch.bfloat16)  # each rank's
@@ -120,7 +124,7 @@ def _replaced():
     for node in nodes:
         if node.target is collectives.GATHER_BEGIN:
             assert all(n.op == "placeholder" for n in node.args[0])
-            assert node.args[1] is torch.bfloat16
+            assert node.args[2] is torch.bfloat16
         if node.target is collectives.REDUCE_BEGIN:
             assert {n.meta["val"].dtype for n in node.args[0]} == {torch.bfloat16}
         if node.target is collectives.REDUCE_END:
@@ -159,11 +163,50 @@ def test_a_step_that_is_broken_off_is_forgotten():
     memory, model, batch = object(), torch.nn.Linear(3, 1), torch.ones(2, 3)
     step = stepgraph.capture(model, lambda model, batch: model(batch).sum(), batch)
     copy_collectives._begun["gather", "a group"].append(object())
-    exchange._workspaces["a group", "gather", 0] = memory
-    with mock.patch.object(step.graph, "runner", side_effect=MemoryError), pytest.raises(MemoryError):
+    exchange._workspaces["a group", ("gather", 0)] = memory
+    before = exchange.age()
+    with (
+        mock.patch.object(exchange, "fence"),
+        mock.patch.object(step.graph, "runner", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
         step(batch)
-    assert copy_collectives.under_way() == [] and ("a group", "gather", 0) not in exchange._workspaces
-    assert exchange._former.pop() is memory  # a CUDA graph may hold it
+    assert copy_collectives.under_way() == [] and not exchange._workspaces
+    assert exchange._broken.pop() is memory  # others may still write there
+    assert exchange.age() == before + 1  # what CUDA graphs recorded with it does not run again
+
+
+@pytest.mark.parametrize("place", [None, ("gather", 0)])
+def test_places_in_memory(place):
+    """Each part has a place of its own, each turn's too; turns are counted from where a step begins."""
+    ranks, like, written = 3, torch.zeros(5, dtype=torch.bfloat16), []
+
+    def buffer(holder, shape, dtype, start):
+        written.append((holder, 2 * start, 2 * start + 2 * shape.numel()))
+
+    memory, group = mock.Mock(get_buffer=buffer), mock.Mock(group_name="a group")
+    group.size.return_value, group.rank.return_value = ranks, 1
+    with (
+        mock.patch.object(exchange.compat, "symmetric_memory", return_value=(None, memory)) as made,
+        mock.patch.object(torch.cuda, "Stream"),
+        mock.patch.dict(exchange._workspaces, clear=True),
+    ):
+        held = exchange._workspace(group, 16, torch.device("cpu"), place)
+        assert exchange._workspace(group, 8, torch.device("cpu"), place) is held
+        turns = [held.take_turn() for _ in range(3)]
+        exchange.fence()
+        turns.append(held.take_turn())
+        larger = exchange._workspace(group, 32, torch.device("cpu"), place)
+        assert larger is not held and exchange._outgrown.pop() is held
+    assert turns == ([0, 1, 0, 0] if place is None else [0, 0, 0, 0])
+    assert memory.barrier.call_count == (place is None)
+    for turn in sorted(set(turns)):
+        for sender in (0, 2):
+            held.place(turn, 1, sender, like)
+    assert {holder for holder, _, _ in written} == {1}
+    spans = sorted(span[1:] for span in written)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert spans[-1][1] <= made.call_args_list[0].args[0] == len(spans) * 16
 
 
 def test_what_ends_is_not_taken_for_what_begins():
