@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from stepgraph.bench.device import mark, spans
 from stepgraph.bench.exposed import exposure, kernel_times
@@ -115,10 +115,18 @@ def timed(training: Training, config: TrainConfig, device: torch.device, started
 
 def profiled(training: Training, trace: str | None, rank: int) -> dict[str, Any]:
     """``TRACED_STEPS`` under torch.profiler, which records the GPU alone: the host is slowed least. ``trace``: where
-    rank 0 keeps the Chrome trace, gzipped."""
+    rank 0 keeps the Chrome trace, gzipped.
+
+    One step more comes first and is not recorded: the profiler takes ranks different times to start, for which the
+    others would seem to communicate.
+    """
     _wait(torch.device("cuda"))
     dist.barrier()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    once = schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1)
+    with profile(activities=[ProfilerActivity.CUDA], schedule=once) as profiler:
+        training.step()
+        torch.cuda.synchronize()
+        profiler.step()
         for _ in range(TRACED_STEPS):
             training.step()
         torch.cuda.synchronize()

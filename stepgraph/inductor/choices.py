@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.inductor.column_sums import narrow
 from stepgraph.inductor.nodes import loads_of
 from stepgraph.inductor.registers import Tile
 from stepgraph.inductor.scheduling import launch_of, register
@@ -21,7 +22,10 @@ parts = compat.inductor()
 
 
 class Install(parts.CustomGraphPass):
-    """Makes the running compilation follow ``rules``; the graph stays as it is. ``then``: passes set before it."""
+    """Makes the running compilation follow ``rules``, with sums along columns as `column_sums` has them.
+
+    ``then``: passes set before it.
+    """
 
     def __init__(self, rules: Rules, then: tuple[Any, ...] = ()) -> None:
         self.rules, self.then = rules, then
@@ -39,6 +43,8 @@ class Install(parts.CustomGraphPass):
                 f"Inductor's choices are already those of {handler.__name__}: stepgraph.inductor can only extend "
                 "InductorChoices itself; unset V.set_choices_handler and config.inductor_choices_class"
             )
+        if self.rules.tuning and not self.rules.tuning.tuned:
+            narrow(graph)
         self.rules.begin()
 
     def uuid(self) -> Any:

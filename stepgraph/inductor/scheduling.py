@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from stepgraph import compat
+from stepgraph.inductor.column_sums import finished
 from stepgraph.inductor.nodes import column_sums, loads_of, mixed_tile, shape_of
 from stepgraph.inductor.registers import Tile
 from stepgraph.inductor.scope import Rules
@@ -47,11 +48,14 @@ class TritonScheduling(parts.TritonScheduling):
         if rules is None or rules.tuning is None or rules.tuning.tuned or not static:
             return super().codegen_mix_order_reduction(node)
         self.tile = tile_of(rules, node)
+        lines = parts.V.graph.wrapper_code.lines
+        before = len(lines)
         try:
             with parts.config.patch("triton.mix_order_reduction_split_size", self.tile.split):
                 super().codegen_mix_order_reduction(node)
         finally:
             self.tile = None
+        lines[before:] = map(finished, lines[before:])
 
     def create_kernel_choices(self, features: Any, arguments: list[Any], options: dict[str, Any]) -> list[Any]:
         if self.tile and options.get("mix_order_reduction"):

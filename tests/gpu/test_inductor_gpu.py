@@ -76,6 +76,18 @@ def test_tuned_norms_are_right(kind, rows, columns):
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
+@pytest.mark.parametrize("rows, columns", [(1, 1), (131, 4096), (1024, 256), (1056, 64), (264, 2048), (100, 16384)])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_column_sum(rows, columns, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(rows, columns, device=DEVICE)
+    total = torch.ops.stepgraph.column_sum(x, dtype)
+    expected = x.double().sum(0)
+    assert total.dtype == dtype and torch.equal(total, torch.ops.stepgraph.column_sum(x, dtype))
+    bound = x.double().abs().sum(0) * 2**-20 + (expected.abs() * 2**-8 if dtype == BF16 else 0)
+    assert ((total.double() - expected).abs() <= bound).all()
+
+
 def test_fused_norm_backward_is_one_kernel_over_the_data():
     guard = fusion_guard()
     x = torch.randn(16384, 4096, device=DEVICE, dtype=BF16, requires_grad=True)

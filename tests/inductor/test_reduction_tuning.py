@@ -55,7 +55,50 @@ def test_workspace_and_final_sum_have_as_many_partial_sums_as_programs(codegen, 
     with codegen.rules(tuned_reductions(mixed=(2, 8, 1, 3))):
         wrapper = codegen.generate(norm("rms", 16384, 4096)["backward"]).wrapper
     assert "empty_strided_cuda((536576, )" in wrapper  # 131 programs of 126 rows
-    assert ".view(131, 4096).sum(dim=0)" in wrapper
+    assert ".view(131, 4096), torch.bfloat16)" in wrapper
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_one_kernel_adds_up_what_programs_summed_and_casts_it(codegen, norm, kind):
+    graph = norm(kind, 65536, 256)["backward"]
+    before = codegen.generate(graph)
+    with codegen.rules(tuned_reductions()):
+        generated = codegen.generate(graph)
+    sums = 1 if kind == "rms" else 2
+    assert before.wrapper.count(".sum(dim=0)") == sums and len(before.kernels) == 2
+    assert generated.wrapper.count("torch.ops.stepgraph.column_sum(") == sums and len(generated.kernels) == 1
+    assert ".sum(dim=0)" not in generated.wrapper
+
+
+def scaled(x, scale):
+    return (x.float() * scale.float()).sin().to(BF16)
+
+
+@pytest.mark.parametrize("rows, columns", [(65536, 256), (512, 4096)])
+def test_a_sum_that_is_cast_is_added_in_float32(codegen, rows, columns):
+    graph = codegen.trace(scaled, ((rows, columns), BF16), ((columns,), BF16))["backward"]
+    with codegen.rules(tuned_reductions()):
+        generated = codegen.generate(graph)
+    first, last, _ = generated.kernels
+    assert "tl.bfloat16" not in first.source[first.source.index("@triton.jit") :]
+    assert f"buf0 = empty_strided_cuda((1, {columns}," in generated.wrapper
+    assert "'in_ptr0': '*fp32', 'out_ptr0': '*bf16'" in last.source
+
+
+def test_a_sum_keeps_its_dtype_where_casts_are_emulated(codegen, norm):
+    """Inductor would round what is added."""
+    graph = norm("rms", 65536, 256)["backward"]
+    with codegen.rules(tuned_reductions()), codegen.config.patch(emulate_precision_casts=True):
+        generated = codegen.generate(graph)
+    assert ", torch.float32)" in generated.wrapper and len(generated.kernels) == 2
+
+
+def test_column_sum():
+    x = torch.randn(37, 11)
+    total = torch.ops.stepgraph.column_sum(x, torch.float32)
+    torch.testing.assert_close(total.double(), x.double().sum(0), rtol=0, atol=37 * 2**-22)
+    assert torch.equal(torch.ops.stepgraph.column_sum(x, BF16), total.to(BF16))
+    torch.library.opcheck(torch.ops.stepgraph.column_sum, (x, BF16))
 
 
 def test_forced_tiles_are_used(codegen, norm, tmp_path):

@@ -1,0 +1,57 @@
+"""Sums along columns in as few launches as they need.
+
+Inductor's mixed-order reductions leave a sum for each program. It adds them up by torch's sum, in float32, and casts
+the result in a kernel of its own: two launches, which on small tensors take as long as a third of the reduction. Here a
+sum that is only cast gives what it is cast to, and one kernel adds up the parts.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+import stepgraph.kernels.column_sum  # noqa: F401  (registers the operator that the code calls)
+from stepgraph import compat
+
+aten = torch.ops.aten
+parts = compat.inductor()
+
+_VIEWS = (aten.view.default, aten.reshape.default, aten.squeeze.dim)
+_NARROW = (torch.bfloat16, torch.float16)
+#: ``buf = workspace[start : end].view(parts, columns).sum(dim=0)``, perhaps viewed, perhaps cast.
+_FINISH = re.compile(
+    r"(\w+) = (\w+\[[^\]]*\]\.view\([^()]*\))\.sum\(dim=0\)(\.view\(\[[^\]]*\]\))?(?:\.to\((torch\.\w+)\))?"
+)
+
+
+def narrow(graph: fx.Graph) -> None:
+    """Let sums along columns that are only cast to a narrow dtype give it: they are added in float32 all the same,
+    and rounded once."""
+    if parts.config.emulate_precision_casts:  # a sum of another dtype then rounds what it adds
+        return
+    for cast in graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
+        chain = [cast.args[0]]
+        while chain[-1].target in _VIEWS and len(chain[-1].users) == 1:
+            chain.append(chain[-1].args[0])
+        total = chain[-1]
+        if cast.args[1] not in _NARROW or total.target is not aten.sum.dim_IntList or len(total.users) != 1:
+            continue
+        added = total.args[0].meta["val"]
+        dims = {dim % added.ndim for dim in total.args[1]}
+        if total.kwargs or added.dtype is not torch.float32 or dims != set(range(added.ndim - 1)):
+            continue
+        total.kwargs = {"dtype": cast.args[1]}
+        for node in chain:
+            node.meta["val"] = node.meta["val"].to(cast.args[1])
+        cast.replace_all_uses_with(chain[0])
+        graph.erase_node(cast)
+
+
+def finished(line: Any) -> Any:
+    """A line of generated code, in which one kernel adds up the parts of a sum."""
+    found = _FINISH.fullmatch(line) if isinstance(line, str) else None
+    if found is None:
+        return line
+    name, source, view, dtype = found.groups()
+    return f"{name} = torch.ops.stepgraph.column_sum({source}, {dtype or 'torch.float32'}){view or ''}"
