@@ -42,13 +42,15 @@ _INDEX_PUTS = (aten.index_put.default, aten._unsafe_index_put.default, aten.inde
 @dataclass(frozen=True)
 class InductorOptions:
     """``mode``: compile all, or regions only. ``regions``: the kinds to look for; what other passes tagged is
-    compiled in any case. ``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU).
+    compiled in any case. ``rules``: on a GPU, fuse and tile reductions by `stepgraph.inductor`'s guard and tuning.
+    ``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU).
     ``rematerialize``: on a GPU, carry the fewest bytes from forward to backward (see `rematerialize`); a CPU would pay
     for computing again. ``cut_blocks``: cut between repeated blocks, of which there are four or more;
     without, kernels may span two of them, and the time to compile grows with their number."""
 
     mode: Literal["full", "regional"] = "full"
     regions: tuple[str, ...] = tuple(MATCHERS)
+    rules: bool = True
     max_autotune: bool = False
     rematerialize: bool = True
     cut_blocks: bool = True
@@ -74,8 +76,18 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
         config |= keep_order(ours, lasting=(collectives.REDUCE_BEGIN,))
     if options.max_autotune:
         config |= {"max_autotune": True, "coordinate_descent_tuning": True}
+    guard = None
+    if options.rules and _on_cuda(step):
+        from stepgraph.inductor import fusion_guard, tuned_reductions
+
+        guard = fusion_guard()
+        config |= (guard | tuned_reductions(tuned=options.max_autotune)).options
     _drop_empty_operands(step.graph)
     (_regional if options.mode == "regional" else _full)(step, options, config, report)
+    if guard is not None:
+        made, refused = guard.report.allowed(), guard.report.refused()  # what is loaded from disk decides nothing
+        if made or refused:
+            report.notes.append(f"reductions along rows and columns: {len(made)} fused, {len(refused)} refused")
 
 
 def _drop_empty_operands(graph: fx.Graph) -> None:
