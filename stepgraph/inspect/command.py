@@ -55,6 +55,9 @@ class PlanOptions:
     async_tp: bool = False
     """As in stepgraph train: chunks of the sequence are multiplied while others travel between ranks of a machine."""
 
+    copy_engines: bool = False
+    """As in stepgraph train: FSDP's gathers and reductions take no processors, between ranks of a machine."""
+
     json: Path | None = None
     """Write everything to this file: memory block by block, and every collective."""
 

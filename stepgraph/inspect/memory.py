@@ -12,6 +12,7 @@ from torch import fx
 from stepgraph.capture import StepGraph, phase_of, provenance
 from stepgraph.inspect.fusion import Fusion, is_free, storage
 from stepgraph.passes.analysis import Aliases, tensor_bytes
+from stepgraph.passes.collectives import REDUCE_BEGIN
 
 #: ``buckets``: gathered parameters and gradients on their way to be reduced. ``activations``: what forward leaves for
 #: backward. ``temporary``: all else that a step makes.
@@ -118,6 +119,8 @@ def _kinds(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
 
 def _reduces(node: fx.Node) -> bool:
     """Whether the node reduces gradients: sums over the sequence parts of activations do not count as such."""
+    if node.target is REDUCE_BEGIN:  # sends them from where they lie
+        return True
     if getattr(node.target, "namespace", "") != "_c10d_functional" or len(node.args) < 3:
         return False
     return node.args[1] == "avg"

@@ -86,7 +86,10 @@ class Forecast:
 
 
 #: Options of a run that a forecast depends on.
-SETTINGS = ("precision", "seq_len", "batch_size", "accumulate", "memory", "reduce_dtype", "inductor", "async_tp")
+SETTINGS = (
+    *("precision", "seq_len", "batch_size", "accumulate", "memory", "reduce_dtype", "inductor"),
+    *("async_tp", "copy_engines"),
+)
 
 
 def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
@@ -137,6 +140,8 @@ def rewrite(step: StepGraph, config: TrainConfig, gpu: Gpu) -> None:
         chosen.append(dataclasses.replace(passes.get("fuse_loss"), needs_cuda=False))
     if config.async_tp:
         chosen.append(passes.get("async_tensor_parallel", ranks_per_machine=GPUS_PER_NODE))
+    if config.copy_engines:
+        chosen.append(passes.get("copy_engines", ranks_per_machine=GPUS_PER_NODE))
     passes.run_passes(step, chosen, disable=config.disable_pass)
     if config.inductor == "full":
         rematerialize(step)

@@ -11,6 +11,7 @@ from torch import fx
 from stepgraph.inspect.fusion import Fusion, is_free, storage
 from stepgraph.inspect.gpus import REACHED, Gpu
 from stepgraph.passes.analysis import Aliases, flops, is_overload, tensor_bytes, written_arguments
+from stepgraph.passes.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END
 
 aten = torch.ops.aten
 
@@ -43,8 +44,24 @@ class Roofline:
             work = sum(flops(node) for node in members)
             self.flops += work
             peak = gpu.peak(_dtype(members[-1])) if work else gpu.peak(torch.float32)
-            moved = _traffic(members, aliases, readers)
+            copied = _copied(members[-1])
+            moved = _traffic(members, aliases, readers) if copied is None else copied
             self.seconds[members[-1]] = max(work / peak, moved / gpu.bandwidth) / REACHED
+
+
+def _copied(node: fx.Node) -> int | None:
+    """Bytes that a GPU's processors move for what begins or ends a collective by copy engines; None for other nodes."""
+    if node.target is GATHER_BEGIN:
+        shards, sizes, dtype, *_ = node.args
+        return sum(map(tensor_bytes, shards)) + sum(sizes) * dtype.itemsize
+    if node.target is GATHER_END:
+        _, sizes, dtype, ranks, _ = node.args
+        return 2 * (ranks - 1) * sum(sizes) * dtype.itemsize
+    if node.target is REDUCE_BEGIN:
+        return 0
+    if node.target is REDUCE_END:
+        return sum(map(tensor_bytes, node.args[1])) + tensor_bytes(node)
+    return None
 
 
 def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, list[fx.Node]]) -> int:

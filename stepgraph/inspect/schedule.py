@@ -15,7 +15,16 @@ from stepgraph.inspect.fusion import is_wait
 from stepgraph.inspect.gpus import REACHED, Gpu, collective_seconds
 from stepgraph.parallel import Mesh
 from stepgraph.passes.analysis import tensor_bytes
-from stepgraph.passes.collectives import Pipeline, pipeline_of
+from stepgraph.passes.collectives import (
+    GATHER_BEGIN,
+    GATHER_END,
+    LATENCY_S,
+    REDUCE_BEGIN,
+    REDUCE_END,
+    Pipeline,
+    bytes_sent,
+    pipeline_of,
+)
 
 #: Operators to the words that the report uses.
 _KINDS = {
@@ -24,6 +33,8 @@ _KINDS = {
     "all_reduce": "all_reduce",
     "all_gather_matmul": "all_gather + mm",
     "matmul_reduce_scatter": "mm + reduce_scatter",
+    "gather_begin": "all_gather by copies",
+    "reduce_begin": "reduce_scatter by copies",
 }
 
 
@@ -66,21 +77,29 @@ def group_axes(mesh: Mesh) -> dict[str, str]:
 
 def collective_of(node: fx.Node, axes: dict[str, str], ranks: dict[str, list[int]], gpu: Gpu) -> Collective | None:
     """What ``node`` communicates; None where it does not."""
-    if getattr(node.target, "namespace", "") != "_c10d_functional" or is_wait(node):
+    copies = node.target in (GATHER_BEGIN, REDUCE_BEGIN)
+    if not copies and (getattr(node.target, "namespace", "") != "_c10d_functional" or is_wait(node)):
         return None
     kind, group = _KINDS[node.target.overloadpacket.__name__], node.args[-1]
-    nbytes = max(tensor_bytes(node), tensor_bytes(node.args[0]))
+    n = len(ranks[group])
+    if copies:
+        nbytes = int(bytes_sent(node) * n / (n - 1))
+        dtype = node.args[2] if node.target is GATHER_BEGIN else node.args[0][0].meta["val"].dtype
+        seconds = LATENCY_S + bytes_sent(node) / gpu.nvlink
+    else:
+        nbytes, dtype = max(tensor_bytes(node), tensor_bytes(node.args[0])), node.meta["val"].dtype
+        seconds = collective_seconds(gpu, kind, nbytes, ranks[group])
     found = provenance(node)
     return Collective(
         node.name,
         kind,
         axes[group],
-        len(ranks[group]),
+        n,
         phase_of(node),
         found.path if found else "",
-        str(node.meta["val"].dtype).removeprefix("torch."),
+        str(dtype).removeprefix("torch."),
         nbytes,
-        collective_seconds(gpu, kind, nbytes, ranks[group]),
+        seconds,
     )
 
 
@@ -113,14 +132,17 @@ def simulate(graph: fx.Graph, seconds: dict[fx.Node, float], mesh: Mesh, gpu: Gp
     collectives = []
     for node in graph.nodes:
         if collective := collective_of(node, axes, ranks, gpu):
+            now += seconds.get(node, 0.0)  # casts that copies begin with
+            busy += seconds.get(node, 0.0)
             end = max(now, free_at.get(collective.axis, 0.0)) + collective.seconds
             free_at[collective.axis] = end
             running[node] = collective, end
             collectives.append(collective)
-        elif is_wait(node):
+        elif is_wait(node) or node.target in (GATHER_END, REDUCE_END):
             collective, end = running[node.args[0]]
             collective.exposed_seconds = max(0.0, end - now)
-            now = max(now, end)
+            now = max(now, end) + seconds.get(node, 0.0)
+            busy += seconds.get(node, 0.0)
         elif pipeline := pipeline_of(node):
             collectives.append(_pipelined(node, pipeline, axes, gpu, seconds[node]))
             now += seconds[node] + collectives[-1].exposed_seconds

@@ -43,9 +43,9 @@ COPIED = (GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END)
 
 # What the estimate of exposed communication assumes, for kernels and links of one H200 host: FLOP/s, bytes/s in
 # memory, bytes/s between ranks and seconds that any collective takes. Only shares matter.
-_FLOPS_PER_S, _BYTES_PER_S, _LINK_BYTES_PER_S, _LATENCY_S = 700e12, 3.5e12, 350e9, 20e-6
-# Seconds of a flag's way over NVLink, and that every kernel takes however little it does: kernels that wait for a flag
-# took 3.4 us on H200s, those that set one 4.6.
+_FLOPS_PER_S, _BYTES_PER_S, _LINK_BYTES_PER_S, LATENCY_S = 700e12, 3.5e12, 350e9, 20e-6
+# Seconds of a flag's way over NVLink, and that every kernel takes however little it does: one that waits for a flag
+# took 3.4 us on H200s.
 _BARRIER_S, _KERNEL_S = 5e-6, 4e-6
 
 
@@ -222,7 +222,7 @@ def bytes_sent(node: fx.Node) -> float:
 
 def seconds(node: fx.Node) -> float:
     """A rough forecast of the time that the collective takes on one H200 host."""
-    return _LATENCY_S + bytes_sent(node) / _LINK_BYTES_PER_S
+    return LATENCY_S + bytes_sent(node) / _LINK_BYTES_PER_S
 
 
 def group_size(node: fx.Node) -> int:
@@ -273,11 +273,11 @@ def pipeline_of(node: fx.Node) -> Pipeline | None:
         # Copies run beside the products; of several sequences the whole, put together, is copied once more.
         size, batch = tensor_bytes(shard), shard.meta["val"].shape[0]
         whole = 2 * ranks * size if keep and batch > 1 else 0
-        kernels = 3 * (ranks - 1) + _pieces(ranks, batch, weights)
+        kernels = ranks - 1 + _pieces(ranks, batch, weights)
         return Pipeline(group, ranks, (ranks - 1) * size, whole, 1, kernels)
     if node.target is MATMUL_REDUCE_SCATTER:
         lefts, _, batch, ranks, group = node.args
-        size, kernels = tensor_bytes(node), 3 * (ranks - 1) + 1 + _pieces(ranks, batch, lefts)
+        size, kernels = tensor_bytes(node), ranks - 1 + 1 + _pieces(ranks, batch, lefts)
         return Pipeline(group, ranks, (ranks - 1) * size, (ranks + 1) * size, 1, kernels)  # the sum reads all parts
     return None
 
@@ -290,7 +290,7 @@ def _pieces(ranks: int, batch: int, products: Sequence[fx.Node]) -> int:
 def joined_saves(node: fx.Node, bytes_sent: float) -> float:
     """Seconds that the products and the collective of ``node``, as one pipeline, are forecast to save; ``bytes_sent``:
     of the collective by itself, see `bytes_sent`."""
-    apart = _LATENCY_S + bytes_sent / _LINK_BYTES_PER_S
+    apart = LATENCY_S + bytes_sent / _LINK_BYTES_PER_S
     return apart - pipeline_of(node).exposed_seconds(_compute_seconds(node), _LINK_BYTES_PER_S, _BYTES_PER_S)
 
 
@@ -332,7 +332,7 @@ def exposed(graph: fx.Graph) -> tuple[float, float]:
             beyond = pipeline.exposed_seconds(computing, _LINK_BYTES_PER_S, _BYTES_PER_S)
             now += computing + beyond
             waited += beyond
-            total += _LATENCY_S + pipeline.sent / _LINK_BYTES_PER_S
+            total += LATENCY_S + pipeline.sent / _LINK_BYTES_PER_S
         elif is_overload(node) and not is_view(node):
             now += _compute_seconds(node)
     return waited, total

@@ -12,6 +12,7 @@ which they begin. Best after `overlap`, which says when they do.
 
 import operator
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -27,8 +28,15 @@ aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-@register("copy_engines", "numerics", needs_process_group=True)
-def copy_engines(step: StepGraph, options: object, report: PassReport) -> None:
+@dataclass(frozen=True)
+class CopyEnginesOptions:
+    """``ranks_per_machine``: neighbours that share a machine; 0: as torchrun started them."""
+
+    ranks_per_machine: int = 0
+
+
+@register("copy_engines", "numerics", options=CopyEnginesOptions(), needs_process_group=True)
+def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassReport) -> None:
     """Move parameters and gradients beside compute without taking processors from it."""
     tail = collectives.gradient_tail(step)
     found = collectives.parameter_gathers(step) + collectives.gradient_reductions(step, tail)
@@ -39,7 +47,7 @@ def copy_engines(step: StepGraph, options: object, report: PassReport) -> None:
     kept: dict[tuple, list[Collective]] = defaultdict(list)
     for c in sorted(found, key=lambda c: c.node):
         group = kept[c.node.target, c.node.args[-1]]
-        reason = spans_machines(c.node.args[-1]) or _unfit(c.node)
+        reason = spans_machines(c.node.args[-1], options.ranks_per_machine) or _unfit(c.node)
         if not reason and group and c.wait < group[-1].wait:
             reason = "waited for before one that begins earlier"
         if reason:

@@ -107,12 +107,31 @@ def test_products_in_a_pipeline_expose_copies_and_barriers():
     assert after["reduce_scatter", "tp", "forward"] == (1, stream)  # the embedding's
     assert after["all_gather + mm", "tp", "backward"] == (blocks, blocks * stream)
     assert after["mm + reduce_scatter", "tp", "backward"] == (blocks + 1, (blocks + 1) * stream)
-    # Before gate and up: a flag travels once, three kernels wait for flags or set them, and each product is two; the
-    # other half, copied beside them, travels for a tenth of the products' time.
+    # Before gate and up: a flag travels once, a kernel waits for it, and each product is two; the other half, copied
+    # beside them, travels for a tenth of the products' time.
     gather = next(c for c in joined.schedule.collectives if c.kind == "all_gather + mm" and c.path == "layers.0.mlp")
-    expected = 5e-6 + 5 * 4e-6
+    expected = 5e-6 + 3 * 4e-6
     assert gather.exposed_seconds == pytest.approx(expected)
     assert gather.seconds == pytest.approx(stream / 2 / 450e9)
+
+
+def test_copy_engines_move_what_collectives_moved():
+    sizes = {"dim": 1024, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 4096, "vocab_size": 4096, "max_seq_len": 2048}
+    options = {"model": dataclasses.replace(EVEN, **sizes), "seq_len": 2048, "reduce_dtype": "bf16", "inductor": "full"}
+    plain, copied = (forecast(config("fsdp=4", copy_engines=on, **options), GPUS["h200"]) for on in (False, True))
+    before, after = counted(plain), counted(copied)
+    for kind, phase in (("all_gather", "forward"), ("reduce_scatter", "backward")):
+        name, axis = f"{kind} by copies", "dp_shard"
+        assert after[name, axis, phase] == before[kind, axis, phase] and (kind, axis, phase) not in after
+    travel = 3 * next(c for c in copied.schedule.collectives if c.kind == "all_gather by copies").bytes / 4
+    assert copied.schedule.collectives[0].seconds == pytest.approx(20e-6 + travel / 450e9)
+    assert copied.schedule.collectives[0].dtype == "bfloat16"
+    assert copied.flops == plain.flops
+    assert copied.peak.total == pytest.approx(plain.peak.total, rel=0.02)
+    assert copied.schedule.compute_seconds == pytest.approx(plain.schedule.compute_seconds, rel=0.1)
+    apart = forecast(config("fsdp=16", copy_engines=True, **options), GPUS["h200"])  # two machines
+    kinds = {kind for kind, axis, _ in counted(apart) if axis == "dp_shard"}
+    assert {"all_gather", "reduce_scatter"} < kinds and not any("copies" in kind for kind in kinds)
 
 
 def test_replicas_reduce_their_shards():
