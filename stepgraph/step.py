@@ -18,6 +18,7 @@ from stepgraph.capture.state import Watch, unwrap
 from stepgraph.capture.trace import LossFn
 from stepgraph.kernels import copy_collectives, exchange
 from stepgraph.passes import Pass, PassReport, prepare, run_passes
+from stepgraph.passes.collectives import exchanging
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
 MAX_CAPTURES = 8
@@ -170,6 +171,7 @@ class _Bound:
             if spec.kind == "lr"
         }
         self.lr_values: dict[int, float] = {}
+        self.exchanging = exchanging(traced.step.graph)
         self.watch = Watch(traced.slots, update.optimizer if update else None)
 
     def run(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -184,10 +186,10 @@ class _Bound:
         flat = [*self.state, *(tensor for i in self.traced.tensor_leaves for tensor in unwrap(leaves[i])[0])]
         with torch.no_grad(), _no_autocast(), compat.below_autograd():
             try:
-                exchange.fence()
+                exchange.fence(self.exchanging)
                 results = self.traced.step.runner(flat)
             except BaseException:  # what the step began would be taken for what the next one begins
-                copy_collectives.abandon()
+                copy_collectives.abandon(self.exchanging)
                 raise
         loss, metrics, grads = None, {}, []
         for spec, value in zip(self.traced.step.outputs, results, strict=True):

@@ -122,11 +122,13 @@ def profiled(training: Training, trace: str | None, rank: int) -> dict[str, Any]
     """
     _wait(torch.device("cuda"))
     dist.barrier()
+    host = dist.new_group(backend="gloo")  # whose barrier is no work on the GPU
     once = schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1)
     with profile(activities=[ProfilerActivity.CUDA], schedule=once) as profiler:
         training.step()
         torch.cuda.synchronize()
         profiler.step()
+        dist.barrier(host)
         for _ in range(TRACED_STEPS):
             training.step()
         torch.cuda.synchronize()

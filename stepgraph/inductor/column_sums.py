@@ -26,26 +26,33 @@ _FINISH = re.compile(
 
 
 def narrow(graph: fx.Graph) -> None:
-    """Let sums along columns that are only cast to a narrow dtype give it: they are added in float32 all the same,
-    and rounded once."""
-    if parts.config.emulate_precision_casts:  # a sum of another dtype then rounds what it adds
-        return
+    """Let sums along columns that are returned, cast to a narrow dtype, and not read as they are, give that dtype: they
+    are added in float32 all the same, and rounded once."""
+    if parts.config.emulate_precision_casts or not parts.config.triton.codegen_upcast_to_fp32:
+        return  # a sum of another dtype then rounds what it adds
     for cast in graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
         chain = [cast.args[0]]
         while chain[-1].target in _VIEWS and len(chain[-1].users) == 1:
             chain.append(chain[-1].args[0])
-        total = chain[-1]
-        if cast.args[1] not in _NARROW or total.target is not aten.sum.dim_IntList or len(total.users) != 1:
-            continue
-        added = total.args[0].meta["val"]
-        dims = {dim % added.ndim for dim in total.args[1]}
-        if total.kwargs or added.dtype is not torch.float32 or dims != set(range(added.ndim - 1)):
-            continue
-        total.kwargs = {"dtype": cast.args[1]}
-        for node in chain:
-            node.meta["val"] = node.meta["val"].to(cast.args[1])
-        cast.replace_all_uses_with(chain[0])
-        graph.erase_node(cast)
+        # What forward reads too, Inductor rounds as eager does where it is saved for backward.
+        returned = all(user.op == "output" for user in cast.users)
+        if returned and cast.args[1] in _NARROW and _sums_columns(chain[-1]):
+            chain[-1].kwargs = {"dtype": cast.args[1]}
+            for node in chain:
+                if "val" in node.meta:
+                    node.meta["val"] = node.meta["val"].to(cast.args[1])
+            cast.replace_all_uses_with(chain[0])
+            graph.erase_node(cast)
+
+
+def _sums_columns(node: fx.Node) -> bool:
+    """Whether the node, read once, is a sum of float32 over all dimensions but the last."""
+    if node.target is not aten.sum.dim_IntList or node.kwargs or len(node.users) != 1:
+        return False
+    added, dims = node.args[0].meta.get("val"), node.args[1]
+    if added is None or added.dtype is not torch.float32 or added.ndim < 2 or not dims:
+        return False
+    return {dim % added.ndim for dim in dims} == set(range(added.ndim - 1))
 
 
 def finished(line: Any) -> Any:
@@ -54,4 +61,6 @@ def finished(line: Any) -> Any:
     if found is None:
         return line
     name, source, view, dtype = found.groups()
-    return f"{name} = torch.ops.stepgraph.column_sum({source}, {dtype or 'torch.float32'}){view or ''}"
+    if view is None:  # torch 2.11 forgets dimensions that the sum keeps
+        view = f".view({[int(size) for size in parts.V.graph.get_buffer(name).get_layout().size]})"
+    return f"{name} = torch.ops.stepgraph.column_sum({source}, {dtype or 'torch.float32'}){view}"

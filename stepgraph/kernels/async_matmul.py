@@ -5,6 +5,7 @@
 
 A rank multiplies its own chunk while it sends it, and the others' as they come; or first what others need, and its own
 part while that is sent (see `exchange`). Sums over ranks are taken in the order of ranks, in fp32, and rounded once.
+In CUDA graphs that run again they need `exchange.fence` before each run.
 
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", 2023.

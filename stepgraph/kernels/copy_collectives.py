@@ -13,7 +13,7 @@ first end first.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,10 +67,12 @@ def under_way() -> list[int]:
     return [begun.serial for begun_first in _begun.values() for begun in begun_first]
 
 
-def abandon() -> None:
-    """Forget what is under way, on all ranks: the step was broken off."""
-    _begun.clear()
-    exchange.forget()
+def abandon(groups: Collection[str]) -> None:
+    """Forget what is under way in ``groups``, on all their ranks: the step was broken off."""
+    for kind, name in list(_begun):
+        if name in groups:
+            del _begun[kind, name]
+    exchange.forget(groups)
 
 
 def join() -> None:

@@ -14,6 +14,8 @@ is what CUDA does, and torch's pipelines rely on too, not what it promises.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,9 @@ from stepgraph import compat
 Tensor = torch.Tensor
 #: A name and a number.
 Place = tuple[str, int]
+_Key = tuple[str, Place | None]
 
+_count = 0
 #: Channels of symmetric memory's signals: the part of a rank has come, one for each turn; where it goes is free again;
 #: a step begins.
 _COME, _FREE, _STEP = (0, 1), 2, 3
@@ -64,16 +68,23 @@ def begin(group: dist.ProcessGroup, like: Tensor, place: Place | None = None) ->
     Exchanges that are under way while others begin have a ``place``, which no other has at the same time. Those without
     one follow each other.
     """
+    global _count
+    _count += 1
     return _Symmetric(group, like, place) if like.is_cuda else _PointToPoint(group, like)
 
 
-def fence() -> None:
-    """Where a step begins, on all ranks: those without a place count their turns from here, so that a CUDA graph that
-    recorded them may run again and again."""
-    for workspace in (*_workspaces.values(), *_outgrown):
-        if workspace.turns > 1:
+def fence(groups: Collection[str]) -> None:
+    """Where a step begins, on all ranks of the ``groups`` that it exchanges in: those without a place count their turns
+    from here, so that a CUDA graph that recorded them may run again and again."""
+    for (name, _), workspace in (*_workspaces.items(), *_outgrown):
+        if name in groups and workspace.turns > 1:
             workspace.turn = 0
             workspace.memory.barrier(_STEP)
+
+
+def begun() -> int:
+    """How many exchanges have begun."""
+    return _count
 
 
 class _PointToPoint(Ranks):
@@ -134,12 +145,12 @@ class _Workspace:
 
 
 #: By group and place.
-_workspaces: dict[tuple[str, Place | None], _Workspace] = {}
+_workspaces: dict[_Key, _Workspace] = {}
 #: Those that larger ones took the place of: CUDA graphs that recorded them still use them.
-_outgrown: list[_Workspace] = []
+_outgrown: list[tuple[_Key, _Workspace]] = []
 #: Those of steps that were broken off, in which others may still write.
 _broken: list[_Workspace] = []
-_age = 0
+_ages: Counter[str] = Counter()
 
 
 def _workspace(group: dist.ProcessGroup, nbytes: int, device: torch.device, place: Place | None) -> _Workspace:
@@ -147,7 +158,7 @@ def _workspace(group: dist.ProcessGroup, nbytes: int, device: torch.device, plac
     held = _workspaces.get(key)
     if held is None or held.nbytes < nbytes:
         if held is not None:
-            _outgrown.append(held)
+            _outgrown.append((key, held))
         if place is not None:  # what comes to one number of a name will come to the others
             named = (
                 w.nbytes for (name, other), w in _workspaces.items() if other and (name, other[0]) == (key[0], place[0])
@@ -157,18 +168,20 @@ def _workspace(group: dist.ProcessGroup, nbytes: int, device: torch.device, plac
     return held
 
 
-def forget() -> None:
-    """Begin with new memory, on all ranks: after a step that was broken off, flags are not what they should be."""
-    global _age
-    _age += 1
-    _broken.extend((*_workspaces.values(), *_outgrown))
-    _workspaces.clear()
-    _outgrown.clear()
+def forget(groups: Collection[str]) -> None:
+    """Begin with new memory in ``groups``, on all their ranks: after a step that was broken off, flags are not what
+    they should be."""
+    _ages.update(groups)
+    lost = [(key, workspace) for key, workspace in (*_workspaces.items(), *_outgrown) if key[0] in groups]
+    _broken.extend(workspace for _, workspace in lost)
+    for key in [key for key in _workspaces if key[0] in groups]:
+        del _workspaces[key]
+    _outgrown[:] = [(key, workspace) for key, workspace in _outgrown if key[0] not in groups]
 
 
-def age() -> int:
-    """How often memory was forgotten: what recorded it at another age must not run again."""
-    return _age
+def age(groups: Collection[str]) -> int:
+    """How often memory of ``groups`` was forgotten: what recorded it at another age must not run again."""
+    return sum(_ages[group] for group in groups)
 
 
 class _Symmetric(Ranks):

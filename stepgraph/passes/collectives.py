@@ -225,6 +225,11 @@ def seconds(node: fx.Node) -> float:
     return LATENCY_S + bytes_sent(node) / _LINK_BYTES_PER_S
 
 
+def exchanging(graph: fx.Graph) -> frozenset[str]:
+    """Names of the groups in which the graph's nodes communicate without NCCL (see `stepgraph.kernels.exchange`)."""
+    return frozenset(node.args[-1] for node in graph.nodes if node.target in (*PIPELINED, *COPIED))
+
+
 def group_size(node: fx.Node) -> int:
     """Ranks of the collective's process group."""
     if node.target is not ALL_REDUCE:

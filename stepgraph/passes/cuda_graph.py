@@ -20,6 +20,7 @@ from stepgraph import compat
 from stepgraph.capture import StepGraph
 from stepgraph.kernels import copy_collectives, exchange
 from stepgraph.passes.analysis import Aliases
+from stepgraph.passes.collectives import exchanging
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.partition import Program, describe, needs_host, split
 
@@ -46,10 +47,17 @@ class GraphRunner:
         self.written = [i for i in self.batch if writes.get(placeholders[i])]
         self.waiting: set[str] = set()  # names of nodes that were seen to wait for the GPU
         self._split()
-        self.warm, self.age = False, exchange.age()
+        self.exchanging = exchanging(step.graph)
+        self.age = exchange.age(self.exchanging)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is recorded, nor ran before."""
+        self.warm = False
         self.program: list[_Piece] = []
         self.static: list[torch.Tensor] = []
         self.spans: list[torch.Tensor] = []  # the memory of the batch among them
+        self.outputs: Sequence[torch.Tensor] = ()
 
     def _split(self) -> None:
         reasons: dict[fx.Node, str] = {}
@@ -67,10 +75,10 @@ class GraphRunner:
         self.report.summary = f"{pieces} CUDA graph{'s' * (pieces != 1)}, {len(reasons)} nodes on the host"
 
     def __call__(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if self.age != exchange.age():  # a step was broken off: flags of what was recorded are not what they should be
-            self.warm, self.program = False, []
+        if self.age != exchange.age(self.exchanging):  # a step was broken off: what was recorded waits for other flags
+            self._forget()
         if not self.warm:
-            self.age = exchange.age()
+            self.age = exchange.age(self.exchanging)
             results = self._warm_up(flat)
             self.warm = True
             return results
@@ -195,12 +203,12 @@ class _Piece:
         """Record the piece (or just run it) and run it once. Its results stay where later replays write them."""
         if self.graph is None:
             # Later pieces read these tensors in place, so each replay copies its new results into them.
-            before = copy_collectives.under_way()
+            before = copy_collectives.under_way(), exchange.begun()
             self.results = self.run(self.args)
-            if copy_collectives.under_way() != before:
+            if (copy_collectives.under_way(), exchange.begun()) != before:
                 raise RuntimeError(
-                    "a part of the step waits for the GPU and begins or ends collectives by copy engines, of which the "
-                    "other end is in a CUDA graph; leave out the pass copy_engines or cuda_graph"
+                    "a part of the step waits for the GPU and communicates by copy engines, as CUDA graphs around it "
+                    "do; leave out the passes async_tensor_parallel and copy_engines, or cuda_graph"
                 )
             _wait_for_collectives(self.results)
             return self.results

@@ -133,6 +133,8 @@ def _replaced():
     left = collectives.gradient_reductions(step.graph, collectives.gradient_tail(step.graph))
     assert {c.node.target for c in left} == {collectives.ALL_REDUCE}  # norm weights over the ranks of tp
 
+    assert collectives.exchanging(step.graph.graph) == {node.args[-1] for node in nodes if node.target in COPIED}
+
 
 def _behind_pipelines():
     """A copy engine takes one copy after the other: parameters go behind the activations that a product waits for."""
@@ -164,8 +166,10 @@ def test_a_step_that_is_broken_off_is_forgotten():
     step = stepgraph.capture(model, lambda model, batch: model(batch).sum(), batch)
     copy_collectives._begun["gather", "a group"].append(object())
     exchange._workspaces["a group", ("gather", 0)] = memory
-    before = exchange.age()
+    groups = {"a group"}
+    before = exchange.age(groups)
     with (
+        mock.patch.object(step._current, "exchanging", groups),
         mock.patch.object(exchange, "fence"),
         mock.patch.object(step.graph, "runner", side_effect=MemoryError),
         pytest.raises(MemoryError),
@@ -173,7 +177,18 @@ def test_a_step_that_is_broken_off_is_forgotten():
         step(batch)
     assert copy_collectives.under_way() == [] and not exchange._workspaces
     assert exchange._broken.pop() is memory  # others may still write there
-    assert exchange.age() == before + 1  # what CUDA graphs recorded with it does not run again
+    assert exchange.age(groups) == before + 1  # what CUDA graphs recorded with it does not run again
+
+
+def test_a_step_that_exchanges_nothing_leaves_exchanges_alone():
+    """One rank may run it by itself."""
+    held, model, batch = mock.Mock(turns=2, turn=1), torch.nn.Linear(3, 1), torch.ones(2, 3)
+    step = stepgraph.capture(model, lambda model, batch: model(batch).sum(), batch)
+    with mock.patch.dict(exchange._workspaces, {("a group", None): held}, clear=True):
+        step(batch)
+        with mock.patch.object(step.graph, "runner", side_effect=MemoryError), pytest.raises(MemoryError):
+            step(batch)
+        assert exchange._workspaces and held.turn == 1 and not held.memory.barrier.called
 
 
 @pytest.mark.parametrize("place", [None, ("gather", 0)])
@@ -194,10 +209,12 @@ def test_places_in_memory(place):
         held = exchange._workspace(group, 16, torch.device("cpu"), place)
         assert exchange._workspace(group, 8, torch.device("cpu"), place) is held
         turns = [held.take_turn() for _ in range(3)]
-        exchange.fence()
+        exchange.fence({"another"})
+        assert held.turn == 1 - (place is not None)
+        exchange.fence({"a group"})
         turns.append(held.take_turn())
         larger = exchange._workspace(group, 32, torch.device("cpu"), place)
-        assert larger is not held and exchange._outgrown.pop() is held
+        assert larger is not held and exchange._outgrown.pop() == (("a group", place), held)
     assert turns == ([0, 1, 0, 0] if place is None else [0, 0, 0, 0])
     assert memory.barrier.call_count == (place is None)
     for turn in sorted(set(turns)):

@@ -93,6 +93,53 @@ def test_a_sum_keeps_its_dtype_where_casts_are_emulated(codegen, norm):
     assert ", torch.float32)" in generated.wrapper and len(generated.kernels) == 2
 
 
+def test_a_sum_keeps_the_dimensions_it_keeps(codegen):
+    def norm(x, w):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * w.float()).to(BF16)
+
+    graph = codegen.trace(norm, ((65536, 256), BF16), ((1, 256), BF16))["backward"]
+    with codegen.rules(tuned_reductions()):
+        wrapper = codegen.generate(graph).wrapper
+    assert "view(1024, 256), torch.bfloat16).view([1, 256])" in wrapper
+
+
+def means(x, v):
+    """A sum that forward reads, and saves."""
+    mean = (x * 1.0).sum(0).to(BF16)
+    return mean * v, mean.exp()
+
+
+CASTS = {
+    "plain": lambda x: (x * 1.0001).sum(0).to(BF16),
+    "kept": lambda x: (x * 1.0001).sum(0, keepdim=True).to(BF16),
+    "three": lambda x: (x * 1.0001).view(4, -1, 64).sum([-3, 1]).to(torch.float16),
+    "all": lambda x: (x * 2).sum(dim=None).to(BF16),
+    "scalar": lambda x: x[0, 0].sum(0).to(BF16),
+    "twice": lambda x: (lambda total: (total.to(BF16), total.to(torch.float16), total))((x * 2).sum(0)),
+    "rows": lambda x: (x * 2).sum(1).to(BF16),
+    "read": lambda x: (x * 2).sum(0).to(BF16).exp(),
+    "saved": lambda x: means(x, torch.ones(64, dtype=BF16)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_sums_that_are_cast_are_as_accurate_as_eagers(name, grad):
+    """Rows that nearly cancel: what is rounded before it is added shows."""
+    x = torch.full((4096, 64), 1.0038)
+    x[::2] = -1.0
+    x.requires_grad_(grad)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        actual = torch.compile(CASTS[name], dynamic=False, options=tuned_reductions().options)(x)
+    expected = CASTS[name](x)
+    for a, e in zip(*((r if isinstance(r, tuple) else (r,)) for r in (actual, expected)), strict=True):
+        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+        torch.testing.assert_close(a, e, rtol=2**-7, atol=1e-4)
+
+
 def test_column_sum():
     x = torch.randn(37, 11)
     total = torch.ops.stepgraph.column_sum(x, torch.float32)
