@@ -111,15 +111,15 @@ def means(x, v):
 
 
 CASTS = {
-    "plain": lambda x: (x * 1.0001).sum(0).to(BF16),
-    "kept": lambda x: (x * 1.0001).sum(0, keepdim=True).to(BF16),
-    "three": lambda x: (x * 1.0001).view(4, -1, 64).sum([-3, 1]).to(torch.float16),
-    "all": lambda x: (x * 2).sum(dim=None).to(BF16),
-    "scalar": lambda x: x[0, 0].sum(0).to(BF16),
-    "twice": lambda x: (lambda total: (total.to(BF16), total.to(torch.float16), total))((x * 2).sum(0)),
-    "rows": lambda x: (x * 2).sum(1).to(BF16),
-    "read": lambda x: (x * 2).sum(0).to(BF16).exp(),
-    "saved": lambda x: means(x, torch.ones(64, dtype=BF16)),
+    "plain": lambda x, v: (x * 1.0001).sum(0).to(BF16),
+    "kept": lambda x, v: (x * 1.0001).sum(0, keepdim=True).to(BF16),
+    "three": lambda x, v: (x * 1.0001).view(4, -1, 64).sum([-3, 1]).to(torch.float16),
+    "all": lambda x, v: (x * 2).sum(dim=None).to(BF16),
+    "scalar": lambda x, v: x[0, 0].sum(0).to(BF16),
+    "twice": lambda x, v: (lambda total: (total.to(BF16), total.to(torch.float16), total))((x * 2).sum(0)),
+    "rows": lambda x, v: (x * 2).sum(1).to(BF16),
+    "read": lambda x, v: (x * 2).sum(0).to(BF16).exp(),
+    "saved": means,
 }
 
 
@@ -131,10 +131,11 @@ def test_sums_that_are_cast_are_as_accurate_as_eagers(name, grad):
     x = torch.full((4096, 64), 1.0038)
     x[::2] = -1.0
     x.requires_grad_(grad)
+    v = torch.ones(64, dtype=BF16, requires_grad=grad)
     torch._dynamo.reset()
     with torch._inductor.config.patch(fx_graph_cache=False):
-        actual = torch.compile(CASTS[name], dynamic=False, options=tuned_reductions().options)(x)
-    expected = CASTS[name](x)
+        actual = torch.compile(CASTS[name], dynamic=False, options=tuned_reductions().options)(x, v)
+    expected = CASTS[name](x, v)
     for a, e in zip(*((r if isinstance(r, tuple) else (r,)) for r in (actual, expected)), strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
         torch.testing.assert_close(a, e, rtol=2**-7, atol=1e-4)
