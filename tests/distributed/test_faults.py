@@ -29,7 +29,8 @@ class Job:
 
     def __init__(self, command, folder, *words):
         self.out, self.err = (folder / name for name in ("out.txt", "err.txt"))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(stepgraph.__file__).parents[1])}
+        paths = [str(Path(stepgraph.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         with self.out.open("w") as out, self.err.open("w") as err:
             command = [sys.executable, "-u", *command, "-m", "stepgraph", "train", *map(str, words)]
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err)
