@@ -5,6 +5,7 @@ nothing of graphs. A step issues each group's collectives in the graph's order: 
 k-th one that a group issued since the step began is the k-th of its nodes.
 """
 
+import bisect
 import math
 import os
 from collections import defaultdict
@@ -42,21 +43,22 @@ def issue_order(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 
 def first_in_flight(
-    records: Sequence[Mapping[str, Any]], order: Mapping[str, Sequence[fx.Node]], since_ns: int
+    records: Sequence[Mapping[str, Any]], order: Mapping[str, Sequence[fx.Node]], began_ns: Sequence[int]
 ) -> InFlight | None:
     """The earliest of the collectives in ``records`` (see `compat.flight_records`) that is not done; None if all are.
 
-    ``order``: as `issue_order` gives it. ``since_ns``: when the step began, in nanoseconds since the epoch. A
-    collective that comes where the graph has none, or one of another size, gets no node.
+    ``order``: as `issue_order` gives it. ``began_ns``: when the latest steps began to be launched, the earliest first, in
+    nanoseconds since the epoch: on a GPU the next one is, while the host waits for the results of one. A collective that
+    comes where the graph has none, or one of another size, gets no node.
     """
-    numbers: dict[str, int] = defaultdict(int)
+    numbers: dict[tuple[str, int], int] = defaultdict(int)
     waiting: list[tuple[Mapping[str, Any], fx.Node | None]] = []
     for record in records:
         group = record["process_group"][0]
         node = None
-        if record["time_created_ns"] >= since_ns:
-            nodes, number = order.get(group, ()), numbers[group]
-            numbers[group] += 1
+        if step := bisect.bisect_right(began_ns, record["time_created_ns"]):
+            nodes, number = order.get(group, ()), numbers[group, step]
+            numbers[group, step] += 1
             node = nodes[number] if number < len(nodes) and _fits(nodes[number], record) else None
         if not record["retired"] and record["state"] != "completed":
             waiting.append((record, node))

@@ -144,7 +144,9 @@ class Watch:
 
     def _waits_in(self, place: _Place) -> str:
         records = compat.flight_records(self.device_type)
-        began = sys.maxsize if place.step_began_ns is None else place.step_began_ns
+        began = (
+            [] if place.step_began_ns is None else sorted(t for t in self._began.values() if t >= place.step_began_ns)
+        )
         if waiting := first_in_flight(records, self._order, began):
             return f"it waits in {waiting}"
         main: FrameType = sys._current_frames()[threading.main_thread().ident]

@@ -195,10 +195,10 @@ def _find_all(text, passes):
     nodes = {}
     for record in since:
         hung = [r | {"retired": r is not record} for r in found]
-        waiting = first_in_flight(hung, order, began)
+        waiting = first_in_flight(hung, order, [began])
         nodes.setdefault(record["process_group"][0], []).append(waiting.node)
     assert nodes == order
-    assert first_in_flight(found, order, began) is None
+    assert first_in_flight(found, order, [began]) is None
 
 
 def _records(*entries, group="g"):
@@ -224,12 +224,15 @@ def test_a_collective_that_the_graph_does_not_have_gets_no_node():
     order = issue_order(graph)
     assert order == {"g": [node]}
     what = "all_gather of process group dp_shard"
-    assert first_in_flight(_records((1, 4, True)), order, 1) is None
-    assert first_in_flight(_records((1, 4, True), (5, 4, False), (6, 4, False)), order, 5) == InFlight(node, what, 1)
-    assert first_in_flight(_records((5, 4, True), (6, 4, False)), order, 5) == InFlight(None, what, 0)  # one too many
-    assert first_in_flight(_records((5, 3, False)), order, 5) == InFlight(None, what, 0)  # another size
-    assert first_in_flight(_records((5, 4, False)), order, 6) == InFlight(None, what, 0)  # before the step
-    assert first_in_flight(_records((5, 4, False), group="h"), order, 5) == InFlight(None, what, 0)
+    assert first_in_flight(_records((1, 4, True)), order, [1]) is None
+    assert first_in_flight(_records((1, 4, True), (5, 4, False), (6, 4, False)), order, [5]) == InFlight(node, what, 1)
+    assert first_in_flight(_records((5, 4, True), (6, 4, False)), order, [5]) == InFlight(None, what, 0)  # one too many
+    # The next step is launched while the host waits for the results of one.
+    waiting = _records((5, 4, True), (7, 4, False), (8, 4, False))
+    assert first_in_flight(waiting, order, [5, 7]) == InFlight(node, what, 1)
+    assert first_in_flight(_records((5, 3, False)), order, [5]) == InFlight(None, what, 0)  # another size
+    assert first_in_flight(_records((5, 4, False)), order, [6]) == InFlight(None, what, 0)  # before the step
+    assert first_in_flight(_records((5, 4, False), group="h"), order, [5]) == InFlight(None, what, 0)
 
 
 def test_only_failures_that_another_rank_causes_are_told_as_such():
