@@ -47,9 +47,9 @@ def first_in_flight(
 ) -> InFlight | None:
     """The earliest of the collectives in ``records`` (see `compat.flight_records`) that is not done; None if all are.
 
-    ``order``: as `issue_order` gives it. ``began_ns``: when the latest steps began to be launched, the earliest first, in
-    nanoseconds since the epoch: on a GPU the next one is, while the host waits for the results of one. A collective that
-    comes where the graph has none, or one of another size, gets no node.
+    ``order``: as `issue_order` gives it. ``began_ns``: when the latest steps began to be launched, the earliest first,
+    in nanoseconds since the epoch: on a GPU the next one is, while the host waits for the results of one. A collective
+    that comes where the graph has none, or one of another size, gets no node.
     """
     numbers: dict[tuple[str, int], int] = defaultdict(int)
     waiting: list[tuple[Mapping[str, Any], fx.Node | None]] = []
