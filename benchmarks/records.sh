@@ -67,6 +67,9 @@ record() {
     llama3-1b_norms) step llama3-1b_norms llama3-1b --providers "$NORMS" --steps 6 --repeats 3 ;;
     1b_fsdp1) train 1b_fsdp1 llama3-1b --mesh fsdp=1 --batch-size 4 --seq-len 4096 --providers stepgraph --steps 40 ;;
     1b_fsdp2) train 1b_fsdp2 llama3-1b --mesh fsdp=2 --batch-size 4 --seq-len 4096 --providers stepgraph --steps 40 ;;
+    1b_fsdp2_copies)
+      train 1b_fsdp2_copies llama3-1b --mesh fsdp=2 --copy-engines --batch-size 4 --seq-len 4096 --providers stepgraph \
+        --steps 40 ;;
     8b_fsdp2)
       train 8b_fsdp2 llama3-8b --mesh fsdp=2 --batch-size 1 --seq-len 8192 --steps 12
       plot train_8b_fsdp2 ;;
@@ -86,7 +89,7 @@ record() {
 
 ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
 ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor"
-MORE_GPUS="1b_fsdp2 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl"
+MORE_GPUS="1b_fsdp2 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl"
 [ $# -gt 0 ] || set -- $ONE_GPU
 for name in "$@"; do
   record "$name"

@@ -19,7 +19,7 @@ WORDS = [{"cpu": "cuda"}.get(word, word) for word in TINY_RUN]
 def test_a_hung_and_a_killed_rank_end_the_ranks_and_are_named(corpus, tmp_path, options):  # noqa: F811
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    words = [*WORDS, "--data", corpus, "--mesh", "fsdp=2", "--nproc", 2, "--max-restarts", 1, "--comm-timeout", 5]
+    words = [*WORDS, "--data", corpus, "--mesh", "fsdp=2", "--nproc", 2, "--max-restarts", 1, "--comm-timeout", 10]
     words += ["--steps", 1000000, "--checkpoint-every", 0, "--val-every", 0, "--inductor", "off", *options]
     with Job([], tmp_path, *words, "--out", tmp_path / "run") as job:
         job.wait_for(job.out, "\nstep 20/")
@@ -27,7 +27,7 @@ def test_a_hung_and_a_killed_rank_end_the_ranks_and_are_named(corpus, tmp_path, 
         job.wait_for(job.err, "has come no further")
         os.kill(stopped, signal.SIGKILL)
         (line,) = [text for text in job.err.read_text().splitlines() if "has come no further" in text]
-        assert line.startswith("error: rank 0 (") and "--comm-timeout 5" in line and f"pid {stopped}) was in" in line
+        assert line.startswith("error: rank 0 (") and "--comm-timeout 10" in line and f"pid {stopped}) was in" in line
         if options == ["--no-cuda-graph"] and "): step " in line:  # launched one by one, and not the vote between two
             node = line.partition("it waits in ")[2].partition(" ")[0]
             assert any(text.startswith(f"{node}: ") for text in (tmp_path / "run/graph.txt").read_text().splitlines())
