@@ -103,6 +103,8 @@ def parse_train(arguments: list[str]) -> "TrainConfig":
         description=f"{TrainConfig.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
     )
     config.validate()
+    if config.passes == "exact" and value_of("--inductor", options) in ("full", "regional"):  # elsewhere a default
+        raise ValueError(f"inductor={config.inductor} compiles nothing with passes=exact: drop one of them")
     return config
 
 

@@ -46,6 +46,7 @@ def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
         ("--no-cuda-grap", "unknown option --no-cuda-grap: did you mean --no-cuda-graph?"),
         ("--model.n-layer 3", "unknown option --model.n-layer: did you mean --model.n-layers?"),
         ("golf --model.max-seq-len 3", "unknown option --model.max-seq-len: did you mean"),
+        ("golf --passes exact --inductor full", "inductor=full compiles nothing with passes=exact: drop one of them"),
         ("--preset golf", "unknown option --preset: did you mean"),
         ("-x 1", "unknown option -x: see stepgraph"),
         ("--steps 20 golf", "unexpected golf: write stepgraph train [PRESET] [--option VALUE ...]"),
