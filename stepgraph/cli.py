@@ -1,6 +1,7 @@
 """The ``stepgraph`` command: parse and dispatch, nothing else.
 
-Errors of use end in one line on stderr and exit status 2; any other exception keeps its traceback.
+Errors of use end in one line on stderr and exit status 2, Ctrl-C in one and 130; any other exception keeps its
+traceback.
 """
 
 import dataclasses
@@ -39,6 +40,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except ValueError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         status = 2
+    except KeyboardInterrupt:  # training saves and ends by itself
+        print("interrupted", file=sys.stderr)
+        status = 130
     sys.exit(status)
 
 

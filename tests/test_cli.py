@@ -91,6 +91,15 @@ def test_version_and_help(arguments, shown, capsys):
     assert capsys.readouterr().out.startswith(shown)
 
 
+def test_an_interruption_is_one_line(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_dispatch", interrupted)
+    assert exit_status("bench", "step") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_train_help_shows_every_option_with_its_text(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_train(["--help"])
