@@ -1,6 +1,5 @@
 """Runs that are killed or asked to stop, and then go on as if nothing had happened, to the last bit."""
 
-import os
 import random
 import shutil
 import signal
@@ -109,7 +108,7 @@ def test_a_signal_at_any_moment_saves_and_ends_cleanly(
     def signalled(*arguments):
         calls.append(None)
         if len(calls) == call:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         return original(*arguments)
 
     folder = tmp_path / "run"
@@ -129,8 +128,8 @@ def test_a_second_ctrl_c_ends_the_run_at_once(trainer, tmp_path, monkeypatch):
 
     def twice(self):
         if self.step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
         return original(self)
 
     monkeypatch.setattr(Run, "_launch", twice)
