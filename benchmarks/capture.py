@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.capture import trace_step
+from stepgraph.config.environment import environment
 from stepgraph.models import Llama3, llama3_8b, next_token_loss
-from stepgraph.train.environment import environment
 
 LENGTH = 8192
 

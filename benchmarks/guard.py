@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from stepgraph.config.environment import environment
 from stepgraph.inductor import fusion_guard
-from stepgraph.train.environment import environment
 from tests.inductor import cuda_codegen
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -17,17 +17,17 @@ from pathlib import Path
 import torch
 
 from stepgraph.capture import trace_step
-from stepgraph.inspect.fusion import Fusion
-from stepgraph.inspect.gpus import GPUS
-from stepgraph.inspect.memory import memory_over_step
-from stepgraph.inspect.plan import SETTINGS, rewrite
-from stepgraph.inspect.plan import forecast as forecast_ranks
-from stepgraph.inspect.roofline import Roofline
+from stepgraph.config import build
+from stepgraph.config.environment import environment
+from stepgraph.config.presets import PRESETS
+from stepgraph.costs.fusion import Fusion
+from stepgraph.costs.hardware import GPUS
+from stepgraph.costs.memory import memory_over_step
+from stepgraph.costs.roofline import Roofline
+from stepgraph.graph.facts import Aliases
+from stepgraph.inspect.forecast.forecast import SETTINGS, rewrite
+from stepgraph.inspect.forecast.forecast import forecast as forecast_ranks
 from stepgraph.models import next_token_loss
-from stepgraph.passes.analysis import Aliases
-from stepgraph.train import build
-from stepgraph.train.environment import environment
-from stepgraph.train.presets import PRESETS
 
 GPU = GPUS["h200"]
 

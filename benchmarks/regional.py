@@ -18,10 +18,10 @@ from pathlib import Path
 
 import stepgraph
 from stepgraph import passes
+from stepgraph.config import build
+from stepgraph.config.environment import environment
+from stepgraph.config.presets import PRESETS
 from stepgraph.models import next_token_loss
-from stepgraph.train import build
-from stepgraph.train.environment import environment
-from stepgraph.train.presets import PRESETS
 
 LENGTH = 2048
 

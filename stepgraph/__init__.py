@@ -7,8 +7,9 @@ for batch in data:
 
 # The function `capture` shares its name with the room it comes from. The room is imported first and the function
 # bound after it: `stepgraph.capture(...)` calls, `from stepgraph.capture import ...` imports.
-from stepgraph.capture import MasterAdamW, StepGraph
+from stepgraph.capture import MasterAdamW
 from stepgraph.errors import CaptureError
+from stepgraph.graph.step_graph import StepGraph
 from stepgraph.step import CapturedStep, capture
 
 __version__ = "0.1.0"

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from stepgraph.config.command_line import parse, unknown_option, value_of
 from stepgraph.errors import unknown_name
-from stepgraph.options import parse, unknown_option, value_of
 
 if TYPE_CHECKING:
-    from stepgraph.train.config import TrainConfig
+    from stepgraph.config.train import TrainConfig
 
 USAGE = """usage: stepgraph COMMAND [options]
 
@@ -54,7 +54,7 @@ def _dispatch(arguments: list[str]) -> int:
             print(USAGE, end="")
             return 0
         case "--version":
-            from stepgraph.train.environment import package_versions
+            from stepgraph.config.environment import package_versions
 
             print(", ".join(f"{name} {version or '(not installed)'}" for name, version in package_versions().items()))
             return 0
@@ -64,7 +64,7 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph import parallel
 
             if config.nproc not in (None, 1) and not parallel.launched():
-                from stepgraph.train.launch import launch
+                from stepgraph.train.faults.launch import launch
 
                 return launch(config.nproc, rest, config.max_restarts)
 
@@ -76,7 +76,7 @@ def _dispatch(arguments: list[str]) -> int:
 
             return bench.main(rest)
         case "plan":
-            from stepgraph.inspect import command as plan
+            from stepgraph.inspect.forecast import command as plan
 
             return plan.main(rest)
     if command.startswith("-"):
@@ -89,8 +89,8 @@ def parse_train(arguments: list[str]) -> "TrainConfig":
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
-    from stepgraph.train.config import TrainConfig
-    from stepgraph.train.presets import PRESETS
+    from stepgraph.config.presets import PRESETS
+    from stepgraph.config.train import TrainConfig
 
     named = bool(arguments) and not arguments[0].startswith("-")
     preset, options = (arguments[0], arguments[1:]) if named else (DEFAULT_PRESET, arguments)
@@ -114,7 +114,7 @@ def parse_train(arguments: list[str]) -> "TrainConfig":
 
 def _resumed(folder: Path, preset: str | None) -> "TrainConfig":
     """The configuration of the run in ``folder``, ready to be continued there."""
-    from stepgraph.train.config import TrainConfig
+    from stepgraph.config.train import TrainConfig
 
     file = folder / "config.json"
     if not file.is_file():

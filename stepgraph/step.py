@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture import StepGraph, Traced, flatten_batch, gradients, trace_step
+from stepgraph.capture import Traced, flatten_batch, gradients, trace_step
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.state import Watch, unwrap
 from stepgraph.capture.trace import LossFn
-from stepgraph.kernels import copy_collectives, exchange
+from stepgraph.graph.collectives import exchanging
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.kernels.comm import copy_collectives, exchange
 from stepgraph.passes import Pass, PassReport, prepare, run_passes
-from stepgraph.passes.collectives import exchanging
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
 MAX_CAPTURES = 8

@@ -11,9 +11,9 @@ import torch
 import stepgraph
 from stepgraph import cli
 from stepgraph.cli import parse_train
-from stepgraph.options import require_folder
-from stepgraph.train.config import TrainConfig
-from stepgraph.train.presets import PRESETS
+from stepgraph.config.command_line import require_folder
+from stepgraph.config.presets import PRESETS
+from stepgraph.config.train import TrainConfig
 
 
 def run(*arguments):
@@ -71,7 +71,7 @@ def test_an_error_answers_before_anything_heavy_is_loaded():
         "from stepgraph import cli\n"
         "try: cli.main(['train', '--lrr', '1'])\n"
         "except SystemExit as stop: print(stop.code)\n"
-        "heavy = ['stepgraph.train.trainer', 'stepgraph.train.metrics', 'matplotlib', 'torch._inductor']\n"
+        "heavy = ['stepgraph.train.trainer', 'stepgraph.train.records.metrics', 'matplotlib', 'torch._inductor']\n"
         "print([name for name in heavy if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -194,6 +194,6 @@ def test_an_error_for_people_is_one_line_and_a_defect_keeps_its_traceback(monkey
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr("stepgraph.options.os.access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr("stepgraph.config.command_line.os.access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(ValueError, match=r"json=.*x.json cannot be written: give a file in a folder that can be"):
         require_folder(tmp_path / "x.json")

@@ -24,15 +24,15 @@ def main(argv: list[str]) -> int:
             print(USAGE, end="")
             return 0
         case "step":
-            from stepgraph.bench import step
+            from stepgraph.bench.step import command as step
 
             return step.main(rest)
         case "train":
-            from stepgraph.bench import train
+            from stepgraph.bench.train import command as train
 
             return train.main(rest)
         case "norm":
-            from stepgraph.bench import norm
+            from stepgraph.bench.norm import command as norm
 
             return norm.main(rest)
         case "report":

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepgraph.bench.norm_table import norm_section
+from stepgraph.bench.norm.table import norm_section
 from stepgraph.bench.results import kind_of, read
 from stepgraph.bench.table import section
-from stepgraph.bench.train_table import train_section
-from stepgraph.options import parse, require_folder
+from stepgraph.bench.train.table import train_section
+from stepgraph.config.command_line import parse, require_folder
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def _sections(kind: str, env: dict[str, Any], settings: dict[str, Any], rows: li
 def _draw(kind: str, records: list[Any], png: Path) -> None:
     match kind:  # matplotlib is slow to load
         case "norm":
-            from stepgraph.bench.norm_plot import norm_chart
+            from stepgraph.bench.norm.plot import norm_chart
 
             norm_chart(records, png)
         case "train":
-            from stepgraph.bench.train_plot import train_chart
+            from stepgraph.bench.train.plot import train_chart
 
             train_chart(records, png)
         case _:

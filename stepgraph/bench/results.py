@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepgraph.bench.norm_results import NormRow
-from stepgraph.bench.train_results import TrainRow
+from stepgraph.bench.norm.results import NormRow
+from stepgraph.bench.train.results import TrainRow
 
 #: Largest relative difference of two providers' losses over the first steps, by the parameters' dtype.
 #: fp32: a compiled kernel sums in another order than eager's and so differs in the last bits of 24 (6e-8); a few

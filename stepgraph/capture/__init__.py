@@ -1,9 +1,9 @@
 """Training step -> `StepGraph`: the trace, the state's flattening, and the provenance of every node."""
 
-from stepgraph.capture.graph import InputSpec, OutputSpec, StepGraph
 from stepgraph.capture.optimizer import MasterAdamW
-from stepgraph.capture.provenance import Provenance, phase_of, provenance, set_provenance
 from stepgraph.capture.trace import Traced, flatten_batch, trace_step
+from stepgraph.graph.provenance import Provenance, phase_of, provenance, set_provenance
+from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
 
 __all__ = [
     "InputSpec",

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture.graph import StepGraph
-from stepgraph.capture.provenance import Recorder, provenance, user_source
+from stepgraph.capture.recorder import Recorder, user_source
 from stepgraph.capture.state import kept_tensors
 from stepgraph.errors import CaptureError
+from stepgraph.graph.provenance import provenance
+from stepgraph.graph.step_graph import StepGraph
 
 
 def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:

@@ -11,12 +11,13 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
 from stepgraph.capture.fake import fake_mode
-from stepgraph.capture.graph import InputSpec, OutputSpec, StepGraph
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.optimizer import AdamWUpdate
-from stepgraph.capture.provenance import Provenance, Recorder, set_provenance
+from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
+from stepgraph.graph.provenance import Provenance, set_provenance
+from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 

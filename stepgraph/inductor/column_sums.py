@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import stepgraph.kernels.column_sum  # noqa: F401  (registers the operator that the code calls)
+import stepgraph.kernels.norm.column_sum  # noqa: F401  (registers the operator that the code calls)
 from stepgraph import compat
 
 aten = torch.ops.aten

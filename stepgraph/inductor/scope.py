@@ -50,7 +50,7 @@ class Rules:
 def _sources() -> tuple[str, ...]:
     from pathlib import Path
 
-    from stepgraph.kernels import column_sum  # generated code calls it
+    from stepgraph.kernels.norm import column_sum  # generated code calls it
 
     return (*(str(path) for path in sorted(Path(__file__).parent.glob("*.py"))), column_sum.__file__)
 

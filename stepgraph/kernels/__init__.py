@@ -1,6 +1,6 @@
 """Normalization at memory speed: public functions, modules, and operators under ``torch.ops.stepgraph``."""
 
-from stepgraph.kernels.functional import (
+from stepgraph.kernels.norm.functional import (
     Quantized,
     dequantize,
     layer_norm,
@@ -9,8 +9,8 @@ from stepgraph.kernels.functional import (
     rms_norm,
     rms_norm_fp8,
 )
-from stepgraph.kernels.modules import LayerNorm, RMSNorm
-from stepgraph.kernels.tuning import autotune
+from stepgraph.kernels.norm.modules import LayerNorm, RMSNorm
+from stepgraph.kernels.norm.triton.tuning import autotune
 
 __all__ = [
     "LayerNorm",

@@ -1,8 +1,8 @@
 """Language models as plain ``nn.Module``s that know nothing of graphs or meshes."""
 
 from stepgraph.models.flops import flops_per_token, num_params
-from stepgraph.models.golf import Golf, GolfConfig, golf
-from stepgraph.models.llama3 import (
+from stepgraph.models.golf.model import Golf, GolfConfig, golf
+from stepgraph.models.llama3.model import (
     Llama3,
     Llama3Config,
     llama3_1b,

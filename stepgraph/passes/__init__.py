@@ -1,9 +1,9 @@
 """The pipeline, the contract of a pass, the runner, and one file per pass."""
 
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get
-from stepgraph.passes.forecast import peak_bytes_by_policy
-from stepgraph.passes.pipeline import configured, default, exact
-from stepgraph.passes.recompute import parse_policy
+from stepgraph.passes.memory.recompute import parse_policy
+from stepgraph.passes.order import configured, default, exact
+from stepgraph.passes.policies import peak_bytes_by_policy
 from stepgraph.passes.runner import format_report, prepare, run_passes
 
 __all__ = [

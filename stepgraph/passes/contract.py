@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from stepgraph.capture import StepGraph
 from stepgraph.errors import unknown_name
+from stepgraph.graph.step_graph import StepGraph
 
 Tier = Literal["exact", "numerics"]
 

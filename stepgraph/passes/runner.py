@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from stepgraph.capture import StepGraph
+from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get
-from stepgraph.passes.pipeline import PIPELINES
+from stepgraph.passes.order import PIPELINES
 
 
 def resolve(passes: str | Iterable[str | Pass], disable: Sequence[str] = ()) -> list[Pass]:

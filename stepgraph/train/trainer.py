@@ -16,30 +16,23 @@ from rich.console import Console
 
 import stepgraph
 from stepgraph import parallel, passes
+from stepgraph.config import build
+from stepgraph.config.device import device_name, device_peak, is_out_of_memory, peak_mem_gib, pick_device
+from stepgraph.config.environment import environment
+from stepgraph.config.hf_weights import save_hf
+from stepgraph.config.host_memory import keep_freed_memory
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
-from stepgraph.train import build
-from stepgraph.train.checkpoint import Checkpointer, loader_states, resolve
-from stepgraph.train.checkpoint_io import Ranks
-from stepgraph.train.config import TrainConfig
+from stepgraph.parallel.ranks import Ranks
+from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_states, resolve
 from stepgraph.train.data import PackedLoader, open_data, unigram_entropy, validation_batches
-from stepgraph.train.environment import environment
-from stepgraph.train.faults import is_lost_rank, let_the_agent_look, lost_rank, report, who
-from stepgraph.train.hf_weights import save_hf
-from stepgraph.train.host_memory import keep_freed_memory
-from stepgraph.train.metrics import (
-    Progress,
-    RunFolder,
-    SilentFolder,
-    Summary,
-    format_seconds,
-    mfu,
-    peak_mem_gib,
-    require_unused,
-)
-from stepgraph.train.out_of_memory import is_out_of_memory, memory_advice
-from stepgraph.train.schedule import lr_at
-from stepgraph.train.signals import StopSignals
-from stepgraph.train.watch import Watch
+from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
+from stepgraph.train.faults.out_of_memory import memory_advice
+from stepgraph.train.faults.signals import StopSignals
+from stepgraph.train.faults.watch import Watch
+from stepgraph.train.learning_rate import lr_at
+from stepgraph.train.records.metrics import Progress, RunFolder, SilentFolder, Summary, format_seconds, require_unused
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
 WARMUP_STEPS = 2
@@ -53,7 +46,7 @@ def run(config: TrainConfig) -> int:
     Errors of use raise ``ValueError`` with one line; those found before the run begins leave no run folder behind.
     """
     config.validate()
-    device = build.pick_device(config.device)
+    device = pick_device(config.device)
     with parallel.started(config.mesh_spec, device.type) as mesh:
         try:
             run = Run(config, device, mesh)
@@ -142,7 +135,7 @@ class Run:
 
         self.params = config.model.num_params()
         self.flops_per_token = flops_per_token(config.model, config.seq_len)
-        peak = build.device_peak(config, device)
+        peak = device_peak(config, device)
         self.peak = peak and peak * self.ranks.world  # of all devices together
         self.captured: stepgraph.CapturedStep | None = None
         self.capture_s: float | None = None
@@ -155,7 +148,7 @@ class Run:
             self.ranks.rank, self.ranks.world, device.type, config.comm_timeout, partial(self._close, "failed")
         )
 
-        self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {build.device_name(self.device)}")
+        self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {device_name(self.device)}")
         again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
         self.say(f"run folder {path}" + (again if self.restarted or resume else ""))
         self.say(f"config {_config_line(config)}")

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from stepgraph import bench
-from stepgraph.bench import child, providers, results, step
+from stepgraph.bench import results
 from stepgraph.bench.results import Row
+from stepgraph.bench.step import child, providers
+from stepgraph.bench.step import command as step
 
 SIZES = {
     "model.dim": 32,

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from stepgraph import compat
-from stepgraph.bench import titan, train
+from stepgraph.bench.train import command as train
+from stepgraph.bench.train import titan
+from stepgraph.config.presets import PRESETS
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.rope import apply_rope, rope_tables
-from stepgraph.train.presets import PRESETS
 
 CUDA = torch.device("cuda")
 TINY = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=88, vocab_size=64, max_seq_len=16)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from stepgraph import bench
-from stepgraph.bench import train
-from stepgraph.bench.train_providers import Provider, random_batch
-from stepgraph.bench.train_results import TrainRow, check_losses, ratio
-from stepgraph.bench.train_table import summary, train_section
+from stepgraph.bench.train import command as train
+from stepgraph.bench.train.providers import Provider, random_batch
+from stepgraph.bench.train.results import TrainRow, check_losses, ratio
+from stepgraph.bench.train.table import summary, train_section
 
 SIZES = {
     "model.dim": 32,

@@ -1,7 +1,7 @@
 """The child process with a provider more, whose update is wrong: it forgets the first parameter's gradient."""
 
-from stepgraph.bench import child
-from stepgraph.bench.providers import PROVIDERS, EagerStep
+from stepgraph.bench.step import child
+from stepgraph.bench.step.providers import PROVIDERS, EagerStep
 
 
 class Wrong(EagerStep):

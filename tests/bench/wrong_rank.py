@@ -5,8 +5,8 @@ import dataclasses
 
 import torch.distributed as dist
 
-from stepgraph.bench import train_rank
-from stepgraph.bench.train_providers import PROVIDERS, Provider, stepgraph
+from stepgraph.bench.train import rank as train_rank
+from stepgraph.bench.train.providers import PROVIDERS, Provider, stepgraph
 
 
 @contextlib.contextmanager

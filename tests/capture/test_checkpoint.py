@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from stepgraph.capture import provenance
+from stepgraph.graph.provenance import provenance
 
 PASSES = pytest.mark.parametrize("passes", [[], "exact"])
 FLAVOURS = pytest.mark.parametrize("use_reentrant", [False, True])

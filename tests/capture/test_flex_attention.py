@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
 import stepgraph
-from stepgraph.capture import provenance
+from stepgraph.graph.provenance import provenance
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 
 CONFIG = Llama3Config(

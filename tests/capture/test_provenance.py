@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.capture import provenance
-from stepgraph.models import Llama3, Llama3Config, llama3, next_token_loss
+from stepgraph.graph.provenance import provenance
+from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.models import loss as loss_module
+from stepgraph.models.llama3 import model as llama3
 
 aten = torch.ops.aten
 TINY = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=61, max_seq_len=32)

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 import stepgraph
 from stepgraph.capture import phase_of
-from stepgraph.kernels.async_matmul import all_gather_matmul, matmul_reduce_scatter
+from stepgraph.graph import collectives
+from stepgraph.kernels.comm.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from stepgraph.parallel import next_token_loss
-from stepgraph.passes import collectives, configured
+from stepgraph.passes import configured
 from stepgraph.passes.contract import get
 from tests.distributed.ranks import TINY, in_fake_world, make_mesh, on_ranks, own_batch, parallel_model
 

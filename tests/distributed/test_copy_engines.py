@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 import stepgraph
 from stepgraph.capture import phase_of
-from stepgraph.kernels import copy_collectives, exchange
+from stepgraph.graph import collectives
+from stepgraph.kernels.comm import copy_collectives, exchange
 from stepgraph.parallel import next_token_loss
-from stepgraph.passes import collectives, configured
+from stepgraph.passes import configured
 from stepgraph.passes.contract import get
 from tests.distributed.ranks import TINY, in_fake_world, make_mesh, on_ranks, own_batch, parallel_model
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.capture import gradients, provenance
+from stepgraph.capture import gradients
+from stepgraph.graph.collectives import ALL_GATHER
+from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.provenance import provenance
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.parallel import next_token_loss
 from stepgraph.passes import configured
-from stepgraph.passes.analysis import tensor_bytes
-from stepgraph.passes.collectives import ALL_GATHER
-from stepgraph.passes.recompute import Plan
+from stepgraph.passes.memory.recompute import Plan
 from tests.distributed.ranks import (
     TINY,
     full,

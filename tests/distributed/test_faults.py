@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import stepgraph
 from stepgraph import compat
-from stepgraph.capture import provenance
+from stepgraph.graph.provenance import provenance
 from stepgraph.models import next_token_loss
-from stepgraph.train import watch
-from stepgraph.train.faults import is_lost_rank
-from stepgraph.train.in_flight import InFlight, describe, first_in_flight, issue_order
+from stepgraph.train.faults import watch
+from stepgraph.train.faults.in_flight import InFlight, describe, first_in_flight, issue_order
+from stepgraph.train.faults.lost_ranks import is_lost_rank
 from tests.distributed.ranks import make_mesh, on_processes, on_ranks, own_batch, parallel_model
 from tests.distributed.test_train import TINY_RUN, corpus, records, saved, train_on  # noqa: F401
 

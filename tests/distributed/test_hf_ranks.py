@@ -12,12 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from stepgraph.config import hf_weights
+from stepgraph.config.build import build_model
+from stepgraph.config.hf_weights import load_hf, save_hf
+from stepgraph.config.train import TrainConfig
 from stepgraph.models import Llama3
 from stepgraph.parallel import local_parts
-from stepgraph.train import hf_weights
-from stepgraph.train.build import build_model
-from stepgraph.train.config import TrainConfig
-from stepgraph.train.hf_weights import load_hf, save_hf
 from tests.distributed.ranks import TINY, full, make_mesh, on_ranks, parallel_model, whole_model
 
 TIED = replace(TINY, tie_embeddings=True)

@@ -13,9 +13,10 @@ import torch.distributed as dist
 import stepgraph
 from stepgraph import compat
 from stepgraph.capture import phase_of
+from stepgraph.graph import collectives
+from stepgraph.graph.facts import estimate_memory
 from stepgraph.parallel import next_token_loss
-from stepgraph.passes import collectives, run_passes
-from stepgraph.passes.analysis import estimate_memory
+from stepgraph.passes import run_passes
 from stepgraph.passes.contract import get
 from tests.distributed.ranks import TINY, make_mesh, on_ranks, own_batch, parallel_model, whole_model
 

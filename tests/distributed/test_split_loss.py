@@ -7,10 +7,10 @@ import torch
 
 import stepgraph
 from stepgraph.capture import trace_step
-from stepgraph.kernels.cross_entropy_split import softmax_parts, split_gradient_
+from stepgraph.graph.facts import estimate_memory
+from stepgraph.kernels.loss.split import softmax_parts, split_gradient_
 from stepgraph.parallel import MeshSpec, cross_entropy, next_token_loss
 from stepgraph.passes import configured, get, run_passes
-from stepgraph.passes.analysis import estimate_memory
 from tests.distributed.ranks import BATCH, SEQ, TINY, make_mesh, on_ranks, own_batch, parallel_model
 
 FUSE = replace(get("fuse_loss"), needs_cuda=False)

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import stepgraph
 from stepgraph import cli
 from stepgraph.parallel import layouts
-from stepgraph.train.checkpoint import Checkpointer
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from tests.distributed.ranks import TINY, full, make_mesh, on_processes, on_ranks, parallel_model
 
 SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim")

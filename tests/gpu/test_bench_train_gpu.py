@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from stepgraph import bench
-from stepgraph.bench import results, titan
+from stepgraph.bench import results
+from stepgraph.bench.train import titan
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

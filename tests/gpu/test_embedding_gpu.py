@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import stepgraph
-from stepgraph.kernels.embedding import embedding_backward
+from stepgraph.kernels.embedding.gradient import embedding_backward
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured
 

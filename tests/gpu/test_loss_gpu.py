@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import stepgraph
-from stepgraph.kernels.cross_entropy import cross_entropy_
-from stepgraph.kernels.cross_entropy_split import softmax_parts, split_gradient_
+from stepgraph.kernels.loss.cross_entropy import cross_entropy_
+from stepgraph.kernels.loss.split import softmax_parts, split_gradient_
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured
 

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph import kernels
-from stepgraph.kernels import triton_norm, workspace
-from stepgraph.kernels.select import Config, Problem, fits, hardware, select
-from stepgraph.kernels.spec import Norm
+from stepgraph.kernels.norm.spec import Norm
+from stepgraph.kernels.norm.triton import single as triton_norm
+from stepgraph.kernels.norm.triton import workspace
+from stepgraph.kernels.norm.triton.select import Config, Problem, fits, hardware, select
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-6

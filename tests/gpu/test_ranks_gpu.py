@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepgraph
-from stepgraph.capture import gradients, provenance
-from stepgraph.kernels import copy_collectives, exchange
-from stepgraph.kernels.async_matmul import all_gather_matmul, matmul_reduce_scatter
+from stepgraph.capture import gradients
+from stepgraph.graph import collectives
+from stepgraph.graph.provenance import provenance
+from stepgraph.kernels.comm import copy_collectives, exchange
+from stepgraph.kernels.comm.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from stepgraph.models import Llama3, Llama3Config
-from stepgraph.models.llama3 import TP_PLAN
+from stepgraph.models.llama3.model import TP_PLAN
 from stepgraph.parallel import MeshSpec, leave, local_parts, next_token_loss, parallelize, started
-from stepgraph.passes import collectives, configured, exact, get
+from stepgraph.passes import configured, exact, get
 from tests.distributed.ranks import on_processes
 
 CONFIG = Llama3Config(dim=256, n_layers=3, n_heads=8, n_kv_heads=4, ffn_dim=640, vocab_size=1030, max_seq_len=2048)
@@ -102,7 +104,7 @@ def check_split(mesh, passes="exact"):
         in_the_middle = node.target is torch.ops.aten.silu.default and provenance(node).path.startswith("layers.1")
         return "a test says so" if in_the_middle else None
 
-    with mock.patch("stepgraph.passes.cuda_graph.needs_host", needs_host):
+    with mock.patch("stepgraph.passes.compile.cuda_graph.needs_host", needs_host):
         step = trained_as_eager(mesh, passes)
     assert step.report[-1].summary.startswith("2 CUDA graphs, 1 node")
 

@@ -15,7 +15,7 @@ import stepgraph
 from stepgraph.inductor.regional import Region, compile_pieces, tag
 from stepgraph.models import Golf, GolfConfig, Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured, get
-from stepgraph.passes.gather import gather
+from stepgraph.passes.compile.gather import gather
 
 # Inductor's C++ compiler takes most of a test's time.
 pytestmark = pytest.mark.slow

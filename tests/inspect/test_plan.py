@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import cli
-from stepgraph.inspect.gpus import GPUS, collective_seconds
-from stepgraph.inspect.plan import forecast
-from stepgraph.train.config import TrainConfig
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs.hardware import GPUS, collective_seconds
+from stepgraph.inspect.forecast.forecast import forecast
 from tests.distributed.ranks import TINY
 
 # Every dimension divides over four shards of two tp ranks, so nothing is padded.

@@ -7,11 +7,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stepgraph import parallel
-from stepgraph.inspect.gpus import GPUS
-from stepgraph.inspect.plan import forecast
+from stepgraph.config import build
+from stepgraph.config.presets import PRESETS
+from stepgraph.costs.hardware import GPUS
+from stepgraph.inspect.forecast.forecast import forecast
 from stepgraph.parallel import MeshSpec
-from stepgraph.train import build
-from stepgraph.train.presets import PRESETS
 
 
 def measured(config) -> int:
@@ -61,7 +61,7 @@ def test_every_operator_by_itself(memory, precision):
 def test_fused(monkeypatch):
     """Compiled as for a GPU, forward apart from backward with a minimum cut between: the tensors that Inductor's
     kernels leave in memory are those that the forecast counts."""
-    from stepgraph.passes import inductor
+    from stepgraph.passes.compile import inductor
 
     monkeypatch.setattr(inductor, "_on_cuda", lambda step: True)
     monkeypatch.setattr(inductor, "needs_host", lambda node: None)

@@ -10,7 +10,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from stepgraph.kernels.cross_entropy_triton import launch
+from stepgraph.kernels.loss.cross_entropy_triton import launch
 
 results = []
 for logits, targets, grad, mean, ignore, config in torch.load(sys.argv[1]):

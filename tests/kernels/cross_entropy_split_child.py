@@ -10,7 +10,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from stepgraph.kernels.cross_entropy_split_triton import launch_gradient, launch_parts
+from stepgraph.kernels.loss.split_triton import launch_gradient, launch_parts
 
 results = []
 for logits, log_sum, column, slope, config in torch.load(sys.argv[1]):

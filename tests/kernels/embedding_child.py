@@ -10,6 +10,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from stepgraph.kernels.embedding_triton import launch
+from stepgraph.kernels.embedding.gradient_triton import launch
 
 torch.save([launch(*case) for case in torch.load(sys.argv[1])], sys.argv[2])

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels.cross_entropy import cross_entropy_, reference
+from stepgraph.kernels.loss.cross_entropy import cross_entropy_, reference
 from tests.kernels.triton_tools import assert_no_spills, interpreted
 
 IGNORE = -100
@@ -158,14 +158,14 @@ def test_kernel_interpreted_at_the_edges(tmp_path):
 
 
 def test_rows_that_are_not_contiguous_are_refused():
-    triton_launch = pytest.importorskip("stepgraph.kernels.cross_entropy_triton").launch
+    triton_launch = pytest.importorskip("stepgraph.kernels.loss.cross_entropy_triton").launch
     logits, targets = inputs(4, 6)
     with pytest.raises(ValueError, match=r"rows must be contiguous: call .contiguous\(\)"):
         triton_launch(logits.t().contiguous().t(), targets, torch.tensor(1.0), True, IGNORE)
 
 
 def test_no_configuration_spills():
-    kernels = pytest.importorskip("stepgraph.kernels.cross_entropy_triton")
+    kernels = pytest.importorskip("stepgraph.kernels.loss.cross_entropy_triton")
     configuration = kernels.configuration
     kinds = {"targets": "*i64", "scale": "*fp32", "losses": "*fp32", "stride": "i32", "V": "i32", "ignore": "i32"}
     chosen = {(*configuration(V), configuration(V)[0] >= V) for V in range(1, 262145, 61)} | {

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels.cross_entropy_split import gradient_reference, softmax_parts, split_gradient_
+from stepgraph.kernels.loss.split import gradient_reference, softmax_parts, split_gradient_
 from tests.kernels.triton_tools import assert_no_spills, interpreted
 
 IGNORE, INF = -100, float("inf")
@@ -127,7 +127,7 @@ def test_kernels_interpreted(tmp_path):
 
 
 def test_rows_that_are_not_contiguous_are_refused():
-    kernels = pytest.importorskip("stepgraph.kernels.cross_entropy_split_triton")
+    kernels = pytest.importorskip("stepgraph.kernels.loss.split_triton")
     (logits, *rest), _ = part(*inputs(4, 6), 0, 6)
     crooked = logits.t().contiguous().t()
     for launch in (lambda: kernels.launch_parts(crooked), lambda: kernels.launch_gradient(crooked, *rest)):
@@ -137,7 +137,7 @@ def test_rows_that_are_not_contiguous_are_refused():
 
 @pytest.mark.parametrize("element", ["fp32", "bf16", "fp16"])
 def test_no_configuration_spills(element):
-    kernels = pytest.importorskip("stepgraph.kernels.cross_entropy_split_triton")
+    kernels = pytest.importorskip("stepgraph.kernels.loss.split_triton")
     parts = {"logits": f"*{element}", "highest": "*fp32", "total": "*fp32"}
     gradient = {"logits": f"*{element}", "log_sum": "*fp32", "column": "*i64", "slope": "*fp32"}
     for V in (100, 4096, 64128):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels.embedding import embedding_backward
+from stepgraph.kernels.embedding.gradient import embedding_backward
 from tests.kernels.triton_tools import assert_no_spills, interpreted
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -106,7 +106,7 @@ def test_kernels_interpreted(tmp_path):
 
 @pytest.mark.parametrize("element", ["fp32", "bf16", "fp16"])
 def test_no_configuration_spills(element):
-    kernels = pytest.importorskip("stepgraph.kernels.embedding_triton")
+    kernels = pytest.importorskip("stepgraph.kernels.embedding.gradient_triton")
     size = 4 if element == "fp32" else 2
     tensors = ["grad", "order", "rows", "out", "partial"]
     kinds = {"grad": f"*{element}", "order": "*i64", "rows": "*i32", "out": f"*{element}", "partial": "*fp32"}

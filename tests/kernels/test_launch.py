@@ -14,8 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 
-from stepgraph.kernels import launch
-from stepgraph.kernels.partials import add_slots_kernel
+from stepgraph.kernels.norm.triton import launch
+from stepgraph.kernels.norm.triton.partials import add_slots_kernel
 
 KINDS = ("*fp32", "*bf16", "constexpr", "i64", "i64", "i64")
 CONSTANTS = {"PLANES": 1, "ROWS": 16, "WIDTH": 32}

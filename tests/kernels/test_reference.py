@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from stepgraph.kernels import reference
-from stepgraph.kernels.spec import FP8, Norm, check, check_pair, default_eps
+from stepgraph.kernels.norm import reference
+from stepgraph.kernels.norm.spec import FP8, Norm, check, check_pair, default_eps
 from tests.kernels.cases import EPS, close, exact, rows
 
 F64 = torch.float64
@@ -79,7 +79,7 @@ def test_norm_is_cheap_to_hash_and_compare():
 def test_a_plan_is_found_by_all_that_the_check_asks(dtype):
     """The CUDA backend checks a call when it makes its plan: calls of one key must all pass, or all be refused."""
     pytest.importorskip("triton")
-    from stepgraph.kernels.plans import layout
+    from stepgraph.kernels.norm.triton.plans import layout
 
     def passes(*arguments):
         try:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels import tuning
-from stepgraph.kernels.select import REGISTERS, Hardware, Problem, fits, select, shared_estimate
+from stepgraph.kernels.norm.triton import tuning
+from stepgraph.kernels.norm.triton.select import REGISTERS, Hardware, Problem, fits, select, shared_estimate
 
 H200 = Hardware(132, 228 * 1024 - 4096)
 SIZES = st.sampled_from((2, 4))

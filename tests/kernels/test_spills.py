@@ -17,9 +17,11 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 
-from stepgraph.kernels import launch, plans, triton_norm, triton_pair
-from stepgraph.kernels.select import Hardware
-from stepgraph.kernels.spec import FP8, Norm
+from stepgraph.kernels.norm.spec import FP8, Norm
+from stepgraph.kernels.norm.triton import launch, plans
+from stepgraph.kernels.norm.triton import pair as triton_pair
+from stepgraph.kernels.norm.triton import single as triton_norm
+from stepgraph.kernels.norm.triton.select import Hardware
 
 H200 = Hardware(132, 228 * 1024 - 4096)
 GRID = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384,

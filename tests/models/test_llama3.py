@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepgraph import models
+from stepgraph.config.hf_weights import hf_name
 from stepgraph.models import Llama3, Llama3Config, RopeScaling, num_params
-from stepgraph.models.llama3 import causal_block_mask
+from stepgraph.models.llama3.model import causal_block_mask
 from stepgraph.models.rope import rope_frequencies, rope_tables
-from stepgraph.train.hf_weights import hf_name
 
 SMALL = Llama3Config(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=64, norm_eps=1e-5

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.capture import InputSpec, OutputSpec, Provenance, StepGraph, Traced, set_provenance, trace_step
+from stepgraph.graph.facts import is_view
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import PassReport, run_passes
-from stepgraph.passes.analysis import is_view
 
 STEPS = 10
 TINY = Llama3Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=37, max_seq_len=16)

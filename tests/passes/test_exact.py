@@ -5,7 +5,7 @@ import torch
 
 from stepgraph.passes import PASSES, Pass, configured
 from stepgraph.passes.contract import NoOptions
-from stepgraph.passes.recompute import MemoryPolicy, Plan
+from stepgraph.passes.memory.recompute import MemoryPolicy, Plan
 
 aten = torch.ops.aten
 #: Those over collectives have their own comparison, on ranks: see `tests/distributed/test_overlap.py`.

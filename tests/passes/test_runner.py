@@ -12,7 +12,7 @@ import stepgraph
 from stepgraph.capture import set_provenance
 from stepgraph.passes import PASSES, Pass, configured, default, exact, format_report, get, prepare, run_passes
 from stepgraph.passes.contract import NoOptions, register
-from stepgraph.passes.pipeline import OPT_IN, ORDER
+from stepgraph.passes.order import OPT_IN, ORDER
 
 aten = torch.ops.aten
 

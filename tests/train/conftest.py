@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import stepgraph
 from stepgraph import cli
-from stepgraph.train.checkpoint import Checkpointer
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from tests.train.checkpoint_cases import build, seed_all, train
 
 #: Some hundred kB of text that every machine has, as documents of one file.

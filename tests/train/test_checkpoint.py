@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from stepgraph.train.checkpoint import Checkpointer
-from stepgraph.train.checkpoint_state import decode, encode
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
+from stepgraph.train.checkpoint.state import decode, encode
 from tests.train.checkpoint_cases import OPTIMIZERS, Tiny, build, contents, equal, seed_all, train
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepgraph.train.checkpoint import Checkpointer
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from tests.train.checkpoint_cases import FILES, Loader, Tiny, build, contents, equal, script, succeed
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from stepgraph.train.checkpoint import Checkpointer, resolve
+from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
 from tests.train.checkpoint_cases import FILES, Tiny, build, contents, equal, seed_all, train
 
 
@@ -91,7 +91,7 @@ def test_all_damaged_and_newer_format(saved):
 
 def test_newer_format_is_named(saved, monkeypatch):
     checkpointer, state = saved
-    monkeypatch.setattr("stepgraph.train.checkpoint.FORMAT", 2)
+    monkeypatch.setattr("stepgraph.train.checkpoint.checkpointer.FORMAT", 2)
     checkpointer.save(3, state)
     monkeypatch.undo()
     refused(checkpointer, checkpointer.folder / "step-00000003", "has format 2, this stepgraph reads 1; update")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from stepgraph.train.checkpoint import Checkpointer
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from tests.train.checkpoint_cases import Loader, equal, script, succeed
 
 

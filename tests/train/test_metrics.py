@@ -14,11 +14,12 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stepgraph.train import metrics
-from stepgraph.train.config import TrainConfig
-from stepgraph.train.environment import environment, git_state
-from stepgraph.train.metrics import Progress, RunFolder, Summary, format_progress, read_metrics
-from stepgraph.train.plot import running_mean
+from stepgraph.config.environment import environment, git_state
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs import hardware
+from stepgraph.train.records import metrics
+from stepgraph.train.records.metrics import Progress, RunFolder, Summary, format_progress, read_metrics
+from stepgraph.train.records.plot import running_mean
 
 FIGURES = {"loss": 4.12341, "grad_norm": 0.968, "step_ms": 117.6, "tokens_per_s": 139_200.0, "mem_gib": 48.87}
 
@@ -218,8 +219,8 @@ def test_the_time_left_is_the_wall_clocks(monkeypatch):
     ],
 )
 def test_peaks_of_known_devices(name, tflops):
-    assert metrics.peak_flops(name, torch.bfloat16) == tflops * 1e12
-    assert metrics.peak_flops(name, torch.float32) is None
+    assert hardware.peak_flops(name, torch.bfloat16) == tflops * 1e12
+    assert hardware.peak_flops(name, torch.float32) is None
 
 
 @pytest.mark.parametrize(
@@ -236,12 +237,12 @@ def test_peaks_of_known_devices(name, tflops):
     ],
 )
 def test_a_device_that_only_resembles_a_known_one_has_no_peak(name):
-    assert metrics.peak_flops(name, torch.bfloat16) is None
+    assert hardware.peak_flops(name, torch.bfloat16) is None
 
 
 def test_mfu_is_the_share_of_the_peak():
-    assert metrics.mfu(10_000.0, 6 * 8e9, 989.5e12) == pytest.approx(0.4851, abs=1e-4)
-    assert metrics.mfu(10_000.0, 6 * 8e9, None) is None
+    assert hardware.mfu(10_000.0, 6 * 8e9, 989.5e12) == pytest.approx(0.4851, abs=1e-4)
+    assert hardware.mfu(10_000.0, 6 * 8e9, None) is None
 
 
 def test_peak_memory_is_this_processs_and_counts_what_was_given_back():

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from stepgraph import cli
+from stepgraph.config import build
+from stepgraph.config.train import TrainConfig
 from stepgraph.models import next_token_loss
-from stepgraph.train import build
-from stepgraph.train.config import TrainConfig
 from stepgraph.train.data import PackedLoader, open_data, validation_batches
-from stepgraph.train.metrics import Summary
-from stepgraph.train.schedule import lr_at
+from stepgraph.train.learning_rate import lr_at
+from stepgraph.train.records.metrics import Summary
 from stepgraph.train.trainer import Run
 
 PROGRESS = re.compile(

@@ -8,11 +8,11 @@ import resource
 import pytest
 import torch
 
+from stepgraph.config import build
+from stepgraph.config.device import memory_bytes
+from stepgraph.config.train import TrainConfig
 from stepgraph.models import next_token_loss
-from stepgraph.train import build
-from stepgraph.train.checkpoint import Checkpointer
-from stepgraph.train.config import TrainConfig
-from stepgraph.train.out_of_memory import memory_bytes
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.trainer import Run
 
 ONE_LAYER = ["--model.n-layers", 1]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.train import build
-from stepgraph.train.checkpoint import Checkpointer
+from stepgraph.config import build
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.trainer import Run
 
 OPTIONS = ["--model.n-layers", 1, "--steps", 24, "--val-every", 12]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stepgraph.kernels.copy_collectives_triton import add
+from stepgraph.kernels.comm.copy_collectives_triton import add
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 

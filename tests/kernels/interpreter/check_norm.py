@@ -6,11 +6,12 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels import partials, plans, triton_norm
-from stepgraph.kernels.launch import INTERPRETED
-from stepgraph.kernels.rows import rows_of
-from stepgraph.kernels.select import Config
-from stepgraph.kernels.spec import FP8, FP8_MAX, Norm
+from stepgraph.kernels.norm.spec import FP8, FP8_MAX, Norm
+from stepgraph.kernels.norm.triton import partials, plans
+from stepgraph.kernels.norm.triton import single as triton_norm
+from stepgraph.kernels.norm.triton.launch import INTERPRETED
+from stepgraph.kernels.norm.triton.rows import rows_of
+from stepgraph.kernels.norm.triton.select import Config
 from tests.kernels.interpreter.inputs import DTYPES, EPS, LAYOUTS, close, configs, norm, tensor
 
 assert INTERPRETED

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels import triton_norm
-from stepgraph.kernels.spec import Norm
+from stepgraph.kernels.norm.spec import Norm
+from stepgraph.kernels.norm.triton import single as triton_norm
 from tests.kernels.interpreter.inputs import DTYPES, EPS, close, configs, norm, tensor
 
 

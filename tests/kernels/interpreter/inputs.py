@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from stepgraph.kernels.select import Config
+from stepgraph.kernels.norm.triton.select import Config
 
 EPS = 1e-5
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

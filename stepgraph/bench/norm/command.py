@@ -1,0 +1,305 @@
+"""``stepgraph bench norm``: RMS norm and layer norm of each provider, shape by shape, in one process."""
+
+import importlib.metadata
+import importlib.util
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from stepgraph.bench.arguments import provider_names
+from stepgraph.bench.device import kernels_of
+from stepgraph.bench.norm.check import check_backward, check_forward, make_inputs
+from stepgraph.bench.norm.providers import OPS, PROVIDERS, Provider
+from stepgraph.bench.norm.results import ITEM_BYTES, OURS, NormRow
+from stepgraph.bench.norm.table import norm_section
+from stepgraph.bench.norm.timing import calls_in_graph, copy_gbps, do_bench_ms, graph_ms, host_us, wall_ms
+from stepgraph.bench.results import write
+from stepgraph.compat import keep_saved_tensors
+from stepgraph.config.command_line import parse, require_folder
+from stepgraph.config.device import pick_device
+from stepgraph.config.environment import environment
+
+Tensor = torch.Tensor
+Shape = tuple[int, int]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DIRECTIONS = ("fwd", "bwd")
+
+#: The shapes of --shapes grid: on a GPU every N with every M whose tensor fits.
+GRID_N = (
+    *(64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192),
+    *(12288, 14336, 16384, 32768, 65536, 131072),
+)
+GRID_M = tuple(4**power for power in range(11))
+GRID_BYTES = 2 * 2**30
+CPU_GRID = ((256, 64), (1024, 256), (512, 1024), (64, 8192))
+
+#: Where the host's cost of a call is taken: the kernels are done sooner than the next call is launched.
+HOST_SHAPE = (16, 256)
+
+
+@dataclass(frozen=True)
+class NormOptions:
+    """Measure RMS norm and layer norm, forward and backward, beside eager, torch.compile and other packages."""
+
+    op: Literal["rms_norm", "layer_norm", "both"] = "both"
+    """Which norm; layer norm has a bias."""
+
+    direction: Literal["fwd", "bwd", "both"] = "both"
+    """fwd: as in training, storing what backward needs. bwd: the gradients of x, weight and bias."""
+
+    shapes: str = "grid"
+    """Rows x row length with commas between, such as 12288x2880,65536x256. grid: row lengths from 64 to 131072 with 1
+    to 1048576 rows, up to 2 GiB a tensor, in an order of which any first part is a fair sample; few on a CPU."""
+
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Of all tensors."""
+
+    timing: Literal["auto", "do_bench", "graph", "both"] = "auto"
+    """do_bench: single calls, launches included. graph: kernel time alone, by a CUDA graph over rotating buffers. auto:
+    both on a GPU, wall clock on a CPU."""
+
+    providers: str = ",".join(PROVIDERS)
+    """Names with commas between. One whose package is not installed is reported as missing."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda where there is a GPU, otherwise cpu."""
+
+    budget: float | None = None
+    """Seconds after which no further shape is begun; those left out are named."""
+
+    json: Path | None = None
+    """Write the record to this file, after every shape; stepgraph bench report reads it."""
+
+    def ops(self) -> tuple[str, ...]:
+        return OPS if self.op == "both" else (self.op,)
+
+    def directions(self) -> tuple[str, ...]:
+        return DIRECTIONS if self.direction == "both" else (self.direction,)
+
+    def timings(self, device: torch.device) -> tuple[str, ...]:
+        """Raises ValueError where the device has no such timing."""
+        if device.type == "cpu":
+            if self.timing != "auto":
+                raise ValueError(f"timing={self.timing} needs a GPU: leave --timing out, a CPU is timed by wall clock")
+            return ("wall",)
+        return ("do_bench", "graph") if self.timing in ("auto", "both") else (self.timing,)
+
+    def names(self) -> list[str]:
+        """The providers, in order. Raises ValueError for an unknown one."""
+        return provider_names(self.providers, PROVIDERS)
+
+    def shape_list(self, device: torch.device) -> list[Shape]:
+        """(M, N) of each shape. Raises ValueError for what is no list of shapes."""
+        if self.shapes == "grid":
+            return _grid(ITEM_BYTES[self.dtype], device)
+        shapes = []
+        for word in self.shapes.split(","):
+            numbers = word.strip().split("x")
+            if len(numbers) != 2 or not all(
+                number.isascii() and number.isdigit() and int(number) for number in numbers
+            ):
+                raise ValueError(
+                    f"shapes={self.shapes}: {word.strip()!r} is not ROWSxLENGTH, two numbers above 0; "
+                    "write for example --shapes 12288x2880,65536x256"
+                )
+            shapes.append((int(numbers[0]), int(numbers[1])))
+        return list(dict.fromkeys(shapes))
+
+
+def _grid(item_bytes: int, device: torch.device) -> list[Shape]:
+    if device.type == "cpu":
+        return list(CPU_GRID)
+    free, _ = torch.cuda.mem_get_info(device)
+    most = min(GRID_BYTES, free // 16)  # two calls, each with x, dy, y and dx, and what a provider needs besides
+    shapes = [(m, n) for n in GRID_N for m in GRID_M if m * n * item_bytes <= most]
+    random.Random(0).shuffle(shapes)
+    return shapes
+
+
+def main(argv: list[str]) -> int:
+    """Measures and reports; 1 if a result of ours is wrong or missing. What is wrong with others is reported alone."""
+    usage = "stepgraph bench norm"
+    text = f"{NormOptions.__doc__} Providers: {', '.join(PROVIDERS)}."
+    options = parse(NormOptions(), argv, usage=usage, description=text)
+    device = pick_device(options.device)
+    require_folder(options.json)
+    run = Run(options, device)
+    # A stream of its own: a graph cannot be captured on the default one, and a backward runs where its forward did.
+    with torch.cuda.stream(torch.cuda.Stream() if device.type == "cuda" else None), keep_saved_tensors():
+        run.run()
+    print(norm_section(run.env, run.settings, run.rows))
+    return int(any(row.provider == OURS and not row.ms for row in run.rows))
+
+
+class Run:
+    """The measurement. ``env``, ``settings`` and ``rows`` are the record, complete after every shape."""
+
+    def __init__(self, options: NormOptions, device: torch.device):
+        self.start = time.perf_counter()
+        self.options, self.device, self.dtype = options, device, DTYPES[options.dtype]
+        self.timings = options.timings(device)
+        self.shapes = options.shape_list(device)
+        names = options.names()
+        missing = {name: reason for name in names if (reason := missing_reason(PROVIDERS[name], device))}
+        self.names = [name for name in names if name not in missing]
+        self.rows: list[NormRow] = []
+        self.env = environment()
+        self.settings: dict[str, Any] = {
+            "benchmark": "norm",
+            "device": device.type,
+            "dtype": options.dtype,
+            "timings": self.timings,
+            "providers": self.names,
+            "missing": missing,
+            "packages": _versions(PROVIDERS[name].package for name in self.names),
+            "copy_gbps": [],
+            "host_us": {},
+            "eager_kernels": {},
+            "budget_s": options.budget,
+            "seconds": 0.0,
+            "left_out": [f"{m}x{n}" for m, n in self.shapes],
+        }
+
+    def run(self) -> None:
+        """All shapes that the budget allows."""
+        torch.manual_seed(0)
+        self.settings["copy_gbps"].append(copy_gbps(self.device))
+        self._say(f"copy: {self.settings['copy_gbps'][0]:.0f} GB/s")
+        self._host_costs()
+        for number, shape in enumerate(self.shapes, start=1):
+            if self.options.budget is not None and self._seconds() > self.options.budget:
+                break
+            self.rows += self._shape(*shape)
+            self.settings["left_out"].remove(f"{shape[0]}x{shape[1]}")
+            self._write()
+            self._say(f"{number} of {len(self.shapes)}: {shape[0]}x{shape[1]} done")
+        self.settings["copy_gbps"].append(copy_gbps(self.device))
+        if self.device.type == "cuda" and "eager" in self.names and self.rows:
+            self._eager_kernels(self.rows[0].m, self.rows[0].n)  # last: a profiler slows what comes after it
+        self._write()
+
+    def _shape(self, m: int, n: int) -> list[NormRow]:
+        """Every provider on one shape."""
+        sets = calls_in_graph(m * n * self.dtype.itemsize) if "graph" in self.timings else 1
+        inputs = [make_inputs(m, n, self.dtype, self.device) for _ in range(sets)]
+        rows = []
+        for op in self.options.ops():
+            params = self._params(op, n)
+            for name in self.names:
+                rows += self._provider(name, op, params, inputs)
+        return rows
+
+    def _params(self, op: str, n: int) -> list[torch.nn.Parameter]:
+        count = 2 if op == "layer_norm" else 1
+        values = (0.1 * torch.randn(n, device=self.device) + 1 for _ in range(count))
+        return [torch.nn.Parameter(value.to(self.dtype)) for value in values]
+
+    def _provider(
+        self, name: str, op: str, params: list[torch.nn.Parameter], inputs: list[tuple[Tensor, Tensor]]
+    ) -> list[NormRow]:
+        (m, n), rows = inputs[0][0].shape, []
+        provider: Provider | None = None
+        for direction in self.options.directions():
+            what = {"op": f"{op} {direction}", "m": m, "n": n, "dtype": self.options.dtype, "provider": name}
+            made = [NormRow(**what, timing=timing) for timing in self.timings]
+            rows += made
+            try:
+                provider = provider or PROVIDERS[name](op, *params, *[None] * (2 - len(params)))
+                wrong = self._check(provider, op, direction, *inputs[0])
+                for row in made:
+                    row.wrong = wrong
+                    if not wrong:
+                        row.set_time(self._time(provider, direction, row.timing, inputs), self.settings["copy_gbps"][0])
+            except Exception as error:  # another package's code may raise anything; the others go on
+                for row in made:
+                    row.error = None if row.ms else _one_line(error)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # raises, and ends the run, if the failure has broken the device's context
+                torch.cuda.empty_cache()
+        return rows
+
+    def _check(self, provider: Provider, op: str, direction: str, x: Tensor, dy: Tensor) -> str | None:
+        params = [p.detach() for p in provider.params]
+        if direction == "fwd":
+            return check_forward(op, x, params, provider.forward(x))
+        return check_backward(op, x, params, dy, provider.backward(provider.saved(x), x, dy.clone()))
+
+    def _time(self, provider: Provider, direction: str, timing: str, inputs: list[tuple[Tensor, Tensor]]) -> float:
+        if timing != "graph":
+            call = next(self._calls(provider, direction, inputs[:1]))
+            return wall_ms(call) if timing == "wall" else do_bench_ms(call)
+        touched = 2 * len(inputs) * inputs[0][0].nbytes
+        l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
+        flush = torch.zeros(3 * l2 // 4, dtype=torch.int32, device=self.device) if touched < 3 * l2 else None
+        return graph_ms(list(self._calls(provider, direction, inputs)), flush)
+
+    def _calls(
+        self, provider: Provider, direction: str, inputs: list[tuple[Tensor, Tensor]]
+    ) -> Iterator[Callable[[], Any]]:
+        for x, dy in inputs:
+            if direction == "fwd":
+                yield partial(provider.forward, x)
+            else:
+                dy = dy.clone() if provider.overwrites_dy else dy
+                yield partial(provider.backward, provider.saved(x), x, dy)
+
+    def _host_costs(self) -> None:
+        inputs = [make_inputs(*HOST_SHAPE, self.dtype, self.device)]
+        for op in self.options.ops():
+            for name in self.names:
+                for direction in self.options.directions():
+                    costs = self.settings["host_us"].setdefault(f"{op} {direction}", {})
+                    try:
+                        provider = PROVIDERS[name](op, *self._params(op, HOST_SHAPE[1]), *[None] * (op == "rms_norm"))
+                        costs[name] = host_us(next(self._calls(provider, direction, inputs)), self.device)
+                    except Exception as error:  # as above; the rows say why
+                        costs[name] = None
+                        self._say(f"host cost of {name} {op} {direction}: {_one_line(error)}")
+
+    def _eager_kernels(self, m: int, n: int) -> None:
+        inputs = [make_inputs(m, n, self.dtype, self.device)]
+        for op in self.options.ops():
+            provider = PROVIDERS["eager"](op, *self._params(op, n), *[None] * (op == "rms_norm"))
+            for direction in self.options.directions():
+                call = next(self._calls(provider, direction, inputs))
+                call()
+                self.settings["eager_kernels"][f"{op} {direction} {m}x{n}"] = kernels_of(call)
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def _write(self) -> None:
+        self.settings["seconds"] = round(self._seconds(), 1)
+        if self.options.json is not None:
+            write(self.options.json, self.env, self.settings, self.rows)
+
+    def _say(self, text: str) -> None:
+        """Tells the user how far it is; on stderr, so that stdout holds the result alone."""
+        print(f"{self._seconds():7.1f} s | {text}", file=sys.stderr, flush=True)
+
+
+def missing_reason(provider: type[Provider], device: torch.device) -> str | None:
+    """Why ``provider`` cannot run here, or None."""
+    if provider.package and importlib.util.find_spec(provider.package) is None:
+        return f"{provider.package} is not installed"
+    return "needs a GPU" if provider.needs_cuda and device.type == "cpu" else None
+
+
+def _versions(packages: Any) -> dict[str, str]:
+    """Versions of what is installed to import each of ``packages``: a distribution may have another name."""
+    owners = importlib.metadata.packages_distributions()
+    found = [owner for package in packages if package for owner in owners.get(package, [])]
+    return {owner: importlib.metadata.version(owner) for owner in dict.fromkeys(found)}
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

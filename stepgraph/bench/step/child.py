@@ -1,0 +1,187 @@
+"""One provider in a process of its own, told over stdin what to do next: ``python -m stepgraph.bench.child``.
+
+Its memory, allocator, compile caches and Dynamo are thus its own. The first line of stdin is the job; each further line
+is a request. Every answer is one line of JSON on what was stdout; all else that is printed goes to stderr.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from stepgraph.bench.device import kernels_of, mark, spans
+from stepgraph.bench.step.providers import PROVIDERS, EagerStep, Parts, Step
+from stepgraph.config.build import build_model
+from stepgraph.config.device import peak_mem_gib
+from stepgraph.config.environment import package_versions
+from stepgraph.config.host_memory import keep_freed_memory
+from stepgraph.config.train import TrainConfig
+from stepgraph.models import next_token_loss
+
+#: Steps whose losses are compared, before anything is timed. They also warm up: CUDA graphs are recorded by the third.
+FIRST_STEPS = 5
+
+BATCH_SEED = 1
+
+
+def main() -> None:
+    """Answers requests until stdin ends."""
+    answers = _take_stdout()
+
+    def fail(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        sys.__excepthook__(kind, error, trace)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        _answer(answers, {"error": f"{kind.__name__}: {' '.join(lines[:2])}"[:300]})
+
+    sys.excepthook = fail
+    job = json.loads(sys.stdin.readline())
+    run = Run(TrainConfig.from_json(job["config"]), job["provider"], torch.device(job["device"]))
+    _answer(answers, run.first_steps())
+    for line in sys.stdin:
+        request = json.loads(line)
+        _answer(answers, run.round(request["steps"]) if request["do"] == "round" else run.finish(request["steps"]))
+
+
+def _take_stdout() -> TextIO:
+    """The process's stdout, for answers alone: from here on whatever prints, compilers too, prints to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+def _answer(answers: TextIO, value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")
+
+
+def make_parts(config: TrainConfig, device: torch.device) -> Parts:
+    """The measured job: model, loss, batch and optimizer. Weights and batch are the same in every process and on every
+    device; the batch's tokens are random, so a step always has something to learn."""
+    vocab, shape = config.model.vocab_size, (config.batch_size, config.seq_len)
+    generator = torch.Generator().manual_seed(BATCH_SEED)
+    batch = {name: torch.randint(vocab, shape, generator=generator).to(device) for name in ("tokens", "targets")}
+    model = build_model(config, device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), config.lr, config.betas, config.eps, config.weight_decay, fused=True
+    )
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision != "fp32"):
+            return next_token_loss(model, batch)
+
+    return Parts(model, loss_fn, batch, optimizer)
+
+
+class Run:
+    """The measurements of one provider, in the order of the methods."""
+
+    def __init__(self, config: TrainConfig, provider: str, device: torch.device):
+        self.config, self.provider, self.device = config, provider, device
+        if device.type == "cpu":
+            keep_freed_memory()  # as `stepgraph train` does; for every provider alike
+        # VmHWM counts from the process's start: what the imports took is not the step's.
+        self.memory_before = 0.0 if device.type == "cuda" else peak_mem_gib(device)
+
+    def first_steps(self) -> dict[str, Any]:
+        """Builds the step and runs ``FIRST_STEPS`` of it."""
+        self.parts = make_parts(self.config, self.device)
+        self._wait()
+        start = time.perf_counter()
+        self.step: Step = PROVIDERS[self.provider](self.parts)
+        losses = [self.step().item()]
+        first_step_s = time.perf_counter() - start
+        losses += [self.step().item() for _ in range(FIRST_STEPS - 1)]
+        cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        return {
+            "loss": losses[0],
+            "losses": losses,
+            "first_step_s": first_step_s,
+            "capture_s": self.step.capture_s,
+            "compile_s": self.step.compile_s,
+            "versions": package_versions() | (cuda if self.device.type == "cuda" else {}),
+        }
+
+    def round(self, steps: int) -> dict[str, Any]:
+        """The median time of ``steps`` steps, ms, queued one after another as a training loop does."""
+        return {"step_ms": median(self._times([self.step], steps)[0])}
+
+    def finish(self, steps: int) -> dict[str, Any]:
+        """Peak memory so far, then what would disturb the steps if it were measured among them."""
+        answer: dict[str, Any] = {"peak_mem_gib": self._peak_memory()}
+        if self.device.type == "cuda":
+            answer["host_ms"] = median(self._host_times(steps))
+        else:
+            answer["step_mem_gib"] = self._step_memory()
+        if isinstance(self.step, EagerStep):
+            answer |= self._forward_and_backward(self.step, steps)
+            if self.device.type == "cuda" and self.provider == "eager":
+                answer["rms_norm_kernels"] = self._rms_norm_kernels()
+        return answer
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _times(self, parts: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
+        """Milliseconds of each of ``parts``, run in turn ``repeats`` times. On CUDA by events in the stream, so that
+        nothing waits in between."""
+        self._wait()
+        marks = [mark(self.device)]
+        for _ in range(repeats):
+            for part in parts:
+                part()
+                marks.append(mark(self.device))
+        times = spans(marks)
+        return [times[i :: len(parts)] for i in range(len(parts))]
+
+    def _host_times(self, steps: int) -> list[float]:
+        """Milliseconds until the call returns, each from an idle device."""
+        times = []
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.step()
+            times.append(1000 * (time.perf_counter() - start))
+        return times
+
+    def _forward_and_backward(self, step: EagerStep, steps: int) -> dict[str, float]:
+        kept: list[torch.Tensor] = []
+        parts = [lambda: kept.append(step.forward()), lambda: kept.pop().backward(), step.update]
+        forward, backward, _ = self._times(parts, steps)
+        return {"fwd_ms": median(forward), "bwd_ms": median(backward)}
+
+    def _peak_memory(self) -> float:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved() / 2**30
+        return peak_mem_gib(self.device) - self.memory_before
+
+    def _step_memory(self) -> float:
+        """GiB of tensors that one step has alive at its peak, beyond those alive between steps."""
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self.step()
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(trace))
+            events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+        return max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]") / 2**30
+
+    def _rms_norm_kernels(self) -> list[str]:
+        """The CUDA kernels behind the model's first RMSNorm, forward and backward: torch may come with several."""
+        norm = next(module for module in self.parts.model.modules() if isinstance(module, nn.RMSNorm))
+        dtype = torch.float32 if self.config.precision == "fp32" else torch.bfloat16
+        x = torch.randn(4096, *norm.normalized_shape, dtype=dtype, device=self.device, requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not torch.float32):
+            dy = torch.ones_like(norm(x))  # a first call may compile the kernel
+            return kernels_of(lambda: torch.autograd.grad(norm(x), x, dy))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""``stepgraph bench step``: one training step of a preset's model under each provider, side by side."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from stepgraph.bench.arguments import provider_names
+from stepgraph.bench.results import Row, check_losses, finite, write
+from stepgraph.bench.step.child import BATCH_SEED, FIRST_STEPS
+from stepgraph.bench.step.providers import DEFAULT, MAX_GRAD_NORM, PROVIDERS
+from stepgraph.bench.table import section
+from stepgraph.config.command_line import parse, require_folder
+from stepgraph.config.device import pick_device
+from stepgraph.config.environment import environment
+from stepgraph.config.presets import PRESETS
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs.hardware import peak_flops
+from stepgraph.errors import unknown_name
+from stepgraph.models import GolfConfig, Llama3Config, flops_per_token
+
+#: Small and constant: at a preset's own peak rate, without its warm-up, a few steps on one batch are chaotic, and
+#: rounding alone would drive the providers' losses apart.
+LEARNING_RATE = 1e-4
+
+#: What runs in a provider's process.
+CHILD = [sys.executable, "-m", "stepgraph.bench.step.child"]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Measure a training step under each provider: same model, weights and batch, a process each."""
+
+    providers: str = ",".join(DEFAULT)
+    """Names with commas between: see PROVIDERS in bench/providers.py."""
+
+    batch_size: int = 8
+    """Sequences in the batch."""
+
+    seq_len: int = 256
+    """Tokens in a sequence."""
+
+    precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
+    """As in stepgraph train; the matrix products of both bf16 are under autocast."""
+
+    steps: int = 10
+    """Steps in a repeat; its result is their median."""
+
+    repeats: int = 5
+    """Repeats; on a CPU the providers take turns, one repeat each."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda where there is a GPU, otherwise cpu."""
+
+    json: Path | None = None
+    """Write the record to this file; stepgraph bench report reads it."""
+
+    model: Annotated[Llama3Config | GolfConfig, tyro.conf.AvoidSubcommands] = dataclasses.field(
+        default_factory=lambda: PRESETS["llama3-debug"]().model
+    )
+    """Shape of the model."""
+
+    preset: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = "llama3-debug"
+    """Name of the preset that the options started from."""
+
+    @classmethod
+    def of_preset(cls, name: str) -> "StepOptions":
+        """The options whose model and batch are the preset's."""
+        preset = PRESETS[name]()
+        sizes = {"batch_size": preset.batch_size, "seq_len": preset.seq_len}
+        return cls(preset=name, model=preset.model, precision=preset.precision, **sizes)
+
+    def names(self) -> list[str]:
+        """The providers, in order. Raises ValueError for an unknown one."""
+        return provider_names(self.providers, PROVIDERS)
+
+    def config(self) -> TrainConfig:
+        """The run whose step is measured. Raises ValueError, in one line, for an option that cannot be right."""
+        for name in ("steps", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        require_folder(self.json)
+        config = dataclasses.replace(
+            PRESETS[self.preset](),
+            model=self.model,
+            precision=self.precision,
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            lr=LEARNING_RATE,
+            max_grad_norm=MAX_GRAD_NORM,
+        )
+        config.validate()
+        return config
+
+
+def main(argv: list[str]) -> int:
+    """Measures and reports; 1 if a provider failed or its losses are not the others'."""
+    jobs = parse_step(argv)
+    configs = [options.config() for options in jobs]
+    options = jobs[0]
+    device = pick_device(options.device)
+    env = environment()
+    settings: dict[str, Any] = {
+        "device": device.type,
+        "providers": options.names(),
+        "steps": options.steps,
+        "repeats": options.repeats,
+        "first_steps": FIRST_STEPS,
+        "batch_seed": BATCH_SEED,
+        "models": {},
+    }
+    rows: list[Row] = []
+    for config in configs:
+        measured: list[Row] = []
+        for some in measure(config, options, device):
+            measured += some
+            losses = check_losses(measured, config.precision)
+            settings["models"][config.preset] = describe(config, env) | {"losses": losses}
+            if options.json is not None:  # after each, so that an interruption keeps what was measured
+                write(options.json, env, settings, rows + measured)
+        rows += measured
+        print(section(config.preset, env, settings, measured))
+    return int(any(row.error or row.disagreement for row in rows))
+
+
+def parse_step(argv: list[str]) -> list[StepOptions]:
+    """One set of options for every preset that ``argv`` starts with, the other words applied to each.
+
+    Raises ValueError, in one line, for an unknown preset, option or provider and for a bad value.
+    """
+    count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+    presets, words = list(dict.fromkeys(argv[:count])) or ["llama3-debug"], argv[count:]
+    for preset in presets:
+        if preset not in PRESETS:
+            raise unknown_name("preset", preset, PRESETS)
+    usage = "stepgraph bench step [PRESET ...]"
+    text = f"{StepOptions.__doc__} Presets: {', '.join(PRESETS)}. Providers: {', '.join(PROVIDERS)}."
+    jobs = [parse(StepOptions.of_preset(preset), words, usage=usage, description=text) for preset in presets]
+    jobs[0].names()
+    return jobs
+
+
+def describe(config: TrainConfig, env: dict[str, Any]) -> dict[str, Any]:
+    """What a model was measured with, for the record."""
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    return {
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
+        "precision": config.precision,
+        "optimizer": "torch.optim.AdamW(fused=True)",
+        "lr": config.lr,
+        "max_grad_norm": config.max_grad_norm,
+        "seed": config.seed,
+        "params": config.model.num_params(),
+        "flops_per_token": flops_per_token(config.model, config.seq_len),
+        "peak_flops": peak_flops(env["gpus"][0], dtype) if env["gpus"] else None,
+        "model": dataclasses.asdict(config.model),
+    }
+
+
+def measure(config: TrainConfig, options: StepOptions, device: torch.device) -> Iterator[list[Row]]:
+    """Rows of the providers, as they are done. On a CPU all their processes live at once and take turns, starting with
+    another one in each repeat, so that what else the machine does falls on all alike. On a GPU, whose memory they could
+    not share, they run one after another."""
+    names = options.names()
+    for group in [names] if device.type == "cpu" else [[name] for name in names]:
+        yield _measure_together(config, options, device, group)
+
+
+def _measure_together(config: TrainConfig, options: StepOptions, device: torch.device, names: list[str]) -> list[Row]:
+    job = {"config": config.to_json(), "device": str(device)}
+    with contextlib.ExitStack() as stack:
+        lanes = [stack.enter_context(Lane(Row(model=config.preset, provider=name))) for name in names]
+        for lane in lanes:
+            first = lane.ask(job | {"provider": lane.row.provider})
+            lane.note(f"first step {first['first_step_s']:.1f} s, loss {first['loss']:.4f}" if first else None)
+            first["losses"] = [finite(loss) for loss in first.pop("losses", [])]
+            lane.keep(first | {"loss": next(iter(first["losses"]), None)})
+        for repeat in range(options.repeats):
+            for lane in _rotated(lanes, repeat):
+                if answer := lane.ask({"do": "round", "steps": options.steps}):
+                    lane.row.step_ms_all.append(answer["step_ms"])
+        for lane in lanes:
+            lane.keep(lane.ask({"do": "finish", "steps": options.steps}))
+            _conclude(lane.row, config.batch_size * config.seq_len)
+            lane.note(f"{lane.row.step_ms:.4g} ms a step" if lane.row.step_ms else None)
+            lane.close()
+    return [lane.row for lane in lanes]
+
+
+def _rotated(lanes: Sequence["Lane"], by: int) -> list["Lane"]:
+    start = by % len(lanes)
+    return [*lanes[start:], *lanes[:start]]
+
+
+def _conclude(row: Row, tokens: int) -> None:
+    """Fills in what follows from the measurements. A provider that failed has no step time."""
+    if row.error or not row.step_ms_all:
+        row.step_ms_all = []
+        return
+    row.step_ms = median(row.step_ms_all)
+    row.tokens_per_s = 1000 * tokens / row.step_ms
+    if row.provider.startswith("compile"):
+        row.compile_s = row.first_step_s - row.step_ms / 1000
+
+
+class Lane:
+    """A provider's process and its row. Once it has failed it answers nothing. A context manager."""
+
+    def __init__(self, row: Row):
+        self.row = row
+        self.process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "Lane":
+        self._folder = tempfile.TemporaryDirectory(prefix="stepgraph-bench-", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        self._log = folder / "stderr"
+        # Compile caches of its own: every provider compiles from nothing, and none finds another's kernels.
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | caches
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._folder.cleanup()
+
+    def close(self) -> None:
+        """Ends the process, so that its memory is free for the next."""
+        if self.process is not None:
+            try:
+                self.process.communicate(timeout=30)  # the end of its stdin ends it, and its compile workers
+            except subprocess.TimeoutExpired:  # it is in the middle of a step
+                self.process.kill()
+                self.process.communicate()
+            self.process = None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to ``request``; empty once the provider has failed, which sets the row's ``error``."""
+        if self.process is None:
+            return {}
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        answer = json.loads(line) if line else {"error": self._how_it_ended()}
+        if "error" in answer:
+            self.row.error = answer["error"]
+            self.note(f"failed: {self.row.error}")
+            print(self._log.read_text(errors="replace")[-2000:], file=sys.stderr)
+            self.close()
+            return {}
+        return answer
+
+    def keep(self, answer: dict[str, Any]) -> None:
+        """Writes the figures of an answer into the row."""
+        for name, value in answer.items():
+            setattr(self.row, name, value)
+
+    def note(self, text: str | None) -> None:
+        """Tells the user how far it is; on stderr, so that stdout holds the result alone."""
+        if text:
+            print(f"{self.row.model} | {self.row.provider} | {text}", file=sys.stderr, flush=True)
+
+    def _how_it_ended(self) -> str:
+        code = self.process.wait()
+        return (
+            f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+        )

@@ -1,0 +1,1 @@
+"""``stepgraph bench train``."""

@@ -1,0 +1,108 @@
+"""Who can train a preset over a mesh: stepgraph, and torchtitan where it is installed.
+
+Each is a context manager that opens the process groups and yields a `Training`. Both do the same work: one model, one
+mesh, random tokens from the host in every step, bf16 compute with fp32 shards at rest, AdamW, clipping.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from stepgraph import parallel, passes
+from stepgraph.bench.train import titan
+from stepgraph.config import build
+from stepgraph.config.host_memory import keep_freed_memory
+from stepgraph.config.train import TrainConfig
+
+#: Every data-parallel rank trains on one batch of its own again and again: a loss that falls shows that updates work.
+BATCH_SEED = 1
+
+
+class Training(Protocol):
+    """A training that is ready to step. ``build_s``, ``capture_s``, ``compile_s``: seconds spent so far on model and
+    optimizer, on tracing and passes, and in compilers; None where they cannot be told apart. ``passes``: what passes
+    did so far, line by line; None where there are none."""
+
+    build_s: float
+    capture_s: float | None
+    compile_s: float | None
+    passes: list[str] | None
+
+    def step(self, read: bool = False) -> float | None:
+        """Launch a step; with ``read``, wait for the loss of the whole mesh and return it."""
+        ...
+
+
+def random_batch(config: TrainConfig, place: int) -> dict[str, torch.Tensor]:
+    """``tokens`` and ``targets``, int64 (B, T) on the CPU, of the data-parallel rank at ``place``."""
+    generator = torch.Generator().manual_seed(BATCH_SEED + place)
+    shape = (config.batch_size, config.seq_len)
+    return {k: torch.randint(config.model.vocab_size, shape, generator=generator) for k in ("tokens", "targets")}
+
+
+class CapturedTraining:
+    """``stepgraph.capture`` of the whole step, as ``stepgraph train`` builds and feeds it."""
+
+    def __init__(self, config: TrainConfig, device: torch.device, mesh: parallel.Mesh, begun: float):
+        self.device, self.batch = device, random_batch(config, mesh.dp_place)
+        if device.type == "cuda":
+            self.batch = {name: tokens.pin_memory() for name, tokens in self.batch.items()}
+        model = build.build_model(config, device, mesh)
+        loss_fn = build.build_loss(config, device, mesh)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), config.lr, config.betas, config.eps, config.weight_decay, fused=True
+        )
+        self.build_s = time.perf_counter() - begun
+        start = time.perf_counter()
+        batch = build.example_batch(config, device)
+        self.captured = build.build_step(config, model, loss_fn, batch, optimizer, dump=None)
+        self.capture_s = time.perf_counter() - start - self.compile_s
+
+    @property
+    def compile_s(self) -> float:
+        return sum(report.compile_s for report in self.captured.report)
+
+    @property
+    def passes(self) -> list[str]:
+        return passes.format_report(self.captured.report).splitlines()
+
+    def step(self, read: bool = False) -> float | None:
+        loss = self.captured({name: tokens.to(self.device, non_blocking=True) for name, tokens in self.batch.items()})
+        return loss.item() if read else None
+
+
+@contextlib.contextmanager
+def stepgraph(config: TrainConfig, device: torch.device) -> Iterator[Training]:
+    """Ours, on any device."""
+    if device.type == "cpu":
+        keep_freed_memory()
+    begun = time.perf_counter()
+    with parallel.started(config.mesh_spec, device.type) as mesh:
+        yield CapturedTraining(config, device, mesh, begun)
+
+
+@contextlib.contextmanager
+def torchtitan(config: TrainConfig, device: torch.device) -> Iterator[Training]:
+    """Its public ``Trainer``, each block compiled by ``torch.compile``."""
+    with titan.started(config, lambda place: random_batch(config, place)) as training:
+        yield training
+
+
+@dataclass(frozen=True)
+class Provider:
+    """``open(config, device)``: called in every rank. ``unavailable(config, device)``: why it cannot do this work here,
+    in one line, None if it can. ``environment``: variables that its own launcher sets."""
+
+    open: Callable[[TrainConfig, torch.device], contextlib.AbstractContextManager[Training]]
+    unavailable: Callable[[TrainConfig, torch.device], str | None] = lambda config, device: None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+PROVIDERS = {
+    "stepgraph": Provider(stepgraph),
+    "torchtitan": Provider(torchtitan, titan.unavailable, titan.ENVIRONMENT),
+}

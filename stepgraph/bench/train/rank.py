@@ -1,0 +1,180 @@
+"""One rank of one provider of ``stepgraph bench train``, started by torchrun with a job's path.
+
+The job is a JSON file with ``provider``, ``config``, ``device``, ``started`` (Unix time) and ``trace`` (path or null).
+Rank 0 writes ``answer.json`` beside it, once when the steps are timed and again when some are profiled; a rank that
+fails leaves ``error-RANK.json``.
+"""
+
+import contextlib
+import gzip
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from statistics import median
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from stepgraph.bench.device import mark, spans
+from stepgraph.bench.results import finite
+from stepgraph.bench.train.exposed import exposure, kernel_times
+from stepgraph.bench.train.providers import PROVIDERS, Training
+from stepgraph.config.device import peak_mem_gib
+from stepgraph.config.environment import package_versions
+from stepgraph.config.train import TrainConfig
+
+#: Steps after the first that are not timed: CUDA graphs are recorded by then, and clocks have settled.
+WARMUP_STEPS = 4
+
+#: Steps under the profiler, after all others.
+TRACED_STEPS = 3
+
+
+def main() -> None:
+    """Measures the job that the command line names."""
+    path = Path(sys.argv[1])
+    job = json.loads(path.read_text(encoding="utf-8"))
+    rank = int(os.environ["RANK"])
+    stack = contextlib.ExitStack()  # never closed: see `_leave`
+    try:
+        config, device = TrainConfig.from_json(job["config"]), torch.device(job["device"])
+        provider = PROVIDERS[job["provider"]]
+        answer: dict[str, Any] = {"start_s": time.time() - job["started"]}
+        training = stack.enter_context(provider.open(config, device))
+        answer |= {"build_s": training.build_s, "versions": _versions(device)}
+        answer |= timed(training, config, device, job["started"])
+        _write(path.with_name("answer.json"), answer, rank)
+        if device.type == "cuda":
+            answer |= profiled(training, job["trace"], rank)
+            _write(path.with_name("answer.json"), answer, rank)
+        dist.barrier()  # rank 0 has written
+    except BaseException as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = f"rank {rank}: {type(error).__name__}: {' '.join(lines[:2])}"[:300]
+        path.with_name(f"error-{rank}.json").write_text(json.dumps({"time": time.time(), "error": text}))
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process as it is. Closing its process groups may take for ever: after a failure the other ranks wait in
+    a collective, and NCCL waits for the end of every CUDA graph that holds its kernels.
+
+    Source: pytorch issue 115388.
+    """
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def timed(training: Training, config: TrainConfig, device: torch.device, started: float) -> dict[str, Any]:
+    """The first step, some to warm up, and ``config.steps`` that are timed: queued one after another, as a training
+    loop does, no result read in between. The same on every rank."""
+    begin = time.perf_counter()
+    losses = [training.step(read=True)]
+    first_call_s, first_step_s = time.perf_counter() - begin, time.time() - started
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARMUP_STEPS):
+        training.step()
+    _wait(device)
+    dist.barrier()
+    marks = [mark(device)]
+    for _ in range(config.steps):
+        training.step()
+        marks.append(mark(device))
+    times = spans(marks)
+    losses.append(training.step(read=True))
+    compile_s = training.compile_s
+    if training.capture_s is None:
+        compile_s = first_call_s - median(times) / 1e3
+    mine = {"times": times, "first": first_step_s, "mem": peak_mem_gib(device)}
+    mine["reserved"] = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else None
+    ranks = _gathered(mine)
+    return {
+        "step_ms_all": [max(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)],
+        "rank_step_ms": [median(rank["times"]) for rank in ranks],
+        "first_step_s": max(rank["first"] for rank in ranks),
+        "capture_s": training.capture_s,
+        "passes": training.passes,
+        "compile_s": compile_s,
+        "peak_mem_gib": max(rank["mem"] for rank in ranks),
+        "peak_reserved_gib": max(rank["reserved"] for rank in ranks) if mine["reserved"] is not None else None,
+        "losses": [finite(loss) for loss in losses],
+        "steps_taken": 2 + WARMUP_STEPS + config.steps,
+    }
+
+
+def profiled(training: Training, trace: str | None, rank: int) -> dict[str, Any]:
+    """``TRACED_STEPS`` under torch.profiler, which records the GPU alone: the host is slowed least. ``trace``: where
+    rank 0 keeps the Chrome trace, gzipped.
+
+    One step more comes first and is not recorded: the profiler takes ranks different times to start, for which the
+    others would seem to communicate.
+    """
+    _wait(torch.device("cuda"))
+    dist.barrier()
+    host = dist.new_group(backend="gloo")  # whose barrier is no work on the GPU
+    once = schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1)
+    with profile(activities=[ProfilerActivity.CUDA], schedule=once) as profiler:
+        training.step()
+        torch.cuda.synchronize()
+        profiler.step()
+        dist.barrier(host)
+        for _ in range(TRACED_STEPS):
+            training.step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        data = path.read_bytes()
+    if trace is not None and rank == 0:
+        Path(trace).write_bytes(gzip.compress(data))
+    events = json.loads(data)["traceEvents"]
+    exposures = [found.to_json(TRACED_STEPS) for found in _gathered(exposure(events))]
+    return {
+        "exposure": max(exposures, key=lambda found: found["share"]),
+        "exposure_all": exposures,
+        "kernels_ms": kernel_times(events, TRACED_STEPS),
+    }
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Every rank's ``value``, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _versions(device: torch.device) -> dict[str, Any]:
+    versions: dict[str, Any] = package_versions()
+    if "torchtitan" in sys.modules:
+        versions["torchtitan"] = importlib.metadata.version("torchtitan")
+    if device.type == "cuda":
+        versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+def _write(path: Path, answer: dict[str, Any], rank: int) -> None:
+    if rank == 0:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(answer, allow_nan=False), encoding="utf-8")
+        temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The tables of ``stepgraph bench train``, and ours over torchtitan's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from stepgraph.bench.table import align, where
+from stepgraph.bench.train.results import OURS, PEER, TrainRow, ratio
+
+
+def train_section(model: str, env: dict[str, Any], settings: dict[str, Any], rows: Sequence[TrainRow]) -> str:
+    """Everything about one record: heading, table, notes, and last the ratio."""
+    lines = [f"### {train_title(model, settings)}", "", train_where(env, settings), "", *table(settings, rows), ""]
+    lines += [f"- {note}" for note in _notes(settings["models"][model], settings, rows)]
+    return "\n".join([*lines, "", summary(rows)]) + "\n"
+
+
+def train_title(model: str, settings: dict[str, Any]) -> str:
+    """The model, its mesh and batch, such as ``llama3-8b, fsdp=2,tp=2, batch 1 x 8192 a data-parallel rank, bf16``."""
+    chosen = settings["models"][model]
+    batch = f"batch {chosen['batch_size']} x {chosen['seq_len']} a data-parallel rank"
+    return f"{model}, {chosen['mesh']}, {batch}, {chosen['precision']}"
+
+
+def train_where(env: dict[str, Any], settings: dict[str, Any]) -> str:
+    """The devices and the versions in one line."""
+    times = f"{settings['ranks']} x " if settings["device"] == "cuda" else f"{settings['ranks']} ranks on "
+    return times + where(env, settings)
+
+
+def table(settings: dict[str, Any], rows: Sequence[TrainRow]) -> list[str]:
+    """The lines of the table: a row a provider, numbers to the right."""
+    cuda = settings["device"] == "cuda"
+    device = "GPU" if cuda else "rank"
+    columns = ["provider", "step ms", "fastest, slowest", f"tokens/s a {device}", "peak GiB", "first step s", "loss"]
+    columns += ["MFU", "reserved GiB", "exposed comm."] if cuda else []
+    return align(columns, [_cells(row, cuda) for row in rows])
+
+
+def _cells(row: TrainRow, cuda: bool) -> list[str]:
+    state = "unavailable" if row.unavailable else "failed"
+    cells = [
+        row.provider,
+        f"{row.step_ms:.4g}" if row.step_ms else state,
+        f"{min(row.step_ms_all):.4g}, {max(row.step_ms_all):.4g}" if row.step_ms_all else "",
+        _shown(row.tokens_per_s_per_gpu, ",.0f"),
+        _shown(row.peak_mem_gib, ".2f"),
+        _shown(row.first_step_s, ".1f"),
+        _shown(row.losses[-1], ".4f") if row.losses else "",
+    ]
+    if cuda:
+        cells += [_shown(row.mfu, ".1%"), _shown(row.peak_reserved_gib, ".2f")]
+        cells.append(f"{row.exposure['share']:.1%}" if row.exposure else "")
+    return cells
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def summary(rows: Sequence[TrainRow]) -> str:
+    """Ours over torchtitan's in one line, or why there is no such ratio."""
+    found = {row.provider: row for row in rows}
+    times = ratio(rows)
+    if times is not None:
+        ours, peer = found[OURS], found[PEER]
+        memory = ours.peak_mem_gib / peer.peak_mem_gib
+        return f"{OURS} / {PEER}: {times:.3f}x tokens/s, {memory:.2f}x peak memory"
+    reasons = [f"{name}: {_reason(found.get(name))}" for name in (OURS, PEER) if not _ran(found.get(name))]
+    return f"{OURS} / {PEER}: no ratio: {'; '.join(reasons)}"
+
+
+def _ran(row: TrainRow | None) -> bool:
+    return row is not None and row.step_ms is not None
+
+
+def _reason(row: TrainRow | None) -> str:
+    return "was not asked for" if row is None else row.unavailable or "failed"
+
+
+def _notes(chosen: dict[str, Any], settings: dict[str, Any], rows: Sequence[TrainRow]) -> list[str]:
+    notes = [
+        f"step ms: median of {settings['steps']} steps on the slowest rank, after {settings['warmup_steps']} to warm "
+        "up; one provider after another, their own compile caches; peaks without the first step"
+    ]
+    for row in rows:
+        if row.unavailable:
+            notes.append(f"{row.provider}: {row.unavailable}")
+        if row.error:
+            notes.append(f"{row.provider} failed: {row.error}")
+        if row.first_step_s is not None:
+            notes.append(f"{row.provider}, first step after {row.first_step_s:.1f} s: {_parts(row)}")
+        if row.exposure is not None:
+            found = row.exposure
+            notes.append(
+                f"{row.provider}, a step of {settings['traced_steps']} profiled: {found['window_ms']:.4g} ms, "
+                f"communicating {found['communication_ms']:.4g}, of it exposed {found['exposed_ms']:.4g}, "
+                f"idle {found['idle_ms']:.4g} (the rank with most exposed; shares of all: "
+                f"{', '.join(format(rank['share'], '.1%') for rank in row.exposure_all)})"
+            )
+    return [*notes, f"memory {chosen['memory']}, reshard {chosen['reshard']}", chosen["losses"]]
+
+
+def _parts(row: TrainRow) -> str:
+    parts = {"start": row.start_s, "build": row.build_s, "capture": row.capture_s, "compile": row.compile_s}
+    return ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds is not None)

@@ -1,0 +1,187 @@
+"""Where each node of the graph comes from: module path, phase and source line.
+
+Nodes are attributed as the trace creates them, while module hooks keep the path of the module that is running.
+A backward operator belongs to the forward operator that created its autograd node: autograd numbers its nodes, the
+number is noted when the forward operator runs and looked up when the node's backward does. The additions with
+which autograd sums several gradients of one tensor run after the node that produced the last of them, and keep its
+provenance.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from stepgraph import compat
+from stepgraph.errors import CaptureError
+from stepgraph.graph.provenance import KEY, Provenance, provenance
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_STEP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "step.py")
+_SKIPPED = (_TORCH, _HERE, _STEP, contextlib.__file__, compat.__file__)
+
+
+def _is_user_file(filename: str) -> bool:
+    return not filename.startswith(_SKIPPED) and not filename.startswith("<")
+
+
+def user_frame(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost frame outside torch and this room."""
+    while frame is not None:
+        if _is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def user_source(error: BaseException) -> str:
+    """``file:line`` of the innermost frame outside torch and this room that ``error`` came through."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((f"{file}:{line}" for file, line in reversed(frames) if _is_user_file(file)), "")
+
+
+class Recorder:
+    """Attributes every node of a graph as a trace creates it. One per trace."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.phase = "loss"
+        self.stack: list[str] = []
+        self.checkpoint: int | None = None
+        self.checkpoints = 0
+        self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
+        self._forward: dict[int, Provenance] = {}
+        self._origin: Provenance | None = None
+
+    @contextlib.contextmanager
+    def watch_graph(self, graph: fx.Graph) -> Iterator[None]:
+        """Attribute the nodes created in ``graph``."""
+        create = graph.create_node
+
+        def create_attributed(*args: Any, **kwargs: Any) -> fx.Node:
+            node = create(*args, **kwargs)
+            node.meta[KEY] = self._here(sys._getframe(1))
+            _refuse_written_constants(node)
+            return node
+
+        graph.create_node = create_attributed
+        try:
+            yield
+        finally:
+            del graph.create_node  # the class's method again
+
+    def _here(self, frame: FrameType) -> Provenance | None:
+        if self.phase == "backward" or self._origin is not None:
+            return self._origin
+        source = user_frame(frame)
+        phase = "forward" if self.phase == "loss" and self.stack else self.phase
+        here = Provenance(self.stack[-1] if self.stack else "", phase, source, self.checkpoint)
+        if phase in ("forward", "loss"):
+            self._forward.setdefault(compat.current_sequence_nr(), here)
+            self._sources[here.path] = source
+        return here
+
+    @contextlib.contextmanager
+    def watch_modules(self) -> Iterator[None]:
+        """Keep the module path while the model's modules run."""
+        handles = []
+        for path, module in self.model.named_modules():
+
+            def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+                self.stack.append(path)
+
+            # Not called when the forward fails: the stack then stays, for the error message. Where the model itself
+            # catches the failure, the next module out clears what is left.
+            def leave(_module: nn.Module, _args: Any, _output: Any, path: str = path) -> None:
+                while self.stack.pop() != path:
+                    pass
+
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave))
+        try:
+            with compat.intercept_checkpoint(self._enter_checkpoint, self._leave_checkpoint):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter_checkpoint(self) -> None:
+        if self.checkpoint is None:  # a nested call belongs to the outer one
+            self.checkpoint = self.checkpoints
+            self.checkpoints += 1
+            self._checkpoint_depth = 0
+        self._checkpoint_depth += 1
+
+    def _leave_checkpoint(self) -> None:
+        self._checkpoint_depth -= 1
+        if self._checkpoint_depth == 0:
+            self.checkpoint = None
+
+    def watch_backward(self, loss: torch.Tensor, params: Sequence[torch.Tensor]) -> None:
+        """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary.
+
+        Raises `CaptureError` if gradients flow into a tensor that is none of ``params``.
+        """
+        known = {id(p) for p in params}
+        seen, queue = set(), [(loss.grad_fn, None)]
+        while queue:
+            node, user = queue.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node.name() == "torch::autograd::AccumulateGrad":
+                if id(node.variable) not in known:
+                    _refuse_foreign(node.variable, user)
+                continue
+            # A step that recorded no operator, such as a redistribution to where a DTensor lies, belongs to its reader.
+            origin = self._forward.get(node._sequence_nr(), user)
+            node.register_prehook(self._prehook(origin and origin._replace(phase="backward")))
+            queue.extend((next_node, origin) for next_node, _ in node.next_functions)
+
+    def _prehook(self, origin: Provenance | None) -> Any:
+        def hook(_grad_outputs: Any) -> None:
+            self._origin = origin
+
+        return hook
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Operators run inside belong to ``phase``."""
+        saved = self.phase
+        self.phase, self._origin = phase, None
+        try:
+            yield
+        finally:
+            self.phase, self._origin = saved, None
+
+    def attribute(self, path: str) -> None:
+        """What follows in this phase belongs to the module at ``path``."""
+        self._origin = Provenance(path, self.phase, self._sources.get(path) or self._sources[""])
+
+
+def _refuse_foreign(tensor: torch.Tensor, user: Provenance | None) -> None:
+    where = f"{user.path or 'the model'} ({user.source})" if user else "the loss"
+    raise CaptureError(
+        f"a tensor of shape {list(tensor.shape)} that requires a gradient is used in {where} but is not one of the "
+        "model's parameters; register it as an nn.Parameter, and use no cached copy of a parameter"
+    )
+
+
+def _refuse_written_constants(node: fx.Node) -> None:
+    """A tensor that is no input is written: torch would also write into the user's own while it traces."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        if argument.alias_info and argument.alias_info.is_write and getattr(value, "op", None) == "get_attr":
+            where = provenance(node)
+            raise CaptureError(
+                f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
+                "its buffer; register it as a buffer"
+            )

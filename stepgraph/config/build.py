@@ -1,0 +1,143 @@
+"""From a configuration to the parts of a run: device, model, optimizer, loss, and the captured step."""
+
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph import parallel, passes
+from stepgraph.config.device import is_out_of_memory, memory_bytes
+from stepgraph.config.hf_weights import load_hf
+from stepgraph.config.train import TrainConfig
+from stepgraph.models import Golf, Llama3, Llama3Config, next_token_loss
+from stepgraph.models.golf.model import TP_PLAN as GOLF_PLAN
+from stepgraph.models.llama3.model import TP_PLAN as LLAMA3_PLAN
+
+_REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of torch, numpy and Python, all of which a checkpoint keeps."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def build_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None = None) -> nn.Module:
+    """The model on ``device`` in its precision, or this rank's shards of it, with weights from the seed or from
+    Hugging Face. The seed gives the same weights on every device and mesh."""
+    model = empty_model(config, device, mesh)
+    if config.init_from_hf is not None:
+        load_hf(model, config.init_from_hf)
+    else:
+        model.init_weights(config.seed, None if mesh is None else parallel.local_parts(model))
+    if config.precision == "bf16" and mesh is not None:
+        parallel.round_to(model, torch.bfloat16)
+    return model
+
+
+def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None = None) -> nn.Module:
+    """The model that `build_model` fills, its tensors allocated only.
+
+    Built on the meta device first, so that it never exists twice, and under a mesh never whole.
+    """
+    with torch.device("meta"):
+        model = Llama3(config.model) if isinstance(config.model, Llama3Config) else Golf(config.model)
+    bf16 = config.precision == "bf16"
+    if bf16 and mesh is None:
+        for param in model.parameters():  # buffers (the RoPE tables) stay fp32
+            param.data = param.data.to(torch.bfloat16)
+    try:
+        if mesh is None:
+            model.to_empty(device=device)
+        else:  # fp32 shards, which bf16 training gathers in bf16
+            plan = LLAMA3_PLAN if isinstance(model, Llama3) else GOLF_PLAN
+            dtypes = {"param_dtype": torch.bfloat16 if bf16 else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
+            parallel.parallelize(model, mesh, plan, device=device, **dtypes)
+    except RuntimeError as failure:
+        if not is_out_of_memory(failure):
+            raise
+        needs = sum(p.nbytes for p in model.parameters()) / 2**30
+        raise ValueError(
+            f"the model does not fit: its parameters alone take {needs:.1f} GiB, the {device.type} has "
+            f"{memory_bytes(device) / 2**30:.1f} GiB; choose a smaller one"
+        ) from failure
+    return model
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with fp32 state: matrices decay, vectors (norm weights) do not. bf16 parameters get fp32 masters; shards
+    are fp32 themselves."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    options = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if params[0].dtype == torch.bfloat16:
+        return stepgraph.MasterAdamW(groups, **options)
+    return torch.optim.AdamW(groups, **options, fused=True)
+
+
+def build_loss(
+    config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None = None
+) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """``loss_fn(model, batch)``: mean next-token cross-entropy in nats, over the mesh if there is one; under autocast
+    if the precision says so."""
+    plain = next_token_loss if mesh is None else parallel.next_token_loss(mesh)
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        autocast = config.precision == "bf16-autocast"
+        with torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
+            return plain(model, batch)
+
+    return loss_fn
+
+
+def example_batch(config: TrainConfig, device: torch.device) -> dict[str, torch.Tensor]:
+    """A batch of the form that training reads, int64 (accumulate * B, T); capture looks at the form only."""
+    shape = (config.accumulate * config.batch_size, config.seq_len)
+    return {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("tokens", "targets")}
+
+
+def clip_at(config: TrainConfig) -> float:
+    """Without clipping, an infinite limit: gradients keep their bits and the step still reports their norm."""
+    return float("inf") if config.max_grad_norm is None else config.max_grad_norm
+
+
+def build_step(
+    config: TrainConfig,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    batch: dict[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    dump: Path | None,
+) -> stepgraph.CapturedStep:
+    """The training step as one graph, with the passes that the configuration asks for."""
+    return stepgraph.capture(
+        model,
+        loss_fn,
+        batch,
+        optimizer,
+        max_grad_norm=clip_at(config),
+        accumulate=config.accumulate,
+        passes=passes.configured(
+            config.passes,
+            memory=config.memory,
+            inductor=config.inductor,
+            norm=config.norm,
+            reshard=config.reshard,
+            async_tp=config.async_tp,
+            copy_engines=config.copy_engines,
+            cuda_graph=config.cuda_graph,
+        ),
+        disable=config.disable_pass,
+        dump=dump,
+    )

@@ -1,0 +1,59 @@
+"""The device of a run: which one, its name, its peak, its memory."""
+
+import os
+import re
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs.hardware import peak_flops
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that ``--device`` names; ``auto`` is the GPU where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch sees no GPU here: use --device cpu or --device auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """What the run computes on, for people."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.get_num_threads()} threads"
+
+
+def device_peak(config: TrainConfig, device: torch.device) -> float | None:
+    """Peak FLOP/s of ``device`` in the precision of the run's matrix products, None where it is unknown."""
+    if device.type != "cuda":
+        return None
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    return peak_flops(torch.cuda.get_device_name(device), dtype)
+
+
+def peak_mem_gib(device: torch.device) -> float:
+    """Peak memory so far, GiB: allocated by torch on a CUDA ``device``, or resident in this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    if sys.platform == "linux":
+        # Not getrusage: its peak starts at that of the process which started this one.
+        peak = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return int(peak[1]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Bytes of memory of ``device``."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def is_out_of_memory(failure: BaseException) -> bool:
+    """Whether an allocation failed; on the CPU torch raises a plain RuntimeError for it."""
+    return isinstance(failure, torch.OutOfMemoryError) or (
+        isinstance(failure, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(failure)
+    )

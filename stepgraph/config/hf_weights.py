@@ -1,0 +1,264 @@
+"""Llama 3 weights in and out of the Hugging Face format: safetensors files beside a ``config.json``.
+
+Both models keep RoPE in the rotate-half layout, so tensors are renamed and never permuted.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from itertools import chain
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from stepgraph.models.init import Part
+from stepgraph.models.llama3.hf import CONFIG, config_from_hf, config_to_hf, hf_name, read_json, write_json
+from stepgraph.models.llama3.model import Llama3, Llama3Config
+from stepgraph.parallel import layouts, local_parts
+from stepgraph.parallel.ranks import Ranks
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+_ROWS = 4096  # compared at a time
+
+_DTYPES = {"F64", "F32", "F16", "BF16"}  # safetensors' names; anything else is a quantized checkpoint
+
+
+def load_hf(model: Llama3, folder: str | os.PathLike[str]) -> None:
+    """Read a Hugging Face Llama 3 checkpoint into ``model`` in place, cast to the model's dtypes.
+
+    ``folder`` holds ``config.json`` and ``model.safetensors``, or shards with ``model.safetensors.index.json`` (the
+    single file is read where both exist, as transformers does). The RoPE tables are filled too. Of a parallel model
+    every rank reads its own part alone, and all must call.
+
+    The model must hold real tensors: a meta model is refused, call ``model.to_empty(device=...)`` first. The
+    configuration and every tensor's name, shape and dtype are checked before the first one is written: on
+    ``ValueError`` (missing, unexpected or mis-shaped tensors, a corrupt or truncated file, another model) the model is
+    unchanged, on every rank.
+    """
+    folder = Path(folder)
+    _check_model(model, "load_hf")
+    wanted = {hf_name(name): part for name, part in local_parts(model).items()}
+
+    def check() -> dict[str, _Header]:
+        _check_same_model(model.config, config_from_hf(folder), folder)
+        found = _read_headers(folder)
+        _check_tensors(wanted, found, folder, tied=model.config.tie_embeddings)
+        return found
+
+    found = _ranks(model).each(check)
+    by_file: dict[Path, list[str]] = {}
+    for name, part in wanted.items():
+        if part.tensor.numel():  # a rank whose shard is padding alone has nothing to read
+            by_file.setdefault(found[name].file, []).append(name)
+    with torch.no_grad():
+        for path, names in by_file.items():
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in names:
+                    part = wanted[name]
+                    region = tuple(slice(start, stop) for start, stop in part.region)
+                    part.tensor.copy_(file.get_slice(name)[region])
+    model.init_buffers()
+
+
+def save_hf(model: Llama3, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write ``model`` as a checkpoint that ``transformers.LlamaForCausalLM.from_pretrained(folder)`` reads.
+
+    Tensors keep their dtype; those of a parallel model have the dtype that they are used in. More than
+    ``max_shard_bytes`` of them are split into shards with an index. ``folder`` is made if needed and must not hold
+    another checkpoint; ``config.json`` is written last, so that a folder which has one is complete.
+
+    Of a parallel model all ranks must call, and rank 0 writes: each parameter is gathered by itself, and rank 0 holds
+    as many of them as one file takes. An error there is raised on every rank.
+
+    Raises ``ValueError`` for a folder that is taken and for a model on meta.
+    """
+    folder, ranks = Path(folder), _ranks(model)
+    _check_model(model, "save_hf")
+    ranks.first(lambda: _make_folder(folder))
+    params = {hf_name(name): (name, param.detach()) for name, param in model.named_parameters()}
+    found = layouts(model)
+    dtypes = {key: found[name].param_dtype if found else param.dtype for key, (name, param) in params.items()}
+    parts = local_parts(model)
+    sizes = {key: parts[name].shape.numel() * dtypes[key].itemsize for key, (name, _) in params.items()}
+    shards = _split(sizes, max_shard_bytes)
+    n = len(shards)
+    files = [SINGLE] if n == 1 else [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
+    for file, names in zip(files, shards, strict=True):
+        tensors: dict[str, torch.Tensor] = {}
+        for key in names:
+            name, param = params[key]
+            whole = found[name].whole(param) if found else param
+            if ranks.rank == 0:
+                tensors[key] = whole.cpu().contiguous()
+            del whole
+        ranks.first(lambda file=file, tensors=tensors: _write_shard(tensors, folder / file))
+    ranks.first(lambda: _write_rest(model.config, folder, dict(zip(files, shards, strict=True)), sizes, dtypes))
+
+
+def _ranks(model: Llama3) -> Ranks:
+    """The ranks that share ``model``; this one alone for a plain model."""
+    return Ranks(alone=not layouts(model))
+
+
+def _make_folder(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = sorted(path.name for path in folder.iterdir())
+    taken = [name for name in names if name.endswith(".safetensors") or name in (INDEX, CONFIG)]
+    if taken:
+        raise ValueError(f"{folder} already holds a checkpoint ({taken[0]}); give a new folder")
+
+
+def _write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    partial = path.with_name(f"{path.name}.part")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.replace(path)
+
+
+def _write_rest(
+    config: Llama3Config,
+    folder: Path,
+    shards: dict[str, list[str]],
+    sizes: dict[str, int],
+    dtypes: dict[str, torch.dtype],
+) -> None:
+    """The index, if there are several files, and the configuration."""
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+    write_json(folder / CONFIG, config_to_hf(config, dtypes[hf_name("embed.weight")]))
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a safetensors file says of one tensor before its data is read."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _check_model(model: nn.Module, caller: str) -> None:
+    if not isinstance(model, Llama3):
+        raise ValueError(f"{caller} takes a Llama3 model, got {type(model).__name__}; build one with Llama3(config)")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"{caller}: {name} is on the meta device; call model.to_empty(device=...) first")
+    for name, param in model.named_parameters():
+        if type(param) is not nn.Parameter and not layouts(model):
+            kind = type(param).__name__
+            raise ValueError(
+                f"{caller}: {name} is a {kind}; give a model of plain, unsharded tensors, or parallelize()"
+            )
+
+
+def _check_same_model(ours: Llama3Config, theirs: Llama3Config, folder: Path) -> None:
+    """Compare what the weights depend on; names and shapes alone would not show another head count or RoPE."""
+    free = {"max_seq_len", "attention"}
+    differing = [
+        f"{field.name} is {getattr(theirs, field.name)} there and {getattr(ours, field.name)} here"
+        for field in fields(Llama3Config)
+        if field.name not in free and getattr(ours, field.name) != getattr(theirs, field.name)
+    ]
+    if differing:
+        raise ValueError(f"{folder} holds another model: {', '.join(differing)}; build it with config_from_hf(folder)")
+
+
+def _read_headers(folder: Path) -> dict[str, _Header]:
+    """Name, place, shape and dtype of every tensor of the checkpoint; opening a file checks its length too."""
+    if (folder / SINGLE).exists():
+        return _read_header(folder / SINGLE)
+    if not (folder / INDEX).exists():
+        raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map of tensor to file; download it again")
+    found: dict[str, _Header] = {}
+    for file in sorted(set(weight_map.values())):
+        if Path(file).name != file:
+            raise ValueError(f"{folder / INDEX} names {file!r}, which is not a file of the folder; download it again")
+        for name, header in _read_header(folder / file).items():
+            if weight_map.get(name) != file:
+                raise ValueError(
+                    f"{folder / file} holds {name}, which the index does not place there; download it again"
+                )
+            found[name] = header
+    for name, file in weight_map.items():
+        if name not in found:
+            raise ValueError(f"{folder / file} lacks {name}, which the index places there; download it again")
+    return found
+
+
+def _read_header(path: Path) -> dict[str, _Header]:
+    if not path.exists():
+        raise ValueError(f"{path} is missing; download it again")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return {name: _Header(path, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is corrupt or truncated ({error}); download it again") from None
+
+
+def _check_tensors(wanted: Mapping[str, Part], found: dict[str, _Header], folder: Path, tied: bool) -> None:
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise ValueError(f"{folder} lacks {_some(missing)}; give a complete Llama 3 checkpoint of this configuration")
+    unexpected = [name for name in found if name not in wanted]
+    if tied and unexpected == ["lm_head.weight"]:
+        _check_tied_copy(found)
+    elif unexpected:
+        raise ValueError(f"{folder} holds {_some(unexpected)}, which the model lacks; give a checkpoint of this model")
+    for name, part in wanted.items():
+        header = found[name]
+        if header.shape != tuple(part.shape):
+            raise ValueError(
+                f"{header.file}: {name} has shape {header.shape}, the model needs {tuple(part.shape)}; "
+                "give a checkpoint of this configuration"
+            )
+        if header.dtype not in _DTYPES:
+            raise ValueError(
+                f"{header.file}: {name} is stored as {header.dtype}, only {', '.join(sorted(_DTYPES))} are read; "
+                "give an unquantized checkpoint"
+            )
+
+
+def _check_tied_copy(found: dict[str, _Header]) -> None:
+    """Some writers store a tied head beside its embedding; take it only as an exact copy."""
+    head, embedding = found["lm_head.weight"], found["model.embed_tokens.weight"]
+    with (
+        safe_open(head.file, framework="pt", device="cpu") as one,
+        safe_open(embedding.file, framework="pt", device="cpu") as other,
+    ):
+        copies = one.get_slice("lm_head.weight"), other.get_slice("model.embed_tokens.weight")
+        rows = range(0, embedding.shape[0], _ROWS)
+        same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
+            torch.equal(*(c[i : i + _ROWS] for c in copies)) for i in rows
+        )
+    if not same:
+        raise ValueError(
+            f"{found['lm_head.weight'].file}: lm_head.weight differs from the embedding, but the model ties them; "
+            "use tie_embeddings=False"
+        )
+
+
+def _some(names: list[str]) -> str:
+    """The first name, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _split(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
+    """Names grouped in order, each group at most ``max_bytes`` (or one tensor that is larger)."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, needs in sizes.items():
+        if shards[-1] and size + needs > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += needs
+    return shards

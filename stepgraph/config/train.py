@@ -1,0 +1,358 @@
+"""The options of a training run: one frozen dataclass, its checks, and its JSON form.
+
+Every field's docstring is the text that ``stepgraph train --help`` prints for it, so each is one line.
+"""
+
+import dataclasses
+import datetime
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from stepgraph import passes
+from stepgraph.errors import unknown_name
+from stepgraph.models import GolfConfig, Llama3Config, llama3_debug
+from stepgraph.models.golf.model import TP_SIZES as GOLF_SIZES
+from stepgraph.models.llama3.model import TP_SIZES as LLAMA3_SIZES
+from stepgraph.parallel import MeshSpec
+
+MODEL_FAMILIES: dict[str, type] = {"llama3": Llama3Config, "golf": GolfConfig}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a language model from one captured step graph."""
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+    data: str = "stdlib"
+    """Text: stdlib (this Python's standard library), FILE.txt, FILE.jsonl, FILE.parquet or hf:NAME (Hugging Face)."""
+
+    tokenizer: str = "bytes"
+    """bytes (one token a byte) or the path of a tokenizer.json."""
+
+    seq_len: int = 256
+    """Tokens in a sequence."""
+
+    batch_size: int = 8
+    """Sequences in a microbatch of one data-parallel rank."""
+
+    accumulate: int = 1
+    """Microbatches in a step: a step takes accumulate * batch_size * seq_len tokens a data-parallel rank."""
+
+    # -- length -------------------------------------------------------------------------------------------------------
+    steps: int = 150
+    """Optimizer updates in the whole run; after --resume those already done count too."""
+
+    seed: int = 0
+    """Seeds the weights, the data order and dropout. On a CPU, two runs with one seed are bitwise equal."""
+
+    # -- optimizer (AdamW) --------------------------------------------------------------------------------------------
+    lr: float = 2e-3
+    """Peak learning rate."""
+
+    min_lr_ratio: float = 0.1
+    """Learning rate where the decay ends, as a share of --lr."""
+
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning rate after the warm-up: cosine decay, wsd (stable, then a 1 - sqrt decay at the end) or constant."""
+
+    warmup_steps: int = 10
+    """Steps of linear warm-up."""
+
+    decay_fraction: float = 0.2
+    """Share of --steps that the decay of the wsd schedule takes, in (0, 1]."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+
+    weight_decay: float = 0.1
+    """AdamW's decoupled weight decay."""
+
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this total L2 norm. None: no clipping."""
+
+    # -- numerics and device ------------------------------------------------------------------------------------------
+    precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
+    """bf16-autocast: fp32 parameters, torch.autocast. bf16: bf16 parameters, fp32 master weights and AdamW state."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda where there is a GPU, otherwise cpu."""
+
+    # -- parallelism --------------------------------------------------------------------------------------------------
+    mesh: str | None = None
+    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, and tp=N. None: one process, one device."""
+
+    nproc: int | None = None
+    """Start so many processes, one a device, on this machine. Not with torchrun, which starts them itself."""
+
+    max_restarts: int = 0
+    """With --nproc: how often all ranks start again from the newest checkpoint when one fails. torchrun has its own."""
+
+    comm_timeout: float = 300.0
+    """Seconds that a step may take longer than the slowest before it, until the ranks end as hung."""
+
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype that gradients are reduced in over the mesh."""
+
+    # -- graph --------------------------------------------------------------------------------------------------------
+    passes: Literal["exact", "default"] = "default"
+    """exact: only passes that stay bitwise equal to eager. default: also those that may round differently."""
+
+    disable_pass: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Leave a pass out, by name."""
+
+    dump_graphs: bool = False
+    """Write the graph before and after each pass, as readable text, into the run folder."""
+
+    memory: str = "none"
+    """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all)."""
+
+    inductor: Literal["full", "regional", "off"] = "full"
+    """full: compile the graph with Inductor, up to a minute; regional: only norms, RoPE, SwiGLU; off: nothing."""
+
+    norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
+    """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""
+
+    reshard: Literal["auto", "always", "never"] = "auto"
+    """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not do."""
+
+    async_tp: bool = False
+    """Multiply chunks of the sequence while others travel: collectives of tensor parallelism, inside one machine."""
+
+    copy_engines: bool = False
+    """Gather parameters and reduce gradients by the GPUs' copy engines, not NCCL's kernels: inside one machine."""
+
+    cuda_graph: bool = True
+    """Replay the whole step as one CUDA graph. No effect on a CPU."""
+
+    # -- validation, checkpoints and records --------------------------------------------------------------------------
+    val_every: int = 50
+    """Steps between validations. 0: only at the end."""
+
+    val_batches: int = 8
+    """Microbatches in a validation."""
+
+    checkpoint_every: int = 50
+    """Steps between checkpoints. 0: only at the end."""
+
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept; older ones are deleted."""
+
+    log_every: int = 1
+    """Steps between progress lines and metric records."""
+
+    out: Path | None = None
+    """Run folder, new or empty. None: runs/PRESET-UTC_TIME."""
+
+    resume: Path | None = None
+    """Continue the run in this folder from its newest checkpoint; its config.json gives the other options' defaults."""
+
+    init_from_hf: Path | None = None
+    """Start from the weights in this Hugging Face folder (Llama 3 only)."""
+
+    export_hf: Path | None = None
+    """At the end, write the weights to this folder as Hugging Face safetensors (Llama 3 only)."""
+
+    # -- what the preset fixes ----------------------------------------------------------------------------------------
+    model: Annotated[Llama3Config | GolfConfig, tyro.conf.AvoidSubcommands] = dataclasses.field(
+        default_factory=llama3_debug
+    )
+    """Shape of the model."""
+
+    preset: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = "custom"
+    """Name of the preset that the configuration started from."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer update sees, on all ranks together."""
+        return self.accumulate * self.batch_size * self.seq_len * (self.mesh_spec.dp if self.mesh_spec else 1)
+
+    @property
+    def mesh_spec(self) -> MeshSpec | None:
+        """``mesh`` as sizes."""
+        return None if self.mesh is None else MeshSpec.parse(self.mesh)
+
+    def run_folder(self) -> Path:
+        """``resume``, else ``out``, else ``runs/PRESET-UTC_TIME`` of this moment: call it once a run."""
+        now = datetime.datetime.now(datetime.UTC)
+        return self.resume or self.out or Path("runs") / f"{self.preset}-{now:%Y%m%dT%H%M%SZ}"
+
+    def validate(self) -> None:
+        """Raises ValueError, in one line, for the first option that cannot be right. Reads no data."""
+        for name in (
+            *("seq_len", "batch_size", "accumulate", "steps", "lr", "eps", "log_every", "val_batches"),
+            *("keep_checkpoints", "comm_timeout"),
+        ):
+            self._require(name, lambda value: value > 0, "above 0")
+        for name in ("seed", "warmup_steps", "weight_decay", "val_every", "checkpoint_every", "max_restarts"):
+            self._require(name, lambda value: value >= 0, "0 or more")
+        self._require("min_lr_ratio", lambda value: 0 <= value <= 1, "in [0, 1]")
+        self._require("decay_fraction", lambda value: 0 < value <= 1, "in (0, 1]")
+        self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
+        if self.max_grad_norm is not None:
+            self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
+        for name in ("schedule", "precision", "device", "reduce_dtype", "passes", "inductor", "norm", "reshard"):
+            self._require_choice(name)
+        self._validate_length()
+        self._validate_mesh()
+        self._validate_folders()
+        self._validate_passes()
+
+    def _validate_length(self) -> None:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} must be below steps={self.steps}: "
+                f"try --warmup-steps {self.steps // 10}"
+            )
+        if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
+            largest = math.floor(100 * (self.steps - self.warmup_steps) / self.steps) / 100
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and a decay of {self.decay_steps} steps "
+                f"(decay_fraction={self.decay_fraction:g}) exceed steps={self.steps}: try --decay-fraction {largest:g}"
+            )
+        # A golf model knows no positions and takes any length.
+        if isinstance(self.model, Llama3Config) and self.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"seq_len={self.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}: "
+                f"try --seq-len {self.model.max_seq_len}"
+            )
+
+    def _validate_mesh(self) -> None:
+        if self.nproc is not None:
+            self._require("nproc", lambda value: value > 0, "above 0")
+        if self.max_restarts and self.nproc is None:
+            raise ValueError(
+                f"max_restarts={self.max_restarts} is about the ranks of --nproc: add --nproc, or give it to torchrun"
+            )
+        spec = self.mesh_spec
+        if spec is None:
+            for name, plain in (("reshard", "auto"), ("reduce_dtype", "fp32")):
+                if getattr(self, name) != plain:
+                    raise ValueError(f"{name}={getattr(self, name)} is about ranks and there is no mesh: add --mesh")
+            if self.nproc not in (None, 1):
+                raise ValueError(f"nproc={self.nproc} has no mesh to work on: add --mesh fsdp={self.nproc}")
+            return
+        if self.nproc is not None:
+            spec.check_world(self.nproc)
+        sizes = LLAMA3_SIZES if isinstance(self.model, Llama3Config) else GOLF_SIZES
+        spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
+
+    def _validate_folders(self) -> None:
+        if self.resume is not None:
+            if self.out is not None and self.out != self.resume:
+                raise ValueError("out and resume are both given: a resumed run continues in its own folder; drop --out")
+            if self.init_from_hf is not None:
+                raise ValueError("init_from_hf and resume are both given: a resumed run has its weights; drop one")
+            if not (self.resume / "config.json").is_file():
+                raise ValueError(f"resume={self.resume} is not a run folder (no config.json): give the folder of a run")
+        if self.init_from_hf is not None and not self.init_from_hf.is_dir():
+            raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: give a folder with safetensors files")
+        for name in ("init_from_hf", "export_hf"):
+            if getattr(self, name) is not None and not isinstance(self.model, Llama3Config):
+                raise ValueError(f"{name} works for Llama 3 models only: choose a llama3 preset or drop it")
+
+    def _validate_passes(self) -> None:
+        passes.parse_policy(self.memory)
+        for name in self.disable_pass:
+            passes.get(name)
+        if self.async_tp and (self.mesh_spec is None or self.mesh_spec.tp == 1):
+            raise ValueError(
+                f"async_tp overlaps tensor parallelism and mesh={self.mesh} has none: add tp=2 to the mesh"
+            )
+        if self.copy_engines and (self.mesh_spec is None or self.mesh_spec.dp_shard == 1):
+            raise ValueError(f"copy_engines serves FSDP and mesh={self.mesh} shards nothing: add fsdp=2 to the mesh")
+        for name in ("async_tp", "copy_engines"):
+            if getattr(self, name) and self.passes == "exact":
+                raise ValueError(
+                    f"{name} adds in another order and passes=exact allows no such thing: drop one of them"
+                )
+        passes.configured(self.passes, inductor=self.inductor, norm=self.norm)
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps of the decay that ends the wsd schedule."""
+        return max(1, round(self.decay_fraction * self.steps))
+
+    def _require(self, name: str, holds: typing.Callable[[Any], bool], allowed: str) -> None:
+        value = getattr(self, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(math.isfinite(number) for number in numbers) or not holds(value):
+            raise ValueError(f"{name}={value} must be {allowed}")
+
+    def _require_choice(self, name: str) -> None:
+        allowed = typing.get_args(typing.get_type_hints(TrainConfig)[name])
+        if getattr(self, name) not in allowed:
+            raise unknown_name(name, getattr(self, name), allowed)
+
+    def to_json(self) -> str:
+        """The configuration as a JSON object, paths as they were given; ``model.family`` names the model's class."""
+        values = dataclasses.asdict(self)
+        family = next(name for name, model in MODEL_FAMILIES.items() if type(self.model) is model)
+        values["model"] = {"family": family} | values["model"]
+        return json.dumps(values, indent=2, default=_path_text, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "TrainConfig":
+        """The configuration that ``to_json`` wrote. Raises ValueError for text it cannot have written."""
+        values = json.loads(text)
+        if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+            raise ValueError("not a run's configuration: it must be a JSON object with a model in it")
+        model = dict(values["model"])
+        family = str(model.pop("family", None))
+        if family not in MODEL_FAMILIES:
+            raise unknown_name("model family", family, MODEL_FAMILIES)
+        return _decode(cls, values | {"model": _decode(MODEL_FAMILIES[family], model, "model")}, "configuration")
+
+
+def _path_text(value: Any) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"no JSON form for {value!r}")
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    """``value`` from JSON as the type ``hint``; ``where`` names it in errors."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(value):  # the model, decoded already: its class depends on the family
+        return value
+    if dataclasses.is_dataclass(hint):
+        return _decode_dataclass(hint, value, where)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _decode(next(arg for arg in args if arg is not type(None)), value, where)
+    if origin is Literal and value in args:
+        return value
+    if origin is tuple and isinstance(value, list):
+        items = args[:1] * len(value) if args[-1] is Ellipsis else args
+        if len(items) == len(value):
+            return tuple(_decode(item, part, where) for item, part in zip(items, value, strict=True))
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if hint in (bool, int, str) and type(value) is hint:
+        return value
+    raise ValueError(f"{where}={value!r} in a run's configuration must be {getattr(hint, '__name__', hint)}")
+
+
+def _decode_dataclass(hint: type, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}={value!r} in a run's configuration must be an object")
+    hints = typing.get_type_hints(hint)
+    names = [field.name for field in dataclasses.fields(hint) if field.init]
+    for name in value:
+        if name not in names:
+            raise unknown_name(f"name in the {where} of a run", name, names)
+    if missing := [name for name in names if name not in value]:
+        raise ValueError(f"the {where} of a run lacks {', '.join(missing)}: another version of stepgraph wrote it")
+    return hint(**{name: _decode(hints[name], value[name], name) for name in names})

@@ -1,0 +1,83 @@
+"""Which nodes a compiler would make one kernel of: what they pass to each other costs no memory and no traffic."""
+
+import operator
+
+import torch
+from torch import fx
+
+from stepgraph.graph.facts import Aliases, is_mutating, is_overload, is_view
+from stepgraph.graph.provenance import phase_of
+
+aten = torch.ops.aten
+
+#: Operators beside the pointwise ones that a generated kernel computes with what surrounds them.
+_FUSIBLE = {
+    aten._to_copy, aten.clone, aten.sum, aten.mean, aten.amax, aten.where, aten.masked_fill, aten.expand, aten.cat,
+    aten.arange, aten.scalar_tensor, aten.ones_like, aten.zeros_like, aten.full_like, aten.full, aten.pow,
+    aten.linalg_vector_norm, aten.gather, aten.stack, aten.silu_backward, aten._log_softmax,
+    aten._log_softmax_backward_data,
+}  # fmt: skip
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the node waits for a collective."""
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def storage(aliases: Aliases, node: fx.Node) -> fx.Node:
+    """The node that owns the storage of ``node``'s result: waiting for a collective returns what the collective did."""
+    root = aliases.root(node)
+    while is_wait(root):
+        root = aliases.root(root.args[0])
+    return root
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether the node runs nothing."""
+    return node.op != "call_function" or node.target is operator.getitem or is_view(node) or is_wait(node)
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    if not is_overload(node) or is_mutating(node):
+        return False
+    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _FUSIBLE
+
+
+class Fusion:
+    """Groups of nodes that share a kernel.
+
+    Two fusible nodes are one kernel if one reads the other and no other kind of node lies on a path between them: a
+    node's level counts the nodes that cannot be fused on the longest path to it, and equal levels exclude one between.
+    Forward and backward are never joined; the loss goes with backward. With ``fused`` False each node is a kernel of
+    its own.
+    """
+
+    def __init__(self, graph: fx.Graph, aliases: Aliases, fused: bool):
+        self._parent: dict[fx.Node, fx.Node] = {}
+        level: dict[fx.Node, int] = {}
+        fusible: set[fx.Node] = set()
+        for node in graph.nodes:
+            sources = [storage(aliases, source) for source in node.all_input_nodes]
+            level[node] = max((level[s] + (s.op == "call_function" and s not in fusible) for s in sources), default=0)
+            if not fused or is_free(node) or not _is_fusible(node):
+                continue
+            fusible.add(node)
+            for source in sources:
+                if source in fusible and level[source] == level[node] and _side(source) == _side(node):
+                    other, own = self.kernel(source), self.kernel(node)
+                    if other is not own:
+                        self._parent[other] = own
+
+    def kernel(self, node: fx.Node) -> fx.Node:
+        """The node that stands for ``node``'s kernel."""
+        top = node
+        while top in self._parent:
+            top = self._parent[top]
+        while node is not top:
+            self._parent[node], node = top, self._parent[node]
+        return top
+
+
+def _side(node: fx.Node) -> str:
+    phase = phase_of(node)
+    return "backward" if phase == "loss" else phase

@@ -1,0 +1,83 @@
+"""Seconds of every node by the roofline: the larger of its arithmetic and its memory traffic, at what kernels reach.
+
+Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model", 2009.
+"""
+
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from stepgraph.costs.fusion import Fusion, is_free, storage
+from stepgraph.costs.hardware import REACHED, Gpu
+from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END
+from stepgraph.graph.facts import Aliases, flops, is_overload, tensor_bytes, written_arguments
+
+aten = torch.ops.aten
+
+#: Read only the rows that they return.
+_LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = node.meta["val"]
+    return (value[0] if isinstance(value, (list, tuple)) else value).dtype
+
+
+class Roofline:
+    """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them."""
+
+    def __init__(self, graph: fx.Graph, aliases: Aliases, fusion: Fusion, gpu: Gpu):
+        self.seconds: dict[fx.Node, float] = {}
+        self.flops = 0
+        kernels: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if not is_free(node) and getattr(node.target, "namespace", "") != "_c10d_functional":
+                kernels[fusion.kernel(node)].append(node)
+        readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if is_free(node) and node.op != "output":
+                continue
+            for source in node.all_input_nodes:
+                readers[storage(aliases, source)].append(node)
+        for members in kernels.values():
+            work = sum(flops(node) for node in members)
+            self.flops += work
+            peak = gpu.peak(_dtype(members[-1])) if work else gpu.peak(torch.float32)
+            copied = _copied(members[-1])
+            moved = _traffic(members, aliases, readers) if copied is None else copied
+            self.seconds[members[-1]] = max(work / peak, moved / gpu.bandwidth) / REACHED
+
+
+def _copied(node: fx.Node) -> int | None:
+    """Bytes that a GPU's processors move for what begins or ends a collective by copy engines; None for other nodes."""
+    if node.target is GATHER_BEGIN:
+        shards, sizes, dtype, *_ = node.args
+        return sum(map(tensor_bytes, shards)) + sum(sizes) * dtype.itemsize
+    if node.target is GATHER_END:
+        _, sizes, dtype, ranks, _ = node.args
+        return 2 * (ranks - 1) * sum(sizes) * dtype.itemsize
+    if node.target is REDUCE_BEGIN:
+        return 0
+    if node.target is REDUCE_END:
+        return sum(map(tensor_bytes, node.args[1])) + tensor_bytes(node)
+    return None
+
+
+def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, list[fx.Node]]) -> int:
+    """Bytes that a kernel reads and writes; what only its own nodes read it does not write."""
+    inside = set(members)
+    read: dict[fx.Node, int] = {}
+    written = 0
+    for node in members:
+        for source in node.all_input_nodes:
+            root = storage(aliases, source)
+            if root not in inside:
+                # A broadcast reads no more than is there, a slice no more than it shows.
+                part = min(tensor_bytes(source), tensor_bytes(root))
+                read[root] = max(read.get(root, 0), min(part, tensor_bytes(node)) if node.target in _LOOKUPS else part)
+        if is_overload(node):
+            written += sum(tensor_bytes(n) for n in written_arguments(node))
+        if aliases.root(node) is node and not (len(members) > 1 and inside.issuperset(readers[node])):
+            written += tensor_bytes(node)
+    return sum(read.values()) + written

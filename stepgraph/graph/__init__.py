@@ -1,0 +1,1 @@
+"""A training step as one FX graph: the graph itself, where nodes come from, facts about them, collectives."""

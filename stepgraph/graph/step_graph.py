@@ -1,0 +1,135 @@
+"""`StepGraph`: one training step as one flat FX graph, with the names of everything that enters and leaves it."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.graph.provenance import phase_of, provenance
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One placeholder. ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr`` or ``batch``.
+
+    ``name``: fully qualified name of the tensor, ``optimizer`` ones as ``<parameter>.<key>``, ``lr`` ones as
+    ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One output. ``kind``: ``loss``, ``metric`` (``name``: its name) or ``grad`` (``name``: its parameter)."""
+
+    kind: str
+    name: str
+
+
+@dataclass
+class StepGraph:
+    """A captured training step.
+
+    ``module``: flat graph; its placeholders are ``inputs`` in order (wrapped tensors such as DTensors appear as
+    their local tensors), its outputs ``outputs`` in order. The graph writes new parameters, buffers and optimizer
+    state into its own placeholders. ``blocks``: module paths of the model's repeated blocks. ``mesh``: the device
+    mesh of its DTensors, if any. ``capture_s``: seconds the capture took. ``log``: reports of the passes applied.
+    ``executable``: what runs, called with the inputs; terminal passes replace it and leave ``module`` readable.
+    ``runner``: what calls it, with the list of inputs.
+    """
+
+    module: fx.GraphModule
+    inputs: list[InputSpec]
+    outputs: list[OutputSpec]
+    blocks: list[str] = field(default_factory=list)
+    mesh: Any = None
+    capture_s: float = 0.0
+    log: list[Any] = field(default_factory=list)
+    executable: Callable[..., Any] = None
+    runner: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = None
+
+    def __post_init__(self) -> None:
+        self.executable = self.executable or self.module
+        self.runner = self.runner or self._run
+
+    def _run(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self.executable(*flat)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph itself."""
+        return self.module.graph
+
+    def placeholders(self, *kinds: str) -> list[fx.Node]:
+        """Placeholders of the given kinds (all of them if none is given), in order."""
+        nodes = self.graph.find_nodes(op="placeholder")
+        return [n for n, spec in zip(nodes, self.inputs, strict=True) if not kinds or spec.kind in kinds]
+
+    def nodes(self, *phases: str) -> Iterator[fx.Node]:
+        """Operator nodes of the given phases (all of them if none is given), in order."""
+        for node in self.graph.nodes:
+            if node.op not in ("placeholder", "get_attr", "output") and (not phases or phase_of(node) in phases):
+                yield node
+
+    def count_by_phase(self) -> dict[str, int]:
+        """Number of operator nodes in each phase."""
+        return dict(Counter(phase_of(node) for node in self.nodes()))
+
+    def block_of(self, node: fx.Node) -> str | None:
+        """The repeated block that ``node`` belongs to, by its module path."""
+        found = provenance(node)
+        if found is None:
+            return None
+        for block in self.blocks:
+            if found.path == block or found.path.startswith(block + "."):
+                return block
+        return None
+
+    def text(self) -> str:
+        """The graph as readable text: one line per node with shape, dtype, module path, phase and source line."""
+        lines = []
+        for node in self.graph.nodes:
+            if node.op == "output":
+                names = [f"{spec.kind}:{spec.name}" for spec in self.outputs]
+                lines.append(f"return {', '.join(map(str, node.args[0]))}  # {', '.join(names)}")
+                continue
+            target = str(node.target).removesuffix(".default")
+            call = {"placeholder": "input", "get_attr": f"constant {target}"}.get(
+                node.op, f"{target}({', '.join([*map(_short, node.args), *_kwargs(node)])})"
+            )
+            found = provenance(node)
+            where = ""
+            if found:
+                file, _, line = found.source.rpartition(":")
+                where = f"  # {found.phase} {found.path or 'model'} {os.path.basename(file)}:{line}".rstrip(":")
+                if found.checkpoint is not None:
+                    where += f" checkpoint {found.checkpoint}"
+            lines.append(f"{node.name}: {_type(node)} = {call}{where}")
+        return "\n".join(lines) + "\n"
+
+
+def _kwargs(node: fx.Node) -> list[str]:
+    return [f"{key}={_short(value)}" for key, value in node.kwargs.items()]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and len(value) > 12:
+        return f"[{_short(value[0])}, ... {len(value)} in all]"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return str(value)
+
+
+def _type(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} values"
+    return "?" if value is None else type(value).__name__

@@ -1,0 +1,1 @@
+"""``stepgraph plan``: the forecast of a step on a cluster that is not there."""

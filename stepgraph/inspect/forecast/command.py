@@ -1,0 +1,168 @@
+"""``stepgraph plan``: the options, and the forecast as tables for a terminal."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from stepgraph.config.command_line import parse, require_folder, value_of
+from stepgraph.config.presets import PRESETS
+from stepgraph.costs.hardware import GPUS, REACHED
+from stepgraph.costs.memory import KINDS
+from stepgraph.costs.timeline import Collective
+from stepgraph.errors import unknown_name
+from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, forecast
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Forecast memory, communication and time of a preset's training step on a cluster, from its captured graph."""
+
+    mesh: str = "fsdp=8"
+    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, and tp=N. Eight neighbours share a machine."""
+
+    gpu: str = "h100"
+    """h100, h200 or b200: machines of eight, one 400 Gb/s adapter a GPU."""
+
+    precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
+    """As in stepgraph train."""
+
+    seq_len: int = 256
+    """Tokens in a sequence."""
+
+    batch_size: int = 8
+    """Sequences in a microbatch of one data-parallel rank."""
+
+    accumulate: int = 1
+    """Microbatches in a step."""
+
+    memory: str = "none"
+    """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all)."""
+
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype that gradients are reduced in over the mesh."""
+
+    inductor: Literal["full", "off"] = "full"
+    """full: operators between matrix products count as fused; off: each counts by itself."""
+
+    async_tp: bool = False
+    """As in stepgraph train: chunks of the sequence are multiplied while others travel between ranks of a machine."""
+
+    copy_engines: bool = False
+    """As in stepgraph train: FSDP's gathers and reductions take no processors, between ranks of a machine."""
+
+    json: Path | None = None
+    """Write everything to this file: memory block by block, and every collective."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``stepgraph plan ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
+    named = bool(argv) and not argv[0].startswith("-")
+    if not named and not {"-h", "--help"} & set(argv):
+        raise ValueError("plan takes its preset first: write stepgraph plan llama3-8b --mesh fsdp=4,tp=2 --gpu h100")
+    name, words = (argv[0], argv[1:]) if named else ("llama3-8b", argv)
+    if name not in PRESETS:
+        raise unknown_name("preset", name, PRESETS)
+    config = PRESETS[name]()
+    mode = "off" if config.inductor == "off" else "full"
+    defaults = {key: getattr(config, key) for key in SETTINGS if key != "inductor"}
+    options = parse(
+        PlanOptions(**defaults, inductor=mode),
+        words,
+        usage="stepgraph plan PRESET",
+        description=f"{PlanOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {name}.",
+    )
+    if value_of("--mesh", words) is None:
+        raise ValueError("plan lacks its mesh: add --mesh fsdp=8, for example")
+    if options.gpu not in GPUS:
+        raise ValueError(f"unknown gpu {options.gpu!r}: choose one of {', '.join(sorted(GPUS))}")
+    require_folder(options.json)
+    chosen = {key: getattr(options, key) for key in SETTINGS}
+    result = forecast(dataclasses.replace(config, mesh=options.mesh, **chosen), GPUS[options.gpu])
+    show(result, Console(highlight=False, soft_wrap=True))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def show(result: Forecast, console: Console) -> None:
+    """Print the forecast."""
+    config, gpu, schedule = result.config, result.gpu, result.schedule
+    console.print(
+        f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
+        f"batch {config.accumulate} x {config.batch_size} x {config.seq_len} a data-parallel rank, {config.precision}, "
+        f"memory {config.memory}"
+    )
+    console.print(f"{result.nodes:,} nodes captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
+    console.print(_memory_table(result))
+    left = gpu.memory - result.peak.total
+    console.print(
+        f"peak {_size(result.peak.total)} of {_size(gpu.memory)}: "
+        + (f"{_size(left)} to spare" if left >= 0 else f"does not fit, {_size(-left)} too much")
+        + "\n"
+    )
+    console.print(_collective_table(schedule.collectives))
+    console.print(
+        f"step {_time(schedule.step_seconds)}: computing {_time(schedule.compute_seconds)}, "
+        f"exposed communication {_time(schedule.exposed_seconds)} "
+        f"({schedule.exposed_seconds / schedule.step_seconds:.1%} of the step)"
+    )
+    console.print(
+        f"{result.tokens / schedule.step_seconds:,.0f} tokens/s in all, "
+        f"{result.tokens / schedule.step_seconds / config.mesh_spec.size:,.0f} a GPU, MFU {result.mfu:.1%}; "
+        f"{_time(result.overlapped_seconds)} if all communication were overlapped"
+    )
+    console.print(f"Kernels at {REACHED:.0%} of the published peaks, as measured on an H200; links at theirs.")
+
+
+def _memory_table(result: Forecast) -> Table:
+    phases = list(dict.fromkeys(moment.phase for moment in result.moments))
+    fullest = [max((m for m in result.moments if m.phase == phase), key=lambda m: m.total) for phase in phases]
+    table = _table("a rank's memory, when it is fullest in each phase", ["kind"], phases)
+    for kind in KINDS:
+        table.add_row(kind, *(_size(m.bytes[kind]) if m.bytes[kind] else "" for m in fullest))
+    table.add_row("total", *(_size(m.total) for m in fullest))
+    return table
+
+
+def _collective_table(collectives: Iterable[Collective]) -> Table:
+    columns = ["count", "bytes", "time", "exposed"]
+    table = _table("a rank's collectives", ["phase", "collective", "axis x ranks", "dtype"], columns)
+    kinds: dict[tuple[str, ...], list[Collective]] = {}
+    for c in collectives:
+        kinds.setdefault((c.phase, c.kind, f"{c.axis} x {c.ranks}", c.dtype), []).append(c)
+    for kind, members in kinds.items():
+        table.add_row(
+            *kind,
+            f"{len(members):,}",
+            _size(sum(c.bytes for c in members)),
+            _time(math.fsum(c.seconds for c in members)),
+            _time(math.fsum(c.exposed_seconds for c in members)),
+        )
+    return table
+
+
+def _table(title: str, words: list[str], numbers: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.padding = (0, 0)
+    for column in words:
+        table.add_column(column)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _size(size: float) -> str:
+    power = next((p for p in (3, 2, 1) if size >= 2 ** (10 * p)), 0)
+    return f"{size / 2 ** (10 * power):,.{2 if power == 3 else 0}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

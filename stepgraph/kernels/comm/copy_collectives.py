@@ -1,0 +1,188 @@
+"""All-gathers and reduce-scatters that no processor of a GPU works on while it computes something else.
+
+    token = gather_begin(shards, ...)        they are copied into the wholes, from where each peer is sent them
+    wholes = gather_end(token, ...)          each shard's whole: (ranks * numel,), rank after rank
+    token = reduce_begin(grads, ...)         each peer is sent its part of every gradient, from where it lies
+    parts = reduce_end(token, grads, ...)    this rank's part of the sums, or means, in the order of ranks
+
+NCCL's kernels take processors from the matrix products beside them; here the copy engines move the data (see
+`exchange`), and what begins and ends a collective runs between two products. Gradients travel in their own dtype from
+where they lie, which they do until the end, and are added in float32 or wider. Of one kind and group, those that begin
+first end first.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from stepgraph import compat
+from stepgraph.kernels.comm import exchange
+from stepgraph.kernels.comm.exchange import Ranks, begin
+
+Tensor = torch.Tensor
+
+#: Bytes from which on a copy of its own is worth its launch.
+_LARGE = 2**22
+
+for _schema in (
+    "gather_begin(Tensor[] shards, int[] sizes, ScalarType dtype, int group_size, str group_name) -> Tensor",
+    "gather_end(Tensor token, int[] sizes, ScalarType dtype, int group_size, str group_name) -> Tensor[]",
+    "reduce_begin(Tensor[] grads, int group_size, str group_name) -> Tensor",
+    "reduce_end(Tensor token, Tensor[] grads, bool mean, ScalarType dtype, int group_size, str group_name) -> Tensor",
+):
+    torch.library.define(f"stepgraph::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
+
+
+class _Begun(NamedTuple):
+    """A collective under way."""
+
+    serial: int
+    """Unlike any other's of this process."""
+    number: int
+    """Where its parts go: unlike those of others of the kind that are under way at the same time."""
+    ranks: Ranks
+    wholes: list[Tensor]
+    """What this rank gathers, (ranks, n) each, its own row filled in."""
+
+
+#: Collectives under way, by kind and group, the oldest first.
+_begun: dict[tuple[str, str], list[_Begun]] = defaultdict(list)
+_serials = itertools.count()
+
+
+def _begin(kind: str, group_name: str, like: Tensor, wholes: Sequence[Tensor] = ()) -> Ranks:
+    begun_first = _begun[kind, group_name]
+    taken = {begun.number for begun in begun_first}
+    number = next(i for i in range(len(taken) + 1) if i not in taken)
+    ranks = begin(compat.process_group(group_name), like, (kind, number))
+    begun_first.append(_Begun(next(_serials), number, ranks, list(wholes)))
+    return ranks
+
+
+def under_way() -> list[int]:
+    """Which collectives are under way, by numbers that never come again."""
+    return [begun.serial for begun_first in _begun.values() for begun in begun_first]
+
+
+def abandon(groups: Collection[str]) -> None:
+    """Forget what is under way in ``groups``, on all their ranks: the step was broken off."""
+    for kind, name in list(_begun):
+        if name in groups:
+            del _begun[kind, name]
+    exchange.forget(groups)
+
+
+def join() -> None:
+    """Let the current stream wait for all copies under way: a CUDA graph may not end before what it began."""
+    for begun_first in _begun.values():
+        for begun in begun_first:
+            begun.ranks.join()
+
+
+def _gather_begin(
+    shards: list[Tensor], sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str
+) -> Tensor:
+    group = compat.process_group(group_name)
+    wholes = [shards[0].new_empty(group_size, size, dtype=dtype) for size in sizes]
+    own = [whole[group.rank()] for whole in wholes]
+    numels = [shard.numel() for shard in shards]
+    places = own if sizes == numels else own[0].split(numels)
+    torch._foreach_copy_(list(places), [shard.reshape(-1) for shard in shards])
+    ranks = _begin("gather", group_name, wholes[0].new_empty(1).expand(sum(sizes)), wholes)
+    for peer in reversed(ranks.others):
+        ranks.send(peer, *own)
+    return shards[0].new_empty(1)
+
+
+def _gather_end(token: Tensor, sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> list[Tensor]:
+    _, _, ranks, wholes = _begun["gather", group_name].pop(0)
+    pieces: list[tuple[Tensor, Tensor]] = []
+    for rank in ranks.others:
+        part = ranks.take(rank)
+        pieces += ((whole[rank], piece) for whole, piece in zip(wholes, part.split(sizes), strict=True))
+    # One copy after the other is faster than one kernel for all, which is for many small ones.
+    small = [(to, piece) for to, piece in pieces if piece.nbytes < _LARGE]
+    for to, piece in pieces:
+        if piece.nbytes >= _LARGE:
+            to.copy_(piece)
+    if small:
+        torch._foreach_copy_(*map(list, zip(*small, strict=True)))
+    ranks.finish()
+    return [whole.view(-1) for whole in wholes]
+
+
+def _rows(grads: list[Tensor], group_size: int) -> list[Tensor]:
+    """Of each gradient, a row for each rank."""
+    return [grad.view(group_size, -1) for grad in grads]
+
+
+def _reduce_begin(grads: list[Tensor], group_size: int, group_name: str) -> Tensor:
+    rows = _rows(grads, group_size)
+    size = sum(row.shape[1] for row in rows)
+    ranks = _begin("reduce", group_name, rows[0].new_empty(1).expand(size))
+    for peer in reversed(ranks.others):
+        ranks.send(peer, *(row[peer] for row in rows))
+    return grads[0].new_empty(1)
+
+
+def _reduce_end(
+    token: Tensor, grads: list[Tensor], mean: bool, dtype: torch.dtype, group_size: int, group_name: str
+) -> Tensor:
+    _, _, ranks, _ = _begun["reduce", group_name].pop(0)
+    rows = _rows(grads, group_size)
+    sizes = [row.shape[1] for row in rows]
+    taken = {peer: ranks.take(peer).split(sizes) for peer in ranks.others}
+    taken[ranks.rank] = [row[ranks.rank] for row in rows]
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    result = token.new_empty(sum(sizes), dtype=dtype)
+    for i, to in enumerate(result.split(sizes)):
+        total = taken[0][i]
+        for rank in range(1, group_size):
+            last = rank == group_size - 1
+            out = to if last else torch.empty_like(to, dtype=wide)
+            total = _add(total, taken[rank][i], group_size if mean and last else 1, out)
+    ranks.finish()
+    return result
+
+
+def _add(a: Tensor, b: Tensor, divisor: int, out: Tensor) -> Tensor:
+    """``out``, (n,): ``(a + b) / divisor``, computed in float32 or wider and rounded once."""
+    if a.is_cuda:
+        from stepgraph.kernels.comm.copy_collectives_triton import add
+
+        return add(a, b, divisor, out)
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    return out.copy_((a.to(wide) + b.to(wide)) / divisor)
+
+
+for _name, _function in (
+    ("gather_begin", _gather_begin),
+    ("gather_end", _gather_end),
+    ("reduce_begin", _reduce_begin),
+    ("reduce_end", _reduce_end),
+):
+    for _device in ("CPU", "CUDA"):
+        torch.library.impl(f"stepgraph::{_name}", _device, _function)
+
+
+@torch.library.register_fake("stepgraph::gather_begin")
+def _(shards: list[Tensor], sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> Tensor:
+    return shards[0].new_empty(1)
+
+
+@torch.library.register_fake("stepgraph::gather_end")
+def _(token: Tensor, sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> list[Tensor]:
+    return [token.new_empty(group_size * size, dtype=dtype) for size in sizes]
+
+
+@torch.library.register_fake("stepgraph::reduce_begin")
+def _(grads: list[Tensor], group_size: int, group_name: str) -> Tensor:
+    return grads[0].new_empty(1)
+
+
+@torch.library.register_fake("stepgraph::reduce_end")
+def _(token: Tensor, grads: list[Tensor], mean: bool, dtype: torch.dtype, group_size: int, group_name: str) -> Tensor:
+    return token.new_empty(sum(grad.numel() for grad in grads) // group_size, dtype=dtype)

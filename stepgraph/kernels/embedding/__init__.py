@@ -1,0 +1,1 @@
+"""The gradient of an embedding's table."""

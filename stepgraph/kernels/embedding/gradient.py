@@ -1,0 +1,46 @@
+"""The gradient of an embedding's table: for every row, the sum of the gradients of the places that looked it up.
+
+    dW_v = sum of g_i over i with index_i = v
+
+Adding atomically, as Inductor does, leaves other bits every time. Here the places are sorted by index, as torch's own
+operator sorts them, and each row is added up in a fixed order.
+"""
+
+import torch
+
+
+def reference(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
+    """The gradient of the table in plain torch; arguments as in `embedding_backward`."""
+    rows, index = grad.reshape(-1, grad.shape[-1]), indices.reshape(-1)
+    counts = (index >= 0) & (index < num_weights) & (index != padding_idx)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    total = torch.zeros(num_weights, grad.shape[-1], dtype=wide, device=grad.device)
+    return total.index_add_(0, index[counts], rows[counts].to(wide)).to(grad.dtype)
+
+
+@torch.library.custom_op("stepgraph::embedding_backward", mutates_args=())
+def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
+    """The gradient of a table of ``num_weights`` rows, from the gradient of what was looked up.
+
+    Args:
+        grad: (..., D), fp32, bf16 or fp16, on a CPU fp64 too. Added up in fp32 (fp64), and rounded once.
+        indices: (...) int64 or int32: the row that each place looked up, in [0, num_weights), as the lookup demands.
+        num_weights: rows of the table.
+        padding_idx: the row that gets no gradient; -1: every row does.
+
+    Returns:
+        (num_weights, D), contiguous, in the dtype of ``grad``; rows that nothing looked up are zero.
+
+    The sums have a fixed order: equal inputs give equal bits. The host does not wait.
+    """
+    if grad.is_cuda:
+        from stepgraph.kernels.embedding import gradient_triton as embedding_triton
+
+        with torch.cuda.device(grad.device):
+            return embedding_triton.launch(grad, indices, num_weights, padding_idx)
+    return reference(grad, indices, num_weights, padding_idx)
+
+
+@embedding_backward.register_fake
+def _(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
+    return grad.new_empty(num_weights, grad.shape[-1])

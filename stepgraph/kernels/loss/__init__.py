@@ -1,0 +1,1 @@
+"""Cross entropy with its gradient, whole or over a vocabulary that ranks share."""

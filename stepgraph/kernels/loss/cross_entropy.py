@@ -1,0 +1,57 @@
+"""Cross entropy and its gradient in one visit to the logits.
+
+    loss_i = logsumexp(x_i) - x_i[t_i]        dx_ij = (softmax(x_i)_j - [j == t_i]) * grad
+
+Who holds the whole training step knows the gradient that will come in before the loss is computed. So one kernel reads
+each row of logits and writes the gradient over it: two passes over the largest tensor of the step, where a forward and
+a backward kernel make three, and no second tensor of its size.
+"""
+
+import torch
+
+
+def reference(
+    logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, mean: bool, ignore: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, gradient of the logits), in plain torch; arguments as in `cross_entropy_`."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logs = wide.log_softmax(1)
+    counts = targets != ignore
+    inside = (targets >= 0) & (targets < logits.shape[1])
+    index = torch.where(counts & inside, targets, 0).unsqueeze(1)
+    losses = torch.where(inside, -logs.gather(1, index).squeeze(1), torch.nan).where(counts, 0.0)
+    scale = grad.to(logs.dtype) / (counts.sum() if mean else 1)
+    loss = losses.sum() / counts.sum() if mean else losses.sum()
+    slopes = logs.exp().scatter_add(1, index, -torch.ones_like(index, dtype=logs.dtype))
+    return loss, torch.where(counts.unsqueeze(1), slopes * scale, 0.0).to(logits.dtype)
+
+
+@torch.library.custom_op("stepgraph::cross_entropy_", mutates_args={"logits"})
+def cross_entropy_(
+    logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, mean: bool, ignore: int
+) -> torch.Tensor:
+    """The cross entropy of ``logits``, which are overwritten with their gradient.
+
+    Args:
+        logits: (M, V), fp32, bf16 or fp16, rows contiguous. Computed in fp32.
+        targets: (M,) int64, in [0, V); rows with target ``ignore`` do not count. Any other makes the loss NaN.
+        grad: fp32 scalar, the gradient of the loss that is returned.
+        mean: the loss is the mean over rows that count, else their sum.
+
+    Returns:
+        The loss, an fp32 scalar.
+
+    The sums have a fixed order: equal inputs give equal bits.
+    """
+    if logits.is_cuda:
+        from stepgraph.kernels.loss import cross_entropy_triton
+
+        return cross_entropy_triton.launch(logits, targets, grad, mean, ignore)
+    loss, slopes = reference(logits, targets, grad, mean, ignore)
+    logits.copy_(slopes)
+    return loss.float()
+
+
+@cross_entropy_.register_fake
+def _(logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, mean: bool, ignore: int) -> torch.Tensor:
+    return logits.new_empty((), dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""Norms: formula, reference, operators, public functions and modules."""

@@ -1,0 +1,293 @@
+"""Gradients of the operators, and the two entry points `norm` and `norm_pair` that public functions call.
+
+In plain eager the entry points call the backend from a `torch.autograd.Function` and leave the dispatcher out, which
+saves most of the time of a call. Whoever watches operators (the compiler, fake tensors, DTensor, dispatch modes) sees
+the operators of ``torch.ops.stepgraph``. Transforms of ``torch.func``, which gradients registered for operators do
+not know, get an autograd function around the operator. All ways share every formula below.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stepgraph.compat import in_function_transform, in_plain_eager
+from stepgraph.kernels.norm import batching, operators, reference, sharding
+from stepgraph.kernels.norm.spec import Norm
+
+Tensor = torch.Tensor
+Optional = Tensor | None
+
+#: Tensor types that no one has overridden. Others (DTensor, fake tensors) must go through the dispatcher.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+
+
+def _is_plain(x: Tensor, a: Optional, b: Optional, c: Optional) -> bool:
+    """Whether a call on these tensors may leave the dispatcher out."""
+    return (
+        in_plain_eager()
+        and type(x) in _PLAIN
+        and type(a) in _PLAIN
+        and type(b) in _PLAIN
+        and type(c) in _PLAIN
+        and (x.is_cuda or x.is_cpu)
+    )
+
+
+def _any_needs_grad(x: Tensor, a: Optional, b: Optional, c: Optional) -> bool:
+    return torch.is_grad_enabled() and (
+        x.requires_grad
+        or (a is not None and a.requires_grad)
+        or (b is not None and b.requires_grad)
+        or (c is not None and c.requires_grad)
+    )
+
+
+def _differentiable(name: str, setup_context: Callable, backward: Callable) -> Callable:
+    """``torch.ops.stepgraph.<name>`` with gradient and batching rule, also under the transforms of ``torch.func``."""
+    operator = getattr(torch.ops.stepgraph, name).default
+
+    def call(*arguments: Any) -> Any:
+        return (Transformed.apply if in_function_transform() else operator)(*arguments)
+
+    def batch(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        # Not the operator itself: another transform may wait outside this one.
+        return getattr(batching, name)(call, info, in_dims, *arguments)
+
+    class Transformed(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments):
+            return operator(*arguments)
+
+    Transformed.setup_context = staticmethod(setup_context)
+    Transformed.backward = staticmethod(backward)
+    Transformed.vmap = staticmethod(batch)
+    torch.library.register_autograd(f"stepgraph::{name}", backward, setup_context=setup_context)
+    torch.library.register_vmap(f"stepgraph::{name}", batch)
+    return call
+
+
+# One tensor
+
+
+def _save(ctx: Any, norm: Norm, x: Tensor, weight: Optional, residual: Optional, h: Optional, *stats: Optional) -> None:
+    if residual is not None and h is None:
+        raise ValueError(
+            "keep_h is False and a gradient is needed; allowed is True, backward reads h: pass keep_h=True"
+        )
+    ctx.call = norm, x.dtype, None if residual is None else residual.dtype
+    ctx.save_for_backward(x if residual is None else h, weight, *stats)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional, *rest):
+    # With gradients enabled, somebody asks for the second derivative, which the operator has.
+    if _is_plain(dy, h, weight, dh) and not torch.is_grad_enabled():
+        return operators.backward(norm, dy, h, weight, mean, rstd, dh, *rest)
+    return _dispatched_backward(dy, h, weight, mean, rstd, dh, *operators.options(norm), *rest)
+
+
+def _as(gradient: Optional, dtype: torch.dtype) -> Optional:
+    """``gradient`` in ``dtype``; `torch.Tensor.to` takes a microsecond to find that it has nothing to do."""
+    return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
+
+
+def _gradients(ctx: Any, dy: Optional, dh: Optional) -> tuple[Optional, Optional, Optional, Optional]:
+    """Gradients of x, weight, bias and residual."""
+    norm, x_dtype, residual_dtype = ctx.call
+    need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
+    h, weight, mean, rstd = ctx.saved_tensors
+    # The residual stream may be wider than x: its gradient must not be rounded on the way.
+    wider = need_residual and residual_dtype is not x_dtype
+    dx_dtype = torch.promote_types(x_dtype, residual_dtype) if wider else x_dtype
+    if dy is None:
+        d, dw, db = dh, None, None
+    else:
+        needs = (need_x or need_residual, need_weight, need_bias)
+        d, dw, db = _backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs)
+    return _as(d, x_dtype) if need_x else None, dw, db, _as(d, residual_dtype) if need_residual else None
+
+
+class _Direct(torch.autograd.Function):
+    """`norm` without the dispatcher: y, then h, values and scale where there are any."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, norm):
+        y, h, mean, rstd, scale = operators.forward(norm, x, weight, bias, residual, True)
+        _save(ctx, norm, x, weight, residual, h, mean, rstd)
+        if norm.quantized:
+            ctx.mark_non_differentiable(y, scale)
+            return operators.carrier(x), h, y, scale
+        # h is an output even where nobody asked for it: a second derivative goes through it.
+        return y if h is None else (y, h)
+
+    @staticmethod
+    def backward(ctx, dy, dh=None, *_):
+        return *_gradients(ctx, dy, dh), None
+
+
+# What `apply` of Python does first has been asked by `_is_plain` already, and takes microseconds.
+_apply = super(torch.autograd.Function, _Direct).apply
+
+
+def norm(
+    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, prenorm: bool
+) -> tuple[Optional, Optional, Optional, Optional]:
+    """``(y, h, values, scale)``: y, or if ``norm.quantized`` the carrier of its gradient beside values and scale.
+
+    h is None without a residual, and may be None unless ``prenorm``. Raises ``ValueError`` as `spec.check` does.
+    """
+    needs_grad = _any_needs_grad(x, weight, bias, residual)
+    if not _is_plain(x, weight, bias, residual):
+        sharding.check(x=x)
+        # A transform hides from the tensors whether a gradient is wanted outside it.
+        keep_h = prenorm or needs_grad or in_function_transform()
+        y, h, _, _, values, scale = _dispatched(x, weight, bias, residual, *operators.options(norm), keep_h)
+        return y, h, values, scale
+    if not needs_grad:
+        y, h, _, _, scale = operators.forward(norm, x, weight, bias, residual, prenorm)
+        return (None, h, y, scale) if norm.quantized else (y, h, None, None)
+    result = _apply(x, weight, bias, residual, norm)
+    if norm.quantized:
+        return result
+    return (result, None, None, None) if residual is None else (*result, None, None)
+
+
+def _operator_setup(ctx, inputs, output):
+    x, weight, _, residual, *options, _ = inputs
+    _, h, mean, rstd, values, scale = output
+    _save(ctx, operators.from_options(*options), x, weight, residual, h, mean, rstd)
+    ctx.mark_non_differentiable(*(t for t in (mean, rstd, values, scale) if t is not None))
+
+
+def _operator_backward(ctx, dy, dh, *_):
+    return *_gradients(ctx, dy, dh), *[None] * (len(Norm._fields) + 1)
+
+
+_dispatched = _differentiable("norm", _operator_setup, _operator_backward)
+
+
+# q and k
+
+
+def _save_pair(ctx: Any, norm: Norm, *tensors: Optional) -> None:
+    ctx.norm = norm
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _pair_gradients(ctx: Any, dyq: Optional, dyk: Optional) -> tuple[Optional, Optional, Optional, Optional]:
+    """Gradients of q, k, wq and wk."""
+    q, k, *_ = ctx.saved_tensors
+    need_q, need_k, need_wq, need_wk = ctx.needs_input_grad[:4]
+    dyq = torch.zeros_like(q) if dyq is None else dyq
+    dyk = torch.zeros_like(k) if dyk is None else dyk
+    needs = (need_q or need_k, need_wq or need_wk)
+    if _is_plain(dyq, dyk, q, k) and not torch.is_grad_enabled():
+        dq, dk, dwq, dwk = operators.backward_pair(ctx.norm, dyq, dyk, *ctx.saved_tensors, *needs)
+    else:
+        dq, dk, dwq, dwk = _dispatched_pair_backward(dyq, dyk, *ctx.saved_tensors, *operators.options(ctx.norm), *needs)
+    return dq if need_q else None, dk if need_k else None, dwq if need_wq else None, dwk if need_wk else None
+
+
+class _DirectPair(torch.autograd.Function):
+    """`norm_pair` without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, q, k, wq, wk, norm):
+        yq, yk, rstd_q, rstd_k = operators.forward_pair(norm, q, k, wq, wk)
+        _save_pair(ctx, norm, q, k, wq, wk, rstd_q, rstd_k)
+        return yq, yk
+
+    @staticmethod
+    def backward(ctx, dyq, dyk):
+        return *_pair_gradients(ctx, dyq, dyk), None
+
+
+_apply_pair = super(torch.autograd.Function, _DirectPair).apply
+
+
+def norm_pair(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -> tuple[Tensor, Tensor]:
+    """``(yq, yk)``. Raises ``ValueError`` as `spec.check_pair` does."""
+    if not _is_plain(q, k, wq, wk):
+        sharding.check(q=q, k=k)
+        return _dispatched_pair(q, k, wq, wk, *operators.options(norm))[:2]
+    if _any_needs_grad(q, k, wq, wk):
+        return _apply_pair(q, k, wq, wk, norm)
+    return operators.forward_pair(norm, q, k, wq, wk)[:2]
+
+
+def _operator_setup_pair(ctx, inputs, output):
+    rstd_q, rstd_k = output[2:]
+    _save_pair(ctx, operators.from_options(*inputs[4:]), *inputs[:4], rstd_q, rstd_k)
+    ctx.mark_non_differentiable(rstd_q, rstd_k)
+
+
+def _operator_backward_pair(ctx, dyq, dyk, *_):
+    return *_pair_gradients(ctx, dyq, dyk), *[None] * len(Norm._fields)
+
+
+_dispatched_pair = _differentiable("norm_pair", _operator_setup_pair, _operator_backward_pair)
+
+
+# Second derivatives, and all after them: the formulas of the reference, differentiated by torch. The statistics are
+# computed anew, because they depend on h; those that the operator got are constants.
+
+
+def _vjp(function: Any, inputs: list[Optional], cotangents: tuple[Optional, ...]) -> list[Optional]:
+    """Gradients of ``function`` of a list with Nones, for outputs with Nones."""
+    given = [i for i, tensor in enumerate(inputs) if tensor is not None]
+
+    def of_given(*tensors: Tensor) -> tuple[Tensor, ...]:
+        arguments = list(inputs)
+        for i, tensor in zip(given, tensors, strict=True):
+            arguments[i] = tensor
+        return tuple(output for output in function(*arguments) if output is not None)
+
+    outputs, vjp = torch.func.vjp(of_given, *(inputs[i] for i in given))
+    # Outputs that are None have no cotangent either: those that remain match one to one.
+    gradients = vjp(tuple(torch.zeros_like(o) if c is None else c for o, c in zip(outputs, cotangents, strict=True)))
+    result: list[Optional] = [None] * len(inputs)
+    for i, gradient in zip(given, gradients, strict=True):
+        result[i] = gradient
+    return result
+
+
+def _setup_second(ctx, inputs, output):
+    dy, h, weight, _, _, dh, *options = inputs
+    ctx.norm, ctx.options = operators.from_options(*options[:4]), options[4:]
+    ctx.save_for_backward(dy, h, weight, dh)
+    ctx.set_materialize_grads(False)
+
+
+def _second(ctx, *cotangents):
+    def first(dy, h, weight, dh):
+        stats = reference.statistics(ctx.norm, h)
+        return reference.backward(ctx.norm, dy, h, weight, *stats, dh, *ctx.options)
+
+    wanted = tuple(c for c, needed in zip(cotangents, ctx.options[1:], strict=True) if needed)
+    dy, h, weight, dh = _vjp(first, list(ctx.saved_tensors), wanted)
+    return dy, h, weight, None, None, dh, *[None] * (len(Norm._fields) + len(ctx.options))
+
+
+_dispatched_backward = _differentiable("norm_backward", _setup_second, _second)
+
+
+def _setup_second_pair(ctx, inputs, output):
+    ctx.norm, ctx.options = operators.from_options(*inputs[8:12]), inputs[12:]
+    ctx.save_for_backward(*inputs[:6])
+    ctx.set_materialize_grads(False)
+
+
+def _second_pair(ctx, *cotangents):
+    def first(dyq, dyk, q, k, wq, wk):
+        rstd_q, rstd_k = reference.statistics(ctx.norm, q)[1], reference.statistics(ctx.norm, k)[1]
+        return reference.backward_pair(ctx.norm, dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, *ctx.options)
+
+    need_dx, need_dw = ctx.options
+    wanted = (cotangents[:2] if need_dx else ()) + (cotangents[2:] if need_dw else ())
+    gradients = _vjp(first, list(ctx.saved_tensors), wanted)
+    return *gradients, None, None, *[None] * (len(Norm._fields) + 2)
+
+
+_dispatched_pair_backward = _differentiable("norm_pair_backward", _setup_second_pair, _second_pair)

@@ -1,0 +1,270 @@
+"""The four operators of ``torch.ops.stepgraph``: schema, kernels for CPU and CUDA, and shapes for fake tensors.
+
+    norm, norm_backward              one tensor: RMS or layer norm, with residual, bias, per-head weight, fp8 output
+    norm_pair, norm_pair_backward    q and k in one launch
+
+An output that a call does not have is None, as in ``aten.native_layer_norm_backward``. Gradients are in `derivatives`,
+vmap in `batching`, DTensor in `sharding`. The formulas, and what the tensors hold, are in `spec`.
+"""
+
+import functools
+from types import ModuleType
+
+import torch
+
+from stepgraph.kernels.norm import reference
+from stepgraph.kernels.norm.spec import Norm, check, check_pair, math_dtype
+
+Tensor = torch.Tensor
+Optional = Tensor | None
+
+# The dtype first: DTensor remembers how it sharded a call by the arguments from the first integer on, and a dtype
+# counts as one. What a norm returns also depends on its kind, so that must come after it.
+_NORM = "ScalarType out_dtype, str kind, float eps, float weight_offset"
+
+torch.library.define(
+    "stepgraph::norm",
+    f"(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, {_NORM}, bool keep_h)"
+    " -> (Tensor y, Tensor h, Tensor mean, Tensor rstd, Tensor values, Tensor scale)",
+)
+torch.library.define(
+    "stepgraph::norm_backward",
+    f"(Tensor dy, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dh, {_NORM},"
+    " ScalarType dx_dtype, bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
+)
+torch.library.define(
+    "stepgraph::norm_pair",
+    f"(Tensor q, Tensor k, Tensor? wq, Tensor? wk, {_NORM}) -> (Tensor yq, Tensor yk, Tensor rstd_q, Tensor rstd_k)",
+)
+torch.library.define(
+    "stepgraph::norm_pair_backward",
+    f"(Tensor dyq, Tensor dyk, Tensor q, Tensor k, Tensor? wq, Tensor? wk, Tensor rstd_q, Tensor rstd_k, {_NORM},"
+    " bool need_dx, bool need_dw) -> (Tensor dq, Tensor dk, Tensor dwq, Tensor dwk)",
+)
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    """The backend for CUDA; triton is imported on first use."""
+    from stepgraph.kernels.norm.triton import single as triton_norm
+
+    return triton_norm
+
+
+def _backend(x: Tensor) -> ModuleType:
+    """The module that implements the contract of `spec` where ``x`` lives."""
+    return _triton() if x.is_cuda else reference
+
+
+def options(norm: Norm) -> tuple[torch.dtype, str, float, float]:
+    """``norm`` as arguments of an operator."""
+    return norm.out_dtype, norm.kind, norm.eps, norm.weight_offset
+
+
+def from_options(out_dtype: torch.dtype, kind: str, eps: float, weight_offset: float) -> Norm:
+    """The inverse of `options`."""
+    return Norm(kind, eps, weight_offset, out_dtype)
+
+
+def rows(gradient: Tensor) -> Tensor:
+    """``gradient`` with last stride 1, as backends want it: what autograd sends may be expanded or transposed."""
+    return gradient if gradient.stride(-1) == 1 or gradient.shape[-1] == 1 else gradient.contiguous()
+
+
+def carrier(x: Tensor) -> Tensor:
+    """A tensor of the shape and dtype of ``x`` that takes no memory: what gradients of an fp8 output travel through.
+
+    Autograd would cast the gradient of an fp8 tensor to fp8. Zeros, so that it can be added to what it stands for.
+    """
+    return x.new_zeros(()).expand(x.shape)
+
+
+# Each of the four: empty inputs here, the rest in the backend. `_like_*` make outputs of the right shapes and zeros,
+# which are the fake implementation, and right for no rows at all.
+
+
+def _like_forward(
+    norm: Norm, x: Tensor, residual: Optional, keep_h: bool
+) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
+    y = x.new_empty(x.shape, dtype=norm.out_dtype)
+    h = residual.new_empty(x.shape) if residual is not None and keep_h else None
+    rstd = x.new_empty(x.shape[:-1], dtype=math_dtype(x.dtype))
+    mean = torch.empty_like(rstd) if norm.kind == "layer" else None
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if norm.quantized else None
+    return y, h, mean, rstd, scale
+
+
+def forward(
+    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool
+) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
+    """``(y, h, mean, rstd, scale)`` from the backend of the device. Raises ``ValueError`` as `check` does.
+
+    The backend for CUDA checks when it makes a plan: again and again would take longer than all its other work.
+    """
+    if x.is_cuda and x.numel():
+        return _triton().forward(norm, x, weight, bias, residual, keep_h)
+    check(norm, x, weight, bias, residual)
+    if x.numel() == 0:
+        return _like_forward(norm, x, residual, keep_h)
+    return reference.forward(norm, x, weight, bias, residual, keep_h)
+
+
+def _like_backward(
+    dy: Tensor, weight: Optional, dx_dtype: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Optional, Optional, Optional]:
+    dx = dy.new_empty(dy.shape, dtype=dx_dtype) if need_dx else None
+    dw = weight.new_zeros(weight.shape) if need_dw else None
+    return dx, dw, weight.new_zeros(weight.shape) if need_db else None
+
+
+def backward(
+    norm: Norm,
+    dy: Tensor,
+    h: Tensor,
+    weight: Optional,
+    mean: Optional,
+    rstd: Tensor,
+    dh: Optional,
+    dx_dtype: torch.dtype,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[Optional, Optional, Optional]:
+    """``(dx, dw, db)`` from the backend of the device."""
+    if h.numel() == 0:
+        return _like_backward(dy, weight, dx_dtype, need_dx, need_dw, need_db)
+    dy = rows(dy)
+    dh = None if dh is None else rows(dh)
+    run = _backend(h).backward
+    return run(norm, dy, h, weight, mean, rstd, dh, dx_dtype, need_dx, need_dw, need_db)
+
+
+def _like_pair(norm: Norm, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    yq, _, _, rstd_q, _ = _like_forward(norm, q, None, False)
+    yk, _, _, rstd_k, _ = _like_forward(norm, k, None, False)
+    return yq, yk, rstd_q, rstd_k
+
+
+def forward_pair(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(yq, yk, rstd_q, rstd_k)`` from the backend of the device. Raises ``ValueError`` as `check_pair` does."""
+    if q.is_cuda and q.numel() and k.numel():
+        return _triton().forward_pair(norm, q, k, wq, wk)
+    check_pair(norm, q, k, wq, wk)
+    if q.numel() == 0 or k.numel() == 0:
+        yq, _, _, rstd_q, _ = forward(norm, q, wq, None, None, False)
+        yk, _, _, rstd_k, _ = forward(norm, k, wk, None, None, False)
+        return yq, yk, rstd_q, rstd_k
+    return reference.forward_pair(norm, q, k, wq, wk)
+
+
+def _like_backward_pair(
+    q: Tensor, k: Tensor, wq: Optional, wk: Optional, need_dx: bool, need_dw: bool
+) -> tuple[Optional, Optional, Optional, Optional]:
+    dq, dwq, _ = _like_backward(q, wq, q.dtype, need_dx, need_dw, False)
+    dk, dwk, _ = _like_backward(k, wk, k.dtype, need_dx, need_dw, False)
+    return dq, dk, dwq, dwk
+
+
+def backward_pair(
+    norm: Norm,
+    dyq: Tensor,
+    dyk: Tensor,
+    q: Tensor,
+    k: Tensor,
+    wq: Optional,
+    wk: Optional,
+    rstd_q: Tensor,
+    rstd_k: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Optional, Optional, Optional, Optional]:
+    """``(dq, dk, dwq, dwk)`` from the backend of the device."""
+    if q.numel() == 0 or k.numel() == 0:
+        dq, dwq, _ = backward(norm, dyq, q, wq, None, rstd_q, None, q.dtype, need_dx, need_dw, False)
+        dk, dwk, _ = backward(norm, dyk, k, wk, None, rstd_k, None, k.dtype, need_dx, need_dw, False)
+        return dq, dk, dwq, dwk
+    run = _backend(q).backward_pair
+    return run(norm, rows(dyq), rows(dyk), q, k, wq, wk, rstd_q, rstd_k, need_dx, need_dw)
+
+
+# The operators. A backward called through the dispatcher may come from anyone, so its shapes are checked too.
+
+
+def _check_gradients(
+    norm: Norm, h: Tensor, weight: Optional, statistics: list[Optional], like_h: list[Optional]
+) -> None:
+    check(norm, h, weight, None, None)
+    for expected, tensors in ((h.shape[:-1], statistics), (h.shape, like_h)):
+        for tensor in tensors:
+            if tensor is not None and (tensor.shape != expected or tensor.device != h.device):
+                raise ValueError(
+                    f"a backward got {tuple(tensor.shape)} on {tensor.device}; allowed is {tuple(expected)} on "
+                    f"{h.device}: pass what the forward returned, and gradients of the shape of its input"
+                )
+
+
+def _with_carrier(norm: Norm, x: Tensor, outputs: tuple[Optional, ...]) -> tuple[Optional, ...]:
+    y, h, mean, rstd, scale = outputs
+    if norm.quantized:
+        return carrier(x), h, mean, rstd, y, scale
+    return y, h, mean, rstd, None, None
+
+
+@torch.library.impl("stepgraph::norm", ("cpu", "cuda"))
+def _norm(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
+    norm = Norm(kind, eps, weight_offset, out_dtype)
+    return _with_carrier(norm, x, forward(norm, x, weight, bias, residual, keep_h))
+
+
+@torch.library.register_fake("stepgraph::norm")
+def _norm_fake(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
+    norm = Norm(kind, eps, weight_offset, out_dtype)
+    check(norm, x, weight, bias, residual)
+    return _with_carrier(norm, x, _like_forward(norm, x, residual, keep_h))
+
+
+@torch.library.impl("stepgraph::norm_backward", ("cpu", "cuda"))
+def _norm_backward(dy, h, weight, mean, rstd, dh, out_dtype, kind, eps, weight_offset, dx_dtype, *needs):
+    norm = Norm(kind, eps, weight_offset, out_dtype)
+    _check_gradients(norm, h, weight, [mean, rstd], [dy, dh])
+    mean = None if mean is None else mean.contiguous()
+    return backward(norm, dy, h, weight, mean, rstd.contiguous(), dh, dx_dtype, *needs)
+
+
+@torch.library.register_fake("stepgraph::norm_backward")
+def _norm_backward_fake(dy, h, weight, mean, rstd, dh, out_dtype, kind, eps, weight_offset, dx_dtype, *needs):
+    _check_gradients(Norm(kind, eps, weight_offset, out_dtype), h, weight, [mean, rstd], [dy, dh])
+    return _like_backward(dy, weight, dx_dtype, *needs)
+
+
+@torch.library.impl("stepgraph::norm_pair", ("cpu", "cuda"))
+def _norm_pair(q, k, wq, wk, out_dtype, kind, eps, weight_offset):
+    return forward_pair(Norm(kind, eps, weight_offset, out_dtype), q, k, wq, wk)
+
+
+@torch.library.register_fake("stepgraph::norm_pair")
+def _norm_pair_fake(q, k, wq, wk, out_dtype, kind, eps, weight_offset):
+    norm = Norm(kind, eps, weight_offset, out_dtype)
+    check_pair(norm, q, k, wq, wk)
+    return _like_pair(norm, q, k)
+
+
+@torch.library.impl("stepgraph::norm_pair_backward", ("cpu", "cuda"))
+def _norm_pair_backward(dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, out_dtype, kind, eps, weight_offset, need_dx, need_dw):
+    norm = Norm(kind, eps, weight_offset, out_dtype)
+    check_pair(norm, q, k, wq, wk)
+    _check_gradients(norm, q, wq, [rstd_q], [dyq])
+    _check_gradients(norm, k, wk, [rstd_k], [dyk])
+    rstd_q, rstd_k = rstd_q.contiguous(), rstd_k.contiguous()
+    return backward_pair(norm, dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, need_dx, need_dw)
+
+
+@torch.library.register_fake("stepgraph::norm_pair_backward")
+def _norm_pair_backward_fake(
+    dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, out_dtype, kind, eps, weight_offset, need_dx, need_dw
+):
+    norm = Norm(kind, eps, weight_offset, out_dtype)
+    check_pair(norm, q, k, wq, wk)
+    _check_gradients(norm, q, wq, [rstd_q], [dyq])
+    _check_gradients(norm, k, wk, [rstd_k], [dyk])
+    return _like_backward_pair(q, k, wq, wk, need_dx, need_dw)

@@ -1,0 +1,119 @@
+"""The norms in plain torch, on any device: the backend for CPU tensors, and what the kernels are compared with.
+
+The contract and the formulas are in `spec`. Every line is differentiable: the second derivative is taken through here.
+"""
+
+import torch
+
+from stepgraph.kernels.norm.spec import FP8, FP8_MAX, Norm, math_dtype
+
+Tensor = torch.Tensor
+Optional = Tensor | None
+
+
+def statistics(norm: Norm, h: Tensor) -> tuple[Optional, Tensor]:
+    """``(mean, rstd)`` of the rows of ``h`` (..., N): shape (...), float32 (float64 for float64); no mean for "rms"."""
+    h = h.to(math_dtype(h.dtype))
+    if norm.kind == "rms":
+        return None, (h.square().mean(-1) + norm.eps).rsqrt()
+    mean = h.mean(-1)
+    return mean, ((h - mean[..., None]).square().mean(-1) + norm.eps).rsqrt()
+
+
+def _normalized(h: Tensor, mean: Optional, rstd: Tensor) -> Tensor:
+    h = h.to(math_dtype(h.dtype))
+    return (h if mean is None else h - mean[..., None]) * rstd[..., None]
+
+
+def _scaled(norm: Norm, x: Tensor, weight: Optional) -> Tensor:
+    return x if weight is None else x * (weight.to(x.dtype) + norm.weight_offset)
+
+
+def _row_sum(per_row: Tensor, weight: Tensor) -> Tensor:
+    """Sum ``per_row`` (..., N) or (..., H, N) over all but the dimensions of ``weight``."""
+    return per_row.reshape(-1, *weight.shape).sum(0).to(weight.dtype)
+
+
+def quantize(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of ``y`` (..., N) as float8_e4m3fn, and their float32 scale (...): y is about values * scale."""
+    scale = (y.abs().amax(-1) / FP8_MAX).to(torch.float32)
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (y / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+def forward(
+    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool
+) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
+    """``(y, h, mean, rstd, scale)`` as the contract in `spec` says."""
+    h = x
+    if residual is not None:
+        dtype = math_dtype(x.dtype)
+        h = (x.to(dtype) + residual.to(dtype)).to(residual.dtype).contiguous()
+    mean, rstd = statistics(norm, h)
+    y = _scaled(norm, _normalized(h, mean, rstd), weight)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    scale = None
+    if norm.quantized:
+        y, scale = quantize(y)
+    y = y.to(norm.out_dtype).contiguous()
+    return y, (h if residual is not None and keep_h else None), mean, rstd, scale
+
+
+def backward(
+    norm: Norm,
+    dy: Tensor,
+    h: Tensor,
+    weight: Optional,
+    mean: Optional,
+    rstd: Tensor,
+    dh: Optional,
+    dx_dtype: torch.dtype,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+) -> tuple[Optional, Optional, Optional]:
+    """``(dx, dw, db)`` as the contract in `spec` says."""
+    xhat = _normalized(h, mean, rstd)
+    dy = dy.to(xhat.dtype)
+    dx = dw = db = None
+    if need_dx:
+        g = _scaled(norm, dy, weight)
+        dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+        if norm.kind == "layer":
+            dx = dx - g.mean(-1, keepdim=True)
+        dx = dx * rstd[..., None]
+        if dh is not None:
+            dx = dx + dh.to(dx.dtype)
+        dx = dx.to(dx_dtype).contiguous()
+    if need_dw:
+        dw = _row_sum(dy * xhat, weight)
+    if need_db:
+        db = _row_sum(dy, weight)
+    return dx, dw, db
+
+
+def forward_pair(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(yq, yk, rstd_q, rstd_k)`` as the contract in `spec` says."""
+    yq, _, _, rstd_q, _ = forward(norm, q, wq, None, None, False)
+    yk, _, _, rstd_k, _ = forward(norm, k, wk, None, None, False)
+    return yq, yk, rstd_q, rstd_k
+
+
+def backward_pair(
+    norm: Norm,
+    dyq: Tensor,
+    dyk: Tensor,
+    q: Tensor,
+    k: Tensor,
+    wq: Optional,
+    wk: Optional,
+    rstd_q: Tensor,
+    rstd_k: Tensor,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[Optional, Optional, Optional, Optional]:
+    """``(dq, dk, dwq, dwk)`` as the contract in `spec` says."""
+    dq, dwq, _ = backward(norm, dyq, q, wq, None, rstd_q, None, q.dtype, need_dx, need_dw, False)
+    dk, dwk, _ = backward(norm, dyk, k, wk, None, rstd_k, None, k.dtype, need_dx, need_dw, False)
+    return dq, dk, dwq, dwk

@@ -1,0 +1,92 @@
+"""How DTensor runs the operators: rows may be sharded, the normalized dimension may not.
+
+Rows sharded: each rank normalizes its own; the gradients of weight and bias are partial sums. Heads sharded, under
+per-head weights: weights are sharded alike, and so are their gradients.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+import stepgraph.kernels.norm.operators  # noqa: F401  (defines what is registered for below)
+
+ops = torch.ops.stepgraph
+
+
+def _refuse_hidden(**tensors) -> None:
+    for name, tensor in tensors.items():
+        hidden = tensor.ndim - 1
+        if any(placement.is_shard(hidden) for placement in tensor.placements):
+            raise ValueError(
+                f"{name} is placed {tensor.placements}, its normalized dimension {hidden} sharded; allowed is "
+                f"Replicate, or Shard of another dimension: call {name}.redistribute(...) first"
+            )
+
+
+def check(**tensors: torch.Tensor) -> None:
+    """Raise ``ValueError`` for a DTensor whose last dimension is sharded; from inside DTensor it would come wrapped."""
+    _refuse_hidden(**{name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)})
+
+
+def _strategies(dims: int, weight, strategy: Callable) -> list:
+    """``strategy(rows, weights, weight gradients)`` for tensors replicated, and sharded in each leading dimension."""
+    found = [strategy(Replicate(), Replicate(), Replicate())]
+    for dim in range(dims - 1):
+        per_head = weight is not None and weight.ndim == 2 and dim == dims - 2
+        found.append(strategy(Shard(dim), *((Shard(0), Shard(0)) if per_head else (Replicate(), Partial()))))
+    return found
+
+
+def _if(present, placement):
+    return None if present is None or present is False else placement
+
+
+@register_sharding(ops.norm.default)
+def _norm(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
+    _refuse_hidden(x=x)
+    fp8 = out_dtype == torch.float8_e4m3fn
+
+    def strategy(rows, weights, _):
+        h = rows if residual is not None and keep_h else None
+        outputs = [rows, h, rows if kind == "layer" else None, rows, _if(fp8, rows), _if(fp8, rows)]
+        inputs = [rows, _if(weight, weights), _if(bias, weights), _if(residual, rows)]
+        return outputs, inputs + [None] * 5
+
+    return _strategies(x.ndim, weight, strategy)
+
+
+@register_sharding(ops.norm_backward.default)
+def _norm_backward(
+    dy, h, weight, mean, rstd, dh, out_dtype, kind, eps, weight_offset, dx_dtype, need_dx, need_dw, need_db
+):
+    _refuse_hidden(h=h)
+
+    def strategy(rows, weights, sums):
+        outputs = [_if(need_dx, rows), _if(need_dw, sums), _if(need_db, sums)]
+        inputs = [rows, rows, _if(weight, weights), _if(mean, rows), rows, _if(dh, rows)]
+        return outputs, inputs + [None] * 8
+
+    return _strategies(h.ndim, weight, strategy)
+
+
+@register_sharding(ops.norm_pair.default)
+def _norm_pair(q, k, wq, wk, out_dtype, kind, eps, weight_offset):
+    _refuse_hidden(q=q, k=k)
+
+    def strategy(rows, weights, _):
+        return [rows] * 4, [rows, rows, _if(wq, weights), _if(wk, weights)] + [None] * 4
+
+    return _strategies(min(q.ndim, k.ndim), wq, strategy)
+
+
+@register_sharding(ops.norm_pair_backward.default)
+def _norm_pair_backward(dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, out_dtype, kind, eps, weight_offset, need_dx, need_dw):
+    _refuse_hidden(q=q, k=k)
+
+    def strategy(rows, weights, sums):
+        outputs = [_if(need_dx, rows)] * 2 + [_if(need_dw, sums)] * 2
+        return outputs, [rows] * 4 + [_if(wq, weights), _if(wk, weights), rows, rows] + [None] * 6
+
+    return _strategies(min(q.ndim, k.ndim), wq, strategy)

@@ -1,0 +1,1 @@
+"""The Triton kernels of norms, and how they are configured and launched."""

@@ -1,0 +1,282 @@
+"""The backward kernels: dx, and the sums over rows for dw and db, from one pass over memory.
+
+    xhat = (h - mean) * rstd  (mean 0 for rms)       g = dy * (weight + offset)
+    rms    dx = rstd * (g - xhat * mean(g * xhat)) + dh
+    layer  dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dh
+    dw = sum over rows of dy * xhat                  db = sum over rows of dy
+
+A fixed number of programs stride over blocks of rows. The loads of the next blocks are in flight (asynchronous copies
+to shared memory, ``STAGES`` deep) while one block is worked on, and dw and db are summed in registers on the way. What
+the programs summed is added up in a fixed order: see `partials`. Tiles, heads and slices of rows are as in `forward`.
+Source: the derivatives of Zhang and Sennrich 2019 (arXiv:1910.07467) and Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
+"""
+
+import triton
+import triton.language as tl
+
+from stepgraph.kernels.norm.triton.forward import load_weight
+from stepgraph.kernels.norm.triton.partials import counters_of, grid, tree
+from stepgraph.kernels.norm.triton.rows import hold, row_start, rows_of_step, tile_mask
+from stepgraph.kernels.norm.triton.wide import collect, leave, publish, share_slot, words_of_group
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    """Sum of two pairs: both row sums of a layer norm in one reduction."""
+    return a + c, b + d
+
+
+@triton.jit
+def about(h, mu):
+    """A piece less the mean of its row, if that is taken off, in float32."""
+    if mu is not None:
+        return h.to(tl.float32) - mu[:, None]
+    else:
+        return h.to(tl.float32)
+
+
+@triton.jit
+def scaled(d, w, OFFSET: tl.constexpr):
+    """g of one piece, in float32."""
+    if w is not None:
+        return d * (w.to(tl.float32) + OFFSET)
+    else:
+        return d
+
+
+@triton.jit
+def fold_rows(value, SUM: tl.constexpr):
+    """The rows of a tile added up to ``SUM`` rows: those that lie in one thread, so that nothing is exchanged."""
+    if value.shape[0] == SUM:
+        return value
+    else:
+        return tl.sum(tl.reshape(value, (value.shape[0] // SUM, SUM, value.shape[1])), 0)
+
+
+@triton.jit
+def store_sums(sums, out, head_block, part, N: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr,
+               PIECES: tl.constexpr):  # fmt: skip
+    """Add the rows of the tiles of this program that share a head, and store (BH, columns of this part) at ``out``."""
+    head = head_block * BH + tl.arange(0, BH)
+    for k in tl.static_range(PIECES):
+        col = part * (BLOCK * PIECES) + k * BLOCK + tl.arange(0, BLOCK)
+        tile = sums[k]
+        tile = fold_rows(tile, BH)
+        place = out + head[:, None] * N + col[None, :]
+        tl.store(place, tile.to(out.dtype.element_ty), mask=(head < H)[:, None] & (col < N)[None, :])
+
+
+@triton.jit
+def backward_rows(
+    dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words,
+    leavers_at, counters_at, M, d_outer, d_inner, d_size, h_outer, h_inner, h_size, g_outer, g_inner, g_size,
+    program, programs,
+    N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
+    D_ALIGN: tl.constexpr, D_TWO: tl.constexpr, H_ALIGN: tl.constexpr, H_TWO: tl.constexpr,
+    G_ALIGN: tl.constexpr, G_TWO: tl.constexpr, BIG: tl.constexpr,
+    ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr, HOLD_W: tl.constexpr, SUM: tl.constexpr,
+    EXCHANGE: tl.constexpr, FINISH: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """All rows of one of ``programs`` programs, and its part in the sums over rows."""
+    LAYER: tl.constexpr = mean is not None
+    SLICE: tl.constexpr = BLOCK * PIECES
+    # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
+    FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
+    HEAD_BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    KINDS: tl.constexpr = 2 if LAYER else 1
+    EXCHANGED: tl.constexpr = SPLIT > 1 and dx is not None
+
+    part = program % SPLIT
+    head_block = program // SPLIT % HEAD_BLOCKS
+    group = program // SPLIT
+    p = group // HEAD_BLOCKS
+    P = programs // (SPLIT * HEAD_BLOCKS)
+    tokens = M // H
+    steps = tl.cdiv(tokens, ROWS // BH).to(tl.int32)
+    zero = (M >> 62).to(tl.int32)
+    head = head_block * BH + tl.arange(0, ROWS) % BH
+    col = part * SLICE + tl.arange(0, BLOCK)
+    if EXCHANGED:
+        leavers = (words + leavers_at).to(tl.pointer_type(tl.int32), bitcast=True)
+        shares = words + group * words_of_group(steps, P, KINDS, SPLIT, ROWS, EXCHANGE)
+
+    ws = ()
+    dws = ()
+    dbs = ()
+    for k in tl.static_range(PIECES):
+        if weight is not None:
+            ws = ws + (load_weight(weight, head, col + k * BLOCK, N, H, k < FULL),)
+        dws = dws + (tl.zeros((SUM, BLOCK), tl.float32),)
+        dbs = dbs + (tl.zeros((SUM, BLOCK), tl.float32),)
+
+    # The tile of the step before, which waits for the shares of the others (SPLIT > 1): zeros at first.
+    last_ds = ()
+    last_hs = ()
+    for _ in tl.static_range(PIECES):
+        last_ds = last_ds + (tl.zeros((ROWS, BLOCK), dy.dtype.element_ty),)
+        last_hs = last_hs + (tl.zeros((ROWS, BLOCK), h.dtype.element_ty),)
+    last_rs = tl.zeros((ROWS,), tl.float32)
+    last_mu = tl.zeros((ROWS,), tl.float32)
+
+    for step in tl.range(p, steps + (P if EXCHANGED else 0), P, num_stages=STAGES):
+        row, valid = rows_of_step(step, tokens, head, H, ROWS, BH, BIG)
+        d_row = dy + row_start(row, d_outer, d_inner, d_size, D_ALIGN, D_TWO)[:, None]
+        h_row = h + row_start(row, h_outer, h_inner, h_size, H_ALIGN, H_TWO)[:, None]
+        rs = tl.load(rstd + row, mask=valid, other=0.0)
+        mu = tl.load(mean + row, mask=valid, other=0.0) if LAYER else None
+        ds = ()
+        hs = ()
+        next_dws = ()
+        next_dbs = ()
+        along = tl.zeros((ROWS, BLOCK), tl.float32)
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for k in tl.static_range(PIECES):
+            at = (col + k * BLOCK)[None, :]
+            mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
+            hk = tl.load(h_row + at, mask=mask, other=0.0, eviction_policy="evict_first")
+            dk = tl.load(d_row + at, mask=mask, other=0.0, eviction_policy="evict_first")
+            hs = hs + (hk,)
+            ds = ds + (dk,)
+            d = dk.to(tl.float32)
+            product = d * (about(hk, mu) * rs[:, None])
+            if dw is not None:
+                next_dws = next_dws + (dws[k] + fold_rows(product, SUM),)
+            if db is not None:
+                next_dbs = next_dbs + (dbs[k] + fold_rows(d, SUM),)
+            w = hold(ws[k], zero, HOLD_W) if weight is not None else None
+            along += scaled(product, w, OFFSET)
+            if LAYER:
+                total += scaled(d, w, OFFSET)
+        if dw is not None:
+            dws = next_dws
+        if db is not None:
+            dbs = next_dbs
+
+        if dx is not None:
+            if LAYER:
+                c1, c2 = tl.reduce((along, total), 1, add_pairs)
+            else:
+                c1 = tl.sum(along, 1)
+            done_ds = ds
+            done_hs = hs
+            done_rs = rs
+            done_mu = mu
+            done_row = row
+            done_valid = valid
+            if EXCHANGED:
+                # Say what this tile adds up to, and finish the one before: its shares have had a step to arrive.
+                turn = (step - p) // P
+                publish(c1, share_slot(shares, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
+                if LAYER:
+                    publish(c2, share_slot(shares, turn, 1, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
+                c1 = tl.sum(collect(shares, turn - 1, 0, KINDS, SPLIT, ROWS, EXCHANGE), 0)
+                if LAYER:
+                    c2 = tl.sum(collect(shares, turn - 1, 1, KINDS, SPLIT, ROWS, EXCHANGE), 0)
+                done_ds = last_ds
+                done_hs = last_hs
+                done_rs = last_rs
+                done_mu = last_mu if LAYER else None
+                done_row, done_valid = rows_of_step(step - P, tokens, head, H, ROWS, BH, BIG)
+                done_valid = done_valid & (turn > 0)
+                last_ds = ds
+                last_hs = hs
+                last_rs = rs
+                last_mu = mu if LAYER else last_mu
+            slope = (c1 / N) * done_rs * done_rs
+            level = (c2 / N) * done_rs if LAYER else None
+            for k in tl.static_range(PIECES):
+                at = (col + k * BLOCK)[None, :]
+                mask = tile_mask(done_valid, col + k * BLOCK, N, k < FULL)
+                w = hold(ws[k], zero, HOLD_W) if weight is not None else None
+                g = scaled(hold(done_ds[k], zero, HOLD_D).to(tl.float32), w, OFFSET)
+                value = g * done_rs[:, None] - about(hold(done_hs[k], zero, HOLD_H), done_mu) * slope[:, None]
+                if LAYER:
+                    value -= level[:, None]
+                if dh is not None:
+                    g_row = dh + row_start(done_row, g_outer, g_inner, g_size, G_ALIGN, G_TWO)[:, None]
+                    value += tl.load(g_row + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                # Streamed, as the loads are marked to be evicted first: marks on one side only cost forward bandwidth.
+                place = dx + (done_row.to(tl.int64) * N)[:, None] + at
+                tl.store(place, value.to(dx.dtype.element_ty), mask=mask, cache_modifier=".cs")
+
+    if EXCHANGED:
+        leave(shares, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
+
+    if FINISH == "direct":
+        if dw is not None:
+            store_sums(dws, dw, head_block, part, N, H, BH, BLOCK, PIECES)
+        if db is not None:
+            store_sums(dbs, db, head_block, part, N, H, BH, BLOCK, PIECES)
+    elif dw is not None or db is not None:
+        PLANES: tl.constexpr = 2 if dw is not None and db is not None else 1
+        size = H * N
+        pitch = (size + 3) // 4 * 4
+        mine = partials + p.to(tl.int64) * (pitch * PLANES)
+        if dw is not None:
+            store_sums(dws, mine, head_block, part, N, H, BH, BLOCK, PIECES)
+        if db is not None:
+            store_sums(dbs, mine + (PLANES - 1) * pitch, head_block, part, N, H, BH, BLOCK, PIECES)
+        first = dw if dw is not None else db
+        if FINISH != "launch":
+            counters = (words + counters_at).to(tl.pointer_type(tl.int32), bitcast=True)
+        if FINISH == "tree":
+            tree(
+                partials, counters + (head_block * SPLIT + part) * counters_of(P), first, db,
+                p, P, head_block, part, size, pitch, N, H, BH, SLICE, PLANES, SUM_WIDTH,
+            )  # fmt: skip
+        if FINISH == "grid":
+            grid(partials, counters, first, db, program, programs, P, size, pitch, PLANES, SUM_ROWS, SUM_WIDTH)
+
+
+@triton.jit
+def backward_kernel(
+    dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words,
+    leavers_at, counters_at, M, d_outer, d_inner, d_size, h_outer, h_inner, h_size, g_outer, g_inner, g_size,
+    N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
+    D_ALIGN: tl.constexpr, D_TWO: tl.constexpr, H_ALIGN: tl.constexpr, H_TWO: tl.constexpr,
+    G_ALIGN: tl.constexpr, G_TWO: tl.constexpr, BIG: tl.constexpr,
+    ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr, HOLD_W: tl.constexpr, SUM: tl.constexpr,
+    EXCHANGE: tl.constexpr, FINISH: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``."""
+    backward_rows(
+        dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words,
+        leavers_at, counters_at, M, d_outer, d_inner, d_size, h_outer, h_inner, h_size, g_outer, g_inner, g_size,
+        tl.program_id(0), tl.num_programs(0),
+        N, H, OFFSET, D_ALIGN, D_TWO, H_ALIGN, H_TWO, G_ALIGN, G_TWO, BIG,
+        ROWS, BH, BLOCK, PIECES, SPLIT, STAGES, HOLD_D, HOLD_H, HOLD_W, SUM, EXCHANGE, FINISH, SUM_ROWS, SUM_WIDTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def backward_pair_kernel(
+    dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, dq, dk, dwq, dwk, partials_q, partials_k, words,
+    counters_k_at, Mq, Mk, dq_outer, dq_inner, dq_size, dk_outer, dk_inner, dk_size,
+    q_outer, q_inner, q_size, k_outer, k_inner, k_size, programs_q,
+    N: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, OFFSET: tl.constexpr,
+    DQ_ALIGN: tl.constexpr, DQ_TWO: tl.constexpr, DK_ALIGN: tl.constexpr, DK_TWO: tl.constexpr,
+    Q_ALIGN: tl.constexpr, Q_TWO: tl.constexpr, K_ALIGN: tl.constexpr, K_TWO: tl.constexpr, BIG: tl.constexpr,
+    ROWS: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr, HOLD_W: tl.constexpr,
+    SUM_Q: tl.constexpr, SUM_K: tl.constexpr, FINISH_Q: tl.constexpr, FINISH_K: tl.constexpr,
+    SUM_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """q and k: the first ``programs_q`` programs take q, the others k."""
+    program = tl.program_id(0)
+    if program < programs_q:
+        backward_rows(
+            dyq, q, wq, None, rstd_q, None, dq, dwq, None, partials_q, words,
+            0, 0, Mq, dq_outer, dq_inner, dq_size, q_outer, q_inner, q_size, 0, 0, 1, program, programs_q.to(tl.int32),
+            N, HQ, OFFSET, DQ_ALIGN, DQ_TWO, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
+            STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_Q, "wait", FINISH_Q, 1, SUM_WIDTH,
+        )  # fmt: skip
+    else:
+        backward_rows(
+            dyk, k, wk, None, rstd_k, None, dk, dwk, None, partials_k, words,
+            0, counters_k_at, Mk, dk_outer, dk_inner, dk_size, k_outer, k_inner, k_size, 0, 0, 1,
+            (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
+            N, HK, OFFSET, DK_ALIGN, DK_TWO, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
+            STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_K, "wait", FINISH_K, 1, SUM_WIDTH,
+        )  # fmt: skip

@@ -1,0 +1,285 @@
+"""The forward kernels: a block of rows is read once, held in registers, and written.
+
+    h = x + residual       rounded to the dtype of the residual stream, and normalized as rounded
+    rms                    rstd = 1 / sqrt(mean(h^2) + eps)            xhat = h * rstd
+    layer                  rstd = 1 / sqrt(mean((h - mean)^2) + eps)   xhat = (h - mean) * rstd
+    y = xhat * (weight + offset) + bias
+    fp8                    scale = amax(|row of y|) / 448, or 1 for a row of zeros;  y8 = y / scale, clamped
+
+A row is ``PIECES`` tiles of ``BLOCK`` columns, a power of two: 5120 is 5 x 1024, with nothing wasted. A program takes
+one step of ``ROWS`` rows; only programs that share rows (see `wide`) stride over the steps. ``WEIGHT`` says when the
+weight is loaded: before the rows, with them, or after their sums, from the second-level cache. So a program can hold a
+whole row of up to 65,536 bfloat16 columns, which is faster than sharing it. With per-head weights (``H`` > 1) the rows
+of a step are ``ROWS / BH`` tokens of ``BH`` heads. Loads are not marked for eviction: with stores that are not, that
+cost up to 6% of the bandwidth of rows of 4096 and more.
+Source: Zhang and Sennrich 2019 (arXiv:1910.07467); Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
+"""
+
+import triton
+import triton.language as tl
+
+from stepgraph.kernels.norm.triton.rows import hold, row_start, rows_of_step, tied, tile_mask
+from stepgraph.kernels.norm.triton.wide import collect, leave, publish, share_slot, words_of_group
+
+FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def load_weight(weight, head, col, N: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr):
+    """One piece of the weight (or bias): (1, BLOCK), or (ROWS, BLOCK) where it differs per head."""
+    if H == 1:
+        head = tl.zeros((1,), tl.int32)
+    mask = tile_mask(head < H, col, N, FULL)
+    return tl.load(weight + head[:, None] * N + col[None, :], mask=mask, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def load_weights(weight, bias, head, col, N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+                 FULL: tl.constexpr):  # fmt: skip
+    """All pieces of weight and bias, as far as there are any."""
+    ws = ()
+    bs = ()
+    for k in tl.static_range(PIECES):
+        if weight is not None:
+            ws = ws + (load_weight(weight, head, col + k * BLOCK, N, H, k < FULL),)
+        if bias is not None:
+            bs = bs + (load_weight(bias, head, col + k * BLOCK, N, H, k < FULL),)
+    return ws, bs
+
+
+@triton.jit
+def row_piece(x_row, r_row, at, mask):
+    """One piece of the rows to be normalized, residual added and rounded as the residual stream is."""
+    value = tl.load(x_row + at, mask=mask, other=0.0)
+    if r_row is not None:
+        r = tl.load(r_row + at, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + r.to(tl.float32)).to(r.dtype)
+    return value
+
+
+@triton.jit
+def affine(h, mu, rs, w, b, OFFSET: tl.constexpr):
+    """y in float32, of one piece."""
+    y = h.to(tl.float32)
+    if mu is not None:
+        y = y - mu[:, None]
+    y = y * rs[:, None]
+    if w is not None:
+        y = y * (w.to(tl.float32) + OFFSET)
+    if b is not None:
+        y = y + b.to(tl.float32)
+    return y
+
+
+@triton.jit
+def forward_step(
+    step, turn, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, words,
+    tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
+    N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
+    X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
+    ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
+    HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
+):  # fmt: skip
+    """The rows of one step; ``turn`` counts the steps of this program."""
+    LAYER: tl.constexpr = mean is not None
+    QUANTIZED: tl.constexpr = scale is not None
+    SLICE: tl.constexpr = BLOCK * PIECES
+    # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
+    FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
+    KINDS: tl.constexpr = (2 if LAYER else 1) + (1 if QUANTIZED else 0)
+
+    col = part * SLICE + tl.arange(0, BLOCK)
+    row, valid = rows_of_step(step, tokens, head, H, ROWS, BH, BIG)
+    x_row = x + row_start(row, x_outer, x_inner, x_size, X_ALIGN, X_TWO)[:, None]
+    r_row = None
+    if residual is not None:
+        r_row = residual + row_start(row, r_outer, r_inner, r_size, R_ALIGN, R_TWO)[:, None]
+    if WEIGHT == "with":
+        ws, bs = load_weights(weight, bias, head, col, N, H, BLOCK, PIECES, FULL)
+    hs = ()
+    for k in tl.static_range(PIECES):
+        at = (col + k * BLOCK)[None, :]
+        value = row_piece(x_row, r_row, at, tile_mask(valid, col + k * BLOCK, N, k < FULL))
+        if WEIGHT == "with" and weight is not None and HOLD and HOLD_W:
+            value = tied(value, ws[k], zero)
+        hs = hs + (value,)
+
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for k in tl.static_range(PIECES):
+        at = (col + k * BLOCK)[None, :]
+        if h is not None:
+            mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
+            tl.store(h + (row.to(tl.int64) * N)[:, None] + at, hs[k], mask=mask)
+        wide = hs[k].to(tl.float32)
+        total += wide if LAYER else wide * wide
+    share = tl.sum(total, 1)
+    mu = None
+    if LAYER:
+        columns = tl.maximum(tl.minimum(N - part * SLICE, SLICE), 1).to(tl.float32)
+        mu = share / columns
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        held = ()
+        for k in tl.static_range(PIECES):
+            held = held + (hold(hs[k], zero, HOLD),)
+            away = held[k].to(tl.float32) - mu[:, None]
+            if k >= FULL:
+                away = tl.where((col + k * BLOCK < N)[None, :], away, 0.0)
+            total += away * away
+        if SLICE >= 16384:
+            hs = held  # in the place of the row as it was: both together take too many registers
+        squares = tl.sum(total, 1)
+        if SPLIT > 1:
+            # Slices of different means: their squares are about their own mean.
+            publish(share, share_slot(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
+            publish(squares, share_slot(words, turn, 1, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
+            sums = collect(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE)
+            mu = tl.sum(sums, 0) / N
+            slice_of = tl.arange(0, triton.next_power_of_2(SPLIT))
+            # None for parts past the end of the row, and where there is no part.
+            sizes = tl.maximum(tl.minimum(N - slice_of * SLICE, SLICE), 0).to(tl.float32)[:, None]
+            off = sums / tl.maximum(sizes, 1.0) - mu[None, :]
+            within = collect(words, turn, 1, KINDS, SPLIT, ROWS, EXCHANGE)
+            squares = tl.sum(within + off * off * sizes, 0)
+    else:
+        squares = share
+        if SPLIT > 1:
+            publish(squares, share_slot(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
+            squares = tl.sum(collect(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), 0)
+    rs = tl.rsqrt(squares / N + eps)
+    y_row = y + (row.to(tl.int64) * N)[:, None]
+    once = valid & (part == 0)
+    tl.store(rstd + row, rs, mask=once)
+    if LAYER:
+        tl.store(mean + row, mu, mask=once)
+
+    if QUANTIZED:
+        peak = tl.zeros((ROWS, BLOCK), tl.float32)
+        held = ()
+        for k in tl.static_range(PIECES):
+            held = held + (hold(hs[k], zero, HOLD),)
+            w = hold(ws[k], zero, HOLD_W) if weight is not None else None
+            b = hold(bs[k], zero, HOLD_W) if bias is not None else None
+            value = tl.abs(affine(held[k], mu, rs, w, b, OFFSET))
+            if LAYER and k >= FULL:
+                value = tl.where((col + k * BLOCK < N)[None, :], value, 0.0)
+            peak = tl.maximum(peak, value)
+        hs = held
+        amax = tl.max(peak, 1)
+        if SPLIT > 1:
+            slot = share_slot(words, turn, KINDS - 1, KINDS, SPLIT, ROWS, EXCHANGE)
+            publish(amax, slot, part, turn, ROWS, EXCHANGE)
+            amax = tl.max(collect(words, turn, KINDS - 1, KINDS, SPLIT, ROWS, EXCHANGE), 0)
+        s = tl.where(amax > 0, amax / FP8_MAX, 1.0)
+        tl.store(scale + row, s, mask=once)
+
+    for k in tl.static_range(PIECES):
+        at = (col + k * BLOCK)[None, :]
+        mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
+        w = None
+        b = None
+        if WEIGHT == "after":
+            if weight is not None:
+                w = load_weight(weight, head, col + k * BLOCK, N, H, k < FULL)
+            if bias is not None:
+                b = load_weight(bias, head, col + k * BLOCK, N, H, k < FULL)
+        else:
+            w = hold(ws[k], zero, HOLD_W) if weight is not None else None
+            b = hold(bs[k], zero, HOLD_W) if bias is not None else None
+        value = affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET)
+        if QUANTIZED:
+            value = tl.clamp(value / s[:, None], -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(y_row + at, value.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def forward_rows(
+    x, residual, weight, bias, y, h, mean, rstd, scale, words,
+    leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, program, programs,
+    N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
+    X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
+    ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
+    HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
+):  # fmt: skip
+    """All rows of one of ``programs`` programs: one step, or, where programs share rows, every ``P``-th step."""
+    SLICE: tl.constexpr = BLOCK * PIECES
+    FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
+    HEAD_BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    tokens = M // H
+    zero = (M >> 62).to(tl.int32)
+    part = program % SPLIT
+    group = program // SPLIT
+    head = group % HEAD_BLOCKS * BH + tl.arange(0, ROWS) % BH
+    first = group // HEAD_BLOCKS
+    ws = ()
+    bs = ()
+    if SPLIT == 1 and WEIGHT != "before":
+        forward_step(
+            first, 0, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, words,
+            tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
+            N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
+            ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE,
+        )  # fmt: skip
+    else:
+        P = programs // (SPLIT * HEAD_BLOCKS)
+        steps = tl.cdiv(tokens, ROWS // BH).to(tl.int32)
+        KINDS: tl.constexpr = 1 + (mean is not None) + (scale is not None)
+        if SPLIT > 1:
+            leavers = (words + leavers_at).to(tl.pointer_type(tl.int32), bitcast=True)
+            words += group * words_of_group(steps, P, KINDS, SPLIT, ROWS, EXCHANGE)
+        if WEIGHT == "before":
+            ws, bs = load_weights(weight, bias, head, part * SLICE + tl.arange(0, BLOCK), N, H, BLOCK, PIECES, FULL)
+        for step in tl.range(first, steps, P):
+            forward_step(
+                step, (step - first) // P, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, words,
+                tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
+                N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
+                ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE,
+            )  # fmt: skip
+        if SPLIT > 1:
+            leave(words, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
+
+
+@triton.jit
+def forward_kernel(
+    x, residual, weight, bias, y, h, mean, rstd, scale, words,
+    leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps,
+    N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
+    X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
+    ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
+    HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
+):  # fmt: skip
+    """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``."""
+    forward_rows(
+        x, residual, weight, bias, y, h, mean, rstd, scale, words,
+        leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, tl.program_id(0), tl.num_programs(0),
+        N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
+        ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE,
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_pair_kernel(
+    q, k, wq, wk, yq, yk, rstd_q, rstd_k,
+    Mq, Mk, q_outer, q_inner, q_size, k_outer, k_inner, k_size, programs_q, eps,
+    N: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, OFFSET: tl.constexpr,
+    Q_ALIGN: tl.constexpr, Q_TWO: tl.constexpr, K_ALIGN: tl.constexpr, K_TWO: tl.constexpr, BIG: tl.constexpr,
+    ROWS: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
+    HOLD: tl.constexpr, HOLD_W: tl.constexpr,
+):  # fmt: skip
+    """q and k: the first ``programs_q`` programs take q, the others k."""
+    program = tl.program_id(0)
+    if program < programs_q:
+        forward_rows(
+            q, None, wq, None, yq, None, None, rstd_q, None, None,
+            0, Mq, q_outer, q_inner, q_size, 0, 0, 1, eps, program, programs_q.to(tl.int32),
+            N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
+            HOLD, HOLD_W, "before", "wait",
+        )  # fmt: skip
+    else:
+        forward_rows(
+            k, None, wk, None, yk, None, None, rstd_k, None, None,
+            0, Mk, k_outer, k_inner, k_size, 0, 0, 1, eps,
+            (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
+            N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
+            HOLD, HOLD_W, "before", "wait",
+        )  # fmt: skip

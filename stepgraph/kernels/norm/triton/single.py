@@ -1,0 +1,241 @@
+"""The CUDA backend: the contract of `spec` on the Triton kernels.
+
+A call is the look-up of a plan, the allocation of outputs, and one launch (two where the sums over rows are added up
+apart). ``config`` forces a configuration instead of `select`'s: for tuning, and for tests.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from stepgraph.kernels.norm.spec import Norm, check
+from stepgraph.kernels.norm.triton import plans, tuning
+from stepgraph.kernels.norm.triton.backward import backward_kernel
+from stepgraph.kernels.norm.triton.forward import forward_kernel
+from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch, current_device, current_stream
+from stepgraph.kernels.norm.triton.pair import backward_pair, forward_pair
+from stepgraph.kernels.norm.triton.partials import add_slots_kernel
+from stepgraph.kernels.norm.triton.plans import Form, Place, allocate, form, layout
+from stepgraph.kernels.norm.triton.select import Config, Problem
+from stepgraph.kernels.norm.triton.workspace import zeros
+
+__all__ = ["backward", "backward_pair", "forward", "forward_pair"]
+
+Tensor = torch.Tensor
+Optional = Tensor | None
+
+PLANS = plans.Plans()
+tuning.on_change(PLANS.clear)
+
+
+class ForwardPlan(NamedTuple):
+    """`forward` of one layout."""
+
+    launches: tuple[Launch, ...]
+    x: Place
+    residual: Place
+    words: int
+    outputs: tuple[Form, ...]
+    copies: bool
+    """Whether kernels read a copy of some input."""
+
+
+def _forward_plan(
+    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool, config: Config | None
+) -> ForwardPlan:
+    check(norm, x, weight, bias, residual)
+    heads = plans.heads_of(weight)
+    loads, stores = (x.element_size(),), (norm.out_dtype.itemsize,)
+    if residual is not None:
+        loads += (residual.element_size(),)
+        stores += (residual.element_size(),) * keep_h
+    problem = Problem(
+        False, x.numel() // x.shape[-1], x.shape[-1], heads, loads, stores, norm.kind == "layer",
+        (weight is not None) + (bias is not None), 0, 2 if weight is None else weight.element_size(), norm.quantized,
+    )  # fmt: skip
+    hw = plans.hardware_of(x)
+    config = config or tuning.choose(problem, hw, lambda c: forward(norm, x, weight, bias, residual, keep_h, config=c))
+    if config.programs and config.split == 1 and config.weight != "before":
+        raise ValueError(f"weight={config.weight} is for programs of one step, not programs={config.programs}; use 0")
+    cover = plans.cover_of(problem, config, hw)
+    x_place, r_place = plans.place_of(x, heads), plans.place_of(residual, heads)
+    words = plans.share_words(problem, config, cover)
+    numbers = (words, problem.M, *x_place.numbers, *r_place.numbers, float(norm.eps))
+    constants = {
+        "N": problem.N,
+        "H": heads,
+        "OFFSET": float(norm.weight_offset),
+        "BH": cover.heads,
+        "SPLIT": config.split,
+        "HOLD": plans.held(x if residual is None else residual),
+        "HOLD_W": config.hold_weight and plans.held(weight),
+        "WEIGHT": config.weight,
+        **x_place.constants("X"),
+        **r_place.constants("R"),
+        **plans.tiles(problem, config),
+    }
+    # fp8: the largest value of a row is known once its sum is.
+    rounds = 2 if norm.quantized else 1
+    found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1, rounds)
+    shape, rows = x.shape, x.shape[:-1]
+    outputs = (
+        form(shape, norm.out_dtype),
+        None if residual is None else form(shape, residual.dtype, keep_h),
+        form(rows, torch.float32, norm.kind == "layer"),
+        form(rows, torch.float32),
+        form(rows, torch.float32, norm.quantized),
+    )
+    words = words + (cover.groups + 1) // 2 if words else 0
+    copies = plans.copies((x_place, r_place), (weight, bias))
+    return ForwardPlan(found, x_place, r_place, words, outputs, copies)
+
+
+def forward(
+    norm: Norm,
+    x: Tensor,
+    weight: Optional,
+    bias: Optional,
+    residual: Optional,
+    keep_h: bool,
+    *,
+    config: Config | None = None,
+) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
+    """``(y, h, mean, rstd, scale)`` as the contract in `spec` says. Raises ``ValueError`` as `check` does."""
+    device = x.device
+    if not INTERPRETED and device.index != current_device():
+        with torch.cuda.device(device):
+            return forward(norm, x, weight, bias, residual, keep_h, config=config)
+    key = (norm, layout(x), layout(weight), layout(bias), layout(residual), keep_h, config)
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = PLANS.make(key, _forward_plan, norm, x, weight, bias, residual, keep_h, config)
+    y, h, mean, rstd, scale = allocate(plan.outputs)
+    stream = current_stream(device)
+    words = zeros(device, stream, plan.words) if plan.words else None
+    if plan.copies:
+        x, residual = plan.x.ready(x), plan.residual.ready(residual)
+        weight, bias = plans.dense(weight), plans.dense(bias)
+    for launch in plan.launches:
+        launch(stream, x, residual, weight, bias, y, h, mean, rstd, scale, words)
+    return y, h, mean, rstd, scale
+
+
+class BackwardPlan(NamedTuple):
+    """`backward` of one layout."""
+
+    launches: tuple[Launch, ...]
+    dy: Place
+    h: Place
+    dh: Place
+    words: int
+    add: Launch | None
+    outputs: tuple[Form, ...]
+    copies: bool
+
+
+def _add_launch(problem: Problem, slots: int) -> Launch:
+    """The second launch of ``FINISH == "launch"``."""
+    pitch = plans.pitch_of(problem)
+    width, warps = 8 if pitch * problem.sums <= 8192 else 32, 8
+    rows = min(1 << (slots - 1).bit_length(), 1024 * warps // width)
+    constants = {"PLANES": problem.sums, "ROWS": rows, "WIDTH": width}
+    numbers = (slots, problem.heads * problem.N, pitch)
+    return Launch(add_slots_kernel, numbers, constants, -(-pitch * problem.sums // width), warps=warps)
+
+
+def _backward_plan(
+    norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional,
+    dx_dtype: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool, config: Config | None,
+) -> BackwardPlan:  # fmt: skip
+    heads = plans.heads_of(weight)
+    loads = (dy.element_size(), h.element_size())
+    if dh is not None and need_dx:
+        loads += (dh.element_size(),)
+    problem = Problem(
+        True, h.numel() // h.shape[-1], h.shape[-1], heads, loads, (dx_dtype.itemsize,) * need_dx,
+        norm.kind == "layer", int(weight is not None), need_dw + need_db,
+        2 if weight is None else weight.element_size(),
+    )  # fmt: skip
+    hw = plans.hardware_of(h)
+    arguments = (norm, dy, h, weight, mean, rstd, dh, dx_dtype, need_dx, need_dw, need_db)
+    config = config or tuning.choose(problem, hw, lambda c: backward(*arguments, config=c))
+    cover = plans.cover_of(problem, config, hw)
+    finish = plans.finish_of(problem, config, cover)
+    places = plans.place_of(dy, heads), plans.place_of(h, heads), plans.place_of(dh, heads)
+    shares = plans.share_words(problem, config, cover) if need_dx else 0
+    counters_at = shares + (cover.groups + 1) // 2
+    counters = plans.counters_of(finish, cover)
+    numbers = (shares, counters_at, problem.M, *places[0].numbers, *places[1].numbers, *places[2].numbers)
+    constants = {
+        "N": problem.N,
+        "H": heads,
+        "OFFSET": float(norm.weight_offset),
+        "BH": cover.heads,
+        "SPLIT": config.split,
+        "HOLD_D": plans.held(dy),
+        "HOLD_H": plans.held(h),
+        "HOLD_W": config.hold_weight and plans.held(weight),
+        "STAGES": config.stages,
+        "SUM": plans.sum_rows(problem, config, cover.heads),
+        "FINISH": finish,
+        **places[0].constants("D"),
+        **places[1].constants("H"),
+        **places[2].constants("G"),
+        **plans.sum_tile(finish, config, cover, problem.sums * plans.pitch_of(problem)),
+        **plans.tiles(problem, config),
+    }
+    cooperative = shares > 0 or finish == "grid"
+    partials = plans.partials_of(problem, finish, cover)
+    return BackwardPlan(
+        plans.launches(backward_kernel, numbers, constants, cover.grid, config, cooperative),
+        *places,
+        counters_at + (counters + 1) // 2 if shares or counters else 0,
+        _add_launch(problem, cover.slots) if finish == "launch" else None,
+        (
+            form(h.shape, dx_dtype, need_dx),
+            None if weight is None else form(weight.shape, weight.dtype, need_dw),
+            None if weight is None else form(weight.shape, weight.dtype, need_db),
+            form((partials,), torch.float32, partials > 0),
+        ),
+        plans.copies(places, (weight,)),
+    )
+
+
+def backward(
+    norm: Norm,
+    dy: Tensor,
+    h: Tensor,
+    weight: Optional,
+    mean: Optional,
+    rstd: Tensor,
+    dh: Optional,
+    dx_dtype: torch.dtype,
+    need_dx: bool,
+    need_dw: bool,
+    need_db: bool,
+    *,
+    config: Config | None = None,
+) -> tuple[Optional, Optional, Optional]:
+    """``(dx, dw, db)`` as the contract in `spec` says."""
+    needs = (need_dx, need_dw, need_db)
+    if not any(needs):
+        return None, None, None
+    device = h.device
+    if not INTERPRETED and device.index != current_device():
+        with torch.cuda.device(device):
+            return backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config=config)
+    key = (norm, layout(dy), layout(h), layout(weight), layout(dh), dx_dtype, needs, config)
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = PLANS.make(key, _backward_plan, norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config)
+    dx, dw, db, partials = allocate(plan.outputs)
+    stream = current_stream(device)
+    words = zeros(device, stream, plan.words) if plan.words else None
+    if plan.copies:
+        dy, h, dh = plan.dy.ready(dy), plan.h.ready(h), plan.dh.ready(dh)
+        weight = plans.dense(weight)
+    for launch in plan.launches:
+        launch(stream, dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words)
+    if plan.add is not None:
+        plan.add(stream, partials, dw if need_dw else db, db)
+    return dx, dw, db

@@ -1,0 +1,135 @@
+"""Optional: time configurations near the one that `select` takes, keep the fastest, and remember it on disk.
+
+Off by default: the rules need no time and give the same result on every machine of a kind. Inside ``with autotune():``
+the first call of every problem (kind, shape, dtypes) tries a few neighbours, each compiled in about a second. What was
+found is kept in ``norms-<gpu>-triton-<version>.json`` under ``$STEPGRAPH_CACHE``, or ``~/.cache/stepgraph``, and is
+used there without timing from then on. Sums over rows are added in another order by another configuration: results
+repeat bit for bit as long as that file stays.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from stepgraph.kernels.norm.triton.select import Config, Hardware, Problem, fits, preferences, select
+
+#: How many of `preferences` are varied, and how often each configuration is timed.
+STARTS, REPEATS = 3, 7
+
+_enabled = False
+_found: dict[Path, dict[str, Config]] = {}
+_on_change: list[Callable[[], None]] = []
+
+
+def on_change(call: Callable[[], None]) -> None:
+    """``call`` whenever tuning is turned on or off: what was planned before may no longer hold."""
+    _on_change.append(call)
+
+
+@contextlib.contextmanager
+def autotune() -> Iterator[None]:
+    """Inside, norms on a GPU run with the fastest of the configurations tried; outside, with the rules' again."""
+    global _enabled
+    before, _enabled = _enabled, True
+    for call in _on_change:
+        call()
+    try:
+        yield
+    finally:
+        _enabled = before
+        for call in _on_change:
+            call()
+
+
+def neighbours(problem: Problem, hw: Hardware) -> list[Config]:
+    """The rules' configuration first, then others that fit: half and twice the rows and programs, each finish."""
+    first = select(problem, hw)
+    found = {first: None}
+    for start in [config for config in preferences(problem, hw) if fits(problem, config, hw)][:STARTS]:
+        for rows in (start.rows, start.rows * 2, start.rows // 2):
+            for programs in (start.programs, start.programs * 2, start.programs // 2):
+                for finish in ("grid", "launch") if problem.sums else (start.finish,):
+                    config = replace(start, rows=rows, programs=programs, finish=finish)
+                    same_loop = bool(programs) == bool(start.programs)
+                    if rows and same_loop and fits(problem, config, hw):
+                        found[config] = None
+    return list(found)
+
+
+def choose(problem: Problem, hw: Hardware, run: Callable[[Config], Any]) -> Config:
+    """The configuration of a call that ``run`` makes: from the rules, or tuned. Never timed in a CUDA graph capture."""
+    if not _enabled:
+        return select(problem, hw)
+    found = _load(_file())
+    name = "-".join(str(field) for field in problem).replace(" ", "")
+    if name not in found:
+        if torch.cuda.is_current_stream_capturing():
+            return select(problem, hw)
+        found[name] = fastest(neighbours(problem, hw), run)
+        _save(_file(), found)
+    return found[name]
+
+
+def fastest(configs: list[Config], run: Callable[[Config], Any], time: Callable[..., float] | None = None) -> Config:
+    """The config of least ``time(run, config)``; the first of equals."""
+    time = time or _milliseconds
+    return min(configs, key=lambda config: time(run, config))
+
+
+def _milliseconds(run: Callable[[Config], Any], config: Config) -> float:
+    """Median of a call, from an L2 that holds other data."""
+    run(config)
+    flush = torch.empty(torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
+    times = []
+    for _ in range(REPEATS):
+        flush.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run(config)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times)
+
+
+def _file() -> Path:
+    import triton
+
+    folder = os.environ.get("STEPGRAPH_CACHE") or Path.home() / ".cache" / "stepgraph"
+    gpu = torch.cuda.get_device_name().replace(" ", "-")
+    return Path(folder) / f"norms-{gpu}-triton-{triton.__version__}.json"
+
+
+def _load(file: Path) -> dict[str, Config]:
+    """What ``file`` holds, read once. Raises ValueError for a file that is not one of ours."""
+    if file not in _found:
+        _found[file] = {}
+        if file.exists():
+            try:
+                _found[file] = {name: Config(**config) for name, config in json.loads(file.read_text()).items()}
+            except (ValueError, TypeError, AttributeError) as error:
+                del _found[file]
+                raise ValueError(
+                    f"{file} is no record of tuned norms ({error}); allowed is what stepgraph wrote: delete the file"
+                ) from error
+    return _found[file]
+
+
+def _save(file: Path, found: dict[str, Config]) -> None:
+    """Written aside and renamed whole, with what other processes have written since."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists():
+        found = json.loads(file.read_text()) | {name: asdict(config) for name, config in found.items()}
+    else:
+        found = {name: asdict(config) for name, config in found.items()}
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as aside:
+        json.dump(found, aside, indent=1)
+    os.replace(aside.name, file)

@@ -1,0 +1,1 @@
+"""golf: the small fast transformer of pytorch issue 179423."""

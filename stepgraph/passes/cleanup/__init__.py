@@ -1,0 +1,1 @@
+"""Passes that tidy a graph: constants, views, casts, dead code."""

@@ -1,0 +1,168 @@
+"""One collective for all parameters, or all gradients, of a region.
+
+Matches: gathers of parameters, and reductions of gradients, that agree in region, dtype, operation and process group.
+Before -> after:
+    wait(all_gather(x)), ... -> wait(all_gather(cat(x, ...))) as (ranks, elements); a copy for each parameter
+    wait(reduce_scatter(g)), ... -> cat((ranks, elements) of g, ...), wait(reduce_scatter(it)); a view for each gradient
+    wait(all_reduce(g)), ... -> cat(g, ...), wait(all_reduce(it)); a view for each gradient
+A gather's bucket lies rank after rank, so each parameter's rows are put together by one copy.
+Tiers: gathers copy, and a reduce-scatter adds each rank's part in one order, so their buckets are exact; so is an
+all-reduce of two ranks. With more ranks the order in which an all-reduce adds depends on the element's place in the
+buffer: those are `bucket_all_reduces`, of the tier numerics.
+Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023 (FlatParameter).
+"""
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from stepgraph.graph import collectives
+from stepgraph.graph.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    Builder,
+    Collective,
+    by_region,
+    erase_chain,
+    group_size,
+)
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.comm.overlap import sink
+from stepgraph.passes.contract import PassReport, register
+
+aten = torch.ops.aten
+
+
+@register("bucket_collectives", "exact", needs_process_group=True)
+def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> None:
+    """One flat all-gather, reduce-scatter or all-reduce for each region of the model."""
+    found = _bucket(step, report, lambda c: not _reorders_sums(c))
+    left = [c for c in found if _reorders_sums(c)]
+    if left:
+        ranks = max(group_size(c.node) for c in left)
+        report.notes.append(
+            f"{len(left)} all-reduces over {ranks} ranks left as they are: a bucket may add in another order"
+        )
+    if found and not step.blocks:
+        report.notes.append("the model declares no repeated blocks (nn.ModuleList): treated as one region")
+
+
+@register("bucket_all_reduces", "numerics", needs_process_group=True)
+def bucket_all_reduces(step: StepGraph, options: object, report: PassReport) -> None:
+    """One flat all-reduce for each region of the model where more than two ranks share a sum."""
+    _bucket(step, report, _reorders_sums)
+
+
+def _reorders_sums(c: Collective) -> bool:
+    """Whether a bucket may add the ranks' values in another order: a ring starts each part of a buffer elsewhere."""
+    return c.node.target is ALL_REDUCE and group_size(c.node) > 2
+
+
+def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], bool]) -> list[Collective]:
+    """Bucket the ``wanted`` collectives; all that were found."""
+    tail = collectives.gradient_tail(step)
+    reductions = collectives.gradient_reductions(step, tail)
+    gathers = collectives.parameter_gathers(step)
+    report.matched = sum(map(wanted, [*gathers, *reductions]))
+    if not report.matched:
+        return [*gathers, *reductions]
+    before = collectives.exposed(step.graph)
+    counts: dict[str, list[int]] = defaultdict(list)
+    # Gradients are finished behind the last reduction of their region, where the bucket will be.
+    sink(step, tail, reductions, distance=0)
+    for found in (gathers, reductions):
+        for members in _buckets([c for c in found if wanted(c)]):
+            _BUILD[members[0].node.target](step, members)
+            counts[members[0].node.target.name()].append(sum(c.wait.meta["val"].nbytes for c in members))
+            report.changed += len(members)
+            for c in members:
+                erase_chain(step.graph, c.wait)
+    report.summary = f"{report.changed} of {report.matched} collectives in {sum(map(len, counts.values()))} buckets"
+    for name, sizes in counts.items():
+        report.notes.append(
+            f"{name.partition('::')[2]}: {len(sizes)} buckets, {sum(sizes) / 2**20:.1f} MiB of results, "
+            f"the largest {max(sizes) / 2**20:.1f}"
+        )
+    if report.changed:
+        report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+    return [*gathers, *reductions]
+
+
+def _buckets(found: list[Collective]) -> list[list[Collective]]:
+    """Collectives that become one; none of them reads another's result."""
+    buckets = []
+    for region in by_region(found):
+        forms: dict[tuple, list[Collective]] = defaultdict(list)
+        for c in region:
+            forms[c.form].append(c)
+        buckets += [members for members in forms.values() if len(members) > 1]
+    return buckets
+
+
+def _gather(step: StepGraph, members: list[Collective]) -> None:
+    graph, build = step.graph, Builder(step, [c.node for c in members])
+    first = members[0].node
+    # What the others gather is made from parameters alone, and is made before the bucket.
+    for c in members[1:]:
+        for node in sorted(collectives.upstream(c.node)):
+            if node.op == "call_function" and node > first:
+                first.prepend(node)
+    shards = [c.node.args[0] for c in members]
+    ranks = first.args[1]
+    with graph.inserting_before(first):
+        flat = build(aten.cat.default, [_flat(build, x, [-1]) for x in shards])
+        gathered = build(ALL_GATHER, flat, *first.args[1:])
+    with graph.inserting_after(gathered):
+        waited = build(WAIT, gathered)
+    with graph.inserting_before(waited.next):
+        rows = build(aten.view.default, waited, [ranks, -1])
+        parts = build(aten.split_with_sizes.default, rows, [x.meta["val"].numel() for x in shards], 1)
+        for i, c in enumerate(members):
+            part = build(operator.getitem, parts, i, like=c.wait)
+            whole = build(aten.clone.default, part, memory_format=torch.contiguous_format, like=c.wait)
+            c.wait.replace_all_uses_with(build(aten.view.default, whole, list(c.wait.meta["val"].shape), like=c.wait))
+
+
+def _reduce(step: StepGraph, members: list[Collective]) -> None:
+    graph, build = step.graph, Builder(step, [c.node for c in members])
+    last = members[-1].node
+    scatters = last.target is REDUCE_SCATTER
+    inputs = [c.node.args[0] for c in members]
+    with graph.inserting_before(last):
+        flat = _bucket_of(inputs)
+        if flat is None:
+            shape = [last.args[2], -1] if scatters else [-1]
+            flat = build(aten.cat.default, [_flat(build, x, shape) for x in inputs], len(shape) - 1)
+            flat = build(aten.view.default, flat, [-1]) if scatters else flat
+        waited = build(WAIT, build(last.target, flat, *last.args[1:]))
+        results = [c.wait.meta["val"] for c in members]
+        parts = build(aten.split_with_sizes.default, waited, [r.numel() for r in results])
+        for i, (c, r) in enumerate(zip(members, results, strict=True)):
+            part = build(operator.getitem, parts, i, like=c.wait)
+            c.wait.replace_all_uses_with(build(aten.view.default, part, list(r.shape), like=c.wait))
+
+
+def _bucket_of(inputs: list[fx.Node]) -> fx.Node | None:
+    """The bucket that ``inputs`` are all the parts of, in order: what a reduce-scatter gave is all-reduced as it is."""
+    parts = [x.args[0] for x in inputs if x.target is aten.view.default]
+    splits = {part.args[0] for part in parts if part.target is operator.getitem}
+    split = splits.pop() if len(splits) == 1 else None
+    if split is None or split.target is not aten.split_with_sizes.default or split.args[0].target is not WAIT:
+        return None
+    whole = [part.args[1] for part in parts] == list(range(len(split.args[1]))) and len(parts) == len(inputs)
+    return split.args[0] if whole and split.args[0].meta["val"].ndim == 1 else None
+
+
+def _flat(build: Builder, x: fx.Node, shape: list[int]) -> fx.Node:
+    """``x`` as ``shape``; a collective reads it as contiguous."""
+    if not x.meta["val"].is_contiguous():
+        x = build(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return build(aten.view.default, x, shape)
+
+
+_BUILD = {ALL_GATHER: _gather, REDUCE_SCATTER: _reduce, ALL_REDUCE: _reduce}

@@ -1,0 +1,147 @@
+"""When collectives start and when compute waits for them: an order of the graph, nothing else.
+
+Matches: gathers of parameters and reductions of gradients. Before -> after:
+    wait k, compute k, gather k + 1, wait k + 1 -> wait k, gather k + 1, compute k, wait k + 1
+    reduce k, wait k, compute k + 1, reduce k + 1 -> reduce k, compute k + 1, reduce k + 1, wait k
+for regions k. A distance of d regions holds the parameters of d regions more, and the unreduced gradients of d: a
+collective holds what it reads until it is waited for, so waiting for all of them at the end would hold every gradient
+whole. Tier exact: every node keeps its operator and its inputs. Best after `bucket_collectives`.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from stepgraph.graph import collectives
+from stepgraph.graph.collectives import WAIT, Collective, by_region, upstream
+from stepgraph.graph.facts import Aliases, estimate_memory, is_pure, is_view
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.contract import PassReport, register
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OverlapOptions:
+    """``prefetch``: regions ahead that parameters are gathered. ``delay``: regions that gradients are waited for
+    later. 0: not at all."""
+
+    prefetch: int = 1
+    delay: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 0:
+                raise ValueError(f"overlap {name}={value} is negative; give 0 (off), 1 or more regions")
+
+
+@register("overlap", "exact", options=OverlapOptions(), needs_process_group=True)
+def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> None:
+    """Start gathers regions ahead and wait for reductions regions later."""
+    before, peak = collectives.exposed(step.graph), estimate_memory(step.graph).peak
+    gathers = collectives.parameter_gathers(step)
+    tail = collectives.gradient_tail(step)
+    reductions = collectives.gradient_reductions(step, tail)
+    report.matched = len(gathers) + len(reductions)
+    if not report.matched:
+        return
+    moved = list(step.graph.nodes)
+    if options.prefetch:
+        _prefetch(step, gathers, options.prefetch)
+    if options.delay:
+        sink(step, tail, reductions, options.delay)
+    report.changed = sum(a is not b for a, b in zip(moved, step.graph.nodes, strict=True))
+    report.summary = (
+        f"{len(gathers)} gathers {options.prefetch} regions ahead, {len(reductions)} reductions waited for "
+        f"{options.delay} regions later"
+    )
+    after = estimate_memory(step.graph).peak
+    report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+    report.notes.append(f"peak memory about {peak / 2**20:.1f} MiB before, {after / 2**20:.1f} after")
+
+
+def _prefetch(step: StepGraph, gathers: list[Collective], distance: int) -> None:
+    """Start each region's gathers right after the wait for those of the region ``distance`` before."""
+    stretch = collectives.stretches(step.graph)
+    first = {number: node for node, number in reversed(stretch.items())}
+    by_stretch: dict[int, list[list[Collective]]] = {}
+    for region in by_region(gathers):
+        by_stretch.setdefault(region[0].stretch, []).append(region)
+        for c in region:
+            _wait_late(c.wait)
+    for number, regions in by_stretch.items():
+        places = [min(c.wait for c in region) for region in regions]
+        start = first[number].prev
+        for k, region in enumerate(regions):
+            place = places[k - distance] if k >= distance else start
+            for c in region:
+                for node in [*sorted(n for n in upstream(c.node) if n.op == "call_function"), c.node]:
+                    if node > place:
+                        place.append(node)
+                        place = node
+            if k < distance:
+                start = place
+
+
+def _wait_late(wait: fx.Node) -> None:
+    """Move the wait, and the views and copies that take its result apart, before the first node that reads any."""
+    chain, members, readers = [wait], {wait}, []
+    for node in chain:  # grows
+        for user in node.users:
+            if user not in members:
+                apart = is_pure(user) and (is_view(user) or user.target is aten.clone.default)
+                (chain if apart and members.issuperset(user.all_input_nodes) else readers).append(user)
+                if chain[-1] is user:
+                    members.add(user)
+    if readers:
+        first = min(readers)
+        for node in sorted(chain):
+            if node < first:
+                first.prepend(node)
+
+
+def sink(step: StepGraph, tail: set[fx.Node], reductions: list[Collective], distance: int) -> None:
+    """Move the gradients' ``tail`` behind the last reduction of each region.
+
+    With a ``distance``, waits run so many regions later, at most at the end of their stretch, and so does what
+    follows from them: an all-reduce of what a reduce-scatter gave waits twice.
+    """
+    regions = [region for r in by_region(reductions) if (region := [c for c in r if c.node.args[0] not in tail])]
+    issued = {c.node for region in regions for c in region}
+    ends = {n: node for node, n in collectives.stretches(step.graph).items() if node not in tail or node in issued}
+    # Where the tail may run: behind each region's last reduction, and at the end of each stretch.
+    places: list[fx.Node] = []
+    place_of: dict[fx.Node, int] = {}
+    limit: list[int] = []
+    for stretch, group in itertools.groupby(sorted(regions, key=lambda r: max(c.node for c in r)), key=_stretch):
+        start = len(places)
+        for region in group:
+            place_of |= dict.fromkeys((c.node for c in region), len(places))
+            places.append(max(c.node for c in region))
+        if ends[stretch] is not places[-1]:
+            places.append(ends[stretch])
+        limit += [len(places) - 1] * (len(places) - start)
+    aliases = Aliases(step.graph)
+    due: dict[fx.Node, tuple[int, int]] = {}  # (place, waits before)
+    touched: dict[fx.Node, tuple[int, int]] = {}
+    for node in [n for n in step.graph.nodes if n in tail]:
+        if node in place_of:
+            due[node] = (place_of[node], 0)
+            continue
+        place, waits = max(due[n] for n in node.all_input_nodes if n in due)
+        if node.target is WAIT:
+            place, waits = min(place + distance, limit[place]), waits + 1
+        roots = {aliases.root(n) for n in (node, *node.all_input_nodes)}
+        # What is written stays in order with all that touches it.
+        due[node] = max([(place, waits), *(touched[r] for r in roots if r in touched and aliases.writes.get(r))])
+        touched |= dict.fromkeys(roots, due[node])
+    for node in sorted((n for n in due if n not in place_of), key=due.__getitem__):
+        place = due[node][0]
+        places[place].append(node)
+        places[place] = node
+
+
+def _stretch(region: list[Collective]) -> int:
+    return region[0].stretch

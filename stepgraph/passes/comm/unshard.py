@@ -1,0 +1,138 @@
+"""Gathered parameters: gather each once, and gather again in backward instead of keeping it.
+
+`dedupe_unshards`. Matches: all-gathers of one parameter in one stretch of forward or backward (tied embeddings).
+Before -> after: two all-gathers -> the first. Exact: a gather is a copy, and no parameter is written in between.
+`reshard_after_forward`. Matches: parameters gathered in forward that backward reads. Before -> after: backward reads
+the forward's gather -> it reads a gather of its own, issued before its first reader. Exact for the same reason.
+Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from stepgraph.errors import unknown_name
+from stepgraph.graph.collectives import Collective, by_region, erase_chain, parameter_gathers, stretches, upstream
+from stepgraph.graph.facts import estimate_memory, is_pure, tensor_bytes
+from stepgraph.graph.provenance import phase_of, provenance, set_provenance
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.contract import PassReport, register
+
+RESHARD = ("never", "always", "auto")
+
+
+@register("dedupe_unshards", "exact", needs_process_group=True)
+def dedupe_unshards(step: StepGraph, options: object, report: PassReport) -> None:
+    """Gather a parameter that is read in several places once per forward or backward."""
+    saved = 0
+    first: dict[tuple, fx.Node] = {}
+    for gather in parameter_gathers(step):
+        report.matched += 1
+        key = (gather.stretch, _recipe(gather.node))
+        if key not in first:
+            first[key] = gather.wait
+            continue
+        saved += tensor_bytes(gather.node)
+        gather.wait.replace_all_uses_with(first[key])
+        erase_chain(step.graph, gather.wait)
+        report.changed += 1
+    report.summary = f"{report.changed} of {report.matched} gathers repeated, {saved / 2**20:.1f} MiB"
+
+
+def _recipe(node: fx.Node) -> tuple:
+    """How ``node`` is made from inputs: equal for nodes that hold equal values."""
+    if node.op != "call_function":
+        return (node,)
+    args = fx.map_arg(node.args, lambda n: n)
+    return (node.target, *(_recipe(a) if isinstance(a, fx.Node) else str(a) for a in args), str(node.kwargs))
+
+
+@dataclass(frozen=True)
+class ReshardOptions:
+    """``policy``: ``always`` gathers again in backward, ``never`` keeps what forward gathered, ``auto`` gathers again
+    where the step would otherwise need more than ``budget_gib`` GiB; 0: nine tenths of the GPU's memory."""
+
+    policy: str = "auto"
+    budget_gib: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.policy not in RESHARD:
+            raise unknown_name("reshard policy", self.policy, RESHARD)
+
+
+@register("reshard_after_forward", "exact", options=ReshardOptions(), needs_process_group=True)
+def reshard_after_forward(step: StepGraph, options: ReshardOptions, report: PassReport) -> None:
+    """Gather parameters again in backward instead of keeping them, by a memory policy."""
+    stretch = stretches(step.graph)
+    groups = [g for g in by_region(parameter_gathers(step)) if phase_of(g[0].node) != "backward"]
+    plans = [[(gather, readers) for gather in g if (readers := _readers(gather, stretch))] for g in groups]
+    report.matched = sum(map(len, plans))
+    report.summary = f"policy {options.policy}: {report.matched} gathered parameters kept for backward"
+    if not report.matched or not _wanted(step, options, report):
+        return
+    # Backward starts with what forward ran last: giving that up would gather it again at once.
+    last = {g[0].stretch: g[0].region for g in groups}
+    freed = 0
+    for plan in plans:
+        for gather, (made, readers) in plan:
+            if last[gather.stretch] == gather.region:
+                continue
+            _gather_again(step.graph, gather, made, readers)
+            freed += tensor_bytes(gather.node)
+            report.changed += 1
+    report.summary = (
+        f"policy {options.policy}: {report.changed} of {report.matched} parameters gathered again in backward, "
+        f"{freed / 2**20:.1f} MiB not kept"
+    )
+    report.notes.append("the last region keeps its parameters: backward starts with it")
+
+
+def _wanted(step: StepGraph, options: ReshardOptions, report: PassReport) -> bool:
+    if options.policy != "auto":
+        return options.policy == "always"
+    budget = options.budget_gib * 2**30
+    device = step.placeholders("parameter")[0].meta["val"].device
+    if not budget and device.type == "cuda":
+        budget = 0.9 * torch.cuda.get_device_properties(device).total_memory
+    if not budget:
+        report.notes.append(f"no memory budget is known on {device.type}: nothing is gathered again")
+        return False
+    need = estimate_memory(step.graph).peak
+    report.notes.append(f"the step needs about {need / 2**30:.2f} GiB of {budget / 2**30:.2f} with all of them kept")
+    return need > budget
+
+
+def _readers(gather: Collective, stretch: dict[fx.Node, int]) -> tuple[list[fx.Node], list[fx.Node]] | None:
+    """(what forward makes from the gathered parameter alone, backward's readers of these, in order), if any read."""
+    made = [gather.wait]
+    seen = set(made)
+    for node in made:  # grows
+        for user in node.users:
+            forward = user not in seen and is_pure(user) and stretch.get(user) == gather.stretch
+            if forward and seen.issuperset(user.all_input_nodes):
+                made.append(user)
+                seen.add(user)
+    readers = {u: None for n in made for u in n.users if phase_of(u) == "backward" and u not in seen}
+    return (made, sorted(readers)) if readers else None
+
+
+def _gather_again(graph: fx.Graph, gather: Collective, made: list[fx.Node], readers: list[fx.Node]) -> None:
+    """Copies of the gather and of what is made from it, for backward's readers in each stretch."""
+    read = [n for n in made if any(user in readers for user in n.users)]
+    needed = set(read).union(*map(upstream, read))
+    copies: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(readers[0]):
+        for node in sorted(needed):
+            if node.op != "call_function":
+                continue
+            copy = graph.node_copy(node, lambda n: copies.get(n, n))
+            set_provenance(copy, provenance(node)._replace(phase="backward"))
+            copies[node] = copy
+    for reader in readers:
+        for source in reader.all_input_nodes:
+            if source in copies:
+                reader.replace_input_with(source, copies[source])
+    for node in reversed(made):
+        if not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,1 @@
+"""Passes that hand the graph to Inductor and to CUDA graphs."""

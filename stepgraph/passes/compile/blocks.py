@@ -1,0 +1,95 @@
+"""Where in the graph's order each of a model's repeated blocks runs, and the pieces that compiling by block takes."""
+
+import operator
+from collections.abc import Callable
+
+from torch import fx
+
+from stepgraph.graph import collectives
+from stepgraph.graph.facts import is_view
+from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.inductor.regional import Piece, Region
+
+#: Blocks below which no two are alike: what runs beside the first and the last is not what runs beside the others.
+FEWEST = 4
+
+#: A stretch's number (see `collectives.stretches`) and the block that runs there; between the blocks of two stretches,
+#: where no block runs, the number of the second.
+Part = tuple[int, str | None]
+
+
+def consecutive(step: StepGraph, kind_of: Callable[[fx.Node], str | None], *, cut: bool) -> list[Piece]:
+    """The longest runs of consecutive operators of one kind, those of None left out; ``cut``: also of one part, where
+    the model has so many blocks that some have equal neighbours.
+
+    A getitem moves to the operator that it takes apart, and belongs to it; constants move to the graph's inputs.
+    """
+    last = step.placeholders()[-1]
+    for node in reversed(step.graph.find_nodes(op="get_attr")):
+        last.append(node)
+    for node in reversed(step.graph.find_nodes(op="call_function", target=operator.getitem)):
+        node.args[0].append(node)
+    part_of = parts(step) if cut and len(step.blocks) >= FEWEST else {}
+    runs: list[tuple[Region, list[fx.Node]]] = []
+    previous = None
+    for node in step.nodes():
+        if node.target is not operator.getitem:
+            kind = kind_of(node)
+            key = kind and (kind, part_of.get(node))
+            if key and key != previous:
+                runs.append((Region(node.name, kind), []))
+            previous = key
+        if previous:
+            runs[-1][1].append(node)
+    return [Piece(region, nodes) for region, nodes in runs]
+
+
+def parts(step: StepGraph) -> dict[fx.Node, Part]:
+    """The part that each node of forward, loss, backward and of the optimizer lies in: equal blocks, equal parts.
+
+    A part lasts from the last node that computes in one block to the last that computes in the next. What was moved out
+    of its block to run beside another's, as gathers of parameters and reductions of gradients are, belongs to the part
+    in which it runs. What the model computes between two blocks belongs to the block before it. The update of a
+    parameter belongs to the parameter's block.
+    """
+    numbers = collectives.stretches(step.graph)
+    computing = _computing(step)
+    last = {numbers[node]: node for node, block in computing.items() if block is not None}
+    result: dict[fx.Node, Part] = {}
+    stretch, current = -1, (-1, None)
+    entered: set[str] = set()
+    waiting: list[fx.Node] = []
+    for node, number in numbers.items():
+        if number != stretch:
+            result |= dict.fromkeys(waiting, current)
+            waiting, entered, stretch, current = [], set(), number, (number, None)
+        waiting.append(node)
+        if node in computing:
+            block = computing[node]
+            if block is not None and block not in entered:
+                entered.add(block)
+                current = (number, block)
+            elif block is None and entered and node > last[number]:
+                current = (number + 1, None)
+            result |= dict.fromkeys(waiting, current)
+            waiting = []
+    result |= dict.fromkeys(waiting, current)
+    return result | {node: (-1, step.block_of(node)) for node in step.nodes("optimizer")}
+
+
+def _computing(step: StepGraph) -> dict[fx.Node, str | None]:
+    """Nodes whose results depend on the batch, with their block; but for views, collectives, and what only finishes
+    gradients: those may run beside other blocks."""
+    movable = (*collectives.COLLECTIVES, collectives.WAIT, *collectives.COPIED)
+    tail = collectives.gradient_tail(step)
+    made = set(step.placeholders("batch"))
+    found: dict[fx.Node, str | None] = {}
+    for node in step.graph.nodes:
+        if made.isdisjoint(node.all_input_nodes):
+            continue
+        made.add(node)
+        inside = phase_of(node) in ("forward", "loss", "backward")
+        if inside and node not in tail and node.target not in movable and not is_view(node):
+            found[node] = step.block_of(node)
+    return found

@@ -1,0 +1,227 @@
+"""Inductor, over the whole of forward and backward or over tagged regions.
+
+Full. Matches: every operator of the forward, loss and backward phases that Inductor can take, and parameter updates
+that `expand_optimizer` wrote out. Before -> after: consecutive operators -> one compiled piece, cut where one of the
+model's repeated blocks follows another (see `blocks`); pieces of one structure are compiled once.
+Regional. Matches: the regions that `regions` finds and those that passes before tagged. Before -> after: a region ->
+one compiled piece, shared by all regions of its structure; every other node stays, bit for bit.
+Tier numerics: fused kernels round differently from eager's. Preconditions: a flat graph; run last but for CUDA graphs.
+Collectives keep their order and places: the compiled code issues them, and waits, as the passes before decided.
+Random operators keep eager's generator, so the random state advances as in eager. Inductor keeps what it compiled on
+disk, under a key of the graph and all options, so that a later run loads it.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.errors import unknown_name
+from stepgraph.graph import collectives
+from stepgraph.graph.facts import Aliases, argument, is_mutating, is_view, written_arguments
+from stepgraph.graph.marks import COMPILE, KEEP_EAGER
+from stepgraph.graph.partition import Program, describe, needs_host
+from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.inductor.regional import Piece, compile_pieces
+from stepgraph.passes.compile.blocks import consecutive
+from stepgraph.passes.compile.gather import gather
+from stepgraph.passes.compile.regions import MATCHERS, tag_regions
+from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.memory.rematerialize import rematerialize
+
+aten = torch.ops.aten
+_INDEX_PUTS = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_put_.default)
+
+
+@dataclass(frozen=True)
+class InductorOptions:
+    """``mode``: compile all, or regions only. ``regions``: the kinds to look for; what other passes tagged is
+    compiled in any case. ``rules``: on a GPU, fuse and tile reductions by `stepgraph.inductor`'s guard and tuning.
+    ``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU).
+    ``rematerialize``: on a GPU, carry the fewest bytes from forward to backward (see `rematerialize`); a CPU would pay
+    for computing again. ``cut_blocks``: cut between repeated blocks, of which there are four or more;
+    without, kernels may span two of them, and the time to compile grows with their number."""
+
+    mode: Literal["full", "regional"] = "full"
+    regions: tuple[str, ...] = tuple(MATCHERS)
+    rules: bool = True
+    max_autotune: bool = False
+    rematerialize: bool = True
+    cut_blocks: bool = True
+
+
+def _start_workers(device: torch.device) -> None:
+    if device.type == "cuda":
+        compat.start_compile_workers()
+
+
+@register(
+    "inductor", "numerics", options=InductorOptions(), provides=("compiled",), terminal=True, prepare=_start_workers
+)
+def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> None:
+    """Compile forward and backward, or regions of them, with Inductor."""
+    # Inductor takes a graph without autograd for inference and moves each node next to its first reader. Here that
+    # would put every weight gradient at the end: activations live longer, and reductions over the same rows part.
+    config = {"fallback_random": True, "reorder_for_locality": False, "triton.autotune_pointwise": False}
+    ours = (*collectives.PIPELINED, *collectives.COPIED)
+    if any(n.target in (*collectives.COLLECTIVES, *ours) for n in step.graph.nodes):
+        from stepgraph.inductor.communication import keep_order  # imports Inductor, which takes seconds
+
+        config |= keep_order(ours, lasting=(collectives.REDUCE_BEGIN,))
+    if options.max_autotune:
+        config |= {"max_autotune": True, "coordinate_descent_tuning": True}
+    guard = None
+    if options.rules and _on_cuda(step):
+        from stepgraph.inductor import fusion_guard, tuned_reductions
+
+        guard = fusion_guard()
+        config |= (guard | tuned_reductions(tuned=options.max_autotune)).options
+    _drop_empty_operands(step.graph)
+    (_regional if options.mode == "regional" else _full)(step, options, config, report)
+    if guard is not None:
+        made, refused = guard.report.allowed(), guard.report.refused()  # what is loaded from disk decides nothing
+        if made or refused:
+            report.notes.append(f"reductions along rows and columns: {len(made)} fused, {len(refused)} refused")
+
+
+def _drop_empty_operands(graph: fx.Graph) -> None:
+    """``cat`` without the empty tensors that it may be given, as by a key-value cache at its first use: Inductor takes
+    what is left of a single operand as it lies in memory, where ``cat`` writes it anew."""
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        operands = [operand for operand in node.args[0] if operand.meta["val"].shape != (0,)]
+        same = all(operand.meta["val"].dtype == node.meta["val"].dtype for operand in operands)
+        if len(operands) in (0, len(node.args[0])) or not same:
+            continue
+        if len(operands) > 1:
+            node.update_arg(0, operands)
+            continue
+        dense = node.meta["val"].is_contiguous()
+        with graph.inserting_before(node):
+            copy = graph.call_function(
+                aten.clone.default,
+                (operands[0],),
+                {"memory_format": torch.contiguous_format if dense else torch.preserve_format},
+            )
+        copy.meta = dict(node.meta)
+        node.replace_all_uses_with(copy)
+        graph.erase_node(node)
+
+
+def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
+    unknown = [kind for kind in options.regions if kind not in MATCHERS]
+    if unknown:
+        raise unknown_name("kind of region", unknown[0], MATCHERS)
+    found = tag_regions(step, options.regions)
+    if options.rematerialize and _on_cuda(step):
+        _rematerialize(step, report, regions=True)
+    pieces, notes = gather(step.graph)
+    counts = ", ".join(f"{kind} {count or 'found nothing'}" for kind, count in found.items())
+    report.notes += [f"regions: {counts}", *notes]
+    report.matched = sum(found.values())
+    report.changed = sum(len(piece.nodes) for piece in pieces)
+    _compile(step, pieces, config, report)
+
+
+def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
+    on_cuda = _on_cuda(step)
+    rematerialized = options.rematerialize and on_cuda
+    if rematerialized:
+        _rematerialize(step, report, regions=False)
+    left: dict[fx.Node, str] = {}
+    aliased = _Aliased(step.graph)
+
+    def kind(node: fx.Node) -> str | None:
+        if phase_of(node) == "optimizer":
+            return "optimizer" if node.meta.get(COMPILE) else None
+        if getattr(node.target, "namespace", "") == "stepgraph" and is_mutating(node):
+            return None
+        if node.meta.get(KEEP_EAGER):
+            return None
+        reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
+        if reason:
+            left[node] = reason
+            return None
+        # Forward is a piece of its own, so that what backward reads is written once and not rebuilt by each reader.
+        return "forward" if rematerialized and phase_of(node) == "forward" else "step"
+
+    pieces = consecutive(step, kind, cut=options.cut_blocks)
+    report.notes += [f"left to eager: {describe(node)}: {reason}" for node, reason in left.items()]
+    report.matched = sum(1 for _ in step.nodes())
+    report.changed = sum(len(piece.nodes) for piece in pieces)
+    _compile(step, pieces, config, report)
+
+
+def _compile(step: StepGraph, pieces: list[Piece], config: dict[str, Any], report: PassReport) -> None:
+    with _timed(report):
+        result = compile_pieces(step.module, pieces, config)
+        report.summary = (
+            f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
+            f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
+        )
+    step.executable = result.module
+    step.runner = Program(result.module)
+
+
+def _needs_gpu(node: fx.Node) -> str | None:
+    """Why Inductor cannot compile ``node`` for a CPU, or None."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):  # FlexAttention
+        return "Inductor compiles its backward for GPUs only"
+    return None
+
+
+def adds_in_any_order(node: fx.Node) -> str | None:
+    """Why two runs of ``node`` would differ if Inductor compiled it, or None. Eager sorts by row and adds in order,
+    but for ``index_put`` on a CPU, which adds atomically itself."""
+    adds = node.target is aten.embedding_dense_backward.default or (
+        node.target in _INDEX_PUTS and argument(node, "accumulate") and node.meta["val"].is_cuda
+    )
+    if not adds or not node.meta["val"].is_floating_point():
+        return None
+    return "Inductor adds rows by atomic operations, in another order every time"
+
+
+class _Aliased:
+    """Why a node cannot be in a piece that others may share, or None: Inductor compiles a write into one input for
+    whether another input is a view of it, and an offset into a storage for where its input begins."""
+
+    def __init__(self, graph: fx.Graph):
+        aliases = Aliases(graph)
+        self.root = aliases.root
+        self.viewed = {aliases.root(n) for n in graph.nodes if is_view(n) and aliases.root(n) is not n}
+
+    def __call__(self, node: fx.Node) -> str | None:
+        if is_mutating(node) and any(self.root(written) in self.viewed for written in written_arguments(node)):
+            return "it writes into what a view reads"
+        if node.target is aten.as_strided.default and argument(node, "storage_offset") is not None:
+            return "it says where in a storage its result begins"
+        return None
+
+
+def _on_cuda(step: StepGraph) -> bool:
+    return any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
+
+
+def _rematerialize(step: StepGraph, report: PassReport, *, regions: bool) -> None:
+    again, before, after = rematerialize(step, regions=regions)
+    report.notes.append(
+        f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
+        f"{after / 2**20:.0f} of {before / 2**20:.0f} MiB"
+    )
+
+
+@contextlib.contextmanager
+def _timed(report: PassReport) -> Iterator[None]:
+    """Note the seconds, and at the end of the summary how many pieces Inductor's cache on disk had."""
+    before = compat.inductor_cache_counts()
+    start = time.perf_counter()
+    yield
+    report.compile_s = time.perf_counter() - start
+    loaded, made = (now - then for now, then in zip(compat.inductor_cache_counts(), before, strict=True))
+    if loaded or made:
+        report.summary += f" ({loaded} of {loaded + made} loaded from disk)"

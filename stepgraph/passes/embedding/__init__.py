@@ -1,0 +1,1 @@
+"""The embedding pass: deterministic gradients of tables."""

@@ -1,0 +1,1 @@
+"""The loss pass: cross entropy with its gradient."""

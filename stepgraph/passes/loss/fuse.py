@@ -1,0 +1,191 @@
+"""The cross entropy and its gradient as one operator that writes the gradient over the logits.
+
+Matches: ``_log_softmax`` of a (M, V) tensor read only by ``nll_loss_forward`` and by the backward of that same loss,
+where the gradient that comes in does not depend on the loss's value. Before -> after: cast, log softmax, loss, loss
+backward, softmax backward, cast back -> ``stepgraph::cross_entropy_(logits)``. Where ranks share the
+vocabulary (tensor parallelism), see `fuse_split_loss`.
+Tier numerics: the kernel sums in another order, and its result is rounded once. Preconditions: a CUDA GPU, class
+indices as targets, no class weights, mean or sum.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from stepgraph.graph.facts import Aliases, getitem_users, is_pure, is_view, tensor_bytes
+from stepgraph.graph.provenance import provenance, set_provenance
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.kernels.loss.cross_entropy import cross_entropy_
+from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.loss import split as fuse_split_loss
+
+aten = torch.ops.aten
+_NONE, _MEAN = 0, 1  # torch's numbers for the reductions
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default)
+
+
+@register("fuse_loss", "numerics", needs_cuda=True)
+def fuse_loss(step: StepGraph, options: object, report: PassReport) -> None:
+    """Compute the cross entropy and its gradient in one kernel, over the logits; in two where ranks share them."""
+    saved = 0
+    for node in list(step.graph.nodes):
+        if node.target not in _FIRST:
+            continue
+        aliases = Aliases(step.graph)
+        found = _FIRST[node.target](node, aliases)
+        if found is None:
+            continue
+        report.matched += 1
+        if isinstance(found, str):
+            report.notes.append(f"{node.name} stays as it is: {found}")
+            continue
+        _erase_unread(step.graph, found.rewrite(aliases))
+        report.changed += 1
+        saved += tensor_bytes(found.logits) if found.private else 0
+    what = f"{report.changed} of {report.matched} cross entropies" if report.matched else "no cross entropy found to be"
+    report.summary = f"{what} computed with the gradient, {saved / 2**20:.0f} MiB of gradients written over logits"
+
+
+@dataclass
+class _Loss:
+    """The nodes of one loss. ``logits``: before the cast to fp32. ``slopes``: their gradient, after the cast back.
+    ``private``: nothing else reads the logits, and their rows are contiguous."""
+
+    logits: fx.Node
+    softmax: fx.Node
+    forward: fx.Node
+    backward: fx.Node
+    slopes: fx.Node
+    private: bool
+
+    def rewrite(self, aliases: Aliases) -> list[fx.Node]:
+        """Put the operator in their place; the nodes that may have no reader left."""
+        _, targets, _, reduction, ignore = self.forward.args
+        before = getitem_users(self.forward)[0]
+        with self.forward.graph.inserting_before(self.forward):
+            logits = self.logits
+            if not self.private:
+                logits = self._call(aten.clone.default, logits, memory_format=torch.contiguous_format)
+            logits = self._shaped_as(logits, self.softmax)
+            grad = self._cast(self._early(self.backward.args[0], aliases.position), torch.float32)
+            loss = self._call(cross_entropy_._opoverload, logits, targets, grad, reduction == _MEAN, ignore)
+            loss = self._cast(loss, before.meta["val"].dtype)
+            slopes = self._shaped_as(logits, self.slopes)
+        before.replace_all_uses_with(loss)
+        self.slopes.replace_all_uses_with(slopes)
+        return [self.slopes, *getitem_users(self.forward).values(), self.forward]
+
+    def _early(self, grad: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
+        """``grad``, computed before the loss is."""
+        if grad.target is aten.ones_like.default and position[grad] > position[self.forward]:
+            value = grad.meta["val"]
+            return self._call(aten.full.default, list(value.shape), 1.0, dtype=value.dtype, device=value.device)
+        if position[grad] < position[self.forward]:
+            return grad
+        args, kwargs = fx.map_arg((grad.args, grad.kwargs), lambda n: self._early(n, position))
+        return self._call(grad.target, *args, **kwargs)
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return node if node.meta["val"].dtype == dtype else self._call(aten._to_copy.default, node, dtype=dtype)
+
+    def _shaped_as(self, node: fx.Node, other: fx.Node) -> fx.Node:
+        shape = other.meta["val"].shape
+        return node if node.meta["val"].shape == shape else self._call(aten.view.default, node, list(shape))
+
+    def _call(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
+        node = self.forward.graph.call_function(target, args, kwargs)
+        values, options = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.logits.meta["val"].fake_mode, torch.no_grad():
+            node.meta["val"] = target(*values, **options)
+        set_provenance(node, provenance(self.forward))
+        return node
+
+
+def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
+    """The loss around ``softmax``, or why it cannot be rewritten."""
+    readers = list(_readers(softmax))
+    by_target = {user.target: user for user in readers}
+    forward, backward = by_target.get(aten.nll_loss_forward.default), by_target.get(aten.nll_loss_backward.default)
+    last = by_target.get(aten._log_softmax_backward_data.default)
+    if not (forward and backward and last) or len(readers) != 3:
+        return "not a class loss with its backward alone"
+    if 0 not in getitem_users(forward):
+        return "backward computes the loss again, and forward's own is another"
+    weight, reduction = forward.args[2:4]
+    if weight is not None or reduction == _NONE:
+        return "class weights, or a loss for each row"
+    total = getitem_users(forward).get(1)
+    if forward.args[1:] != backward.args[2:6] or last.args[0] is not backward or len(backward.users) != 1:
+        return "its backward belongs to another loss"
+    if total is not None and set(total.users) != {backward}:
+        return "the number of rows is read elsewhere"
+    logits, slopes, reader = _ends(softmax, last)
+    rows, targets = softmax.meta["val"], forward.args[1].meta["val"]
+    if softmax.args[1] not in (1, -1) or rows.ndim != 2 or rows.dtype not in _DTYPES:
+        return f"logits of {rows.ndim} dimensions in {rows.dtype}"
+    if targets.dtype != torch.int64:
+        return f"targets in {targets.dtype}"
+    if aliases.written_between(logits, aliases.position[reader], aliases.position[forward]):
+        return "its logits are overwritten before it"
+    if not _known_before(backward.args[0], forward, aliases):
+        return "the gradient that comes in depends on the loss"
+    root = aliases.root(logits)
+    members = [n for n in aliases.position if aliases.root(n) is root]
+    used = {user for member in members for user in member.users if not is_view(user)}
+    private = root.op == "call_function" and logits.meta["val"].is_contiguous() and used == {reader}
+    return _Loss(logits, softmax, forward, backward, slopes, private)
+
+
+#: What a loss begins with, and how the rest of it is found.
+_FIRST = {aten._log_softmax.default: _match, aten.amax.default: fuse_split_loss.match}
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads ``node``, directly or through ``detach``."""
+    for user in node.users:
+        yield from _readers(user) if user.target is aten.detach.default else (user,)
+
+
+def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """(logits, their gradient, the first reader of the logits): outside a cast to fp32 and back, if there is one.
+
+    Between the casts a tensor may be reshaped, as Hugging Face's losses do.
+    """
+    cast, back = softmax.args[0], last
+    while cast.target in _RESHAPES and len(cast.users) == 1:
+        cast = cast.args[0]
+    while back.target is not aten._to_copy.default and len(back.users) == 1:
+        (user,) = back.users
+        if user.target not in (aten._to_copy.default, *_RESHAPES):
+            break
+        back = user
+    if cast.target is aten._to_copy.default and len(cast.users) == 1 and back.target is aten._to_copy.default:
+        before, after = cast.args[0].meta["val"], back.meta["val"]
+        if before.dtype in _DTYPES and (before.dtype, before.device) == (after.dtype, last.meta["val"].device):
+            return cast.args[0], back, cast
+    return softmax.args[0], last, softmax
+
+
+def _known_before(node: fx.Node, loss: fx.Node, aliases: Aliases) -> bool:
+    """Whether ``node`` can be computed before ``loss``: of a tensor of ones, only the shape matters."""
+    at = aliases.position
+    if node.target is aten.ones_like.default or at[node] < at[loss]:
+        return True
+    if not is_pure(node) or isinstance(node.meta["val"], (list, tuple)):
+        return False
+    sources = node.all_input_nodes
+    return all(_known_before(s, loss, aliases) and not aliases.written_between(s, at[loss], at[node]) for s in sources)
+
+
+def _erase_unread(graph: fx.Graph, ends: list[fx.Node]) -> None:
+    """Take out ``ends`` and what only they read."""
+    erased: set[fx.Node] = set()
+    while ends:
+        node = ends.pop(0)
+        if node not in erased and not node.users and is_pure(node):
+            ends += node.all_input_nodes
+            graph.erase_node(node)
+            erased.add(node)

@@ -1,0 +1,344 @@
+"""Activation recomputation: which forward results to keep for backward, and which to compute again.
+
+Matches: forward results that backward reads. Before -> after: a backward node reads a copy of the forward node,
+inserted just before it, that runs the same operator on the same values; the original then dies in forward.
+Exact: the copy is bitwise the original, because random and mutating operators are never run again. Nor are
+collectives, but for the all-gathers of tensor parallelism, which `full` (and a budget) repeats: what they read is a
+part of what they make. Gathers of parameters are left to `reshard_after_forward`.
+Preconditions: a flat graph with phases. Calls of ``torch.utils.checkpoint`` in the model are honoured under every
+policy: capture runs them plainly and marks their nodes.
+Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), for the idea.
+"""
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from stepgraph.errors import unknown_name
+from stepgraph.graph import collectives
+from stepgraph.graph.facts import EXPENSIVE, Aliases, is_pure, is_view, tensor_bytes
+from stepgraph.graph.provenance import phase_of, provenance, set_provenance
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.contract import PassReport, register
+
+aten = torch.ops.aten
+
+POLICIES = ("none", "selective", "full", "budget")
+
+#: A chain of cheap operators longer than this is cut by keeping a result: a residual stream without declared blocks
+#: would otherwise be recomputed from the embedding up.
+MAX_CHAIN = 12
+
+# Relative cost of recomputing: seconds on a card of about 700 TFLOP/s and 3.5 TB/s. Only ratios matter.
+_FLOPS_PER_S, _BYTES_PER_S = 700e12, 3.5e12
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    """``policy``: ``none``, ``full`` (keep what enters each repeated block), ``selective`` (keep the results of
+    expensive operators) or ``budget``, which keeps as much as fits. ``budget``: GiB kept for backward, or a fraction
+    of what ``none`` keeps, by ``budget_is_fraction``."""
+
+    policy: str = "none"
+    budget: float = 0.0
+    budget_is_fraction: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise unknown_name("memory policy", self.policy, POLICIES)
+        if self.policy == "budget" and not 0 < self.budget < float("inf"):
+            raise ValueError(f"memory budget {self.budget:g} is not a positive number; give GiB or a fraction")
+
+
+def parse_policy(text: str) -> MemoryPolicy:
+    """``none | full | selective | budget=8GiB | budget=0.5`` (a fraction below or equal to 1, GiB above)."""
+    name, _, value = text.partition("=")
+    allowed = "allowed: none, full, selective, budget=<GiB, as 8GiB> or budget=<fraction, as 0.5>"
+    if name in ("none", "full", "selective") and not value:
+        return MemoryPolicy(name)
+    if name != "budget" or not value:
+        raise ValueError(f"unknown memory policy {text!r}; {allowed}")
+    try:
+        number = float(value.removesuffix("GiB"))
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"memory budget {value!r} is not a positive number; {allowed}")
+    return MemoryPolicy("budget", number, not value.endswith("GiB") and number <= 1)
+
+
+@register("recompute", "exact", options=MemoryPolicy())
+def recompute(step: StepGraph, options: MemoryPolicy, report: PassReport) -> None:
+    """Trade memory for time: recompute forward results in backward by a memory policy."""
+    plan = Plan(step)
+    everything = plan.kept_bytes(set())
+    report.matched = len(plan.saved)
+    if options.policy in ("full", "selective") and not step.blocks:
+        report.notes.append("the model declares no repeated blocks (nn.ModuleList): treated as one block")
+    if options.policy == "budget":
+        unit = everything if options.budget_is_fraction else 2**30
+        dropped = plan.fit(options.budget * unit)
+        if dropped is None:
+            least = plan.kept_bytes(plan.dropped("full"))
+            enough = math.ceil(least / unit * 1e4) / 1e4
+            raise ValueError(
+                f"memory budget of {_size(options.budget * unit)} cannot be met: with everything in the blocks "
+                f"recomputed {_size(least)} of {_size(everything)} remain; ask for at least "
+                f"budget={enough:g}{'' if options.budget_is_fraction else 'GiB'}"
+            )
+    else:
+        dropped = plan.dropped(options.policy)
+    kept, marked = plan.kept_bytes(dropped), len(plan.checkpointed())
+    report.changed = plan.rewrite(dropped)
+    report.summary = (
+        f"policy {options.policy}: {report.changed} nodes computed again; kept for backward "
+        f"{_size(kept)} of {_size(everything)}"
+    )
+    if marked:
+        report.notes.append(f"{marked} results inside torch.utils.checkpoint calls are recomputed, as they ask")
+
+
+def _size(size: float) -> str:
+    power = next((p for p in (3, 2) if size >= 2 ** (10 * p)), 1)
+    return f"{size / 2 ** (10 * power):.2f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
+class Plan:
+    """The forward results that backward reads, and what it takes to compute each again.
+
+    A result is known by its root: the node that owns its storage. ``saved``: roots backward reads, in order.
+    ``forward``: the phases that count as forward; the rest up to the optimizer counts as backward.
+    """
+
+    def __init__(self, step: StepGraph, forward: tuple[str, ...] = ("forward", "loss")):
+        self.step = step
+        self.forward = forward
+        self.nodes = list(step.graph.nodes)
+        self.aliases = Aliases(step.graph)
+        self.phase = {node: phase_of(node) for node in self.nodes}
+        self.block = self._blocks()
+        gathers = {node for node in self.nodes if node.target is collectives.ALL_GATHER}
+        self.gathers = gathers - {c.node for c in collectives.parameter_gathers(step)} if gathers else gathers
+        self.saved: dict[fx.Node, None] = {}
+        for node in self.nodes:
+            if self._is_forward(node) and any(self.is_backward(user) for user in node.users):
+                root = self.aliases.root(node)
+                if root.op == "call_function":
+                    self.saved[root] = None
+        self._repeatable = {n: self._can_repeat(n) for n in self.nodes if self._is_forward(n)}
+
+    def _blocks(self) -> dict[fx.Node, str | None]:
+        """The repeated block of every node; looked up once per module path, which many nodes share."""
+        blocks, by_path = {}, {}
+        for node in self.nodes:
+            found = provenance(node)
+            path = found.path if found else None
+            if path not in by_path:
+                by_path[path] = self.step.block_of(node)
+            blocks[node] = by_path[path]
+        return blocks
+
+    def _is_forward(self, node: fx.Node) -> bool:
+        return self.phase[node] in self.forward
+
+    def is_backward(self, node: fx.Node) -> bool:
+        """Whether the node runs after forward and before the optimizer."""
+        return self.phase[node] in ("loss", "backward") and not self._is_forward(node)
+
+    def _can_repeat(self, node: fx.Node) -> bool:
+        """Whether running ``node`` again in backward gives the same bits."""
+        operator_node = self.operator(node)
+        if node not in self.gathers and not (is_pure(node) and is_pure(operator_node)):
+            return False
+        root = self.aliases.root(node)
+        if self.aliases.writes.get(root):
+            return False  # written in place after it was made
+        here = self.aliases.position[node]
+        for source in operator_node.all_input_nodes:
+            writes = self.aliases.writes.get(self.aliases.root(source), ())
+            # The optimizer writes parameters after all of backward; any other write may fall in between.
+            if any(p > here and self.phase[self.nodes[p]] != "optimizer" for p in writes):
+                return False
+        return True
+
+    # Policies: each returns the roots that need not be kept.
+
+    def dropped(self, policy: str) -> set[fx.Node]:
+        """What ``policy`` (not ``budget``) and the model's checkpoint calls recompute.
+
+        Recomputing a small result may need a large one that was not kept before: a stronger policy that would keep
+        more gives way to the weaker one.
+        """
+        marked = self.checkpointed()
+        choices = [marked, marked | self.selective(), marked | self.full()]
+        return min(choices[: 1 + POLICIES.index(policy)], key=self.kept_bytes)
+
+    def candidates(self) -> Iterable[fx.Node]:
+        """Every forward root that can be computed again, whether or not backward reads it now."""
+        return (n for n, ok in self._repeatable.items() if ok and self.aliases.root(n) is n)
+
+    def leaves_block(self, root: fx.Node) -> bool:
+        """Whether a repeated block made the result and forward reads it outside."""
+        return self.block[root] is not None and self._crosses(root, self.block)
+
+    def _crosses(self, root: fx.Node, region: dict[fx.Node, object]) -> bool:
+        """Whether forward nodes of another region read the result."""
+        return any(
+            self._is_forward(user) and region[user] != region[root]
+            for alias in self.alias_nodes(root)
+            for user in alias.users
+            if not is_view(user)
+        )
+
+    def alias_nodes(self, root: fx.Node) -> list[fx.Node]:
+        nodes, queue = [], [root]
+        while queue:
+            node = queue.pop()
+            nodes.append(node)
+            queue += [u for u in node.users if is_view(u) and u.args[0] is node]
+        return nodes
+
+    def checkpointed(self) -> set[fx.Node]:
+        """What the model's own ``torch.utils.checkpoint`` calls ask to recompute."""
+        region = {n: (provenance(n).checkpoint if provenance(n) else None) for n in self.nodes}
+        return {n for n in self.candidates() if region[n] is not None and not self._crosses(n, region)}
+
+    def full(self) -> set[fx.Node]:
+        """Everything inside repeated blocks except what leaves them."""
+        inside = (n for n in self.candidates() if self.block[n] is not None or not self.step.blocks)
+        return {n for n in inside if not self._crosses(n, self.block)}
+
+    def selective(self) -> set[fx.Node]:
+        """Cheap operators, in chains of at most ``MAX_CHAIN``, that do not cross blocks."""
+        dropped: set[fx.Node] = set()
+        depth: dict[fx.Node, int] = {}
+        for node in self.candidates():
+            if self.is_expensive(node) or self._crosses(node, self.block):
+                continue
+            length = 1 + max((depth.get(s, 0) for s in self.sources(node)), default=0)
+            if length <= MAX_CHAIN:
+                depth[node] = length
+                dropped.add(node)
+        return dropped
+
+    def fit(self, limit: float) -> set[fx.Node] | None:
+        """The least recomputation found that keeps at most ``limit`` bytes: cheapest seconds per byte first.
+
+        None: even ``full`` keeps more.
+        """
+        marked, full = self.checkpointed(), self.dropped("full")
+        if self.kept_bytes(full) > limit:
+            return None
+        order = sorted(full - marked, key=lambda n: self._seconds(n) / max(tensor_bytes(n), 1))
+        low, high = 0, len(order)
+        while low < high:
+            middle = (low + high) // 2
+            if self.kept_bytes(marked | set(order[:middle])) <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        return marked | set(order[:low])
+
+    @staticmethod
+    def operator(node: fx.Node) -> fx.Node:
+        return node.args[0] if node.target is operator.getitem else node
+
+    def is_expensive(self, node: fx.Node) -> bool:
+        if node in self.gathers:
+            return True
+        target = self.operator(node).target
+        packet = getattr(target, "overloadpacket", None)
+        return packet in EXPENSIVE or isinstance(target, torch._ops.HigherOrderOperator)
+
+    def _seconds(self, node: fx.Node) -> float:
+        if node in self.gathers:
+            return collectives.seconds(node)
+        op = self.operator(node)
+        moved = tensor_bytes(op) + sum(tensor_bytes(s) for s in op.all_input_nodes)
+        flops = 0
+        if self.is_expensive(node):
+            shapes = [s.meta["val"].shape for s in op.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
+            inner = shapes[0][-1] if shapes and len(shapes[0]) else 1
+            result = op.meta["val"]
+            first = result[0] if isinstance(result, (list, tuple)) else result
+            flops = 2 * first.numel() * inner
+            if "attention" in str(op.target):
+                flops = 4 * first.numel() * shapes[1][-2]
+        return flops / _FLOPS_PER_S + moved / _BYTES_PER_S
+
+    def kept(self, dropped: set[fx.Node]) -> set[fx.Node]:
+        """The roots kept for backward when ``dropped`` are computed again: a dropped one needs its sources."""
+        kept: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        queue = list(self.saved)
+        while queue:
+            root = queue.pop()
+            if root in seen or root.op != "call_function":
+                continue
+            seen.add(root)
+            if root not in dropped:
+                kept.add(root)
+                continue
+            queue += self.sources(root)
+        return kept
+
+    def sources(self, root: fx.Node) -> list[fx.Node]:
+        """The roots that the operator behind ``root`` reads."""
+        return [self.aliases.root(source) for source in self.operator(root).all_input_nodes]
+
+    def kept_bytes(self, dropped: set[fx.Node]) -> int:
+        """Bytes of `kept`."""
+        return sum(tensor_bytes(root) for root in self.kept(dropped))
+
+    def rewrite(self, dropped: set[fx.Node]) -> int:
+        """Make backward read copies of dropped results. The number of nodes added."""
+        if not dropped:
+            return 0
+        graph, copies, added = self.step.graph, {}, 0
+        for user in self.nodes:
+            if not self.is_backward(user):
+                continue
+            for source in user.all_input_nodes:
+                if not self._is_forward(source) or self.aliases.root(source) not in dropped:
+                    continue
+                with graph.inserting_before(user):
+                    replacement, new = self._copy(source, dropped, copies, user)
+                added += new
+                user.replace_input_with(source, replacement)
+        for node in reversed(self.nodes):
+            if node in copies and not node.users:  # forward made it for backward alone
+                graph.erase_node(node)
+        return added
+
+    def _copy(self, node: fx.Node, dropped: set, copies: dict[fx.Node, fx.Node], user: fx.Node) -> tuple[fx.Node, int]:
+        """A copy of ``node`` at the insertion point, its dropped sources copied first. Iterative: chains are long."""
+        added, stack = 0, [node]
+        while stack:
+            current = stack[-1]
+            if current in copies:
+                stack.pop()
+                continue
+            needed = [s for s in current.all_input_nodes if self._is_dropped(s, dropped) and s not in copies]
+            if needed:
+                stack += needed
+                continue
+            copy = self.step.graph.node_copy(current, lambda n: copies.get(n, n))
+            found = provenance(current)
+            set_provenance(copy, found._replace(phase="backward"))
+            copy.meta["recomputes"] = current.name
+            copies[current] = copy
+            added += 1
+            stack.pop()
+        return copies[node], added
+
+    def _is_dropped(self, node: fx.Node, dropped: set[fx.Node]) -> bool:
+        """Whether ``node`` must be copied: its result, or the operator behind a getitem, is not kept."""
+        if not self._is_forward(node):
+            return False
+        if isinstance(node.meta.get("val"), (list, tuple)):
+            return True  # a multi-output operator whose getitem is dropped
+        return self.aliases.root(node) in dropped

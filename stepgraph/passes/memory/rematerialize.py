@@ -1,0 +1,110 @@
+"""What to carry from forward to backward under a compiler: the fewest bytes from which the rest is rebuilt for free.
+
+A compiler fuses cheap operators into the kernels that read their results, so in backward they cost arithmetic and no
+memory traffic. Before -> after: backward reads ``silu(g)`` that forward wrote -> backward reads ``g`` and computes
+``silu`` where it needs it. The choice is a minimum cut of the forward graph: every path from what cannot be computed
+again (matrix products, attention, random numbers) to what backward reads is cut at results whose bytes sum to the
+least. Exact, since the same operators run on the same values. Kept in any case: reductions, whose kernels are not free
+to fuse, what backward hands to a matrix product or attention, which would have to be written anyway, and what leaves a
+repeated block.
+Source: the idea of torch's min-cut partitioner (He and Yu, Transcending Runtime-Memory Tradeoffs in Checkpointing by
+being Fusion Aware, 2023), here on the step's own phases.
+"""
+
+import networkx as nx
+import torch
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.marks import KEEP_EAGER
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.inductor.regional import region_of, tag
+from stepgraph.passes.memory.recompute import Plan
+
+
+def rematerialize(step: StepGraph, *, regions: bool = False) -> tuple[int, int, int]:
+    """Rewrite the step; (nodes computed again, bytes carried before, bytes carried after).
+
+    The loss counts as backward: its gradient follows at once and shares its kernels. ``regions``: only what a tagged
+    region made and only such regions read in backward, which then compute it themselves; outside nothing is fused.
+    """
+    plan = Plan(step, forward=("forward",))
+    before = plan.kept_bytes(set())
+    dropped = _minimum_cut(plan, regions)
+    after = plan.kept_bytes(dropped)
+    added = plan.rewrite(dropped)
+    if regions:
+        known = set(plan.nodes)
+        for node in reversed(step.graph.nodes):
+            if node not in known:
+                tag([node], region_of(next(iter(node.users))))
+    return added, before, after
+
+
+def _minimum_cut(plan: Plan, regions: bool) -> set[fx.Node]:
+    """The roots to compute again."""
+    network = nx.DiGraph()
+    latest = len(plan.nodes)
+    repeatable = {root for root in plan.candidates() if not plan.is_expensive(root) and not _reduces(plan, root)}
+    repeatable = {root for root in repeatable if not root.meta.get(KEEP_EAGER)}  # those are kernels of their own
+    # Backward would need the last sum of a residual stream first, and with it all earlier ones at once.
+    repeatable = {root for root in repeatable if not plan.leaves_block(root)}
+    if regions:
+        repeatable = {root for root in repeatable if _between_regions(plan, root)}
+    seen: set[fx.Node] = set()
+    queue = list(plan.saved)
+    for root in queue:
+        network.add_edge((root, "out"), "backward")
+    while queue:
+        root = queue.pop()
+        if root in seen:
+            continue
+        seen.add(root)
+        # Between equal choices the later result is the better one: less is left to compute.
+        cost = tensor_bytes(root) * (2 - plan.aliases.position[root] / latest * 1e-3)
+        several = isinstance(root.meta.get("val"), (list, tuple))
+        network.add_edge((root, "in"), (root, "out"), **({} if several else {"capacity": cost}))
+        if root not in repeatable or _feeds_product(plan, root):
+            network.add_edge("forward", (root, "in"))
+            continue
+        for source in plan.sources(root):
+            if source.op == "call_function":  # inputs of the graph are there anyway
+                network.add_edge((source, "out"), (root, "in"))
+                queue.append(source)
+    if "forward" not in network or "backward" not in network:
+        return set()
+    _, (kept_side, _) = nx.minimum_cut(network, "forward", "backward")
+    # What lies beyond the cut is computed again.
+    return {root for root in seen if (root, "in") not in kept_side}
+
+
+def _reduces(plan: Plan, root: fx.Node) -> bool:
+    """Whether the operator behind ``root`` makes something smaller than what it reads, beside its result or as it."""
+    op = plan.operator(root)
+    made, read = _sizes([op]), _sizes(op.all_input_nodes)
+    return bool(made and read) and min(made) < max(read)
+
+
+def _between_regions(plan: Plan, root: fx.Node) -> bool:
+    """Whether a region made the result and nothing else reads it in backward."""
+    readers = (user for alias in plan.alias_nodes(root) for user in alias.users if plan.is_backward(user))
+    return region_of(root) is not None and all(region_of(user) is not None for user in readers)
+
+
+def _sizes(nodes: list[fx.Node]) -> list[int]:
+    values = [value for n in nodes for value in compat.pytree.tree_leaves(n.meta.get("val"))]
+    return [value.numel() for value in values if isinstance(value, torch.Tensor)]
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "stepgraph"
+
+
+def _feeds_product(plan: Plan, root: fx.Node) -> bool:
+    """Whether a matrix product, attention or kernel of ours in backward reads it, so that it must lie in memory."""
+    return any(
+        plan.is_backward(user) and (plan.is_expensive(user) or "attention" in str(user.target) or _is_ours(user))
+        for alias in plan.alias_nodes(root)
+        for user in alias.users
+    )

@@ -1,0 +1,269 @@
+"""Proves that the operators around a root ``rsqrt(mean(x^2) + eps)``, in whatever spelling, are a norm.
+
+What follows from the root is read as polynomials (see `norm_values`): only a node that equals
+``xhat * (weight + offset) + bias`` is an output, only one that equals a derivative of the norm is a gradient. Where
+anything else reads what lies between, the norm is left alone.
+"""
+
+import torch
+from torch import fx
+
+from stepgraph.graph.provenance import phase_of
+from stepgraph.passes.norm import algebra
+from stepgraph.passes.norm.algebra import Polynomial
+from stepgraph.passes.norm.found import Found, Gradient, Refused
+from stepgraph.passes.norm.values import Values, before_widening, is_cast, packet, value_of
+
+aten = torch.ops.aten
+
+ROOTS = (aten.rsqrt, aten.sqrt, aten.pow)
+
+
+def normalized(root: fx.Node) -> fx.Node | None:
+    """The tensor whose mean square is under the ``root``, before casts; None if there is nothing of the kind."""
+    if packet(root) is aten.pow and root.args[1] not in (0.5, -0.5):
+        return None
+    queue = [root.args[0]]
+    for node in queue:
+        if len(queue) > 16 or not isinstance(node, fx.Node) or node.op != "call_function":
+            return None
+        if packet(node) in (aten.mean, aten.sum, aten.var):
+            source = _squared(node)
+            if source is not None:
+                return source
+        else:
+            queue += node.all_input_nodes
+    return None
+
+
+def _squared(reduction: fx.Node) -> fx.Node | None:
+    """What is squared in ``mean(x^2)``, ``mean((x - mean(x))^2)`` or ``var(x)``."""
+    node = reduction.args[0]
+    if packet(reduction) is not aten.var:
+        if packet(node) not in (aten.pow, aten.square, aten.mul) or (
+            packet(node) is aten.mul and node.args[0] is not node.args[1]
+        ):
+            return None
+        node = node.args[0]
+        if packet(node) is aten.sub:
+            node = node.args[0]
+    node = before_widening(node)
+    return node if value_of(node).ndim and value_of(node).shape[-1] > 1 else None
+
+
+class Composite:
+    """One root and what follows from it."""
+
+    def __init__(self, root: fx.Node, x: fx.Node, copies: list[fx.Node], original: Found | None):
+        self.root, self.x, self.copies, self.original = root, x, copies, original
+        self.values = Values(x, copies)
+
+    def match(self) -> Found | Refused:
+        """The norm, with its backward where it has one, or why it is none."""
+        found = self._forward()
+        if isinstance(found, Refused):
+            return found
+        values, (inside, strangers) = self.values, self._reach(self.values, found.outputs)
+        if any(phase_of(reader) == "backward" for reader in strangers):
+            values = self._backward(found)
+            if values is None:
+                return Refused(self.root, f"{strangers[0].name}, which reads its results, is not its backward")
+            results = [*found.outputs, *found.gradient.results()]
+            inside, strangers = self._reach(values, results)
+        if strangers:
+            return Refused(self.root, f"what is inside it is read by {strangers[0].name}")
+        kept = {self.x, *self.copies, found.weight, found.bias}
+        found.nodes = [*inside, *found.outputs, *(found.gradient.results() if found.gradient else ())]
+        gone = set(found.nodes)
+        for node in sorted(values.known, reverse=True):  # what only they read: squares, casts, the mean
+            if node.op == "call_function" and node not in kept and node.users and set(node.users) <= gone:
+                gone.add(node)
+        found.nodes = list(gone)
+        return found
+
+    def _reach(self, values: Values, results: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """``(inside, strangers)``: what depends on the statistics otherwise than through ``results``, and who reads it
+        besides."""
+        inside, strangers, queue = {self.root: None}, [], [self.root]
+        while queue:
+            for user in queue.pop().users:
+                if user in results or user in inside:
+                    continue
+                if user in values.known:
+                    inside[user] = None
+                    queue.append(user)
+                else:
+                    strangers.append(user)
+        return list(inside), sorted(strangers)
+
+    # Forward
+
+    def _forward(self) -> Found | Refused:
+        under = self.values.get(self.root.args[0])
+        if under is None:
+            return Refused(self.root, "what is under the root is not a mean square of rows")
+        xhat, eps, kind = self._of_statistics(under)
+        if xhat is None:
+            return Refused(self.root, "what is under the root is not a mean square of rows plus eps")
+        self.xhat, self.rstd = xhat, algebra.power(under, -0.5)
+        self.values.get(self.root)
+        self.dependent = [self.root, *self.values.spread([self.root])]
+        best, outputs, covered, affine = -1, [], set(), None
+        for node in self.dependent:
+            given = self._affine(self.values.known[node]) if self.values.is_full(node) else None
+            if given is None:
+                continue
+            parts = sum(part is not None for part in given[::2])
+            if parts > best:
+                best, outputs, covered, affine = parts, [], set(), given
+            if parts == best and given == affine:
+                if not covered.intersection(node.all_input_nodes):
+                    outputs.append(node)
+                covered.add(node)
+        if self.original and affine != (self.original.weight, self.original.offset, self.original.bias):
+            weight, offset, bias = self.original.weight, self.original.offset, self.original.bias
+            return Found(self.original.form, kind, eps, self.x, weight, bias, offset, [], self.root)
+        if affine is None:
+            return Refused(self.root, "nothing is normalized by it")
+        weight, offset, bias = affine
+        form = f"composite {'layer norm' if kind == 'layer' else 'rms'}"
+        if offset:
+            form += f", weight + {offset:g}"
+        elif weight is not None and packet(self.root) is aten.rsqrt and self._cast_before_weight(outputs[0]):
+            form += ", cast before the weight"
+        return Found(form, kind, eps, self.x, weight, bias, offset, outputs, self.root)
+
+    def _of_statistics(self, under: Polynomial) -> tuple[Polynomial | None, float, str]:
+        """``(xhat, eps, kind)`` where ``under`` is variance or mean square plus eps."""
+        x = algebra.factor("full", self.x)
+        eps = under.get(algebra.ONE, 0.0)
+        mean, squares = algebra.row_mean(x), algebra.row_mean(algebra.power(x, 2))
+        if eps < 0:
+            return None, eps, ""
+        for kind, centered, moment in (
+            ("rms", x, squares),
+            ("layer", algebra.add(x, mean, -1.0), algebra.add(squares, algebra.power(mean, 2), -1.0)),
+        ):
+            if algebra.same(under, algebra.add(moment, algebra.constant(eps))):
+                return algebra.multiply(centered, algebra.power(under, -0.5)), eps, kind
+        return None, eps, ""
+
+    def _affine(self, given: Polynomial) -> tuple[fx.Node | None, float, fx.Node | None] | None:
+        """``(weight, offset, bias)`` if ``given`` is ``xhat * (weight + offset) + bias``."""
+        bias = {m: c for m, c in given.items() if all(key[0] == "column" for key, _ in m)}
+        scaled = {m: c for m, c in given.items() if m not in bias}
+        weights, biases = algebra.keys(scaled, "column"), algebra.keys(bias, "column")
+        if len(weights) > 1 or len(biases) > 1 or algebra.ONE in bias:
+            return None
+        first = next(iter(self.xhat))
+        offset = scaled.get(first, 0.0) / self.xhat[first]
+        weight, shift = next(iter(weights), None), next(iter(biases), None)
+        if (weight is None and abs(offset - 1) > 1e-6) or (shift is not None and weight is None):
+            return None
+        expected = algebra.multiply(self.xhat, self._scale(weight, offset))
+        if shift is not None:
+            expected = algebra.add(expected, algebra.factor("column", shift))
+        return (weight, offset if weight is not None else 0.0, shift) if algebra.same(given, expected) else None
+
+    @staticmethod
+    def _scale(weight: fx.Node | None, offset: float) -> Polynomial:
+        if weight is None:
+            return algebra.constant(1)
+        return algebra.add(algebra.factor("column", weight), algebra.constant(offset))
+
+    def _cast_before_weight(self, y: fx.Node) -> bool:
+        """Whether xhat is rounded before it is scaled, as Hugging Face does."""
+        return any(is_cast(n) and value_of(n).dtype != value_of(n.args[0]).dtype for n in y.all_input_nodes
+                   if n in self.values.known and self.values.is_full(n))  # fmt: skip
+
+    # Backward
+
+    def _backward(self, found: Found) -> Values | None:
+        """Find the gradients; what was read on the way, or None."""
+        for dy in self._candidates(found):
+            values = self.values.with_gradient(dy)
+            read = values.spread([dy, *self.dependent])
+            gradient = self._gradient(found, values, dy, read)
+            if gradient.results():
+                found.gradient = gradient
+                return values
+        return None
+
+    def _candidates(self, found: Found) -> list[fx.Node]:
+        """Tensors that may be the gradient of y: what intermediate results are multiplied with in backward."""
+        inner = [n for n in self.values.known if n.op == "call_function" and n is not self.x]
+        candidates: dict[fx.Node, None] = {}
+        for node in inner:
+            for user in node.users:
+                if user in self.values.known or phase_of(user) != "backward":
+                    continue
+                if packet(user) not in (aten.mul, aten.div):
+                    continue
+                for other in user.all_input_nodes:
+                    if other not in self.values.known and self.values.is_full(other):
+                        candidates[self._before_weight(other)] = None
+        return list(candidates)[:8]
+
+    def _before_weight(self, node: fx.Node) -> fx.Node:
+        """``dy`` behind ``dy * weight`` and casts."""
+        while True:
+            node = before_widening(node)
+            if packet(node) is not aten.mul:
+                return node
+            full = [a for a in node.args if isinstance(a, fx.Node) and self.values.is_full(a)]
+            if len(full) != 1 or not all(a in full or self.values.get(a) for a in node.all_input_nodes):
+                return node
+            node = full[0]
+
+    def _gradient(self, found: Found, values: Values, dy: fx.Node, read: list[fx.Node]) -> Gradient:
+        """The first node that equals each derivative."""
+        slope = algebra.factor("full", dy)
+        dims = tuple(range(len(values.shape) - (1 if found.weight is None else _rank(found.weight))))
+        wanted = {
+            "dx": self._derivative(found, slope),
+            "dw": algebra.column_sum(algebra.multiply(slope, self.xhat), dims) if found.weight is not None else None,
+            "db": algebra.column_sum(slope, dims) if found.bias is not None else None,
+        }
+        gradient = Gradient(dy, self.x)
+        copies = [n for n in self.copies if any(phase_of(u) == "backward" and u in values.known for u in n.users)]
+        if copies:
+            gradient.x = copies[0]
+        for node in read:
+            given = values.known[node]
+            for name, expected in wanted.items():
+                if expected is None or getattr(gradient, name) is not None:
+                    continue
+                if name == "dx" and values.is_full(node):
+                    rest = algebra.add(given, expected, -1.0)
+                    other = self._other(rest, dy)
+                    if rest and other is None:
+                        continue
+                    gradient.dx, gradient.dh = node, other
+                elif name != "dx" and algebra.same(given, expected):
+                    setattr(gradient, name, node)
+        return gradient
+
+    def _derivative(self, found: Found, dy: Polynomial) -> Polynomial:
+        """``rstd * (g - xhat * mean(g * xhat))``, for a layer norm less the mean of g; g = dy * (weight + offset)."""
+        g = algebra.multiply(dy, self._scale(found.weight, found.offset))
+        inner = algebra.add(g, algebra.multiply(self.xhat, algebra.row_mean(algebra.multiply(g, self.xhat))), -1.0)
+        if found.kind == "layer":
+            inner = algebra.add(inner, algebra.row_mean(g), -1.0)
+        return algebra.multiply(self.rstd, inner)
+
+    def _other(self, rest: Polynomial, dy: fx.Node) -> fx.Node | None:
+        """The tensor that ``rest`` is, if it is one other than x and dy."""
+        if len(rest) != 1:
+            return None
+        ((monomial, coefficient),) = rest.items()
+        if abs(coefficient - 1) > 1e-6 or len(monomial) != 1:
+            return None
+        (((kind, node, *_), exponent),) = monomial
+        return node if kind == "full" and exponent == 1 and node not in (self.x, dy) else None
+
+
+def _rank(weight: fx.Node) -> int:
+    shape = list(value_of(weight).shape)
+    while len(shape) > 1 and shape[0] == 1:
+        shape.pop(0)
+    return len(shape)

@@ -1,0 +1,197 @@
+"""RMS and layer norms by the way that is fastest for each: our kernels, Inductor, or eager's.
+
+Matches: every norm of rows, forward and backward, fused or composite (see `norm_match`). Before -> after, where our
+kernels are chosen: the residual add, the norm and its casts -> ``stepgraph::norm``; its backward and the addition of
+the residual stream's gradient -> ``stepgraph::norm_backward``; the norms of queries and keys -> one operator. Where
+Inductor is chosen the graph stays, and the norm with its pointwise neighbours is marked as a region; where eager is
+chosen it is marked to be left out of Inductor.
+Tier numerics: the kernels round once where a composite rounds several times, and sum in another order. From run to
+run their results are bitwise equal. Preconditions: a flat graph with phases, before Inductor.
+Source: the idea of torchtitan pull request 3132.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import fx
+
+from stepgraph.errors import unknown_name
+from stepgraph.graph.facts import Aliases, is_overload, is_view, tensor_bytes
+from stepgraph.graph.marks import KEEP_EAGER
+from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.inductor.regional import KEY, Region
+from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.norm import pairs as norm_pairs
+from stepgraph.passes.norm.cost import Traffic, cost
+from stepgraph.passes.norm.found import Found, added
+from stepgraph.passes.norm.match import find
+from stepgraph.passes.norm.rewrite import Rewriter, unsupported
+from stepgraph.passes.norm.values import packet, value_of
+
+Choice = Literal["auto", "kernel", "inductor", "eager"]
+
+#: Notes of one kind beyond this number are only counted.
+_NOTES = 8
+
+
+@dataclass(frozen=True)
+class FuseNormOptions:
+    """``choice``: how norms run; ``auto`` takes the cheapest for each (see `norm_cost`), and on a CPU leaves them as
+    they are. ``compiled``: whether Inductor comes after, so that it can be chosen."""
+
+    choice: Choice = "auto"
+    compiled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.choice not in get_args(Choice):
+            raise unknown_name("choice of norm", self.choice, get_args(Choice))
+
+
+@register("fuse_norm", "numerics", options=FuseNormOptions())
+def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> None:
+    """Run each RMS and layer norm by our kernels, Inductor or eager, whichever is fastest."""
+    norms, left = [], []
+    for found in find(step.graph):
+        if isinstance(found, Found):
+            norms.append(found)
+        else:
+            left.append(f"{found.root.name} is no norm that this pass knows: {found.why}")
+    aliases = Aliases(step.graph) if norms else None
+    forms, chosen = Counter(), Counter()
+    kernels = []
+    choices: dict[fx.Node, str] = {}
+    for i, found in enumerate(norms):
+        forms[found.form, "forward"] += bool(found.outputs)
+        forms[found.form, "backward"] += found.gradient is not None
+        why = unsupported(found, aliases)
+        choice = _choose(found, options, can_use_kernel=why is None)
+        if not found.outputs and found.original:  # its backward reads the statistics of the first time
+            first = choices.get(found.original.root, choice)
+            choice = first if first != "kernel" or why is None else choice
+        choices[found.root] = choice
+        chosen[choice] += 1
+        if choice == "kernel":
+            kernels.append(found)
+        elif options.choice == "kernel":
+            left.append(f"{found.root.name} stays as it is: {why}")
+        if choice == "inductor" and value_of(found.x).is_cuda:
+            _mark_region(found, i)
+        elif choice == "eager" and options.choice == "eager":
+            _mark_eager(found)
+    details = _rewrite(step, kernels, aliases) if kernels else ""
+    report.matched, report.changed = len(norms), len(kernels)
+    report.summary = (
+        f"{len(norms)} norm{'s' * (len(norms) != 1)}: "
+        + ", ".join(f"{n} by {_WORDS[name]}" for name, n in sorted(chosen.items(), key=lambda c: -c[1]))
+        + details
+    )
+    for form in dict.fromkeys(form for form, _ in forms):
+        report.notes.append(f"{form}: {forms[form, 'forward']} forward, {forms[form, 'backward']} backward")
+    if not norms:
+        report.notes.append("no RMS or layer norm found")
+    report.notes += left[:_NOTES]
+    if len(left) > _NOTES:
+        report.notes.append(f"and {len(left) - _NOTES} more left as they are")
+
+
+_WORDS = {"kernel": "our kernels", "inductor": "Inductor", "eager": "eager's operators"}
+
+
+def _choose(found: Found, options: FuseNormOptions, *, can_use_kernel: bool) -> str:
+    """``kernel``, ``inductor`` or ``eager`` for one norm."""
+    left = "inductor" if options.compiled else "eager"
+    if options.choice in ("inductor", "eager"):
+        return options.choice if options.compiled else "eager"
+    if not can_use_kernel:
+        return left
+    if options.choice == "kernel":
+        return "kernel"
+    if not value_of(found.x).is_cuda:
+        return left
+    traffic = _traffic(found)
+    return min(("kernel", left), key=lambda choice: cost(choice, traffic))
+
+
+def _rewrite(step: StepGraph, kernels: list[Found], aliases: Aliases) -> str:
+    """Put our operators in; what they took in with them, in words."""
+    rewriter = Rewriter(step, kernels, aliases)
+    paired: set[int] = set()
+    for q, k in norm_pairs.pairs(kernels):
+        if norm_pairs.rewrite(rewriter, q, k, aliases):
+            paired |= {id(q), id(k)}
+    residuals = gradients = 0
+    for found in kernels:
+        if id(found) not in paired:
+            residual, gradient = rewriter.rewrite(found)
+            residuals += residual
+            gradients += gradient
+    rewriter.sweep()
+    parts = [f"{residuals} residual adds", f"{gradients} residual gradients"]
+    return f"; {' and '.join(parts)} taken in" + (f", {len(paired)} norms two by two" if paired else "")
+
+
+# Bytes
+
+
+def _traffic(found: Found) -> Traffic:
+    """What the norm moves."""
+    x, gradient = found.x, found.gradient
+    width = value_of(x).shape[-1]
+    sides = added(x)
+    reads = sides if sides else (x,)
+    forward = sum(map(tensor_bytes, found.outputs)) + sum(map(tensor_bytes, reads)) + (tensor_bytes(x) if sides else 0)
+    apart = tensor_bytes(x) if sides else 0  # the sum is read again
+    backward = 0
+    if gradient:
+        touched = [gradient.dy, gradient.x, gradient.dx or gradient.dy]
+        backward = sum(map(tensor_bytes, touched))
+        if gradient.dh is not None:
+            backward += tensor_bytes(gradient.dh)
+            apart += 2 * tensor_bytes(gradient.dx)
+    return Traffic(value_of(x).numel() // width, width, forward, backward, apart, _neighbours(found, reads))
+
+
+def _neighbours(found: Found, reads: tuple[fx.Node, ...]) -> int:
+    """Bytes that fusion with pointwise operators beside the norm would not move.
+
+    A tensor that a pointwise operator makes for the norm alone is neither written nor read again; one that only
+    pointwise operators read after the norm neither.
+    """
+    inside = set(found.nodes) | {found.x}
+    made = [n for n in (*reads, found.gradient.dy if found.gradient else None) if n is not None]
+    saved = sum(2 * tensor_bytes(n) for n in made if _is_pointwise(n) and set(n.users) <= inside)
+    results = [*found.outputs, found.gradient.dx if found.gradient else None]
+    for node in results:
+        if node is not None and node.users and all(_is_pointwise(user) for user in node.users):
+            saved += 2 * tensor_bytes(node)
+    return saved
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Whether Inductor makes the node's result element by element from tensors of its size."""
+    if not is_overload(node) or is_view(node):
+        return False
+    return torch.Tag.pointwise in node.target.tags or packet(node) is torch.ops.aten._to_copy
+
+
+# Marks
+
+
+def _mark_region(found: Found, i: int) -> None:
+    """Mark the norm with its pointwise neighbours, forward and backward apart."""
+    nodes = set(found.nodes)
+    for node in found.nodes:
+        nodes |= {n for n in (*node.all_input_nodes, *node.users) if _is_pointwise(n)}
+    for node in nodes:
+        if phase_of(node) != "optimizer":
+            part = "backward" if phase_of(node) == "backward" else "forward"
+            node.meta.setdefault(KEY, Region(f"norm.{i}.{part}", "norm"))
+
+
+def _mark_eager(found: Found) -> None:
+    """Keep the norm out of Inductor."""
+    for node in found.nodes:
+        node.meta[KEEP_EAGER] = True

@@ -1,0 +1,255 @@
+"""Puts our operators in the place of norms that were found.
+
+Before -> after, for a norm with all its neighbours:
+
+    h = x + residual; y = norm(h)        ->  y, h, rstd = stepgraph::norm(x, residual)
+    dx = backward of norm(dy); dh + dx   ->  dx = stepgraph::norm_backward(dy, h, rstd, dh)
+
+What lay in memory in another order of dimensions than the operators write goes on doing so, since views after it rely
+on that: the operators then run on the dimensions in that order.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.graph.facts import Aliases, is_pure
+from stepgraph.graph.provenance import provenance, set_provenance
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.kernels.norm import operators  # noqa: F401  (defines torch.ops.stepgraph)
+from stepgraph.kernels.norm.spec import DTYPES
+from stepgraph.passes.norm.found import Found, added
+from stepgraph.passes.norm.values import value_of
+
+aten = torch.ops.aten
+ours = torch.ops.stepgraph
+
+
+def unsupported(found: Found, aliases: Aliases) -> str | None:
+    """Why our operators cannot take the place of this norm, or None. Asked before anything is rewritten."""
+    x, gradient = value_of(found.x), found.gradient
+    tensors = [found.x, found.weight, found.bias, *found.outputs]
+    if gradient:
+        tensors += [gradient.dy, gradient.dh, gradient.dx]
+    allowed = (*DTYPES, torch.float64) if x.dtype == torch.float64 and x.device.type == "cpu" else DTYPES
+    for node in tensors:
+        if node is not None and value_of(node).dtype not in allowed:
+            return f"{node.name} has dtype {value_of(node).dtype}"
+    if not found.outputs and not found.original:
+        return "nothing reads its output"
+    if x.stride(-1) != 1:
+        return "its rows are not contiguous"
+    if found.bias is not None and (found.weight is None or _form(found.bias) != _form(found.weight)):
+        return "its bias is not of the form of its weight"
+    per_head = found.weight is not None and _form(found.weight)[0] != x.shape[-1:]
+    written = [n for n in (*found.outputs, gradient and gradient.dx) if n is not None]
+    if per_head and any(order_of(n) != list(range(x.ndim)) for n in written):
+        return "it has a weight per head and writes its heads in another order"
+    first, last = aliases.position[found.nodes[0]], aliases.position[found.nodes[-1]]
+    for node in (found.x, found.weight, found.bias, gradient and gradient.x, gradient and gradient.dy):
+        if node is not None and aliases.written_between(node, first, last):
+            return f"{node.name} is overwritten before its backward is done"
+    if gradient:
+        users = [user for node in gradient.results() for user in node.users]
+        reads = [n for n in (gradient.dy, gradient.dh, gradient.x) if n is not None]
+        if users and min(users) <= max(reads):
+            return f"{min(users).name} reads a result before {max(reads).name} is known"
+    return None
+
+
+def _written_before(found: Found, aliases: Aliases) -> bool:
+    """Whether the rows, weight or bias of ``found`` are written after the rows were made and before they are read."""
+    if not found.outputs:
+        return False
+    first, last = aliases.position[found.x], aliases.position[found.outputs[0]]
+    return any(aliases.written_between(n, first, last) for n in (found.x, found.weight, found.bias) if n is not None)
+
+
+def _form(weight: fx.Node) -> tuple[torch.Size, torch.dtype]:
+    """Shape without leading ones, and dtype."""
+    shape = value_of(weight).shape
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape, value_of(weight).dtype
+
+
+def order_of(node: fx.Node) -> list[int]:
+    """The dimensions of a dense tensor from the slowest in memory to the last."""
+    made = value_of(node)
+    order = sorted(range(made.ndim - 1), key=lambda d: -made.stride(d)) + [made.ndim - 1]
+    moved = made.permute(order)
+    return order if moved.is_contiguous() and not made.is_contiguous() else list(range(made.ndim))
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes ``order``."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+class Rewriter:
+    """Puts operators in place of ``norms``, which are in the order of the graph."""
+
+    def __init__(self, step: StepGraph, norms: Sequence[Found], aliases: Aliases):
+        self.graph = step.graph
+        #: Roots of norms whose rows or weights are written between the sum that makes the rows and the norm.
+        self.written_to = {f.root for f in norms if _written_before(f, aliases)}
+        #: Roots whose statistics the backward of a recomputed copy reads.
+        self.read_later = {f.original.root for f in norms if f.original and not f.outputs}
+        self._moved: dict[fx.Node, fx.Node] = {}
+        self.statistics: dict[fx.Node, tuple[fx.Node | None, fx.Node]] = {}  # root -> (mean, rstd)
+
+    # Nodes
+
+    def now(self, node: fx.Node | None) -> fx.Node | None:
+        """What stands for ``node`` of the graph as it was."""
+        while node in self._moved:
+            node = self._moved[node]
+        return node
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Every reader of ``old`` reads ``new``."""
+        old.replace_all_uses_with(new)
+        self._moved[old] = new
+
+    def call(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+        """A new node at the graph's insertion point, with the provenance of ``like``."""
+        node = self.graph.call_function(target, args, kwargs)
+        values, options = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        mode = next(v for v in _flat(values) if isinstance(v, torch.Tensor)).fake_mode
+        with mode, torch.no_grad():
+            node.meta["val"] = target(*values, **options)
+        set_provenance(node, provenance(like))
+        return node
+
+    def part(self, node: fx.Node, index: int, like: fx.Node) -> fx.Node:
+        """One result of ``node``."""
+        return self.call(operator.getitem, node, index, like=like)
+
+    def permuted(self, node: fx.Node | None, order: Sequence[int], like: fx.Node) -> fx.Node | None:
+        """``node`` with its dimensions in ``order``; for one dimension less, those before the last."""
+        if node is None:
+            return None
+        order = [d for d in order if d < value_of(node).ndim]
+        return node if order == sorted(order) else self.call(aten.permute.default, node, order, like=like)
+
+    def weight(self, node: fx.Node | None, like: fx.Node) -> fx.Node | None:
+        """The weight in the shape that the operators take."""
+        node = self.now(node)
+        if node is None or _form(node)[0] == value_of(node).shape:
+            return node
+        return self.call(aten.view.default, node, list(_form(node)[0]), like=like)
+
+    def shaped(self, node: fx.Node, old: fx.Node) -> fx.Node:
+        """``node`` in shape and dtype of ``old``, which it replaces."""
+        if value_of(node).shape != value_of(old).shape:
+            node = self.call(aten.view.default, node, list(value_of(old).shape), like=old)
+        if value_of(node).dtype != value_of(old).dtype:
+            node = self.call(aten._to_copy.default, node, dtype=value_of(old).dtype, like=old)
+        return node
+
+    # Norms
+
+    def rewrite(self, found: Found) -> tuple[bool, bool]:
+        """Put the operators in place of ``found``; whether the residual add and the residual gradient went in."""
+        residual = self._forward(found)
+        if found.gradient and found.gradient.results():
+            self._backward(found)
+        self.erase(found)
+        return residual, bool(found.gradient and found.gradient.dh)
+
+    def _forward(self, found: Found) -> bool:
+        if not found.outputs:  # computed again for backward alone: the statistics of the first time are kept instead
+            self.statistics[found.root] = self.statistics[found.original.root]
+            return False
+        first, *again = found.outputs
+        order = order_of(first)
+        branches = self._residual(found, order)
+        if branches is None:
+            self._norm(found, first, self.now(found.x), None, first)
+        else:
+            self._norm(found, first, *branches, self.now(found.x))
+        for y in again:
+            self._norm(found, y, self.now(found.x), None, y)
+        return branches is not None
+
+    def _residual(self, found: Found, order: list[int]) -> tuple[fx.Node, fx.Node] | None:
+        """``(branch, residual)`` whose sum is normalized, if the operator can add them."""
+        sum_ = self.now(found.x)
+        sides = added(sum_)
+        weights = [n for n in (self.now(found.weight), self.now(found.bias)) if n is not None]
+        if sides is None or any(n >= sum_ for n in weights) or order_of(sum_) != order:
+            return None
+        if found.root in self.written_to:
+            return None
+        if any(value_of(n).stride(-1) != 1 or value_of(n).dtype not in DTYPES for n in sides):
+            return None
+        return sides
+
+    def _norm(self, found: Found, y: fx.Node, x: fx.Node, residual: fx.Node | None, place: fx.Node) -> None:
+        order = order_of(y)
+        with self.graph.inserting_before(place):
+            weight, bias = self.weight(found.weight, y), self.weight(found.bias, y)
+            node = self.call(
+                ours.norm.default, self.permuted(x, order, y), weight, bias, self.permuted(residual, order, y),
+                value_of(y).dtype, found.kind, found.eps, found.offset, residual is not None, like=y,
+            )  # fmt: skip
+            back = inverse(order)
+            results = {i: self.permuted(self.part(node, i, y), back, y) for i in self._wanted(found, y, residual)}
+        self.replace(y, results[0])
+        if residual is not None:
+            self.replace(self.now(found.x), results[1])
+        if found.root not in self.statistics and 3 in results:
+            self.statistics[found.root] = results.get(2), results[3]
+
+    def _wanted(self, found: Found, y: fx.Node, residual: fx.Node | None) -> list[int]:
+        """Which results of the operator somebody reads: y, h, mean, rstd."""
+        wanted = [0] if residual is None else [0, 1]
+        if y is found.outputs[0] and (found.gradient or found.root in self.read_later):
+            wanted += [2, 3] if found.kind == "layer" else [3]
+        return wanted
+
+    def _backward(self, found: Found) -> None:
+        gradient = found.gradient
+        like = gradient.dx or gradient.results()[0]
+        order = order_of(gradient.dx or gradient.dy)
+        dy, x, dh = self.now(gradient.dy), self.now(gradient.x), self.now(gradient.dh)
+        mean, rstd = self.statistics[found.root]
+        with self._after([n for n in (dy, x, dh, mean, rstd) if n is not None], gradient.results()):
+            dy, x, mean, rstd, dh = (self.permuted(n, order, like) for n in (dy, x, mean, rstd, dh))
+            dtype = value_of(gradient.dx).dtype if gradient.dx else value_of(found.x).dtype
+            node = self.call(
+                ours.norm_backward.default, dy, x, self.weight(found.weight, like), mean, rstd, dh,
+                dtype, found.kind, found.eps, found.offset, dtype,
+                *(n is not None for n in (gradient.dx, gradient.dw, gradient.db)), like=like,
+            )  # fmt: skip
+            back = inverse(order)
+            for i, old in enumerate((gradient.dx, gradient.dw, gradient.db)):
+                if old is not None:
+                    part = self.part(node, i, old)
+                    part = self.permuted(part, back, old) if i == 0 else part
+                    self.replace(old, self.shaped(part, old))
+
+    def _after(self, inputs: list[fx.Node], results: list[fx.Node]) -> Any:
+        """Insert before the first of ``results`` that comes after all ``inputs``."""
+        later = [n for n in sorted(results) if n > max(inputs)]
+        return self.graph.inserting_before(later[0]) if later else self.graph.inserting_after(max(inputs))
+
+    def erase(self, found: Found) -> None:
+        """Take out what nothing reads any more."""
+        for node in reversed(found.nodes):
+            if not node.users:
+                self.graph.erase_node(node)
+
+    def sweep(self) -> None:
+        """Take out the casts and sums that only erased nodes read."""
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and is_pure(node):
+                self.graph.erase_node(node)
+
+
+def _flat(values: Any) -> list[Any]:
+    return compat.pytree.tree_leaves(values)

@@ -1,0 +1,333 @@
+"""Reads operators of a graph as polynomials in one tensor ``x``, its row statistics, weights and gradients.
+
+See `norm_algebra` for the polynomials. A node is read if everything it is made of is: ``x``, what was declared besides
+(the gradient that comes in), weights, and numbers. Whatever else it is made of makes it foreign.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+from stepgraph.passes.norm import algebra
+from stepgraph.passes.norm.algebra import NotAlgebra, Polynomial
+
+aten = torch.ops.aten
+
+#: How far from known nodes an operand may lie. The longest way seen, in a hand-written layer norm's backward, is 6.
+_REACH = 10
+
+CASTS = {aten._to_copy, aten.clone, aten.detach, aten.alias, aten.contiguous}
+_VIEWS = {aten.view, aten._unsafe_view, aten.expand, aten.unsqueeze, aten.squeeze, aten.reshape}
+
+
+def packet(node: fx.Node) -> object:
+    """The operator whatever its overload; None for what is no operator."""
+    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
+
+
+def value_of(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that the node makes."""
+    return node.meta["val"]
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node copies a floating-point tensor into another one, on the same device.
+
+    To and from eight bits is no cast but a quantization, whose rounding is meant.
+    """
+    if packet(node) not in CASTS:
+        return False
+    made, read = value_of(node), value_of(node.args[0])
+    floats = all(t.is_floating_point() and t.dtype.itemsize > 1 for t in (made, read))
+    return floats and made.device == read.device
+
+
+def before_widening(node: fx.Node) -> fx.Node:
+    """The tensor that casts to wider dtypes started from."""
+    while is_cast(node) and torch.promote_types(value_of(node.args[0]).dtype, value_of(node).dtype) == (
+        value_of(node).dtype
+    ):
+        node = node.args[0]
+    return node
+
+
+class Values:
+    """Polynomials of the nodes around the tensor ``x``, shape (..., N).
+
+    ``known``: node -> polynomial. ``others``: whether a sum with a foreign tensor of the shape of x is read, as one
+    with the gradient that comes in from the residual stream.
+    """
+
+    def __init__(self, x: fx.Node, copies: Iterable[fx.Node] = ()):
+        self.x = x
+        self.shape = value_of(x).shape
+        self.known: dict[fx.Node, Polynomial] = {node: algebra.factor("full", x) for node in (x, *copies)}
+        self._without_last: set[fx.Node] = set()
+        self._foreign: dict[fx.Node, int] = {}  # and how far was looked
+        self.others = False
+
+    def with_gradient(self, dy: fx.Node) -> "Values":
+        """The same, knowing ``dy`` too."""
+        more = Values(self.x)
+        more.known = {**self.known, dy: algebra.factor("full", dy)}
+        more._without_last = set(self._without_last)
+        more.others = True
+        return more
+
+    def is_full(self, node: fx.Node) -> bool:
+        """Whether the node makes one tensor of the shape of x."""
+        made = node.meta.get("val")
+        return isinstance(made, torch.Tensor) and made.shape == self.shape and made.is_floating_point()
+
+    def is_column(self, node: fx.Node) -> bool:
+        """Whether the node makes a tensor that has the same row, or rows for heads, all over x."""
+        made = node.meta.get("val")
+        if not isinstance(made, torch.Tensor) or not made.is_floating_point() or made.shape == self.shape:
+            return False
+        shape = list(made.shape)
+        while len(shape) > 1 and shape[0] == 1:
+            shape.pop(0)
+        # Rows for heads, but not what a batch of one sequence leaves of any tensor, as the (T, N) of a matrix product.
+        heads = self.shape[:-2].numel() > 1 and shape == list(self.shape[-2:])
+        return heads or shape == list(self.shape[-1:])
+
+    def get(self, node: fx.Node, reach: int = _REACH) -> Polynomial | None:
+        """The polynomial of ``node``, or None if it is foreign."""
+        if node in self.known:
+            return self.known[node]
+        if reach <= self._foreign.get(node, 0):
+            return None
+        result = None
+        if self.is_column(node) and not self._is_transparent_column(node):
+            result = algebra.factor("column", node)
+        elif packet(node) in _RULES:
+            try:
+                result = _RULES[packet(node)](self, node, reach - 1)
+            except NotAlgebra:
+                result = None
+        if result is None or not self._aligned(node):
+            self._foreign[node] = reach
+            return None
+        self.known[node] = result
+        return result
+
+    def spread(self, starts: Iterable[fx.Node]) -> list[fx.Node]:
+        """Read whatever is made of ``starts`` and of nothing foreign; the nodes read, in order."""
+        heap, queued, read = [], set(), []
+
+        def push(node: fx.Node) -> None:
+            for user in node.users:
+                if user not in queued and packet(user) in _RULES:
+                    queued.add(user)
+                    heapq.heappush(heap, user)
+
+        for start in starts:
+            push(start)
+        while heap:
+            node = heapq.heappop(heap)
+            if self.get(node) is None and not (self.others and self._sum_with_foreign(node)):
+                continue
+            read.append(node)
+            push(node)
+        return read
+
+    def _sum_with_foreign(self, node: fx.Node) -> bool:
+        """Read ``known + foreign``."""
+        if packet(node) is not aten.add or not self.is_full(node) or node.kwargs.get("alpha", 1) != 1:
+            return False
+        left, right = node.args
+        if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+            return False
+        mine, foreign = (left, right) if left in self.known else (right, left)
+        if mine not in self.known or foreign in self.known or not (self.is_full(mine) and self.is_full(foreign)):
+            return False
+        self.known[node] = algebra.add(self.known[mine], algebra.factor("full", before_widening(foreign)))
+        return True
+
+    def _is_transparent_column(self, node: fx.Node) -> bool:
+        """Whether to look behind a column: at what was cast, at a weight plus a number, and at sums over rows."""
+        kind = packet(node)
+        if kind in _VIEWS or kind is aten.sum or is_cast(node):
+            return True
+        number = any(isinstance(a, (int, float)) for a in node.args)
+        return kind in (aten.add, aten.rsub, aten.sub) and number
+
+    def _aligned(self, node: fx.Node) -> bool:
+        """Whether the node's dimensions are those of x, each whole or of length 1, counted from the last."""
+        made = value_of(node).shape
+        like = self.shape[:-1] if node in self._without_last else self.shape
+        if len(made) > len(like) or (node in self._without_last and len(made) != len(like)):
+            return False
+        return all(a in (1, b) for a, b in zip(reversed(made), reversed(like), strict=False))
+
+    # What the rules use.
+
+    def operand(self, argument: object, reach: int) -> Polynomial:
+        """The polynomial of an argument. Raises `NotAlgebra` for a foreign one."""
+        if isinstance(argument, (int, float)):
+            return algebra.constant(argument)
+        result = self.get(argument, reach) if isinstance(argument, fx.Node) else None
+        if result is None:
+            raise NotAlgebra
+        return result
+
+    def elementwise(self, node: fx.Node, arguments: Iterable[object], reach: int) -> list[Polynomial]:
+        """The polynomials of arguments that are combined element by element."""
+        arguments = list(arguments)
+        result = [self.operand(a, reach) for a in arguments]
+        tensors = [a for a in arguments if isinstance(a, fx.Node)]
+        short = [a in self._without_last for a in tensors]
+        if any(short):
+            if not all(short):
+                raise NotAlgebra
+            self._without_last.add(node)
+        return result
+
+    def same_elements(self, node: fx.Node, reach: int) -> Polynomial:
+        """The polynomial behind a view that adds, drops or expands dimensions of length 1."""
+        source = node.args[0]
+        result = self.operand(source, reach)
+        made, read = value_of(node).shape, value_of(source).shape
+        if packet(node) is not aten.expand and [d for d in made if d != 1] != [d for d in read if d != 1]:
+            raise NotAlgebra
+        if source in self._without_last:
+            if len(made) == len(self.shape) - 1:
+                self._without_last.add(node)
+            elif len(made) != len(self.shape) or made[-1] != 1:
+                raise NotAlgebra
+        elif len(made) == len(self.shape) - 1 and result and algebra.is_per_row(result):
+            self._without_last.add(node)
+        return result
+
+    def reduced(self, node: fx.Node, reach: int, *, mean: bool) -> Polynomial:
+        """The polynomial of a mean or sum over the row, or of a sum over rows."""
+        source, dims, keep = node.args[0], *_dims_and_keep(node)
+        result = self.operand(source, reach)
+        read = value_of(source).shape
+        if source in self._without_last or len(read) != len(self.shape):
+            raise NotAlgebra
+        dims = tuple(sorted(d % len(read) for d in dims)) or tuple(range(len(read)))
+        last = len(read) - 1
+        if dims == (last,):
+            if read[-1] == 1:
+                total = result
+            else:
+                total = algebra.row_mean(result)
+                total = total if mean else algebra.multiply(total, algebra.constant(read[-1]))
+            if not keep:
+                self._without_last.add(node)
+            return total
+        if mean or last in dims or read != self.shape:
+            raise NotAlgebra
+        return algebra.column_sum(result, dims)
+
+
+def _dims_and_keep(node: fx.Node) -> tuple[list[int], bool]:
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    return dims, bool(keep)
+
+
+Rule = Callable[[Values, fx.Node, int], Polynomial]
+
+
+def _add(values: Values, node: fx.Node, reach: int, sign: float = 1.0) -> Polynomial:
+    a, b = values.elementwise(node, node.args[:2], reach)
+    return algebra.add(a, b, sign * (node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)))
+
+
+def _sub(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    return _add(values, node, reach, -1.0)
+
+
+def _rsub(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    a, b = values.elementwise(node, node.args[:2], reach)
+    return algebra.add(b, a, -1.0 * (node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)))
+
+
+def _mul(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    return algebra.multiply(*values.elementwise(node, node.args[:2], reach))
+
+
+def _div(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    if node.kwargs.get("rounding_mode") is not None:
+        raise NotAlgebra
+    a, b = values.elementwise(node, node.args[:2], reach)
+    return algebra.multiply(a, algebra.power(b, -1.0))
+
+
+def _power(exponent: float | None = None) -> Rule:
+    def rule(values: Values, node: fx.Node, reach: int) -> Polynomial:
+        (a,) = values.elementwise(node, node.args[:1], reach)
+        by = node.args[1] if exponent is None else exponent
+        if not isinstance(by, (int, float)):
+            raise NotAlgebra
+        return algebra.power(a, by)
+
+    return rule
+
+
+def _neg(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    return algebra.multiply(algebra.constant(-1), *values.elementwise(node, node.args[:1], reach))
+
+
+def _cast(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    if not is_cast(node):
+        raise NotAlgebra
+    return values.elementwise(node, node.args[:1], reach)[0]
+
+
+def _in_place(rule: Rule) -> Rule:
+    """The result of writing into a tensor that nothing else reads is what the operator without the write gives."""
+
+    def in_place(values: Values, node: fx.Node, reach: int) -> Polynomial:
+        written = node.args[0]
+        if written.op != "call_function" or len(written.users) != 1 or packet(written) in (*_VIEWS, *CASTS):
+            raise NotAlgebra
+        return rule(values, node, reach)
+
+    return in_place
+
+
+def _variance(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    """``mean((a - mean(a)) ** 2)``, times N / (N - correction)."""
+    source, dims, keep = node.args[0], *_dims_and_keep(node)
+    read, correction = value_of(source).shape, node.kwargs.get("correction", 1)
+    if not dims or [d % len(read) for d in dims] != [len(read) - 1] or source in values._without_last:
+        raise NotAlgebra
+    correction = 1 if correction is None else correction
+    if read != values.shape or read[-1] <= correction:
+        raise NotAlgebra
+    a = values.operand(source, reach)
+    squares, mean = algebra.row_mean(algebra.power(a, 2)), algebra.row_mean(a)
+    if not keep:
+        values._without_last.add(node)
+    biased = algebra.add(squares, algebra.power(mean, 2), -1.0)
+    return algebra.multiply(biased, algebra.constant(read[-1] / (read[-1] - correction)))
+
+
+_RULES: dict[object, Rule] = {
+    aten.add: _add,
+    aten.add_: _in_place(_add),
+    aten.sub: _sub,
+    aten.sub_: _in_place(_sub),
+    aten.rsub: _rsub,
+    aten.mul: _mul,
+    aten.mul_: _in_place(_mul),
+    aten.div: _div,
+    aten.div_: _in_place(_div),
+    aten.pow: _power(),
+    aten.square: _power(2.0),
+    aten.sqrt: _power(0.5),
+    aten.rsqrt: _power(-0.5),
+    aten.reciprocal: _power(-1.0),
+    aten.neg: _neg,
+    aten.mean: lambda values, node, reach: values.reduced(node, reach, mean=True),
+    aten.sum: lambda values, node, reach: values.reduced(node, reach, mean=False),
+    aten.var: _variance,
+    **dict.fromkeys(CASTS, _cast),
+    **dict.fromkeys(_VIEWS, lambda values, node, reach: values.same_elements(node, reach)),
+}

@@ -1,0 +1,1 @@
+"""Passes over clipping and the optimizer's update."""

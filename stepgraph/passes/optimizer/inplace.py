@@ -1,0 +1,144 @@
+"""In-place update: the optimizer and clipping write where their inputs lie.
+
+Matches: functional operators of the optimizer phase whose result is copied into an input of the graph, or whose
+first argument is dead afterwards. Before -> after: ``copy_(m, lerp(m, g, w))`` -> ``lerp_(m, g, w)``;
+``mul(g, c)`` with g dead after -> ``mul_(g, c)``.
+Exact: in-place operators run the same kernels. Preconditions: nothing reads the old value later.
+"""
+
+from collections import Counter
+
+import torch
+from torch import fx
+
+from stepgraph.graph.facts import Aliases, getitem_users, is_overload, tensor_bytes
+from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.contract import PassReport, register
+
+aten = torch.ops.aten
+
+_IN_PLACE = {
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.addcmul.default: aten.addcmul_.default,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.lerp.Scalar: aten.lerp_.Scalar,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.sqrt.default: aten.sqrt_.default,
+}
+
+
+@register("inplace_update", "exact")
+def inplace_update(step: StepGraph, options: object, report: PassReport) -> None:
+    """Update parameters, optimizer state and clipped gradients in place, without copies."""
+    saved = 0
+    for node in list(step.graph.nodes):
+        if phase_of(node) != "optimizer" or not is_overload(node):
+            continue
+        if node.target is aten._foreach_mul.Tensor:
+            saved += _foreach_mul(step, node, report)
+    saved += _chains(step, report)
+    saved += _dead_first_arguments(step, report)
+    report.summary = f"{report.changed} of {report.matched} updates made in place, {saved / 2**20:.1f} MiB not copied"
+
+
+def _foreach_mul(step: StepGraph, node: fx.Node, report: PassReport) -> int:
+    """Gradients clipped all at once: ``_foreach_mul(grads, c)`` with every gradient dead after."""
+    grads, factor = node.args
+    report.matched += len(grads)
+    items = getitem_users(node)
+    aliases = Aliases(step.graph)
+    last = aliases.last_use()
+    readers = Counter(aliases.root(g) for g in (*grads, factor))
+    dead = [
+        k
+        for k, grad in enumerate(grads)
+        if k in items
+        and _same_form(items[k], grad)
+        and _is_dead_after(aliases, last, grad, node)
+        and readers[aliases.root(grad)] == 1
+    ]
+    if not dead:
+        return 0
+    rest = [k for k in range(len(grads)) if k not in set(dead)]
+    with step.graph.inserting_before(node):
+        new = step.graph.call_function(aten._foreach_mul_.Tensor, ([grads[k] for k in dead], factor))
+    new.meta.update(node.meta, val=None)
+    for k in dead:
+        items[k].replace_all_uses_with(grads[k])
+        step.graph.erase_node(items[k])
+    for place, k in enumerate(rest):
+        items[k].update_arg(1, place)
+    node.update_arg(0, [grads[k] for k in rest])
+    node.meta["val"] = [node.meta["val"][k] for k in rest]
+    if not rest:
+        step.graph.erase_node(node)
+    report.changed += len(dead)
+    return sum(tensor_bytes(grads[k]) for k in dead)
+
+
+def _is_dead_after(aliases: Aliases, last: dict[fx.Node, int], value: fx.Node, node: fx.Node) -> bool:
+    """Whether ``node`` is the last to read the storage of ``value``, which the graph itself allocated."""
+    root = aliases.root(value)
+    return root.op == "call_function" and last[root] <= aliases.position[node]
+
+
+def _chains(step: StepGraph, report: PassReport) -> int:
+    """``copy_(p, op(... op(p, a) ..., b))`` with every link read only by the next: all links write into ``p``."""
+    saved = 0
+    aliases = Aliases(step.graph)
+    for copy in list(step.graph.nodes):
+        if copy.target is not aten.copy_.default or copy.args[0].op != "placeholder" or phase_of(copy) != "optimizer":
+            continue
+        target, result = copy.args
+        if not isinstance(result, fx.Node) or result.target not in _IN_PLACE:
+            continue
+        report.matched += 1
+        chain, current = [], result
+        while current is not target and isinstance(current, fx.Node) and current.target in _IN_PLACE:
+            chain.append(current)
+            current = current.args[0]
+        first = aliases.position[chain[-1]]
+        others = aliases.reads(target, besides=(copy, chain[-1]))
+        links_private = all(len(link.users) == 1 for link in chain[1:])
+        same = all(_same_form(link, target) for link in chain)
+        if current is not target or not links_private or not same or any(p > first for p in others):
+            continue
+        for link in reversed(chain):
+            link.target = _IN_PLACE[link.target]
+            link.update_arg(0, target)
+        for link in chain:
+            link.replace_all_uses_with(target, delete_user_cb=lambda user, link=link: user is not link)
+        copy.replace_all_uses_with(target)
+        step.graph.erase_node(copy)
+        saved += len(chain) * tensor_bytes(target)
+        report.changed += 1
+    return saved
+
+
+def _same_form(a: fx.Node, b: fx.Node) -> bool:
+    """Whether a fresh result could lie where the other tensor lies: also no element of that is then shared."""
+    x, y = a.meta["val"], b.meta["val"]
+    return x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride()
+
+
+def _dead_first_arguments(step: StepGraph, report: PassReport) -> int:
+    """``op(x, ...)`` in the optimizer phase whose ``x`` dies there -> ``op_(x, ...)``."""
+    saved = 0
+    aliases = Aliases(step.graph)
+    last = aliases.last_use()
+    for node in list(step.graph.nodes):
+        if phase_of(node) != "optimizer" or node.target not in _IN_PLACE:
+            continue
+        value = node.args[0]
+        if not isinstance(value, fx.Node) or not _same_form(node, value) or node.meta["val"].ndim == 0:
+            continue
+        report.matched += 1
+        others = {aliases.root(a) for a in node.all_input_nodes if a is not value}
+        if aliases.root(value) in others or not _is_dead_after(aliases, last, value, node):
+            continue
+        node.target = _IN_PLACE[node.target]
+        aliases.merge(node, aliases.root(value), last)
+        saved += tensor_bytes(node)
+        report.changed += 1
+    return saved

@@ -1,0 +1,1 @@
+"""Checkpoints: written aside, renamed whole, read on any mesh."""

@@ -1,0 +1,82 @@
+"""Which node of the graph a collective belongs to that ranks are waiting in.
+
+torch's flight recorder knows the process group of each collective, when it was issued and whether it is done, and
+nothing of graphs. A step issues each group's collectives in the graph's order: Inductor keeps that order too. So the
+k-th one that a group issued since the step began is the k-th of its nodes.
+"""
+
+import bisect
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from stepgraph.graph.collectives import WAIT, c10d
+from stepgraph.graph.provenance import provenance
+
+_NAMESPACE = c10d.name
+
+
+class InFlight(NamedTuple):
+    """A collective that was issued and is not done. ``node``: its node; None if it is no node of the step. ``what``:
+    the operation as the recorder calls it. ``others``: collectives issued after it that are not done either."""
+
+    node: fx.Node | None
+    what: str
+    others: int
+
+    def __str__(self) -> str:
+        more = f" ({self.others} issued after it wait too)" if self.others else ""
+        return f"{self.what if self.node is None else describe(self.node)}{more}"
+
+
+def issue_order(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """The collectives of each process group, by its name, in the order in which a step issues them."""
+    order: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", None) == _NAMESPACE and node.target is not WAIT:
+            order[str(node.args[-1])].append(node)
+    return dict(order)
+
+
+def first_in_flight(
+    records: Sequence[Mapping[str, Any]], order: Mapping[str, Sequence[fx.Node]], began_ns: Sequence[int]
+) -> InFlight | None:
+    """The earliest of the collectives in ``records`` (see `compat.flight_records`) that is not done; None if all are.
+
+    ``order``: as `issue_order` gives it. ``began_ns``: when the latest steps began to be launched, the earliest first,
+    in nanoseconds since the epoch: on a GPU the next one is, while the host waits for the results of one. A collective
+    that comes where the graph has none, or one of another size, gets no node.
+    """
+    numbers: dict[tuple[str, int], int] = defaultdict(int)
+    waiting: list[tuple[Mapping[str, Any], fx.Node | None]] = []
+    for record in records:
+        group = record["process_group"][0]
+        node = None
+        if step := bisect.bisect_right(began_ns, record["time_created_ns"]):
+            nodes, number = order.get(group, ()), numbers[group, step]
+            numbers[group, step] += 1
+            node = nodes[number] if number < len(nodes) and _fits(nodes[number], record) else None
+        if not record["retired"] and record["state"] != "completed":
+            waiting.append((record, node))
+    if not waiting:
+        return None
+    record, node = waiting[0]
+    operation = record["profiling_name"].partition(":")[2]
+    return InFlight(node, f"{operation} of process group {record['process_group'][1]}", len(waiting) - 1)
+
+
+def _fits(node: fx.Node, record: Mapping[str, Any]) -> bool:
+    """Whether the record reads as many elements as the node: names differ from backend to backend."""
+    return node.args[0].meta["val"].numel() == sum(map(math.prod, record["input_sizes"]))
+
+
+def describe(node: fx.Node) -> str:
+    """``name (operator) of module path, phase, file:line``."""
+    found = provenance(node)
+    operator = str(node.target).removeprefix(f"{_NAMESPACE}.").removesuffix(".default")
+    file, _, line = found.source.rpartition(":")
+    return f"{node.name} ({operator}) of {found.path or 'the model'}, {found.phase}, {os.path.basename(file)}:{line}"

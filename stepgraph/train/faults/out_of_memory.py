@@ -1,0 +1,52 @@
+"""Out of memory, told in one line: what was asked for, and which memory policy would fit."""
+
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph import passes
+from stepgraph.capture import trace_step
+from stepgraph.config.device import is_out_of_memory, memory_bytes
+from stepgraph.config.train import TrainConfig
+
+
+def memory_advice(
+    failure: BaseException,
+    config: TrainConfig,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, torch.Tensor],
+) -> str:
+    """One line for a step that ran out of memory: what was asked for, and the least ``--memory`` that would fit."""
+    asked = f"out of memory: asked for {_asked_for(failure)}"
+    traceback.clear_frames(failure.__traceback__)  # they hold the failed step's activations
+    clip, device = config.max_grad_norm, next(model.parameters()).device
+    try:
+        traced = trace_step(model, loss_fn, batch, optimizer, max_grad_norm=clip, accumulate=config.accumulate)
+    except RuntimeError as again:  # torch.OutOfMemoryError is one
+        if not is_out_of_memory(again):
+            raise
+        return f"{asked}; the parameters and the optimizer's state alone do not fit: choose a smaller model"
+    peaks = passes.peak_bytes_by_policy(traced.step)
+    total = memory_bytes(device)
+    known = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in peaks.items())
+    asked += f"; the step's estimated peak by --memory, of {total / 2**30:.1f} GiB: {known}"
+    failed = peaks.get(config.memory, float("inf"))
+    # A tenth is for what the estimate does not know: the CUDA context, workspaces, fragmentation.
+    fits = next((name for name, size in peaks.items() if size < failed and size < 0.9 * total), None)
+    if fits:
+        return f"{asked}; try --memory {fits}"
+    fix = "--seq-len" if config.batch_size == 1 else "--batch-size"
+    return f"{asked}; no other policy fits: lower {fix}"
+
+
+def _asked_for(failure: BaseException) -> str:
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", str(failure))
+    if not found:
+        return "more than there is"
+    return f"{int(found[1]) / 2**30:.1f} GiB" if found[2] == "bytes" else f"{found[1]} {found[2]}"

@@ -1,0 +1,193 @@
+"""A rank that waits for the others in vain ends itself, and says where it is.
+
+Each rank has a thread that wakes every two seconds. It tells the elastic agent's store what the rank is doing, so that
+the others, and whoever started them, know of a rank that has gone silent. When a step takes far longer than those
+before it, or does not heed SIGTERM, the thread says which node of the graph the rank waits in and ends the process: the
+main thread cannot, being in a collective that has no end.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import fx
+
+from stepgraph import compat, parallel
+from stepgraph.capture.recorder import user_frame
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.train.faults.in_flight import first_in_flight, issue_order
+from stepgraph.train.faults.lost_ranks import report
+
+_POLL_S = 2.0
+#: A rank that has told nothing for so long is silent.
+_SILENT_S = 4 * _POLL_S
+#: Other ranks that an error tells of.
+_NAMED = 3
+#: What a step may take longer than the slowest before it once SIGTERM came. The agent kills 30 s after SIGTERM.
+_HEED_S = 10.0
+#: What the records of a run may take to be written at its end.
+_CLOSING_S = 20.0
+
+
+class _Place(NamedTuple):
+    what: str
+    since: float  # time.monotonic()
+    limited: bool
+    step_began_ns: int | None  # since the epoch; None outside a step
+
+
+class Watch:
+    """A context manager, in the main thread: while inside, a rank among several is watched.
+
+    ``timeout_s``: what a step may take longer than the slowest before it; `timed` tells how long those took, and
+    before its first call nothing is limited. ``on_end``: called with the error, in one line, before the process ends
+    with status 1.
+    """
+
+    def __init__(self, rank: int, world: int, device_type: str, timeout_s: float, on_end: Callable[[str], None]):
+        self.rank, self.world, self.device_type = rank, world, device_type
+        self.timeout_s, self.on_end = timeout_s, on_end
+        self._order: dict[str, list[fx.Node]] = {}
+        self._replays = False
+        self._slowest_s: float | None = None
+        self._began: dict[int, int] = {}
+        self.at("the start", limited=False)
+
+    # ---- told by the main thread ----
+
+    def watches(self, step: StepGraph) -> None:
+        """``step`` is what the steps run."""
+        self._order = issue_order(step.graph)
+        self._replays = any(report.name == "cuda_graph" and report.changed for report in step.log)
+
+    def at(self, what: str, *, limited: bool = True) -> None:
+        """From now on the rank is in ``what``. Not ``limited``: it may take as long as it likes."""
+        self._place = _Place(what, time.monotonic(), limited, None)
+
+    def launches(self, step: int) -> None:
+        """From now on the rank is in ``step``, and launches it."""
+        self._began = {step - 1: self._began.get(step - 1, 0), step: time.time_ns()}
+        self.waits_for(step)
+
+    def waits_for(self, step: int) -> None:
+        """From now on the rank waits for the results of ``step``, launched before."""
+        self._place = _Place(f"step {step}", time.monotonic(), True, self._began[step])
+
+    def timed(self, seconds: float) -> None:
+        """A step took so long, and was no first one that compiles or records."""
+        self._slowest_s = max(seconds, self._slowest_s or 0.0)
+
+    @property
+    def where(self) -> str:
+        """What the rank is in, such as ``step 13``."""
+        return self._place.what
+
+    def __enter__(self) -> "Watch":
+        if self.world == 1:
+            return self
+        self._done = threading.Event()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        # Python runs its handlers in the main thread, which may never come back; these bytes are written at once.
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._store = parallel.job_store()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.world == 1:
+            return
+        signal.set_wakeup_fd(self._wakeup)
+        self._done.set()
+        os.write(self._write, b"\0")
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    # ---- the thread ----
+
+    def _watch(self) -> None:
+        told: float | None = None
+        while not self._done.is_set():
+            self._tell()
+            if select.select([self._read], [], [], _POLL_S)[0]:
+                signals = os.read(self._read, 64)
+                if told is None and (signal.SIGTERM in signals or signal.SIGINT in signals):
+                    told = time.monotonic()
+            place, now = self._place, time.monotonic()
+            if not place.limited or self._slowest_s is None:
+                continue
+            if told is not None and now - max(place.since, told) > self._slowest_s + _HEED_S:
+                self._end(f"{place.what} does not heed SIGTERM", place)
+            if now - place.since > self._slowest_s + self.timeout_s:
+                limit = f"--comm-timeout {self.timeout_s:g}, and the slowest step took {self._slowest_s:.1f} s"
+                self._end(f"{place.what} has come no further for {now - place.since:.0f} s ({limit})", place)
+
+    def _end(self, why: str, place: _Place) -> None:
+        closing = threading.Timer(_CLOSING_S, os._exit, [1])
+        closing.daemon = True
+        closing.start()
+        error = "; ".join([f"{why}: {self._waits_in(place)}", *self._others(place)])
+        report(error)
+        self.on_end(error)
+        os._exit(1)
+
+    def _waits_in(self, place: _Place) -> str:
+        records = compat.flight_records(self.device_type)
+        began = (
+            [] if place.step_began_ns is None else sorted(t for t in self._began.values() if t >= place.step_began_ns)
+        )
+        if waiting := first_in_flight(records, self._order, began):
+            return f"it waits in {waiting}"
+        main: FrameType = sys._current_frames()[threading.main_thread().ident]
+        replay = " outside the CUDA graph, which does not tell where it is" if self._replays else ""
+        return f"no collective is in flight{replay}, and the process is at {user_frame(main)}"
+
+    # ---- the ranks, to each other ----
+
+    def _tell(self) -> None:
+        if self._store is not None:
+            try:
+                beat = [time.time(), self.where, socket.gethostname(), os.getpid()]
+                self._store.set(_key(self.rank), json.dumps(beat))
+            except dist.DistError:  # the agent is gone: there is nobody to tell
+                self._store = None
+
+    def _others(self, place: _Place) -> list[str]:
+        """Where the ranks were that are silent or elsewhere than this one, the longest silent first."""
+        if self._store is None:
+            return []
+        try:
+            beats = self._store.multi_get([_key(rank) for rank in range(self.world)])
+        except dist.DistError:
+            return ["the agent's store does not answer"]
+        found = []
+        for rank, beat in enumerate(beats):
+            at, what, host, pid = json.loads(beat)
+            silent = time.time() - at
+            if rank != self.rank and (silent > _SILENT_S or what != place.what):
+                found.append((silent, f"rank {rank} ({host}, pid {pid}) was in {what} {silent:.0f} s ago"))
+        more = [f"and {len(found) - _NAMED} other ranks are not heard of or elsewhere"] if len(found) > _NAMED else []
+        return [text for _, text in sorted(found, reverse=True)[:_NAMED]] + more
+
+
+def last_told(store: dist.Store, rank: int) -> str:
+    """``, 3 s after it was in step 13``: what ``rank`` told ``store`` (see `parallel.job_store`) last, if anything."""
+    if not store.check([_key(rank)]):
+        return ""
+    at, what, *_ = json.loads(store.get(_key(rank)))
+    return f", {time.time() - at:.0f} s after it was in {what}"
+
+
+def _key(rank: int) -> str:
+    return f"rank-{rank}"

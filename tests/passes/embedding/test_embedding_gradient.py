@@ -1,0 +1,134 @@
+"""The gradient of an embedding's table by our operator: same gradients where it is put in, a reason where it is not."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import stepgraph
+from stepgraph.graph.facts import is_mutating
+from stepgraph.graph.partition import needs_host
+from stepgraph.graph.provenance import provenance
+from stepgraph.kernels.embedding.gradient import embedding_backward
+from stepgraph.passes import configured, get, run_passes
+from stepgraph.passes.compile.inductor import adds_in_any_order
+
+BEFORE, AFTER = torch.ops.aten.embedding_dense_backward.default, embedding_backward._opoverload
+PASS = replace(get("embedding_gradient"), needs_cuda=False)
+
+
+def found(step, target):
+    return step.graph.find_nodes(op="call_function", target=target)
+
+
+def lookup_loss(model, batch):
+    return (model(batch["index"]).float().tanh() * batch["scale"]).sum()
+
+
+def lookups(n=400, D=16, rows=8):
+    return {"index": torch.randint(rows, (n,)), "scale": torch.randn(n, D)}
+
+
+def report_of(step):
+    return next(report for report in step.report if report.name == "embedding_gradient")
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    # bf16: each row is rounded once instead of after every addition.
+    [("llama gradients", 1e-6), ("llama bf16 gradients, accumulated", 2e-2), ("tied", 1e-6), ("hugging face", 1e-6)],
+)
+def test_models(tools, name, tolerance):
+    records, traced, *_ = tools.prepared(name)
+    step = tools.copied(traced.step)
+    count = len(found(step, BEFORE))
+    places, values = zip(*((provenance(node), node.meta["val"]) for node in found(step, BEFORE)), strict=True)
+    (report,) = run_passes(step, [PASS])
+    assert count == tools.CASES[name].accumulate
+    assert (report.matched, report.changed, report.notes) == (count, count, [])
+    assert f"{count} of {count} embeddings' gradients by sorting" in report.line()
+    assert not found(step, BEFORE) and len(found(step, AFTER)) == count
+    for node, place, value in zip(found(step, AFTER), places, values, strict=True):
+        assert provenance(node) == place and node.meta["val"] is value
+    actual = tools.captured_records(name, step, 2)
+    for expected, given in zip(records, actual, strict=False):
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                given[key], value, rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k} {m}"
+            )
+
+
+def test_a_padding_row_gets_nothing():
+    model, batch = nn.Embedding(8, 16, padding_idx=3), lookups()
+    expected = copy.deepcopy(model)
+    lookup_loss(expected, batch).backward()
+    step = stepgraph.capture(model, lookup_loss, batch, passes=[PASS])
+    step(batch)
+    assert report_of(step).changed == 1 and not model.weight.grad[3].any()
+    torch.testing.assert_close(model.weight.grad, expected.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"scale_grad_by_freq": True}, "it is scaled by how often a row was looked up"),
+        ({"dtype": torch.float64}, "a gradient in torch.float64"),
+    ],
+)
+def test_what_stays(options, why):
+    model, batch = nn.Embedding(8, 16, **options), lookups()
+    expected = copy.deepcopy(model)
+    lookup_loss(expected, batch).backward()
+    step = stepgraph.capture(model, lookup_loss, batch, passes=[PASS])
+    step(batch)
+    report = report_of(step)
+    assert (report.matched, report.changed) == (1, 0)
+    (note,) = report.notes
+    assert note.startswith("embedding_dense_backward") and note.endswith(f"stays as it is: {why}")
+    assert torch.equal(model.weight.grad, expected.weight.grad)
+
+
+def test_a_gpu_runs_it_inside_compiled_pieces_and_cuda_graphs():
+    with FakeTensorMode():
+        grad, index = torch.zeros(6, 4, device="cuda"), torch.zeros(6, dtype=torch.int64, device="cuda")
+        graph = make_fx(lambda *given: embedding_backward(*given, 9, -1))(grad, index).graph
+    (node,) = graph.find_nodes(op="call_function", target=AFTER)
+    assert needs_host(node) is None and adds_in_any_order(node) is None and not is_mutating(node)
+
+
+def test_no_embedding(tools):
+    step = tools.trace(tools.Tower(p=0.0), tools.mse, tools.vectors(6, 12)[0])
+    (report,) = run_passes(step, [PASS])
+    assert report.matched == 0 and "found nothing to do" in report.line()
+
+
+def test_needs_a_gpu_by_default():
+    step = stepgraph.capture(nn.Embedding(8, 16), lookup_loss, lookups(), passes=[]).graph
+    with pytest.raises(ValueError, match="pass embedding_gradient cannot run: the step has no CUDA tensors"):
+        run_passes(step, ["embedding_gradient"])
+
+
+def test_place_in_the_pipeline():
+    names = [p.name for p in configured()]
+    assert names.index("fuse_loss") < names.index("embedding_gradient") < names.index("expand_optimizer")
+    assert "embedding_gradient" not in [p.name for p in configured("exact")]
+
+
+@pytest.mark.slow  # Inductor's C++ compiler
+def test_inductor_calls_it_from_within_its_piece(tools):
+    model, batch = nn.Embedding(8, 16), lookups(20_000)
+    expected = copy.deepcopy(model)
+    lookup_loss(expected, batch).backward()
+    step = stepgraph.capture(model, lookup_loss, batch, passes=[PASS, "inductor"])
+    step(batch)
+    first = model.weight.grad.clone()
+    torch.testing.assert_close(first, expected.weight.grad, rtol=1e-4, atol=1e-3)  # sums of 2500 numbers up to 4
+    model.zero_grad()
+    step(batch)
+    assert torch.equal(model.weight.grad, first)
+    assert tools.called(step) == ["compiled"]
+    assert not [note for report in step.report for note in report.notes if "left to eager" in note]
