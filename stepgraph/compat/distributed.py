@@ -1,0 +1,59 @@
+"""Process groups, collectives, symmetric memory and the flight recorder."""
+
+import os
+import pickle
+from typing import Any
+
+import torch
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """``tensor`` reduced by ``op`` (``sum``, ``max``) over ``group``, as a new tensor; in a trace, as two nodes."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, op, group.group_name))
+
+
+def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.ProcessGroup]:
+    """Process groups to reduce over, one after the other, for a sum over all ranks of ``mesh``."""
+    if mesh.size() == torch.distributed.get_world_size():
+        return [torch.distributed.group.WORLD]
+    return mesh.get_all_groups()
+
+
+def flight_records(device_type: str) -> list[dict[str, Any]]:
+    """The collectives that this process issued lately, oldest first: NCCL's for ``cuda``, else gloo's.
+
+    Of each: ``process_group`` (name, description), ``profiling_name``, ``input_sizes``, ``time_created_ns`` (since the
+    epoch), ``retired`` (it is over) and ``state``, which NCCL keeps up to date (``completed``) and gloo does not. Those
+    that a CUDA graph replays are not among them.
+    """
+    recorder = torch._C._distributed_c10d
+    dump = recorder._dump_nccl_trace if device_type == "cuda" else recorder._dump_fr_trace
+    return pickle.loads(dump(True, False, False)).get("entries", [])  # bytes that torch has just written
+
+
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """The process group that a graph's nodes call ``name``."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+def symmetric_memory(nbytes: int, group_name: str, device: torch.device) -> tuple[torch.Tensor, Any]:
+    """``nbytes`` on every rank of the group that all its ranks can write, and who knows where they are and has flags,
+    all zero. NVLink multicast is off.
+
+    All ranks call it together, and not while a CUDA graph is recorded. Raises ``RuntimeError`` where a rank cannot
+    reach another's memory.
+    """
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is allocated
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("symmetric memory cannot be made while a CUDA graph is recorded: run the step once before")
+    memory = torch._C._distributed_c10d._SymmetricMemory
+    tensor = memory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group_name)
+    return tensor, memory.rendezvous(tensor)
+
+
+def init_fake_world(rank: int, world: int) -> None:
+    """A default process group of ``world`` ranks of which only ``rank`` is there: collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
