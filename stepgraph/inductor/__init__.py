@@ -4,8 +4,7 @@
 compiles by itself, with its own options.
 """
 
-from stepgraph.inductor.fusion_guard import fusion_guard
-from stepgraph.inductor.reduction_tuning import tuned_reductions
+from stepgraph.inductor.choices.scope import fusion_guard, tuned_reductions
 from stepgraph.inductor.regional import Region, region_of, tag
 
 __all__ = ["Region", "fusion_guard", "region_of", "tag", "tuned_reductions"]

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph import compat
 from stepgraph.inductor import fusion_guard
-from stepgraph.inductor.fusion_guard import RAGGED, SPILL, VIEW
-from stepgraph.inductor.registers import Loads, Tile, estimate
+from stepgraph.inductor.choices.fusion_guard import RAGGED, SPILL, VIEW
+from stepgraph.inductor.choices.registers import Loads, Tile, estimate
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

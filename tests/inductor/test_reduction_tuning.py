@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from stepgraph.inductor import fusion_guard, tuned_reductions
-from stepgraph.inductor.reduction_tuning import IN_FLIGHT, Tuning
-from stepgraph.inductor.registers import Loads, estimate
+from stepgraph.inductor.choices.reduction_tuning import IN_FLIGHT, Tuning
+from stepgraph.inductor.choices.registers import Loads, estimate
 
 BF16 = torch.bfloat16
 

@@ -12,23 +12,22 @@ from typing import Any
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.inductor.column_sums import narrow
-from stepgraph.inductor.nodes import loads_of
-from stepgraph.inductor.registers import Tile
-from stepgraph.inductor.scheduling import launch_of, register
-from stepgraph.inductor.scope import Rules
+from stepgraph.inductor.choices.column_sums import narrow
+from stepgraph.inductor.choices.graph_pass import RulesPass, active
+from stepgraph.inductor.choices.nodes import loads_of
+from stepgraph.inductor.choices.reduction_tuning import Tuning
+from stepgraph.inductor.choices.registers import Tile
+from stepgraph.inductor.choices.rules import Rules
+from stepgraph.inductor.choices.scheduling import launch_of, register
 
 parts = compat.inductor()
 
 
-class Install(parts.CustomGraphPass):
-    """Makes the running compilation follow ``rules``, with sums along columns as `column_sums` has them.
-
-    ``then``: passes set before it.
-    """
+class Install(RulesPass):
+    """Makes the running compilation follow its rules, with sums along columns as `column_sums` has them."""
 
     def __init__(self, rules: Rules, then: tuple[Any, ...] = ()) -> None:
-        self.rules, self.then = rules, then
+        super().__init__(rules, then)
         if rules.tuning:
             register()
 
@@ -47,26 +46,6 @@ class Install(parts.CustomGraphPass):
             narrow(graph)
         self.rules.begin()
 
-    def uuid(self) -> Any:
-        self.rules.seen()
-        others = [p.uuid() if isinstance(p, parts.CustomGraphPass) else None for p in self.then]
-        return None if None in others else (*self.rules.key(), *others)
-
-    def __deepcopy__(self, memo: dict) -> "Install":
-        """Configurations are copied freely; what the rules report must reach whoever asked for it."""
-        return self
-
-
-def installed(value: Any) -> Install | None:
-    """The pass of ours among those of a configuration."""
-    return next((p for p in compat.inductor_passes(value) if isinstance(p, Install)), None)
-
-
-def active() -> Rules | None:
-    """The rules of the compilation that runs in this thread."""
-    found = installed(parts.config.post_grad_custom_pre_pass)
-    return found and found.rules
-
 
 class Choices(parts.InductorChoices):
     """Inductor's choices, and the rules' word where they have one."""
@@ -74,7 +53,7 @@ class Choices(parts.InductorChoices):
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         rules = active()
         return super().can_fuse(scheduler, node1, node2, shared_data_score) and (
-            rules is None or all(part.can_fuse(rules, scheduler, node1, node2) for part in rules.parts())
+            rules is None or rules.can_fuse(scheduler, node1, node2)
         )
 
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: dict) -> dict:
@@ -90,7 +69,7 @@ class Choices(parts.InductorChoices):
         return kernel_kwargs
 
 
-def inner_tile(tuning: Any, features: Any, groups: list[Any]) -> Tile | None:
+def inner_tile(tuning: Tuning, features: Any, groups: list[Any]) -> Tile | None:
     """Tile that holds whole rows, for a kernel that reduces along contiguous rows only; None: leave it to Inductor."""
     if not features.is_reduction() or features.get_reduction_hint() != parts.ReductionHint.INNER:
         return None

@@ -17,28 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepgraph import compat
-from stepgraph.inductor.nodes import column_sums, loads_of, mixed_tile, shape_of
-from stepgraph.inductor.registers import MARGIN, REGISTERS_PER_THREAD, Loads, Tile, estimate
-from stepgraph.inductor.scope import Rules, Scope
+from stepgraph.inductor.choices.nodes import column_sums, loads_of, shape_of
+from stepgraph.inductor.choices.reduction_tuning import Tuning, mixed_tile
+from stepgraph.inductor.choices.registers import MARGIN, REGISTERS_PER_THREAD, Loads, Tile, estimate
 
 SPILL = "would spill"
 VIEW = "a column sum is a view of a larger buffer, which the fused kernel would not write"
 RAGGED = "rows do not fill the last tile, and the fused kernel would sum what lies beyond"
-
-
-def fusion_guard(max_registers: int | None = None) -> Scope:
-    """Bound Inductor's mixed-order reduction fusion by registers; see `Scope` for where it holds.
-
-    ``with fusion_guard() as guard: ...`` then ``print(guard.report)``.
-
-    ``max_registers``: per thread; None is what the GPU has for a program of the kernel's size, at most 255.
-    Raises ``ValueError`` if it is not from 24 to 255.
-    """
-    if max_registers is not None and not 24 <= max_registers <= REGISTERS_PER_THREAD:
-        raise ValueError(
-            f"max_registers={max_registers} is not from 24 to {REGISTERS_PER_THREAD}: leave it out for what the GPU has"
-        )
-    return Scope(Rules(guard=Guard(max_registers)))
 
 
 @dataclass(frozen=True)
@@ -98,7 +83,7 @@ class Guard:
             lines.append("no reductions of mixed order to fuse")
         return "\n".join(lines)
 
-    def can_fuse(self, rules: Rules, scheduler: Any, node1: Any, node2: Any) -> bool:
+    def can_fuse(self, tuning: Tuning | None, scheduler: Any, node1: Any, node2: Any) -> bool:
         """Whether Inductor may fuse two nodes of its scheduler; true of whatever is no mixed-order reduction."""
         parts = compat.inductor()
         whole = [scheduler.get_fused_node(node) for node in (node1, node2)]
@@ -110,15 +95,15 @@ class Guard:
         else:
             return True
         nodes = list(dict.fromkeys(sub for node in whole for sub in node.get_nodes()))
-        decision = self._decide(rules, nodes, along_rows, bool(mixed))
+        decision = self._decide(tuning, nodes, along_rows, bool(mixed))
         self.decisions[decision] = None
         return decision.allowed
 
-    def _decide(self, rules: Rules, nodes: list[Any], along_rows: Any, absorption: bool) -> Decision:
+    def _decide(self, tuning: Tuning | None, nodes: list[Any], along_rows: Any, absorption: bool) -> Decision:
         rows, columns = shape_of(along_rows)
         sums = column_sums(nodes, along_rows)
         loads = loads_of(nodes, rows, columns, len(sums))
-        tile = mixed_tile(rules, rows, columns, loads, along_rows.get_device())
+        tile = mixed_tile(tuning, rows, columns, loads, along_rows.get_device())
         registers = estimate(loads, tile)
         limit = min(tile.register_limit - MARGIN, self.max_registers or REGISTERS_PER_THREAD)
         if any(lives_elsewhere(node) for node in sums):

@@ -1,10 +1,9 @@
-"""What nodes of Inductor's scheduler read and sum, and the tile that a mixed-order reduction of them gets."""
+"""What nodes of Inductor's scheduler read and sum."""
 
 from typing import Any
 
 from stepgraph import compat
-from stepgraph.inductor.registers import Loads, Tile
-from stepgraph.inductor.scope import Rules
+from stepgraph.inductor.choices.registers import Loads
 
 
 def size(expression: Any) -> int:
@@ -43,18 +42,3 @@ def loads_of(nodes: list[Any], rows: int, columns: int, sums: int) -> Loads:
         kind = "full" if 2 * touched >= rows * columns else "row" if touched >= rows else "column"
         kinds[kind].append(parts.V.graph.get_dtype(name).itemsize)
     return Loads(*(tuple(sorted(kinds[kind])) for kind in ("full", "row", "column")), sums)
-
-
-def mixed_tile(rules: Rules, rows: int, columns: int, loads: Loads, device: Any) -> Tile:
-    """The tile that the kernel would get: of the tuning that is active, or Inductor's own."""
-    parts = compat.inductor()
-    processors = parts.DeviceProperties.create(device).multi_processor_count
-    tile = rules.tuning and rules.tuning.mixed_tile(rows, columns, loads, processors)
-    if tile:
-        return tile
-    split = parts.config.triton.mix_order_reduction_split_size
-    if split is None:  # as Inductor has it: eight programs per processor, of 16 to 128 rows
-        split = min(max(parts.last_power_of_2(max(1, rows // (8 * processors))), 16), 128)
-    config = compat.inductor_mixed_config(rows, columns, split, device)
-    columns = parts.next_power_of_2(columns)
-    return Tile(config.kwargs["XBLOCK"], columns, config.num_warps, config.kwargs["NUM_STAGES"], split)

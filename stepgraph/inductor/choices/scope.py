@@ -1,58 +1,14 @@
-"""Rules for Inductor's choices, and where they hold: a ``with`` block, or the options of one ``torch.compile``."""
+"""Where rules for Inductor hold: in a ``with`` block, or for one ``torch.compile``."""
 
 import contextlib
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepgraph import compat
-
-if TYPE_CHECKING:
-    from stepgraph.inductor.fusion_guard import Guard
-    from stepgraph.inductor.reduction_tuning import Tuning
-
-
-@dataclass
-class Rules:
-    """What one compilation follows. ``key`` goes into Inductor's cache key: the settings and the sources."""
-
-    guard: "Guard | None" = None
-    tuning: "Tuning | None" = None
-
-    def __or__(self, other: "Rules") -> "Rules":
-        return Rules(other.guard or self.guard, other.tuning or self.tuning)
-
-    def key(self) -> tuple[Any, ...]:
-        return (
-            compat.inductor().hash_of_files(_sources()),
-            self.guard and self.guard.settings(),
-            self.tuning and self.tuning.settings(),
-        )
-
-    def parts(self) -> list[Any]:
-        return [part for part in (self.guard, self.tuning) if part is not None]
-
-    def graphs(self) -> int:
-        """How often a graph came by."""
-        return sum(part.graphs_compiled + part.graphs_seen for part in self.parts())
-
-    def begin(self) -> None:
-        """A graph is being compiled, in this thread."""
-        for part in self.parts():
-            part.graphs_compiled += 1
-
-    def seen(self) -> None:
-        """A graph's cache key is being made: it will be compiled, or loaded."""
-        for part in self.parts():
-            part.graphs_seen += 1
-
-
-def _sources() -> tuple[str, ...]:
-    from pathlib import Path
-
-    from stepgraph.kernels.norm import column_sum  # generated code calls it
-
-    return (*(str(path) for path in sorted(Path(__file__).parent.glob("*.py"))), column_sum.__file__)
+from stepgraph.inductor.choices.fusion_guard import Guard
+from stepgraph.inductor.choices.reduction_tuning import Tuning
+from stepgraph.inductor.choices.registers import REGISTERS_PER_THREAD
+from stepgraph.inductor.choices.rules import Rules
 
 
 class Scope:
@@ -75,7 +31,7 @@ class Scope:
         return Scope(self.rules | other.rules, self.config | other.config)
 
     @property
-    def report(self) -> "Guard | None":
+    def report(self) -> Guard | None:
         """The guard's report: ``str`` of it gives readable lines, ``allowed()`` and ``refused()`` its decisions. None
         without a guard."""
         return self.rules.guard
@@ -83,7 +39,8 @@ class Scope:
     @property
     def options(self) -> dict[str, Any]:
         """Options of ``torch.compile``; add those of a mode with ``torch._inductor.list_mode_options(mode)``."""
-        from stepgraph.inductor.choices import Install, installed
+        from stepgraph.inductor.choices.graph_pass import installed  # imports Inductor, which takes seconds
+        from stepgraph.inductor.choices.handler import Install
 
         before = compat.inductor_passes(compat.inductor().config.post_grad_custom_pre_pass)
         outer = installed(before)
@@ -107,3 +64,43 @@ class Scope:
                 "call; call the model inside the block, or use torch.compile(model, options=scope.options)",
                 stacklevel=2,
             )
+
+
+def fusion_guard(max_registers: int | None = None) -> Scope:
+    """Bound Inductor's mixed-order reduction fusion by registers; see `Scope` for where it holds.
+
+    ``with fusion_guard() as guard: ...`` then ``print(guard.report)``.
+
+    ``max_registers``: per thread; None is what the GPU has for a program of the kernel's size, at most 255.
+    Raises ``ValueError`` if it is not from 24 to 255.
+    """
+    if max_registers is not None and not 24 <= max_registers <= REGISTERS_PER_THREAD:
+        raise ValueError(
+            f"max_registers={max_registers} is not from 24 to {REGISTERS_PER_THREAD}: leave it out for what the GPU has"
+        )
+    return Scope(Rules(guard=Guard(max_registers)))
+
+
+def tuned_reductions(
+    tuned: bool = False,
+    *,
+    mixed: tuple[int, int, int, int] | None = None,
+    inner: tuple[int, int] | None = None,
+) -> Scope:
+    """Better tiles for norms and their backward under ``torch.compile``; see `Scope` for where it holds.
+
+    ``tuned``: let Inductor time its own candidates instead, while it compiles; it keeps the results on disk.
+    ``mixed``, ``inner``: one tile for every kernel, to measure with. ``mixed`` is (rows, warps, programs per SM,
+    stages) of reductions along rows and columns at once; ``inner`` is (rows, warps) of reductions along rows alone.
+    Raises ``ValueError`` if a number in them is not a power of two; programs and stages may be any.
+    """
+    for name, value in (("mixed", mixed), ("inner", inner)):
+        if value is not None and not all(n > 0 and n & (n - 1) == 0 for n in value[:2]):
+            raise ValueError(f"{name}={value}: rows and warps must be powers of two, as in {name}=(4, 4, 2, 3)"[:119])
+    config = {
+        "triton.mix_order_reduction_allow_multi_stages": True,
+        "triton.mix_order_reduction_non_strict_mode": True,
+    }
+    if tuned:
+        config |= {"coordinate_descent_tuning": True, "max_autotune_pointwise": True}
+    return Scope(Rules(tuning=Tuning(tuned, mixed, inner)), config)

@@ -18,39 +18,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stepgraph import compat
-from stepgraph.inductor.nodes import shape_of
-from stepgraph.inductor.registers import MARGIN, Loads, Tile, estimate
-from stepgraph.inductor.scope import Rules, Scope
+from stepgraph.inductor.choices.nodes import shape_of
+from stepgraph.inductor.choices.registers import MARGIN, Loads, Tile, estimate
 
 IN_FLIGHT = 64 * 1024  # bytes of loads on their way, per SM
 LONGEST = 16384  # columns that one program holds
 FEWEST_ROWS = 2048  # below, a program has few rows to sum over
 FEWEST_ELEMENTS = 5 * 2**20  # below, data stays in the L2 cache and fusing gains nothing; Inductor's own bound
-
-
-def tuned_reductions(
-    tuned: bool = False,
-    *,
-    mixed: tuple[int, int, int, int] | None = None,
-    inner: tuple[int, int] | None = None,
-) -> Scope:
-    """Better tiles for norms and their backward under ``torch.compile``; see `Scope` for where it holds.
-
-    ``tuned``: let Inductor time its own candidates instead, while it compiles; it keeps the results on disk.
-    ``mixed``, ``inner``: one tile for every kernel, to measure with. ``mixed`` is (rows, warps, programs per SM,
-    stages) of reductions along rows and columns at once; ``inner`` is (rows, warps) of reductions along rows alone.
-    Raises ``ValueError`` if a number in them is not a power of two; programs and stages may be any.
-    """
-    for name, value in (("mixed", mixed), ("inner", inner)):
-        if value is not None and not all(n > 0 and n & (n - 1) == 0 for n in value[:2]):
-            raise ValueError(f"{name}={value}: rows and warps must be powers of two, as in {name}=(4, 4, 2, 3)"[:119])
-    config = {
-        "triton.mix_order_reduction_allow_multi_stages": True,
-        "triton.mix_order_reduction_non_strict_mode": True,
-    }
-    if tuned:
-        config |= {"coordinate_descent_tuning": True, "max_autotune_pointwise": True}
-    return Scope(Rules(tuning=Tuning(tuned, mixed, inner)), config)
 
 
 @dataclass
@@ -99,13 +73,28 @@ class Tuning:
         tile = Tile(tile_rows, width, warps, 1, 0)
         return tile if rows >= tile_rows and estimate(loads, tile) <= tile.register_limit else None
 
-    def can_fuse(self, rules: Rules, scheduler: Any, node1: Any, node2: Any) -> bool:
+    def can_fuse(self, node1: Any, node2: Any) -> bool:
         """Inductor, told to fuse reductions of mixed order at any size, leaves small ones alone again."""
         mixed = compat.inductor().MixOrderReduction
         if not mixed.can_fuse(node1, node2):
             return True
         rows, columns = shape_of(node1 if mixed.is_contiguous_node(node1) else node2)
         return rows >= FEWEST_ROWS and rows * columns >= FEWEST_ELEMENTS
+
+
+def mixed_tile(tuning: Tuning | None, rows: int, columns: int, loads: Loads, device: Any) -> Tile:
+    """The tile that the kernel would get: of the tuning that is active, or Inductor's own."""
+    parts = compat.inductor()
+    processors = parts.DeviceProperties.create(device).multi_processor_count
+    tile = tuning and tuning.mixed_tile(rows, columns, loads, processors)
+    if tile:
+        return tile
+    split = parts.config.triton.mix_order_reduction_split_size
+    if split is None:  # as Inductor has it: eight programs per processor, of 16 to 128 rows
+        split = min(max(parts.last_power_of_2(max(1, rows // (8 * processors))), 16), 128)
+    config = compat.inductor_mixed_config(rows, columns, split, device)
+    columns = parts.next_power_of_2(columns)
+    return Tile(config.kwargs["XBLOCK"], columns, config.num_warps, config.kwargs["NUM_STAGES"], split)
 
 
 def power_of_2_from(n: int) -> int:

@@ -1,6 +1,6 @@
 """Mixed-order reductions with the tile that a tuning chooses, through Inductor's registry of code generators.
 
-Inductor's choices can fix the launch of most kernels (`choices.Choices.triton_kernel_kwargs`), but not how many rows a
+Inductor's choices can fix the launch of most kernels (`handler.Choices.triton_kernel_kwargs`), but not how many rows a
 program of a mixed-order reduction takes: that number comes from one setting for a whole graph. So the CUDA code
 generator is registered anew, as a subclass that sets it kernel by kernel. Without active tuning it does what Inductor
 does.
@@ -10,10 +10,11 @@ import functools
 from typing import Any
 
 from stepgraph import compat
-from stepgraph.inductor.column_sums import finished
-from stepgraph.inductor.nodes import column_sums, loads_of, mixed_tile, shape_of
-from stepgraph.inductor.registers import Tile
-from stepgraph.inductor.scope import Rules
+from stepgraph.inductor.choices.column_sums import finished
+from stepgraph.inductor.choices.graph_pass import active
+from stepgraph.inductor.choices.nodes import column_sums, loads_of, shape_of
+from stepgraph.inductor.choices.reduction_tuning import Tuning, mixed_tile
+from stepgraph.inductor.choices.registers import Tile
 
 parts = compat.inductor()
 
@@ -41,13 +42,11 @@ class TritonScheduling(parts.TritonScheduling):
     tile: Tile | None = None
 
     def codegen_mix_order_reduction(self, node: Any) -> None:
-        from stepgraph.inductor.choices import active
-
         rules = active()
         static = all(n.is_number for n in parts.MixOrderReduction.get_numel_rnumel(node.node1))
         if rules is None or rules.tuning is None or rules.tuning.tuned or not static:
             return super().codegen_mix_order_reduction(node)
-        self.tile = tile_of(rules, node)
+        self.tile = tile_of(rules.tuning, node)
         lines = parts.V.graph.wrapper_code.lines
         before = len(lines)
         try:
@@ -63,12 +62,12 @@ class TritonScheduling(parts.TritonScheduling):
         return super().create_kernel_choices(features, arguments, options)
 
 
-def tile_of(rules: Rules, node: Any) -> Tile:
+def tile_of(tuning: Tuning, node: Any) -> Tile:
     """Tile of a fused mixed-order reduction."""
     nodes = list(node.get_nodes())
     rows, columns = shape_of(node.node1)
     loads = loads_of(nodes, rows, columns, len(column_sums(nodes, node.node1)))
-    return mixed_tile(rules, rows, columns, loads, node.get_device())
+    return mixed_tile(tuning, rows, columns, loads, node.get_device())
 
 
 class CUDAScheduling(parts.CUDACombinedScheduling):
