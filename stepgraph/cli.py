@@ -64,7 +64,7 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph import parallel
 
             if config.nproc not in (None, 1) and not parallel.launched():
-                from stepgraph.train.faults.launch import launch
+                from stepgraph.train.launch import launch
 
                 return launch(config.nproc, rest, config.max_restarts)
 

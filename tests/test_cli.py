@@ -71,7 +71,7 @@ def test_an_error_answers_before_anything_heavy_is_loaded():
         "from stepgraph import cli\n"
         "try: cli.main(['train', '--lrr', '1'])\n"
         "except SystemExit as stop: print(stop.code)\n"
-        "heavy = ['stepgraph.train.trainer', 'stepgraph.train.records.metrics', 'matplotlib', 'torch._inductor']\n"
+        "heavy = ['stepgraph.train.trainer', 'stepgraph.train.records.folder', 'matplotlib', 'torch._inductor']\n"
         "print([name for name in heavy if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -32,7 +32,8 @@ from stepgraph.train.faults.out_of_memory import memory_advice
 from stepgraph.train.faults.signals import StopSignals
 from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
-from stepgraph.train.records.metrics import Progress, RunFolder, SilentFolder, Summary, format_seconds, require_unused
+from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary, require_unused
+from stepgraph.train.records.progress import Progress, format_seconds
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
 WARMUP_STEPS = 2

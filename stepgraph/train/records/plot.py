@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from stepgraph.train.records.metrics import read_metrics
+from stepgraph.train.records.files import read_metrics
 
 _INK, _MUTED, _GRID = "#1f2933", "#6b7785", "#e4e7eb"
 _TRAIN, _VAL, _UNIGRAM = "#2f6fb5", "#d1495b", "#6b7785"

@@ -231,7 +231,7 @@ def test_a_graph_moves_enough_and_not_too_much():
     ],
 )
 def test_an_error_of_use_is_one_line(arguments, message, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(Path(__file__).parents[3])
     with pytest.raises(ValueError) as error:
         bench.main(["norm", *arguments.split()])
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -200,7 +200,7 @@ def test_presets_bring_their_own_sizes():
     ],
 )
 def test_an_error_of_use_is_one_line(arguments, message, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(Path(__file__).parents[3])
     with pytest.raises(ValueError) as error:
         bench.main(arguments.split())
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -1,5 +1,7 @@
 """The gradient of an embedding's table against torch's own in float64: reference, operator, and kernels interpreted."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 
 from stepgraph.kernels.embedding.gradient import embedding_backward
 from tests.kernels.triton_tools import assert_no_spills, interpreted
+
+CHILD = Path(__file__).with_name("embedding_child.py")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -97,7 +101,7 @@ def test_kernels_interpreted(tmp_path):
     cases.append((*inputs((0,), 6, 9), 9, -1))
     # A GPU's lookup stops at indices that are no rows; here nothing is written outside the table.
     outside = (torch.ones(80, 4), torch.tensor([-3, 0, 5, 1] * 20), 5, -1)
-    *results, skipped = interpreted("embedding_child.py", tmp_path, [*cases, outside])
+    *results, skipped = interpreted(CHILD, tmp_path, [*cases, outside])
     for (grad, indices, *rest), result in zip(cases, results, strict=True):
         check(result, grad, indices.long(), *rest)
     assert skipped.tolist() == [[20.0] * 4] * 2 + [[0.0] * 4] * 3

@@ -1,5 +1,7 @@
 """Cross entropy with its gradient against torch's own in float64: reference, operator, and the kernel interpreted."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 
 from stepgraph.kernels.loss.cross_entropy import cross_entropy_, reference
 from tests.kernels.triton_tools import assert_no_spills, interpreted
+
+CHILD = Path(__file__).with_name("cross_entropy_child.py")
 
 IGNORE = -100
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -127,9 +131,7 @@ def test_kernel_interpreted(tmp_path):
         cases.append((wide * 20, targets.clamp(min=0), torch.tensor(2.0), True, 0, config))
         cases.append((wide, torch.full_like(targets, IGNORE), torch.tensor(1.0), True, IGNORE, config))
         cases.append((wide, strided, torch.tensor(1.0, dtype=torch.float32), False, IGNORE, config))
-    for case, ((loss, again), (slopes, repeated)) in zip(
-        cases, interpreted("cross_entropy_child.py", tmp_path, cases), strict=True
-    ):
+    for case, ((loss, again), (slopes, repeated)) in zip(cases, interpreted(CHILD, tmp_path, cases), strict=True):
         logits, targets, grad, mean, ignore, _ = case
         check(loss, slopes, logits, targets, grad, mean, ignore)
         assert torch.equal(loss, again) or (loss.isnan() and again.isnan())
@@ -149,7 +151,7 @@ def test_kernel_interpreted_at_the_edges(tmp_path):
         cases.append((wide[:, :33], targets.clamp(max=32), torch.tensor(1.0), True, IGNORE, config))
         for logits, classes in ((wide, out), (whole_row, targets), (hole, targets)):
             cases.append((logits, classes, torch.tensor(1.0), True, IGNORE, config))
-    results = interpreted("cross_entropy_child.py", tmp_path, cases)
+    results = interpreted(CHILD, tmp_path, cases)
     for (logits, classes, grad, mean, ignore, _), (losses, slopes) in zip(cases, results, strict=True):
         if logits.shape[1] == 33:
             check(losses[0], slopes[0], logits, classes, grad, mean, ignore)

@@ -1,6 +1,8 @@
 """The cross entropy of a vocabulary in parts against torch's own of the whole, in float64: references, operators, and
 the kernels interpreted."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from stepgraph.kernels.loss.split import gradient_reference, softmax_parts, split_gradient_
 from tests.kernels.triton_tools import assert_no_spills, interpreted
+
+CHILD = Path(__file__).with_name("cross_entropy_split_child.py")
 
 IGNORE, INF = -100, float("inf")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -114,9 +118,7 @@ def test_kernels_interpreted(tmp_path):
     whole_row = wide.clone()
     whole_row[2] = -INF
     cases.append((whole_row, *given_part[1:], (16, 1)))
-    for i, (case, (parts, slopes)) in enumerate(
-        zip(cases, interpreted("cross_entropy_split_child.py", tmp_path, cases), strict=True)
-    ):
+    for i, (case, (parts, slopes)) in enumerate(zip(cases, interpreted(CHILD, tmp_path, cases), strict=True)):
         assert all(torch.equal(a, b) for a, b in zip(*parts, strict=True)), "equal bits from run to run"
         if i < len(expected):
             if case[0].shape[1] > 1:  # else a row of -inf alone

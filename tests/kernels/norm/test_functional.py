@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.kernels import dequantize, layer_norm, layer_norm_fp8, qk_norm, rms_norm, rms_norm_fp8
-from tests.kernels.cases import EPS, close, exact, rows
+from tests.kernels.norm.cases import EPS, close, exact, rows
 
 NORMS = {"rms": rms_norm, "layer": layer_norm}
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])

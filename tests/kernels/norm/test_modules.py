@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepgraph.kernels import LayerNorm, RMSNorm
-from tests.kernels.cases import close, rows
+from tests.kernels.norm.cases import close, rows
 
 PAIRS = [(RMSNorm, torch.nn.RMSNorm), (LayerNorm, torch.nn.LayerNorm)]
 

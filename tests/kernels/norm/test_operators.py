@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stepgraph.kernels import RMSNorm, dequantize, layer_norm, layer_norm_fp8, qk_norm, rms_norm, rms_norm_fp8
-from tests.kernels.cases import EPS, close, exact, rows
+from tests.kernels.norm.cases import EPS, close, exact, rows
 
 ops = torch.ops.stepgraph
 F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn

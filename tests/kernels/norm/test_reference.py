@@ -7,7 +7,7 @@ import torch
 
 from stepgraph.kernels.norm import reference
 from stepgraph.kernels.norm.spec import FP8, Norm, check, check_pair, default_eps
-from tests.kernels.cases import EPS, close, exact, rows
+from tests.kernels.norm.cases import EPS, close, exact, rows
 
 F64 = torch.float64
 

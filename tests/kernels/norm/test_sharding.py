@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RANKS = 2
 
 
@@ -17,7 +17,7 @@ def check_rows(mesh, dim, norm_name, residual, per_head=False):
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     from stepgraph.kernels import layer_norm, rms_norm
-    from tests.kernels.cases import rows
+    from tests.kernels.norm.cases import rows
 
     norm = rms_norm if norm_name == "rms" else layer_norm
     shape, weight_shape = (3, 4, 16), (4, 16) if per_head else (16,)
@@ -46,7 +46,7 @@ def check_pair(mesh):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from stepgraph.kernels import qk_norm
-    from tests.kernels.cases import rows
+    from tests.kernels.norm.cases import rows
 
     whole = [rows(2, 4, 16, grad=True), rows(2, 2, 16, seed=1, grad=True)]
     whole += [rows(16, seed=2, grad=True), rows(16, seed=3, grad=True)]
@@ -65,7 +65,7 @@ def check_fp8(mesh):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from stepgraph.kernels import rms_norm_fp8
-    from tests.kernels.cases import rows
+    from tests.kernels.norm.cases import rows
 
     x = rows(4, 16)
     values, scale, _ = rms_norm_fp8(distribute_tensor(x, mesh, [Shard(0)]).requires_grad_())
@@ -80,7 +80,7 @@ def check_refused(mesh):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from stepgraph.kernels import qk_norm, rms_norm
-    from tests.kernels.cases import rows
+    from tests.kernels.norm.cases import rows
 
     x = distribute_tensor(rows(4, 16), mesh, [Shard(1)])
     for call in (lambda: rms_norm(x), lambda: rms_norm(x.detach().requires_grad_()), lambda: qk_norm(x, x)):

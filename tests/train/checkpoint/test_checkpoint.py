@@ -15,7 +15,7 @@ from torch import nn
 
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.checkpoint.state import decode, encode
-from tests.train.checkpoint_cases import OPTIMIZERS, Tiny, build, contents, equal, seed_all, train
+from tests.train.checkpoint.cases import OPTIMIZERS, Tiny, build, contents, equal, seed_all, train
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
-from tests.train.checkpoint_cases import FILES, Loader, Tiny, build, contents, equal, script, succeed
+from tests.train.checkpoint.cases import FILES, Loader, Tiny, build, contents, equal, script, succeed
 
 
 def names(folder: Path) -> list[str]:

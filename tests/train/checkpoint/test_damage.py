@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
-from tests.train.checkpoint_cases import FILES, Tiny, build, contents, equal, seed_all, train
+from tests.train.checkpoint.cases import FILES, Tiny, build, contents, equal, seed_all, train
 
 
 def test_the_checkpoint_has_exactly_these_files(saved):

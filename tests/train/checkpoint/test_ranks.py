@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
-from tests.train.checkpoint_cases import Loader, equal, script, succeed
+from tests.train.checkpoint.cases import Loader, equal, script, succeed
 
 
 def sharded(placement, mesh, seed: int) -> dict:

@@ -12,7 +12,7 @@ from stepgraph.kernels.norm.triton import single as triton_norm
 from stepgraph.kernels.norm.triton.launch import INTERPRETED
 from stepgraph.kernels.norm.triton.rows import rows_of
 from stepgraph.kernels.norm.triton.select import Config
-from tests.kernels.interpreter.inputs import DTYPES, EPS, LAYOUTS, close, configs, norm, tensor
+from tests.kernels.norm.interpreter.inputs import DTYPES, EPS, LAYOUTS, close, configs, norm, tensor
 
 assert INTERPRETED
 

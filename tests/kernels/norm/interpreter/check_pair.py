@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from stepgraph.kernels.norm.spec import Norm
 from stepgraph.kernels.norm.triton import single as triton_norm
-from tests.kernels.interpreter.inputs import DTYPES, EPS, close, configs, norm, tensor
+from tests.kernels.norm.interpreter.inputs import DTYPES, EPS, close, configs, norm, tensor
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("checks", ["check_norm.py", "check_pair.py", "check_add.py"])
 def test_kernels_in_the_interpreter(checks):
     pytest.importorskip("triton")
-    root = HERE.parents[2]
+    root = HERE.parents[3]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(HERE / checks)]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
