@@ -1,11 +1,11 @@
-"""Matrix products that run while a collective brings their operand, or takes their result, chunk by chunk.
+"""Matrix products pipelined, chunk by chunk, with the collective that gathers their operand or reduces their result.
 
     all_gather_matmul      gather the sequence over the ranks of a group, times one or several matrices
     matmul_reduce_scatter  the sum of one or several products, summed over ranks, each of which keeps its part
 
-A rank multiplies its own chunk while it sends it, and the others' as they come; or first what others need, and its own
-part while that is sent (see `exchange`). Sums over ranks are taken in the order of ranks, in fp32, and rounded once.
-In CUDA graphs that run again they need `exchange.fence` before each run.
+To gather, a rank multiplies its own chunk while it sends it, and the others' as they arrive. To reduce, it first
+computes what the others need, and its own part while that is sent (see `exchange`). Sums over ranks are taken in the
+order of ranks, in fp32, and rounded once. In a CUDA graph that is replayed they need `exchange.fence` before each run.
 
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", 2023.
