@@ -12,10 +12,10 @@ import torch
 def inductor_compile(
     module: torch.fx.GraphModule, example_inputs: Sequence[torch.Tensor], options: dict[str, Any]
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compile a flat graph with Inductor, outside Dynamo. ``example_inputs`` may be fake.
+    """Compile a flat graph with Inductor, without Dynamo. ``example_inputs`` may be fake.
 
     The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
-    Raises ``ValueError`` where a C++ compiler is needed and there is none.
+    Raises ``ValueError`` if a C++ compiler is needed and there is none.
     """
     from torch._inductor import config, standalone_compile
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
@@ -32,13 +32,13 @@ def inductor_compile(
             f"Inductor finds no C++ compiler (it tried {tried}): install one, g++ for example, or do without Inductor, "
             "by --inductor off or passes='exact'"
         ) from None
-    # Around the function that takes a list lie one that takes arguments one by one and one that keeps Dynamo out.
+    # The function that takes a list is wrapped twice: to take arguments one by one, and to keep Dynamo out.
     return artifact._compiled_fn.__wrapped__.__wrapped__
 
 
 def start_compile_workers() -> None:
-    """Start the processes in which Inductor compiles Triton kernels. Until they are ready, after some seconds, it
-    compiles kernels one after another itself."""
+    """Start the processes in which Inductor compiles Triton kernels. They take some seconds to start; until then it
+    compiles kernels one after another in this process."""
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
@@ -52,7 +52,7 @@ def inductor_options() -> set[str]:
 
 
 def inductor_cache_counts() -> tuple[int, int]:
-    """(graphs that Inductor's cache on disk served in this process so far, those it had to compile)."""
+    """(hits, misses) of Inductor's graph cache on disk in this process so far."""
     from torch._dynamo.utils import counters
 
     counts = counters["inductor"]
@@ -74,7 +74,7 @@ def inductor() -> SimpleNamespace:
         functorch_config=functorch_config,
         InductorChoices=choices.InductorChoices,
         CustomGraphPass=custom_graph_pass.CustomGraphPass,
-        # torch 2.13 has a class of its own for passes over the scheduler's nodes.
+        # torch 2.13 has a separate class for passes over the scheduler's nodes.
         CustomSchedulerPass=vars(custom_graph_pass).get("CustomSchedulerPass", custom_graph_pass.CustomGraphPass),
         hash_of_files=custom_graph_pass.get_hash_for_files,
         MixOrderReduction=scheduler.MixOrderReduction,
@@ -115,14 +115,14 @@ def inductor_mixed_config(rows: int, columns: int, split: int, device: torch.dev
 
 
 def inductor_passes(value: Any) -> tuple[Callable[[torch.fx.Graph], None], ...]:
-    """The passes in a value of Inductor's ``post_grad_custom_pre_pass``: torch 2.13 also takes several."""
+    """The passes that Inductor's option ``post_grad_custom_pre_pass`` holds: in torch 2.13 there may be several."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def keep_saved_tensors() -> contextlib.AbstractContextManager:
-    """What torch.compile compiles inside may run backward again (``retain_graph``): it keeps what forward saved."""
+    """Inside, torch.compile keeps what forward saved, so that backward may run again (``retain_graph``)."""
     from torch._functorch import config
 
     return config.patch(donated_buffer=False)

@@ -21,11 +21,11 @@ def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.Proc
 
 
 def flight_records(device_type: str) -> list[dict[str, Any]]:
-    """The collectives that this process issued lately, oldest first: NCCL's for ``cuda``, else gloo's.
+    """The latest collectives of this process, oldest first: NCCL's for ``cuda``, else gloo's.
 
-    Of each: ``process_group`` (name, description), ``profiling_name``, ``input_sizes``, ``time_created_ns`` (since the
-    epoch), ``retired`` (it is over) and ``state``, which NCCL keeps up to date (``completed``) and gloo does not. Those
-    that a CUDA graph replays are not among them.
+    Each has ``process_group`` (name, description), ``profiling_name``, ``input_sizes``, ``time_created_ns`` (since the
+    epoch), ``retired`` (it has ended) and ``state``, which NCCL updates (``completed``) and gloo does not. Collectives
+    replayed by a CUDA graph are not recorded.
     """
     recorder = torch._C._distributed_c10d
     dump = recorder._dump_nccl_trace if device_type == "cuda" else recorder._dump_fr_trace
@@ -38,11 +38,11 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
 
 
 def symmetric_memory(nbytes: int, group_name: str, device: torch.device) -> tuple[torch.Tensor, Any]:
-    """``nbytes`` on every rank of the group that all its ranks can write, and who knows where they are and has flags,
-    all zero. NVLink multicast is off.
+    """(``nbytes`` of this rank's memory that all ranks of the group can write, the handle with the addresses of all
+    ranks' memory and with flags, which are zero). NVLink multicast is off.
 
-    All ranks call it together, and not while a CUDA graph is recorded. Raises ``RuntimeError`` where a rank cannot
-    reach another's memory.
+    All ranks call it together, and not while a CUDA graph is recorded. Raises ``RuntimeError`` if a rank cannot reach
+    another's memory.
     """
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is allocated
     if torch.cuda.is_current_stream_capturing():
@@ -53,7 +53,7 @@ def symmetric_memory(nbytes: int, group_name: str, device: torch.device) -> tupl
 
 
 def init_fake_world(rank: int, world: int) -> None:
-    """A default process group of ``world`` ranks of which only ``rank`` is there: collectives do nothing."""
+    """A default process group of ``world`` ranks of which only ``rank`` exists: collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

@@ -1,4 +1,4 @@
-"""Eager calls with less of torch around them, for kernels of a few microseconds."""
+"""Eager calls with less overhead, for kernels of a few microseconds."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,9 +12,9 @@ def below_autograd() -> contextlib.AbstractContextManager:
 
 
 def empty_strided(device_type: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """What Inductor's generated code allocates with: (size, stride, dtype) on the current device of ``device_type``.
+    """The allocator of Inductor's generated code: (size, stride, dtype) on the current device of ``device_type``.
 
-    A quarter of the time of `torch.empty`, and no dispatcher: plain eager only.
+    It takes a quarter of the time of `torch.empty` and bypasses the dispatcher: for plain eager only.
     """
     return {"cpu": torch._C._dynamo.guards._empty_strided_cpu, "cuda": torch._C._dynamo.guards._empty_strided_cuda}[
         device_type
@@ -22,9 +22,10 @@ def empty_strided(device_type: str) -> Callable[[tuple[int, ...], tuple[int, ...
 
 
 def cuda_device_and_stream() -> tuple[Callable[[], int], Callable[[int], int]]:
-    """Index of the current CUDA device, and the raw current stream of a device: of a process that has a CUDA tensor.
+    """Two functions: the index of the current CUDA device, and the raw current stream of a device.
 
-    `torch.cuda` asks at every call whether CUDA has been initialized. Torch without CUDA does not have the two.
+    For processes in which CUDA is initialized, which `torch.cuda` would check at every call. Builds of torch without
+    CUDA lack the private ones.
     """
     if not torch.backends.cuda.is_built():
         return torch.cuda.current_device, lambda index: torch.cuda.current_stream(index).cuda_stream
@@ -32,7 +33,7 @@ def cuda_device_and_stream() -> tuple[Callable[[], int], Callable[[int], int]]:
 
 
 def in_function_transform() -> bool:
-    """A transform of ``torch.func`` (vmap, grad) is active in eager. Under the compiler it is the compiler's affair."""
+    """Whether a transform of ``torch.func`` (vmap, grad) is active; False under the compiler, which handles them."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
@@ -42,5 +43,5 @@ _function_transforms = torch._C._are_functorch_transforms_active
 
 
 def in_plain_eager() -> bool:
-    """Nothing watches operators: no compiler, dispatch mode or function transform (vmap, grad) is active."""
+    """Whether no compiler, dispatch mode or function transform (vmap, grad) is active."""
     return not (_is_compiling() or _dispatch_modes() or _function_transforms())

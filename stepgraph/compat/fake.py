@@ -1,4 +1,4 @@
-"""Fake tensors: shapes without values, and what torch and transformers do with them."""
+"""Fake tensors: shapes without values, and how torch and transformers treat them."""
 
 import contextlib
 import sys
@@ -51,9 +51,9 @@ def without_modes() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Hugging Face transformers, where it is loaded, asks values of a fake tensor whose values are ``known``.
+    """Inside, Hugging Face transformers, if loaded, looks at the values of fake tensors whose values are ``known``.
 
-    It asks none of a fake tensor otherwise: attention is then given a mask that says no more than "causal", and keys
+    By default it looks at none of a fake tensor's: attention then gets a mask that says no more than "causal", and keys
     repeated for every query head.
     """
     module = sys.modules.get("transformers.utils.import_utils")
@@ -69,7 +69,7 @@ def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for two living tensors exactly if they share storage, also for fake tensors."""
+    """Equal for two live tensors, real or fake, exactly if they share storage."""
     return tensor.untyped_storage()._cdata
 
 
@@ -77,8 +77,8 @@ def _fused_adamw_on_meta(*args: Any, **kwargs: Any) -> None:
     """Shapes of the fused AdamW update: it only writes in place."""
 
 
-# torch registers shapes for the overload with a number as learning rate only; for the one with a tensor, fake
-# tensors would otherwise compute on real zeros of the model's size.
+# torch registers a meta kernel only for the overload whose learning rate is a number. For the one with a tensor, fake
+# tensors would otherwise run the real kernel on zeros of the model's size.
 _LIBRARY = torch.library.Library("aten", "IMPL", "Meta")
 if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_.tensor_lr", "Meta"):
     _LIBRARY.impl("_fused_adamw_.tensor_lr", _fused_adamw_on_meta)

@@ -1,4 +1,4 @@
-"""What torch's optimizers and learning rate schedulers keep to themselves."""
+"""Private state of torch's optimizers, which its learning rate schedulers read too."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Traces with ``make_fx``: running one, asking what it writes, and what would otherwise stop it."""
+"""Tracing with ``make_fx``: running a trace, reading its graph while it runs, and features that it needs switched."""
 
 import contextlib
 import gc
@@ -24,10 +24,10 @@ def trace_context(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """``make_fx`` on fake tensors, with the collector of reference cycles off.
+    """``make_fx`` on fake tensors, with Python's garbage collector off.
 
-    A trace makes objects only to keep them: the collector would walk the growing graph again and again, and cost a
-    deep model more per layer than a shallow one.
+    A trace keeps nearly every object that it makes: the collector would walk the growing graph again and again, and the
+    trace of a deep model would take more than linear time.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -44,13 +44,13 @@ def graph_of_trace() -> torch.fx.Graph:
 
 
 def node_of_trace(tensor: torch.Tensor) -> torch.fx.Node | None:
-    """The node of the running `trace` that gave ``tensor``; None for a tensor that it did not see."""
+    """The node of the running `trace` that made ``tensor``; None for a tensor that it did not record."""
     slot = get_proxy_slot(tensor, get_proxy_mode().tracer, None)
     return None if slot is None else slot.proxy.node
 
 
 def constant_of_trace(name: str) -> Any:
-    """What a ``get_attr`` node of the running `trace` reads."""
+    """The constant that a ``get_attr`` node of the running `trace` reads."""
     return getattr(get_proxy_mode().tracer.root, name)
 
 
@@ -67,11 +67,11 @@ def rename_node(node: torch.fx.Node, name: str) -> None:
 
 @contextlib.contextmanager
 def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
-    """``torch.utils.checkpoint`` runs its function plainly, between calls of ``enter`` and ``leave``.
+    """Inside, ``torch.utils.checkpoint`` runs its function plainly, between calls of ``enter`` and ``leave``.
 
-    A trace would otherwise record the recomputation itself, and record it wrongly where the function draws random
-    numbers: eager restores the generator's state on the host, which no graph node does. Both flavours of checkpoint
-    look these two names up in their module when called.
+    A trace would otherwise record the recomputation, and wrongly if the function draws random numbers: eager restores
+    the generator's state on the host, which no graph node does. Both variants of checkpoint look up the two replaced
+    names in their module when they are called.
     """
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -84,7 +84,7 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
     class Function:
         @staticmethod
         def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
-            # The re-entrant flavour has no backward unless one of its own arguments needs one.
+            # The re-entrant variant has no backward unless one of its own arguments needs one.
             needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
             enter()
             try:
@@ -99,11 +99,11 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
 
 @contextlib.contextmanager
 def dispatch_flex_attention() -> Iterator[None]:
-    """``flex_attention`` called in a trace records its higher-order operator.
+    """Inside, ``flex_attention`` records its higher-order operator in the trace.
 
-    Called outside Dynamo it would start Dynamo itself, which refuses to run inside another trace. The module's own
-    debug switch calls the operator directly instead. Its front end refuses a backward on the CPU, which the operator
-    itself can do: with dense attention, so that a model for GPUs can be captured, and tried, on a CPU.
+    Called outside Dynamo it would start Dynamo, which refuses to run inside another trace; the module's debug switch
+    makes it call the operator directly. Its front end also refuses a backward on the CPU. The operator supports one,
+    with dense attention, so a model for GPUs can be captured and tried on a CPU.
     """
     import torch.nn.attention.flex_attention as flex
 
@@ -113,7 +113,7 @@ def dispatch_flex_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(module: ModuleType, **values: Any) -> Iterator[None]:
-    """Names of a module of torch have other values while inside."""
+    """Inside, names of ``module`` have other values."""
     saved = {name: getattr(module, name) for name in values}
     vars(module).update(values)
     try:

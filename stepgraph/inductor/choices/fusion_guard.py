@@ -1,14 +1,13 @@
-"""The fusion guard: Inductor may fuse reductions of mixed order only as far as registers carry.
+"""The fusion guard: Inductor may fuse mixed-order reductions only as long as no register spills.
 
-A norm's backward reduces along rows (dx) and along columns (dw, db) over the same values; since PyTorch 2.10 Inductor
-fuses the two, and goes on to absorb what else reads those values. With scaled and mixed residuals it can absorb until
-the registers of the kernel spill, and the kernel is slower than the parts (pytorch issue 179423). The guard estimates
-the registers that a kernel would need at its tile, for the first pair and each absorption, and refuses what would
-spill.
+A norm's backward reduces the same values along rows (dx) and along columns (dw, db); since PyTorch 2.10 Inductor fuses
+the two, and then whatever else reads those values. With scaled and mixed residuals it can fuse so much that registers
+spill and the kernel is slower than its parts (pytorch issue 179423). For the first pair, and for each fusion after it,
+the guard estimates the registers that the kernel would need at its tile, and refuses what would spill.
 
 It also refuses two fusions whose results are silently wrong: a column sum whose output is a view of a larger buffer,
-such as a slice of a concatenation, is never written there (pytorch issue 193061); and rows that do not fill the last
-tile are summed as if they were there (pytorch issue 195845).
+such as a slice of a concatenation, is never written there (pytorch issue 193061); and if the rows do not fill the last
+tile, the sum includes what lies beyond them (pytorch issue 195845).
 
 Idea: pytorch pull request 179494, which counts loads.
 """
@@ -56,7 +55,7 @@ class Decision:
 
 @dataclass
 class Guard:
-    """The rule, and the report of what it decided, in order. ``made``: operations of the fused kernels made."""
+    """The rule, and its decisions in order. ``made``: the operations of each fused kernel that was generated."""
 
     max_registers: int | None = None
     decisions: dict[Decision, None] = field(default_factory=dict)
@@ -71,7 +70,7 @@ class Guard:
         return [decision for decision in self.decisions if not decision.allowed]
 
     def allowed(self) -> list[Decision]:
-        """The fused kernels that came out; Inductor also asks for fusions that it then does not make."""
+        """The fused kernels that were generated; Inductor also asks about fusions that it then does not make."""
         allowed = sorted((d for d in self.decisions if d.allowed), key=lambda d: len(d.operations))
         return [next(d for d in allowed if made <= d.operations) for made in self.made]
 
@@ -80,11 +79,11 @@ class Guard:
         if self.graphs_compiled == 0:
             lines.append("no graph was compiled anew: what the compile cache holds was decided when it was compiled")
         elif not lines:
-            lines.append("no reductions of mixed order to fuse")
+            lines.append("no mixed-order reductions to fuse")
         return "\n".join(lines)
 
     def can_fuse(self, tuning: Tuning | None, scheduler: Any, node1: Any, node2: Any) -> bool:
-        """Whether Inductor may fuse two nodes of its scheduler; true of whatever is no mixed-order reduction."""
+        """Whether Inductor may fuse two nodes of its scheduler; True unless that makes a mixed-order reduction."""
         parts = compat.inductor()
         whole = [scheduler.get_fused_node(node) for node in (node1, node2)]
         mixed = [node for node in whole if isinstance(node, parts.FusedMixOrderReductions)]
@@ -127,7 +126,7 @@ class Guard:
 
 
 def lives_elsewhere(node: Any) -> bool:
-    """Whether the result of a column sum is memory of another buffer."""
+    """Whether a column sum is written into another buffer's memory."""
     results = node.get_outputs()
     if node.node._split_size:  # a second step, which the fused kernel replaces, makes the result
         results = results[0].users[0].node.get_outputs()
@@ -135,5 +134,5 @@ def lives_elsewhere(node: Any) -> bool:
 
 
 def origin(node: Any) -> str:
-    """Name in the graph of what a scheduler node computes: the last of the nodes that it was made from."""
+    """Name of the graph node that a scheduler node computes: the last one of those it was made from."""
     return max(node.node.origins).name if node.node.origins else node.get_name()

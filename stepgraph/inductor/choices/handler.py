@@ -1,10 +1,10 @@
-"""How rules reach Inductor: one subclass of its choices, installed by each compilation in the thread that compiles.
+"""How rules reach Inductor: a subclass of its choices, installed by each compilation in the thread that compiles.
 
-Inductor caches its choices handler per thread and leaves it out of its cache key, and a backward is often compiled in
-a thread of autograd's. Neither ``V.set_choices_handler`` nor ``config.inductor_choices_class`` alone reaches such a
-thread once it has compiled anything. What runs in every compilation, before lowering, in its own thread, is a custom
-graph pass; Inductor also asks it for the part of the cache key that it stands for. So the pass `Install` carries the
-rules. The handler it installs stays in its thread and follows the rules of the compilation that runs, or none.
+Inductor caches its choices handler per thread and leaves it out of its cache key, and backward is often compiled in one
+of autograd's threads. Neither ``V.set_choices_handler`` nor ``config.inductor_choices_class`` reaches such a thread
+once it has compiled anything. A custom graph pass does: it runs in every compilation, before lowering, in the
+compiling thread, and Inductor makes it part of the cache key. So the pass `Install` carries the rules. The handler
+that it installs stays in its thread, and follows the rules of the compilation that runs, if that has any.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ parts = compat.inductor()
 
 
 class Install(RulesPass):
-    """Makes the running compilation follow its rules, with sums along columns as `column_sums` has them."""
+    """Makes the running compilation follow its rules, and finish column sums as `column_sums` does."""
 
     def __init__(self, rules: Rules, then: tuple[Any, ...] = ()) -> None:
         super().__init__(rules, then)
@@ -48,7 +48,7 @@ class Install(RulesPass):
 
 
 class Choices(parts.InductorChoices):
-    """Inductor's choices, and the rules' word where they have one."""
+    """Inductor's choices, except where the rules decide."""
 
     def can_fuse(self, scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         rules = active()
@@ -70,7 +70,7 @@ class Choices(parts.InductorChoices):
 
 
 def inner_tile(tuning: Tuning, features: Any, groups: list[Any]) -> Tile | None:
-    """Tile that holds whole rows, for a kernel that reduces along contiguous rows only; None: leave it to Inductor."""
+    """Tile of whole rows for a kernel that reduces along contiguous rows alone; None leaves it to Inductor."""
     if not features.is_reduction() or features.get_reduction_hint() != parts.ReductionHint.INNER:
         return None
     if [set(group) for group in groups] != [{"x", "r0_"}] or any(map(features.contains_op, ("scan", "sort"))):

@@ -7,7 +7,7 @@ from stepgraph.inductor.choices.registers import Loads
 
 
 def size(expression: Any) -> int:
-    """A size as a number; of a dynamic size the one that was seen."""
+    """A size as a number; of a dynamic size, the one seen when compiling."""
     return compat.inductor().V.graph.sizevars.optimization_hint(expression, fallback=8192)
 
 
@@ -18,14 +18,14 @@ def shape_of(along_rows: Any) -> tuple[int, int]:
 
 
 def column_sums(nodes: list[Any], along_rows: Any) -> list[Any]:
-    """The reductions along columns among ``nodes``, which share their shape with the reduction ``along_rows``."""
+    """Those of ``nodes`` that reduce along columns, unlike ``along_rows``, which reduces the same shape along rows."""
     numels = compat.inductor().MixOrderReduction.get_numel_rnumel
     shape = tuple(numels(along_rows))
     return [node for node in nodes if node.is_reduction() and tuple(numels(node)) != shape]
 
 
 def loads_of(nodes: list[Any], rows: int, columns: int, sums: int) -> Loads:
-    """What a kernel of ``nodes`` reads that it does not make itself; ``sums``: how many per column it keeps."""
+    """What a kernel of ``nodes`` loads from memory; ``sums``: how many column sums it keeps."""
     parts = compat.inductor()
     made = {dep.name for node in nodes for dep in node.read_writes.writes}
     elements: dict[str, int] = {}

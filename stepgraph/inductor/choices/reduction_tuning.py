@@ -1,13 +1,13 @@
 """Tiles for reductions along rows, on Hopper and Blackwell, without timing anything while compiling.
 
-What Inductor does by itself with RMSNorm's backward at 16384 x 4096 in bf16 (read from its code, torch 2.11): it does
-fuse dx and dw, into 1,024 programs of 16 rows, one row at a time, 8 warps, and does not pipeline the loads
-(``mix_order_reduction_allow_multi_stages`` is off in 2.11), so that each row waits for memory and then for its
-reduction. The partial sums are 1,024 x 4096 fp32, 17 MB to write and to read again, in a sum and a cast of their own.
-At 65536 x 256 its programs are one warp each. For rows longer than half their number it does not fuse at all.
+Left alone (torch 2.11), Inductor compiles RMSNorm's backward at 16384 x 4096 in bf16 so: dx and dw are fused, in 1,024
+programs of 8 warps and 16 rows, one row at a time. Loads are not pipelined (``mix_order_reduction_allow_multi_stages``
+is off in 2.11): each row waits for memory and then for its reduction. The partial sums are 1,024 x 4096 fp32: 17 MB to
+write, and to read again in a sum and a cast of their own. At 65536 x 256 its programs have one warp each. For rows
+longer than half their number it does not fuse at all.
 
-Here a program keeps its SM busy: few programs, so that partial sums are few; loads pipelined over rows, 64 KB on the
-way per SM, which is what memory's latency asks for; forward kernels hold their rows in registers instead of reading
+Here a program keeps its SM busy: there are few programs, so that partial sums are few; loads are pipelined over rows,
+with 64 KB in flight per SM, as memory latency requires; forward kernels hold their rows in registers instead of reading
 them twice.
 
 Idea: "SOTA Normalization Performance with torch.compile", the PyTorch blog.
@@ -21,7 +21,7 @@ from stepgraph import compat
 from stepgraph.inductor.choices.nodes import shape_of
 from stepgraph.inductor.choices.registers import MARGIN, Loads, Tile, estimate
 
-IN_FLIGHT = 64 * 1024  # bytes of loads on their way, per SM
+IN_FLIGHT = 64 * 1024  # bytes of loads in flight, per SM
 LONGEST = 16384  # columns that one program holds
 FEWEST_ROWS = 2048  # below, a program has few rows to sum over
 FEWEST_ELEMENTS = 5 * 2**20  # below, data stays in the L2 cache and fusing gains nothing; Inductor's own bound
@@ -29,7 +29,7 @@ FEWEST_ELEMENTS = 5 * 2**20  # below, data stays in the L2 cache and fusing gain
 
 @dataclass
 class Tuning:
-    """The rule. Tiles are for 2-byte values; the estimate of registers says where wider ones do not fit."""
+    """The rule. Tiles are for 2-byte values, and smaller if by the estimate of registers wider values do not fit."""
 
     tuned: bool = False
     mixed: tuple[int, int, int, int] | None = None
@@ -49,7 +49,7 @@ class Tuning:
             tile_rows, warps, programs, stages = self.mixed
             tile = Tile(tile_rows, width, warps, stages, 0)
         else:
-            # As many threads as read a row in one go, as far as it leaves several programs to an SM.
+            # Enough threads to load a row at once, but few enough for several programs per SM.
             warps = {256: 1, 512: 2, 1024: 4, 2048: 4, 4096: 8}.get(width, 1 if width < 256 else 16)
             tile = Tile(math.gcd(rows, max(1, 1024 * warps // width)), width, warps, 3 if width <= 8192 else 2, 0)
             while tile.rows > 1 and estimate(loads, tile) > tile.register_limit - MARGIN:
@@ -60,7 +60,7 @@ class Tuning:
         return replace(tile, split=split)
 
     def inner_tile(self, rows: int, columns: int, loads: Loads) -> Tile | None:
-        """Tile of a reduction along rows that holds them; None leaves it to Inductor."""
+        """Tile of whole rows, for a reduction along rows alone; None leaves it to Inductor."""
         width = power_of_2_from(columns)
         if self.tuned or not 256 <= width <= LONGEST:
             return None
@@ -74,7 +74,7 @@ class Tuning:
         return tile if rows >= tile_rows and estimate(loads, tile) <= tile.register_limit else None
 
     def can_fuse(self, node1: Any, node2: Any) -> bool:
-        """Inductor, told to fuse reductions of mixed order at any size, leaves small ones alone again."""
+        """False for small mixed-order reductions: `tuned_reductions` makes Inductor fuse those of any size."""
         mixed = compat.inductor().MixOrderReduction
         if not mixed.can_fuse(node1, node2):
             return True
@@ -90,7 +90,7 @@ def mixed_tile(tuning: Tuning | None, rows: int, columns: int, loads: Loads, dev
     if tile:
         return tile
     split = parts.config.triton.mix_order_reduction_split_size
-    if split is None:  # as Inductor has it: eight programs per processor, of 16 to 128 rows
+    if split is None:  # Inductor's own rule: eight programs per processor, of 16 to 128 rows
         split = min(max(parts.last_power_of_2(max(1, rows // (8 * processors))), 16), 128)
     config = compat.inductor_mixed_config(rows, columns, split, device)
     columns = parts.next_power_of_2(columns)

@@ -1,27 +1,27 @@
 """Registers that a mixed-order reduction needs, from what it loads and from its tile.
 
 Such a kernel reduces the same (M, N) values along rows and along columns: each program takes ``split`` rows, a tile of
-``rows`` whole rows at a time, and keeps one sum per column and column reduction in registers throughout. What a
-full-size load brings in stays there across the reduction along the row, because it is needed again after it.
+``rows`` whole rows at a time, and keeps one sum for each column and column reduction in registers throughout. The
+values of a full-size load stay in registers across the reduction along the row, because they are needed after it.
 """
 
 import math
 from dataclasses import dataclass
 
-#: A thread of an NVIDIA GPU can name this many registers; the file of an SM holds the second number.
+#: Registers that a thread of an NVIDIA GPU can address, and those of an SM.
 REGISTERS_PER_THREAD = 255
 REGISTERS_PER_SM = 65536
 
 # Fitted to what ptxas reports (sm_90, Triton 3.6, loads not pipelined) for 93 kernels that Inductor 2.11 makes of norms
-# with scaled and mixed residuals, N from 512 to 2048, bf16 and fp32: mean error 8%. At 255 they separate: kernels that
-# spill are estimated at 284 and more, kernels that do not at 244 and less. Where loads are pipelined (2.13's default)
-# they wait in shared memory, and the estimate is high for kernels of many loads.
+# with scaled and mixed residuals, N from 512 to 2048, bf16 and fp32: mean error 8%. The limit of 255 separates them:
+# kernels that spill are estimated at 284 and more, kernels that do not at 244 and less. Pipelined loads (2.13's
+# default) wait in shared memory: the estimate is then high for kernels with many loads.
 BASE = 24  # addresses, loop, masks
 WORKING = 2.5  # fp32 values held per element of the tile: the product being reduced, what follows the reduction
-WORKING_ROWS = 1.0  # the same of a kernel that reduces along rows alone
+WORKING_ROWS = 1.0  # the same in a kernel that reduces along rows alone
 FULL_HELD = 0.7  # share of a full-size load's bytes that live across the row's reduction
-COLUMN_HELD = 0.5  # likewise of a load of one value per column
-MARGIN = 8  # what an estimate stays below what there is
+COLUMN_HELD = 0.5  # the same for a load of one value per column
+MARGIN = 8  # how far an estimate must stay below the limit
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Tile:
 
     @property
     def register_limit(self) -> int:
-        """Registers that a thread of such a program can have."""
+        """Registers that a thread can have in a program of this size."""
         return min(REGISTERS_PER_THREAD, REGISTERS_PER_SM // self.threads)
 
     def columns_held(self, bytes_per_element: int) -> float:
-        """Columns that one thread deals with: a thread loads 16 bytes, and threads beyond a row take other rows."""
+        """Columns per thread: a thread loads 16 bytes, and threads left over by one row take others."""
         return max(self.columns / self.threads, min(16 // bytes_per_element, self.columns))
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from stepgraph.inductor.choices.fusion_guard import Guard
 from stepgraph.inductor.choices.reduction_tuning import Tuning
 from stepgraph.kernels.norm import column_sum
 
-#: What decides what is generated, and the operator that generated code calls.
+#: Files that decide what code is generated, and the operator that it calls.
 _SOURCES = (
     *(str(path) for path in sorted(Path(__file__).parent.glob("*.py"))),
     compiler.__file__,
@@ -45,11 +45,11 @@ class Rules:
         )
 
     def graphs(self) -> int:
-        """How often a graph came by."""
+        """Graphs compiled and cache keys made under these rules, so far."""
         return sum(part.graphs_compiled + part.graphs_seen for part in self.parts())
 
     def begin(self) -> None:
-        """A graph is being compiled, in this thread."""
+        """A graph is being compiled in this thread."""
         for part in self.parts():
             part.graphs_compiled += 1
 

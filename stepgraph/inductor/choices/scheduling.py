@@ -1,9 +1,8 @@
-"""Mixed-order reductions with the tile that a tuning chooses, through Inductor's registry of code generators.
+"""Gives mixed-order reductions the tile that a tuning chooses, through Inductor's registry of code generators.
 
 Inductor's choices can fix the launch of most kernels (`handler.Choices.triton_kernel_kwargs`), but not how many rows a
-program of a mixed-order reduction takes: that number comes from one setting for a whole graph. So the CUDA code
-generator is registered anew, as a subclass that sets it kernel by kernel. Without active tuning it does what Inductor
-does.
+program of a mixed-order reduction takes: that is one setting for a whole graph. So a subclass of the CUDA code
+generator is registered that sets it for each kernel. Without active tuning it does what Inductor does.
 """
 
 import functools
@@ -28,9 +27,9 @@ def launch_of(tile: Tile) -> Any:
 
 
 class Kernel(parts.TritonKernel):
-    """A kernel of a fixed tile keeps its dimension of rows even where a tile is a single row.
+    """A kernel that keeps its dimension of rows even if its tile is a single row.
 
-    Mixed-order reductions rely on it, and torch 2.11 fails to generate others without it.
+    Mixed-order reductions need it, and with a fixed tile torch 2.11 fails to generate other kernels without it.
     """
 
     def want_no_x_dim(self) -> bool:
@@ -78,7 +77,7 @@ class CUDAScheduling(parts.CUDACombinedScheduling):
 
 @functools.cache
 def register() -> None:
-    """From now on Inductor generates CUDA code through `CUDAScheduling`, where it would through its own."""
+    """From now on Inductor generates CUDA code with `CUDAScheduling` instead of its own class."""
     common = parts.common
     common.init_backend_registration()
     usual = common.device_codegens["cuda"]

@@ -14,12 +14,12 @@ from stepgraph.inductor.choices.rules import Rules
 class Scope:
     """Rules for what Inductor compiles: ``with scope: ...``, or ``torch.compile(model, options=scope.options)``.
 
-    Inside the block whatever is compiled follows the rules, forward and backward: Inductor compiles at the first call,
+    Whatever is compiled inside the block follows the rules, forward and backward. Inductor compiles at the first call,
     so call the model inside; its backward is then compiled with its forward, not when it first runs. A block in which
     nothing was compiled warns. What was compiled before keeps its kernels.
 
-    With ``options`` the rules stay with that model, wherever and whenever, and in whichever thread, it compiles.
-    Blocks nest, and ``scope | scope`` combines: both sets of rules hold.
+    With ``options`` the rules stay with that model, whenever and in whichever thread it is compiled. Blocks nest, and
+    ``scope | scope`` combines both sets of rules.
     """
 
     def __init__(self, rules: Rules, config: dict[str, Any] | None = None) -> None:
@@ -32,13 +32,13 @@ class Scope:
 
     @property
     def report(self) -> Guard | None:
-        """The guard's report: ``str`` of it gives readable lines, ``allowed()`` and ``refused()`` its decisions. None
-        without a guard."""
+        """The guard's report: ``str`` gives readable lines, ``allowed()`` and ``refused()`` its decisions. None without
+        a guard."""
         return self.rules.guard
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of ``torch.compile``; add those of a mode with ``torch._inductor.list_mode_options(mode)``."""
+        """Options for ``torch.compile``; add those of a mode with ``torch._inductor.list_mode_options(mode)``."""
         from stepgraph.inductor.choices.graph_pass import installed  # imports Inductor, which takes seconds
         from stepgraph.inductor.choices.handler import Install
 
@@ -67,12 +67,12 @@ class Scope:
 
 
 def fusion_guard(max_registers: int | None = None) -> Scope:
-    """Bound Inductor's mixed-order reduction fusion by registers; see `Scope` for where it holds.
+    """Bounds Inductor's fusion of mixed-order reductions by their registers; see `Scope` for where it holds.
 
     ``with fusion_guard() as guard: ...`` then ``print(guard.report)``.
 
-    ``max_registers``: per thread; None is what the GPU has for a program of the kernel's size, at most 255.
-    Raises ``ValueError`` if it is not from 24 to 255.
+    ``max_registers``: per thread; None is what the GPU has for a program of the kernel's size, at most 255. Raises
+    ``ValueError`` if it is not from 24 to 255.
     """
     if max_registers is not None and not 24 <= max_registers <= REGISTERS_PER_THREAD:
         raise ValueError(
@@ -90,9 +90,9 @@ def tuned_reductions(
     """Better tiles for norms and their backward under ``torch.compile``; see `Scope` for where it holds.
 
     ``tuned``: let Inductor time its own candidates instead, while it compiles; it keeps the results on disk.
-    ``mixed``, ``inner``: one tile for every kernel, to measure with. ``mixed`` is (rows, warps, programs per SM,
-    stages) of reductions along rows and columns at once; ``inner`` is (rows, warps) of reductions along rows alone.
-    Raises ``ValueError`` if a number in them is not a power of two; programs and stages may be any.
+    ``mixed``, ``inner``: one tile for every kernel, for measurements. ``mixed`` is (rows, warps, programs per SM,
+    stages) for reductions along rows and columns at once; ``inner`` is (rows, warps) for reductions along rows alone.
+    Raises ``ValueError`` unless rows and warps are powers of two.
     """
     for name, value in (("mixed", mixed), ("inner", inner)):
         if value is not None and not all(n > 0 and n & (n - 1) == 0 for n in value[:2]):

@@ -20,7 +20,7 @@ def _chunk_kernel(
     CHUNK: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Block ``program_id(1)`` of chunk ``program_id(0)``: whole runs go to ``out``. The sum of a run that began before
-    the chunk goes to ``partial[2 * chunk]``, that of one that begins in it and goes on to ``partial[2 * chunk + 1]``."""
+    the chunk goes to ``partial[2 * chunk]``, that of one that goes on after it to ``partial[2 * chunk + 1]``."""
     chunk = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < D

@@ -53,7 +53,7 @@ def modulated(columns: int):
 @pytest.fixture(scope="module")
 def codegen():
     pytest.importorskip("triton")
-    from tests.inductor import cuda_codegen
+    from tests.inductor.choices import cuda_codegen
 
     return cuda_codegen
 

@@ -14,7 +14,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(scope="module")
 def codegen():
     pytest.importorskip("triton")
-    from tests.inductor import cuda_codegen
+    from tests.inductor.choices import cuda_codegen
 
     return cuda_codegen
 
