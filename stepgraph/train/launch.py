@@ -1,4 +1,4 @@
-"""``stepgraph train --nproc N``: this machine's ranks, started as torchrun starts them."""
+"""``stepgraph train --nproc N``: starts ranks on this machine as torchrun does."""
 
 import contextlib
 import os
@@ -17,15 +17,15 @@ from stepgraph.train.faults.watch import last_told
 
 
 def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
-    """Run ``stepgraph train ARGUMENTS`` in ``nproc`` processes of this machine; the exit status of the run.
+    """Run ``stepgraph train ARGUMENTS`` in ``nproc`` processes on this machine; the exit status of the run.
 
-    When one fails the others are ended, and all start again, at most ``max_restarts`` times. The message names the
-    one that failed last.
+    If one fails, the others are ended and all start again, at most ``max_restarts`` times. The error names the rank
+    whose failure was the last.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    # The store is this process's and the ranks'; the agent, which runs in this process too, shares its server.
+    # This process and the ranks share the store, and the agent, which runs in this process too, its server.
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    # Not torchrun's own command line: it would take --nproc for an abbreviation of an option.
+    # Not torchrun's command line, which would take --nproc as the abbreviation of an option.
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -35,7 +35,7 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
         rdzv_endpoint=f"localhost:{server.port}",
         rdzv_configs={"rank": 0},
         max_restarts=max_restarts,
-        # The ranks heed SIGTERM and Ctrl-C themselves: they save and end with 0, and the agent, left alone, with them.
+        # The ranks handle SIGTERM and Ctrl-C themselves: they save and end with 0, and then the agent ends too.
         signals_to_handle="SIGHUP,SIGQUIT",
     )
     try:
@@ -54,7 +54,7 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
 
 @contextlib.contextmanager
 def _passed_on(*numbers: signal.Signals) -> Iterator[None]:
-    """The first of these signals goes to this process's children; a second one ends it as it would have."""
+    """Forward the first of these signals to this process's children; a second one ends this process as usual."""
     before = {number: signal.getsignal(number) for number in numbers}
 
     def restore() -> None:
@@ -76,7 +76,7 @@ def _passed_on(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def _children() -> list[int]:
-    """Processes that this one started. Linux says so in /proc, which a container has also where it has no ``ps``."""
+    """Processes that this one started, from /proc on Linux, where containers may lack ``ps``; else from ``ps``."""
     found = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended

@@ -1,4 +1,4 @@
-"""The JSON files of a run: strict, and whole or not there at all."""
+"""The JSON files of a run: strict JSON, and never half written."""
 
 import json
 import math

@@ -56,13 +56,13 @@ class RunFolder:
 
     ``config.json``, ``environment.json``, ``metrics.jsonl`` (one object a line), ``tb/`` (TensorBoard events),
     ``passes.txt`` and ``passes.json`` (pass report), ``graph.txt``, ``summary.json`` (``Summary``), ``loss.png``;
-    ``checkpoints/`` and ``graphs/`` (``--dump-graphs``) are filled by others. JSON files appear whole or not at all,
-    and are strict: a number that is not finite is null.
+    ``checkpoints/`` and ``graphs/`` (``--dump-graphs``) are filled elsewhere. JSON files are never half written, and
+    strict: a number that is not finite is null.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         """Makes the folder ``path``, or with ``resume_step`` continues it as it was after that many updates: metrics
-        of later steps, which are about to be repeated, are dropped, and so is the summary of the part that ended.
+        of later steps, which will be repeated, are dropped, and so is the summary.
 
         Raises ValueError when ``path`` is not empty and is not being resumed.
         """
@@ -76,8 +76,8 @@ class RunFolder:
         if resume_step is not None and self._metrics_file.exists():
             kept = [record for record in read_metrics(self._metrics_file) if record["step"] <= resume_step]
             write_text(self._metrics_file, "".join(json_line(record) for record in kept))
-        (path / "summary.json").unlink(missing_ok=True)  # should this process be killed, it has none
-        # Line buffering: each record reaches the file whole, so a killed run loses none that it reported.
+        (path / "summary.json").unlink(missing_ok=True)  # a run that is killed has none
+        # Line buffering: each record reaches the file at once, so a killed run loses none.
         self._metrics = self._metrics_file.open("a", buffering=1, encoding="utf-8")
         purge = None if resume_step is None else resume_step + 1
         self._tensorboard = SummaryWriter(path / "tb", purge_step=purge, flush_secs=10)
@@ -118,12 +118,12 @@ class RunFolder:
 
     def draw_loss(self, unigram_entropy: float | None) -> None:
         """Draws ``loss.png`` from the metrics so far; ``unigram_entropy`` in nats per token."""
-        from stepgraph.train.records.plot import loss_curve  # matplotlib is slow to load and wanted only at the end
+        from stepgraph.train.records.plot import loss_curve  # matplotlib is slow to load, and needed only at the end
 
         loss_curve(self._metrics_file, self.path / "loss.png", unigram_entropy)
 
     def close(self) -> None:
-        """Writes out what is buffered. The folder takes no more metrics."""
+        """Flushes and closes the metrics: none can be logged afterwards."""
         self._metrics.close()
         self._tensorboard.close()
 

@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture."""
+"""Draws the loss curve of a run."""
 
 import itertools
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None) ->
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    """Mean of each value and its neighbours, a twenty-fifth of the run in all; fewer, as many each side, near the ends.
+    """Mean over a window centred on each value, a twenty-fifth of the run long, and shorter near the ends.
 
     Centred, so that it does not lag behind a falling loss.
     """

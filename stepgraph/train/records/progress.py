@@ -19,7 +19,7 @@ class Progress:
         self._first: tuple[int, float] | None = None  # the first update shown, and when
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            # No refresh thread: the line changes when a step ends, never while one is timed.
+            # No refresh thread: the line changes when a step ends, never during a step that is timed.
             self._live = Live(console=self._console, auto_refresh=False)
 
     def __enter__(self) -> "Progress":
@@ -71,8 +71,8 @@ class Progress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _eta(self, step: int, step_ms: float) -> float:
-        """Seconds left, from the wall clock since the first update shown: it counts validation and checkpoints, and
-        leaves out compilation, which comes before it."""
+        """Seconds left, from the wall clock since the first update shown: this includes validation and checkpoints,
+        but not compilation, which precedes it."""
         now = time.monotonic()
         if self._first is None:
             self._first = (step, now)
@@ -124,5 +124,5 @@ def _metric_prefix(value: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """``value`` with three digits, or all those before the point."""
+    """``value`` with three significant digits, or more if it has more before the point."""
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
