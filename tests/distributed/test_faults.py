@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, or do not stop when told to: real ranks, real signals, and what is left of the run."""
+"""Ranks that are killed, stopped, or do not stop when told: real ranks, real signals, and what is left of the run."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a Hugging Face Llama 3 checkpoint says beside its tensors: their names, and ``config.json``."""
+"""Names of the tensors, and ``config.json``, of a Hugging Face Llama 3 checkpoint."""
 
 import json
 import os
@@ -98,7 +98,7 @@ def config_to_hf(config: Llama3Config, dtype: torch.dtype) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_seq_len,
         },
         "tie_word_embeddings": config.tie_embeddings,
-        # Which ids begin and end a text is the tokenizer's to say; the defaults would be Llama 2's.
+        # The tokenizer defines which ids begin and end a text; the defaults would be Llama 2's.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -137,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file aside and give it its name when it is whole."""
+    """Write a file under a temporary name, and rename it when it is complete."""
     partial = path.with_name(f"{path.name}.part")
     partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)

@@ -38,8 +38,6 @@ def open_data(data: str = "stdlib", tokenizer: str = "bytes", *, text_field: str
     Raises:
         ValueError: one line; an unknown form, or a missing, empty or corrupt file.
     """
-    opened = open_tokenizer(
-        tokenizer
-    )  # first: a wrong name should not wait for a large file
+    opened = open_tokenizer(tokenizer)  # first: a wrong name should not wait for a large file
     source = open_source(data, text_field)
     return DataBundle(source, opened, source.describe())
