@@ -1,6 +1,7 @@
 """A step as a program: accumulation is a schedule over two graphs, and what flows between them."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_forms_of_a_step_share_accumulators():
     assert flat[0] is other_flat[0]
     assert all(one[name] is other[name] for name in one)
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in one.values())
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_accumulators_lie_in_memory_as_gradients_do():
