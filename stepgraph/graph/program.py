@@ -47,6 +47,18 @@ class StepProgram:
         """Parts that the batch is split into."""
         return sum(call.microbatch is not None for call in self.schedule)
 
+    @property
+    def capture_s(self) -> float:
+        """Seconds that the capture of all graphs took."""
+        return sum(graph.capture_s for graph in self.graphs.values())
+
+    def text(self) -> str:
+        """All graphs as readable text, each under a line with its name and how often a step calls it."""
+        if len(self.graphs) == 1:
+            return self.main.text()
+        counts = zip(self.graphs, self.counted(), strict=True)
+        return "\n".join(f"# {name}, called {n} times a step\n{graph.text()}" for name, (graph, n) in counts)
+
     def counted(self) -> Iterator[tuple[StepGraph, int]]:
         """Each graph, with how often a step calls it."""
         for name, graph in self.graphs.items():
