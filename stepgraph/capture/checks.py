@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from stepgraph import compat
+from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.recorder import Recorder, user_source
-from stepgraph.capture.state import kept_tensors
+from stepgraph.capture.state import Slot, kept_tensors
 from stepgraph.errors import CaptureError
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import StepGraph
@@ -24,6 +25,17 @@ def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
             raise ValueError(
                 f"accumulate={accumulate} does not divide the batch's first dimension {leaf.shape[0]}; "
                 f"try accumulate={max(d for d in range(1, accumulate) if leaf.shape[0] % d == 0)}"
+            )
+
+
+def check_owned(update: AdamWUpdate | None, slots: Sequence[Slot]) -> None:
+    """Every parameter of the optimizer is the model's."""
+    known = {id(slot.tensor) for slot in slots}
+    for _, param in update.owned() if update else ():
+        if id(param) not in known:
+            raise CaptureError(
+                f"the optimizer holds a parameter of shape {list(param.shape)} that the model does not; "
+                "build the optimizer from model.parameters()"
             )
 
 

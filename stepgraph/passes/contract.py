@@ -20,7 +20,7 @@ class PassReport:
     reader should know. ``skipped``: why it did not run, or None. ``apply_s``: seconds the pass itself ran;
     ``compile_s``: seconds besides, spent in a compiler, or at the first steps in recording CUDA graphs.
     ``nodes_before``, ``nodes_after``: operator nodes of the graph. ``terminal``: what runs is no longer the graph, so
-    that no pass may follow in another run of passes.
+    that no pass may follow in another run of passes. ``graph``: which of a step's graphs it was.
     """
 
     name: str
@@ -35,6 +35,7 @@ class PassReport:
     nodes_before: int = 0
     nodes_after: int = 0
     terminal: bool = False
+    graph: str = ""
 
     def line(self) -> str:
         """The report in one line."""

@@ -1,5 +1,6 @@
 """Runs passes: checks their contracts first, then applies, lints, times and reports each."""
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -115,9 +116,11 @@ def run_passes(
 
 
 def format_report(reports: Sequence[PassReport]) -> str:
-    """The numbered pass report, with notes indented below each pass."""
-    lines = []
-    for i, report in enumerate(reports, 1):
-        lines.append(f"{i}. {report.line()}")
-        lines += [f"   {note}" for note in report.notes]
+    """The numbered pass report, graph by graph where a step has several, with notes indented below each pass."""
+    lines, several = [], len({report.graph for report in reports}) > 1
+    for graph, group in itertools.groupby(reports, key=lambda report: report.graph):
+        lines += [f"graph of the {graph}:"] if several else []
+        for i, report in enumerate(group, 1):
+            lines.append(f"{i}. {report.line()}")
+            lines += [f"   {note}" for note in report.notes]
     return "\n".join(lines)

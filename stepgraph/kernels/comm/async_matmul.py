@@ -5,7 +5,7 @@
 
 To gather, a rank multiplies its own chunk while it sends it, and the others' as they arrive. To reduce, it first
 computes what the others need, and its own part while that is sent (see `exchange`). Sums over ranks are taken in the
-order of ranks, in fp32, and rounded once. In a CUDA graph that is replayed they need `exchange.fence` before each run.
+order of ranks, in fp32, and rounded once. In a CUDA graph that is replayed they need `Session.fence` before each run.
 
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", 2023.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import register_flop_formula
 
 from stepgraph import compat
-from stepgraph.kernels.comm.exchange import begin
+from stepgraph.kernels.comm.exchange import current
 
 Tensor = torch.Tensor
 
@@ -82,7 +82,7 @@ def _gather(shard: Tensor, weights: list[Tensor], keep: bool, group_size: int, g
             for i in range(batch):
                 torch.mm(part[i], weight, out=product[i, rank])
 
-    ranks = begin(compat.process_group(group_name), shard)
+    ranks = current().begin(compat.process_group(group_name), shard)
     for peer in reversed(ranks.others):  # who takes this part first
         ranks.send(peer, shard)
     if keep:
@@ -110,7 +110,7 @@ def _scatter(lefts: list[Tensor], rights: list[Tensor], batch: int, group_size: 
                 chunk[i].addmm_(part[i, rank], right)
         return chunk
 
-    ranks = begin(compat.process_group(group_name), own)
+    ranks = current().begin(compat.process_group(group_name), own)
     for peer in reversed(ranks.others):
         ranks.send(peer, produce(peer, torch.empty_like(own)))
     produce(ranks.rank, own)

@@ -25,7 +25,7 @@ from stepgraph.errors import unknown_name
 from stepgraph.graph import collectives
 from stepgraph.graph.facts import Aliases, argument, is_mutating, is_view, written_arguments
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
-from stepgraph.graph.partition import Program, describe, needs_host
+from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import Piece, compile_pieces
@@ -165,7 +165,6 @@ def _compile(step: StepGraph, pieces: list[Piece], config: dict[str, Any], repor
             f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
         )
     step.executable = result.module
-    step.runner = Program(result.module)
 
 
 def _needs_gpu(node: fx.Node) -> str | None:

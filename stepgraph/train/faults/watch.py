@@ -23,7 +23,7 @@ from torch import fx
 
 from stepgraph import compat, parallel
 from stepgraph.capture.recorder import user_frame
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.program import StepProgram
 from stepgraph.train.faults.in_flight import first_in_flight, issue_order
 from stepgraph.train.faults.lost_ranks import report
 
@@ -63,10 +63,13 @@ class Watch:
 
     # ---- called by the main thread ----
 
-    def watches(self, step: StepGraph) -> None:
-        """``step``: the graph that the steps run."""
-        self._order = issue_order(step.graph)
-        self._replays = any(report.name == "cuda_graph" and report.changed for report in step.log)
+    def watches(self, program: StepProgram) -> None:
+        """``program``: what the steps run."""
+        self._order = {}
+        for call in program.schedule:
+            for group, nodes in issue_order(program.graphs[call.graph].graph).items():
+                self._order.setdefault(group, []).extend(nodes)
+        self._replays = program.main.recording is not None
 
     def at(self, what: str, *, limited: bool = True) -> None:
         """From now on the rank is in ``what``. Not ``limited``: it may take as long as it likes."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.graph.partition import Program, split
+from stepgraph.graph.partition import split
 from stepgraph.inductor.regional import Region, region_of, tag
 from stepgraph.models import Golf, GolfConfig
 from stepgraph.passes import Pass, configured, get, run_passes
@@ -21,6 +21,7 @@ from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.compile.regions import MATCHERS, tag_regions
 from stepgraph.passes.contract import NoOptions
 from stepgraph.passes.memory.rematerialize import rematerialize
+from stepgraph.run import Interpreter, runner_of
 
 aten = torch.ops.aten
 PREPARE = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "recompute"]
@@ -377,7 +378,7 @@ def test_what_runs_can_be_split_again(tools, compiled):
     ]
     module = split(step.executable, lambda node: "host" if node in host else "device")
     assert {piece.group for piece in module.children()} == {"host", "device"}
-    for a, b in zip(step.runner(inputs), Program(module)(inputs), strict=True):
+    for a, b in zip(runner_of(step)(inputs), Interpreter(module)(inputs), strict=True):
         assert torch.equal(a, b)
 
 

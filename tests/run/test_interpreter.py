@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from stepgraph.graph.partition import Program, split
+from stepgraph.graph.partition import split
+from stepgraph.run import Interpreter
 
 
 class Watch:
@@ -45,7 +46,7 @@ class Boxed(nn.Module):
 
 def program(graph, module=None, **options):
     """The program of a graph over ``module``."""
-    return Program(fx.GraphModule(module or nn.Module(), graph), **options)
+    return Interpreter(fx.GraphModule(module or nn.Module(), graph), **options)
 
 
 def test_a_value_dies_with_its_last_reader():
@@ -135,7 +136,7 @@ def test_pieces_of_a_graph_run_as_the_whole(tools, size):
     expected = step.module(*(before := [t.clone() for t in inputs]))
     number = {node: i for i, node in enumerate(step.graph.nodes)}
     module = split(step.module, lambda node: number[node] // size)
-    actual = Program(module)(after := [t.clone() for t in inputs])
+    actual = Interpreter(module)(after := [t.clone() for t in inputs])
     for a, b in zip([*expected, *before], [*actual, *after], strict=True):
         assert torch.equal(a, b)
     assert len(list(module.children())) == len({piece.group for piece in module.children()})
