@@ -6,10 +6,9 @@ Both come from provenance and order. Collectives of tensor parallelism, which re
 gathers of parameters nor reductions of gradients, and stay where they are.
 """
 
-import itertools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,8 +18,9 @@ from torch import fx
 import stepgraph.kernels.comm.async_matmul
 import stepgraph.kernels.comm.copy_collectives  # noqa: F401  (both register their operators)
 from stepgraph import compat
-from stepgraph.graph.facts import Aliases, argument, flops, is_overload, is_pure, is_view, tensor_bytes
-from stepgraph.graph.provenance import phase_of, provenance, set_provenance
+from stepgraph.graph import edit
+from stepgraph.graph.facts import Aliases, argument, flops, is_overload, is_pure, is_view, tensor_bytes, upstream
+from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 
 aten = torch.ops.aten
@@ -48,6 +48,17 @@ _FLOPS_PER_S, _BYTES_PER_S, _LINK_BYTES_PER_S, LATENCY_S = 700e12, 3.5e12, 350e9
 # Seconds of a flag's way over NVLink, and that every kernel takes however little it does: one that waits for a flag
 # took 3.4 us on H200s.
 _BARRIER_S, _KERNEL_S = 5e-6, 4e-6
+
+
+# The former names of `graph.edit`, for passes/comm.
+
+
+def Builder(step: StepGraph, members: Sequence[fx.Node]) -> edit.Builder:
+    return edit.Builder(*members)
+
+
+def erase_chain(graph: fx.Graph, node: fx.Node) -> None:
+    edit.erase_unread(node, collectives=True)
 
 
 class Collective(NamedTuple):
@@ -94,18 +105,6 @@ def parameter_gathers(step: StepGraph) -> list[Collective]:
 
 def _sources(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
     return {n for n in upstream(node) | {node} if n in among}
-
-
-def upstream(node: fx.Node) -> set[fx.Node]:
-    """Everything that ``node`` is made from."""
-    seen: set[fx.Node] = set()
-    queue = list(node.all_input_nodes)
-    while queue:
-        current = queue.pop()
-        if current not in seen:
-            seen.add(current)
-            queue += current.all_input_nodes
-    return seen
 
 
 def gradient_tail(step: StepGraph) -> set[fx.Node]:
@@ -184,25 +183,6 @@ def by_region(collectives: Iterable[Collective]) -> list[list[Collective]]:
     for c in collectives:
         groups[c.stretch, c.region].append(c)
     return list(groups.values())
-
-
-def attribute(step: StepGraph, nodes: Sequence[fx.Node], members: Sequence[fx.Node]) -> None:
-    """New ``nodes`` stand for ``members``: they belong to the innermost module that holds all of theirs."""
-    found = [provenance(m) for m in members]
-    levels = zip(*(f.path.split(".") for f in found), strict=False)
-    path = ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
-    for node in nodes:
-        set_provenance(node, found[0]._replace(path=path))
-
-
-def erase_chain(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase ``node`` and what was made for it alone."""
-    queue = [node]
-    while queue:
-        current = queue.pop()
-        if current.op == "call_function" and not current.users:
-            queue += current.all_input_nodes
-            graph.erase_node(current)
 
 
 def bytes_sent(node: fx.Node) -> float:
@@ -298,20 +278,6 @@ def joined_saves(node: fx.Node, bytes_sent: float) -> float:
     of the collective by itself, see `bytes_sent`."""
     apart = LATENCY_S + bytes_sent / _LINK_BYTES_PER_S
     return apart - pipeline_of(node).exposed_seconds(_compute_seconds(node), _LINK_BYTES_PER_S, _BYTES_PER_S)
-
-
-class Builder:
-    """Adds nodes at one place of a graph, with their fake values, in the name of ``members``."""
-
-    def __init__(self, step: StepGraph, members: Sequence[fx.Node]):
-        self.step, self.members = step, members
-
-    def __call__(self, target: Callable, *args: object, like: fx.Node | None = None, **kwargs: object) -> fx.Node:
-        node = self.step.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = target(*values[0], **values[1])
-        attribute(self.step, [node], [like] if like else self.members)
-        return node
 
 
 def exposed(graph: fx.Graph) -> tuple[float, float]:

@@ -118,6 +118,68 @@ def is_view(node: fx.Node) -> bool:
     return is_overload(node) and _views(node.target)
 
 
+def packet(node: fx.Node) -> object:
+    """The operator whatever its overload; None for what is no operator."""
+    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether the node computes each element of its result from the elements at its place in the inputs: casts do,
+    views compute nothing."""
+    if not is_overload(node) or is_view(node):
+        return False
+    return torch.Tag.pointwise in node.target.tags or packet(node) is aten._to_copy
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node turns a floating-point tensor into another floating-point dtype, on the same device.
+
+    To and from eight bits is no cast but a quantization, whose rounding is meant.
+    """
+    if packet(node) is not aten._to_copy:
+        return False
+    made, read = node.meta["val"], node.args[0].meta["val"]
+    return made.device == read.device and all(t.is_floating_point() and t.dtype.itemsize > 1 for t in (made, read))
+
+
+def casts_of(node: fx.Node) -> list[fx.Node]:
+    """The casts that ``node`` is the last of, the last first; none where it is no cast."""
+    casts = []
+    while is_cast(node):
+        casts.append(node)
+        node = node.args[0]
+    return casts
+
+
+def without_casts(node: fx.Node) -> fx.Node:
+    """What ``node`` was before all casts."""
+    casts = casts_of(node)
+    return casts[-1].args[0] if casts else node
+
+
+def cast_behind(node: fx.Node) -> fx.Node | None:
+    """The cast that alone reads ``node``, if one does."""
+    user = only_user(node)
+    return user if user is not None and is_cast(user) else None
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The one node that reads ``node``, if there is one."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def upstream(node: fx.Node) -> set[fx.Node]:
+    """Everything that ``node`` is made from."""
+    seen: set[fx.Node] = set()
+    queue = list(node.all_input_nodes)
+    while queue:
+        current = queue.pop()
+        if current not in seen:
+            seen.add(current)
+            queue += current.all_input_nodes
+    return seen
+
+
 def getitem_users(node: fx.Node) -> dict[int, fx.Node]:
     """The getitem nodes that take ``node``'s outputs apart, by index."""
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}
