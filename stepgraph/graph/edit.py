@@ -14,6 +14,8 @@ from torch import fx
 from stepgraph.graph.facts import is_mutating, is_overload, is_pure
 from stepgraph.graph.provenance import Provenance, provenance, set_provenance
 
+aten = torch.ops.aten
+
 _COLLECTIVES = ("_c10d_functional", "stepgraph")  # namespaces of operators that compute or communicate, no more
 
 
@@ -39,6 +41,14 @@ class Builder:
         node.meta["val"] = fake_value(node)
         set_provenance(node, provenance(like) if like else self.origin)
         return node
+
+    def cast(self, node: fx.Node, dtype: torch.dtype, like: fx.Node | None = None) -> fx.Node:
+        """``node`` in ``dtype``: itself, if it has that."""
+        return node if node.meta["val"].dtype == dtype else self(aten._to_copy.default, node, dtype=dtype, like=like)
+
+    def view(self, node: fx.Node, shape: Sequence[int], like: fx.Node | None = None) -> fx.Node:
+        """``node`` in ``shape``: itself, if it has that."""
+        return node if node.meta["val"].shape == shape else self(aten.view.default, node, list(shape), like=like)
 
 
 def common_provenance(nodes: Sequence[fx.Node]) -> Provenance:

@@ -132,12 +132,15 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether the node turns a floating-point tensor into another floating-point dtype, on the same device.
+    """Whether the node casts a floating-point tensor to a floating-point dtype (see `stays_float`)."""
+    return packet(node) is aten._to_copy and stays_float(node)
 
-    To and from eight bits is no cast but a quantization, whose rounding is meant.
+
+def stays_float(node: fx.Node) -> bool:
+    """Whether the node makes a floating-point tensor of one on the same device.
+
+    Eight bits do not count: going there is no cast but a quantization, whose rounding is meant.
     """
-    if packet(node) is not aten._to_copy:
-        return False
     made, read = node.meta["val"], node.args[0].meta["val"]
     return made.device == read.device and all(t.is_floating_point() and t.dtype.itemsize > 1 for t in (made, read))
 

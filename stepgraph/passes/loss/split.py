@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph.graph.facts import Aliases, is_view
-from stepgraph.graph.provenance import provenance, set_provenance
-from stepgraph.kernels.loss.split import softmax_parts, split_gradient_
+import stepgraph.kernels.loss.split  # noqa: F401  (defines torch.ops.stepgraph)
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import Aliases, is_cast, is_view, only_user
 
 aten = torch.ops.aten
+ours = torch.ops.stepgraph
 collectives = torch.ops._c10d_functional
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,44 +43,27 @@ class SplitLoss:
     slope: fx.Node
     private: bool
 
-    def rewrite(self, aliases: Aliases) -> list[fx.Node]:
-        """Put the operators in their places; the nodes that may have no reader left."""
-        graph = self.amax.graph
-        with graph.inserting_before(self.amax):
-            parts = self._call(self.amax, softmax_parts._opoverload, self.logits)
-            here = self._call(self.amax, operator.getitem, parts, 0)
-            below = self._call(self.amax, operator.getitem, parts, 1)
-        with graph.inserting_before(self.total):
-            # The sum below the maximum of all ranks, from that below this rank's own.
-            shift = self._call(self.total, aten.sub.Tensor, here, self.highest)
-            scale = self._call(self.total, aten.exp.default, shift)
-            total = self._call(self.total, aten.mul.Tensor, below, scale)
+    def rewrite(self, aliases: Aliases) -> None:
+        """Put the operators in their places."""
+        build = Builder(self.amax, before=self.amax)
+        parts = build(ours.softmax_parts.default, self.logits)
+        here, below = (build(operator.getitem, parts, i) for i in range(2))
+        build = Builder(self.total, before=self.total)
+        # The sum below the maximum of all ranks, from that below this rank's own.
+        scale = build(aten.exp.default, build(aten.sub.Tensor, here, self.highest))
+        total = build(aten.mul.Tensor, below, scale)
         for gather in self.picked:
-            with graph.inserting_before(gather):
-                narrow = self._call(gather, aten.gather.default, self.logits, *gather.args[1:])
-                wide = self._cast(gather, narrow, gather.meta["val"].dtype)
-            gather.replace_all_uses_with(wide)
-        with graph.inserting_before(self.slopes):
-            into = self.logits
-            if not self.private:
-                into = self._call(self.slopes, aten.clone.default, into, memory_format=torch.contiguous_format)
-            self._call(self.slopes, split_gradient_._opoverload, into, self.log_sum, self.column, self.slope)
+            build = Builder(gather, before=gather)
+            narrow = build(aten.gather.default, self.logits, *gather.args[1:])
+            gather.replace_all_uses_with(build.cast(narrow, gather.meta["val"].dtype))
+        build, into = Builder(self.slopes, before=self.slopes), self.logits
+        if not self.private:
+            into = build(aten.clone.default, into, memory_format=torch.contiguous_format)
+        build(ours.split_gradient_.default, into, self.log_sum, self.column, self.slope)
         self.amax.replace_all_uses_with(here)
         self.total.replace_all_uses_with(total)
         self.slopes.replace_all_uses_with(into)
-        return [self.slopes, self.total, *self.picked, self.amax]
-
-    def _cast(self, place: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return node if node.meta["val"].dtype == dtype else self._call(place, aten._to_copy.default, node, dtype=dtype)
-
-    def _call(self, place: fx.Node, target: object, *args: object, **kwargs: object) -> fx.Node:
-        """A node with the provenance of ``place``."""
-        node = place.graph.call_function(target, args, kwargs)
-        values, options = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.logits.meta["val"].fake_mode, torch.no_grad():
-            node.meta["val"] = target(*values, **options)
-        set_provenance(node, provenance(place))
-        return node
+        erase_unread(self.amax, *self.picked, self.total, self.slopes)
 
 
 def match(amax: fx.Node, aliases: Aliases) -> SplitLoss | str | None:
@@ -87,9 +71,9 @@ def match(amax: fx.Node, aliases: Aliases) -> SplitLoss | str | None:
     highest = _reduced(amax)
     if highest is None or not _is_wide_matrix(amax.args[0]) or amax.args[1] not in ([1], [-1]):
         return None
-    logits = _before_cast(amax.args[0])
-    wide = [logits, *(user for user in logits.users if _is_cast(user))]
-    readers = [user for node in wide for user in node.users if not _is_cast(user)]
+    logits = _before_widening(amax.args[0])
+    wide = [logits, *(user for user in logits.users if _is_widening(user))]
+    readers = [user for node in wide for user in node.users if not _is_widening(user)]
     totals = [sums for reader in readers for sums in _sums(reader, highest)]
     if len(totals) != 1:
         return None
@@ -104,10 +88,10 @@ def match(amax: fx.Node, aliases: Aliases) -> SplitLoss | str | None:
     root = aliases.root(logits)
     if aliases.writes.get(root):
         return "its logits are written to"
-    ours = {amax, _shifted(total), below, *picked}
-    ours |= {node for node in wide if node is not logits and ours.issuperset(node.users)}
+    known = {amax, _shifted(total), below, *picked}
+    known |= {node for node in wide if node is not logits and known.issuperset(node.users)}
     used = {u for node in aliases.position if aliases.root(node) is root for u in node.users if not is_view(u)}
-    private = root.op == "call_function" and logits.meta["val"].is_contiguous() and used <= ours
+    private = root.op == "call_function" and logits.meta["val"].is_contiguous() and used <= known
     return SplitLoss(logits, amax, highest, total, picked, slopes, log_sum, column, slope, private)
 
 
@@ -171,17 +155,18 @@ def _column(node: fx.Node) -> fx.Node | None:
 
 def _then(node: fx.Node, target: object) -> fx.Node | None:
     """The only reader of ``node``, if it calls ``target``."""
-    return next((user for user in node.users if user.target is target), None) if len(node.users) == 1 else None
+    user = only_user(node)
+    return user if user is not None and user.target is target else None
 
 
 def _is_wide_matrix(node: fx.Node) -> bool:
     return node.meta["val"].ndim == 2 and node.meta["val"].dtype == torch.float32
 
 
-def _is_cast(node: fx.Node) -> bool:
-    return node.target is aten._to_copy.default and node.meta["val"].dtype == torch.float32
+def _is_widening(node: fx.Node) -> bool:
+    return is_cast(node) and node.meta["val"].dtype == torch.float32
 
 
-def _before_cast(node: fx.Node) -> fx.Node:
-    """What ``node`` is a cast of, or ``node``."""
-    return node.args[0] if _is_cast(node) and node.args[0].meta["val"].dtype in _DTYPES else node
+def _before_widening(node: fx.Node) -> fx.Node:
+    """What ``node`` is a cast to fp32 of, or ``node``."""
+    return node.args[0] if _is_widening(node) and node.args[0].meta["val"].dtype in _DTYPES else node

@@ -11,6 +11,7 @@ from collections import Counter
 import torch
 from torch import fx
 
+from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import Aliases, getitem_users, is_overload, tensor_bytes
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
@@ -61,12 +62,9 @@ def _foreach_mul(step: StepGraph, node: fx.Node, report: PassReport) -> int:
     if not dead:
         return 0
     rest = [k for k in range(len(grads)) if k not in set(dead)]
-    with step.graph.inserting_before(node):
-        new = step.graph.call_function(aten._foreach_mul_.Tensor, ([grads[k] for k in dead], factor))
-    new.meta.update(node.meta, val=None)
+    Builder(node, before=node)(aten._foreach_mul_.Tensor, [grads[k] for k in dead], factor)
     for k in dead:
-        items[k].replace_all_uses_with(grads[k])
-        step.graph.erase_node(items[k])
+        replace(items[k], grads[k])
     for place, k in enumerate(rest):
         items[k].update_arg(1, place)
     node.update_arg(0, [grads[k] for k in rest])
