@@ -14,11 +14,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import fx
 
 from stepgraph.errors import unknown_name
-from stepgraph.graph.facts import Aliases, is_overload, is_view, tensor_bytes
+from stepgraph.graph.facts import Aliases, is_pointwise, tensor_bytes
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
@@ -29,7 +28,7 @@ from stepgraph.passes.norm.cost import Traffic, cost
 from stepgraph.passes.norm.found import Found, added
 from stepgraph.passes.norm.match import find
 from stepgraph.passes.norm.rewrite import Rewriter, unsupported
-from stepgraph.passes.norm.values import packet, value_of
+from stepgraph.passes.norm.values import value_of
 
 Choice = Literal["auto", "kernel", "inductor", "eager"]
 
@@ -162,19 +161,12 @@ def _neighbours(found: Found, reads: tuple[fx.Node, ...]) -> int:
     """
     inside = set(found.nodes) | {found.x}
     made = [n for n in (*reads, found.gradient.dy if found.gradient else None) if n is not None]
-    saved = sum(2 * tensor_bytes(n) for n in made if _is_pointwise(n) and set(n.users) <= inside)
+    saved = sum(2 * tensor_bytes(n) for n in made if is_pointwise(n) and set(n.users) <= inside)
     results = [*found.outputs, found.gradient.dx if found.gradient else None]
     for node in results:
-        if node is not None and node.users and all(_is_pointwise(user) for user in node.users):
+        if node is not None and node.users and all(is_pointwise(user) for user in node.users):
             saved += 2 * tensor_bytes(node)
     return saved
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    """Whether Inductor makes the node's result element by element from tensors of its size."""
-    if not is_overload(node) or is_view(node):
-        return False
-    return torch.Tag.pointwise in node.target.tags or packet(node) is torch.ops.aten._to_copy
 
 
 # Marks
@@ -184,7 +176,7 @@ def _mark_region(found: Found, i: int) -> None:
     """Mark the norm with its pointwise neighbours, forward and backward apart."""
     nodes = set(found.nodes)
     for node in found.nodes:
-        nodes |= {n for n in (*node.all_input_nodes, *node.users) if _is_pointwise(n)}
+        nodes |= {n for n in (*node.all_input_nodes, *node.users) if is_pointwise(n)}
     for node in nodes:
         if phase_of(node) != "optimizer":
             part = "backward" if phase_of(node) == "backward" else "forward"

@@ -7,12 +7,12 @@ statistics. A composite norm is proved from its root (see `norm_composite`). Nam
 import torch
 from torch import fx
 
-from stepgraph.graph.facts import argument, getitem_users
+from stepgraph.graph.facts import argument, getitem_users, packet
 from stepgraph.graph.provenance import phase_of
 from stepgraph.kernels.norm.spec import default_eps
 from stepgraph.passes.norm.composite import ROOTS, Composite, normalized
 from stepgraph.passes.norm.found import Found, Gradient, Refused, complete
-from stepgraph.passes.norm.values import packet, value_of
+from stepgraph.passes.norm.values import value_of
 
 aten = torch.ops.aten
 
