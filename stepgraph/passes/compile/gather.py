@@ -9,10 +9,9 @@ other effects (random numbers, collectives, operators that are not torch's) keep
 import operator
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
-from stepgraph.graph.facts import Aliases, is_mutating, is_pure, is_random, is_view, written_arguments
+from stepgraph.graph.facts import Aliases, is_mutating, is_pointwise, is_pure, is_random, is_view, written_arguments
 from stepgraph.inductor.regional import KEY, Piece, Region, region_of
 
 _EFFECTS = "effects"
@@ -68,7 +67,7 @@ def _regions(graph: fx.Graph, aliases: Aliases) -> tuple[dict[Region, list[fx.No
 def _fuses(piece: Piece) -> bool:
     """Whether compiling can gain: a lone cheap operator is one kernel in eager as well."""
     working = [n for n in piece.nodes if n.target is not operator.getitem and not is_view(n)]
-    return len(working) > 1 or any(torch.Tag.pointwise not in getattr(n.target, "tags", ()) for n in working)
+    return len(working) > 1 or not all(map(is_pointwise, working))
 
 
 class _Order:

@@ -8,10 +8,9 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
-from stepgraph.graph.facts import aten, is_random, is_view
+from stepgraph.graph.facts import aten, is_cast, is_pointwise, is_random, is_view
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import region_of
@@ -22,15 +21,7 @@ _FUSED = {
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
 }
-_FUSIBLE = _FUSED | {
-    aten._to_copy.default,
-    aten.sum.dim_IntList,
-    aten.mean.dim,
-    aten.var.correction,
-    aten.var_mean.correction,
-}
-#: Taken along in front of a norm: residual additions, sums of gradients, casts.
-_TAKEN_BEFORE = {aten.add.Tensor, aten._to_copy.default}
+_REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.var.correction, aten.var_mean.correction}
 
 
 def norms(step: StepGraph) -> Iterator[list[fx.Node]]:
@@ -53,7 +44,7 @@ def _is_fusible(node: fx.Node) -> bool:
         return _is_fusible(node.args[0])
     if is_random(node):
         return False
-    return node.target in _FUSIBLE or is_view(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return node.target in _FUSED or node.target in _REDUCTIONS or is_view(node) or is_pointwise(node)
 
 
 def _announces(node: fx.Node) -> bool:
@@ -83,13 +74,15 @@ def _connected(nodes: list[fx.Node]) -> list[set[fx.Node]]:
 
 
 def _with_neighbours(nodes: set[fx.Node]) -> set[fx.Node]:
-    """``nodes`` and what the compiler takes along for nothing: additions and casts before them, casts behind."""
+    """``nodes`` and what the compiler takes along for nothing: before them residual additions, sums of gradients and
+    casts, behind them casts."""
     phase = phase_of(next(iter(nodes)))
     grown, queue = set(nodes), list(nodes)
     while queue:
         node = queue.pop()
-        before = [n for n in node.all_input_nodes if n.target in _TAKEN_BEFORE and n.args[0].op == "call_function"]
-        behind = [n for n in node.users if n.target is aten._to_copy.default] if node in nodes else []
+        before = [n for n in node.all_input_nodes if n.target is aten.add.Tensor or is_cast(n)]
+        before = [n for n in before if n.args[0].op == "call_function"]
+        behind = [n for n in node.users if is_cast(n)] if node in nodes else []
         for neighbour in (*before, *behind):
             if neighbour not in grown and phase_of(neighbour) == phase and region_of(neighbour) is None:
                 grown.add(neighbour)
