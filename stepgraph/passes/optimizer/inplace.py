@@ -1,9 +1,15 @@
 """In-place update: the optimizer and clipping write where their inputs lie.
 
 Matches: functional operators of the optimizer phase whose result is copied into an input of the graph, or whose
-first argument is dead afterwards. Before -> after: ``copy_(m, lerp(m, g, w))`` -> ``lerp_(m, g, w)``;
-``mul(g, c)`` with g dead after -> ``mul_(g, c)``.
-Exact: in-place operators run the same kernels. Preconditions: nothing reads the old value later.
+first argument is dead afterwards: memory that the graph allocated, or a gradient accumulator, which is reset before
+the next step. Before -> after:
+
+    copy_(m, lerp(m, g, w))               ->  lerp_(m, g, w)
+    mul(g, c), g dead after it            ->  mul_(g, c)
+    _foreach_mul([g, ...], c), the same   ->  _foreach_mul_([g, ...], c)
+
+Tier exact: in-place operators run the same kernels. Preconditions: nothing reads the old value later, and every
+accumulator is a tensor of its own.
 """
 
 from collections import Counter
@@ -48,16 +54,13 @@ def _foreach_mul(step: StepGraph, node: fx.Node, report: PassReport) -> int:
     grads, factor = node.args
     report.matched += len(grads)
     items = getitem_users(node)
-    aliases = Aliases(step.graph)
-    last = aliases.last_use()
-    readers = Counter(aliases.root(g) for g in (*grads, factor))
+    scratch = _Scratch(step)
+    root = scratch.aliases.root
+    readers = Counter(root(g) for g in (*grads, factor))
     dead = [
         k
         for k, grad in enumerate(grads)
-        if k in items
-        and _same_form(items[k], grad)
-        and _is_dead_after(aliases, last, grad, node)
-        and readers[aliases.root(grad)] == 1
+        if k in items and _same_form(items[k], grad) and scratch.dies_in(node, grad) and readers[root(grad)] == 1
     ]
     if not dead:
         return 0
@@ -75,10 +78,19 @@ def _foreach_mul(step: StepGraph, node: fx.Node, report: PassReport) -> int:
     return sum(tensor_bytes(grads[k]) for k in dead)
 
 
-def _is_dead_after(aliases: Aliases, last: dict[fx.Node, int], value: fx.Node, node: fx.Node) -> bool:
-    """Whether ``node`` is the last to read the storage of ``value``, which the graph itself allocated."""
-    root = aliases.root(value)
-    return root.op == "call_function" and last[root] <= aliases.position[node]
+class _Scratch:
+    """Memory that a node may write over: what the graph allocated, and gradient accumulators."""
+
+    def __init__(self, step: StepGraph):
+        self.aliases = Aliases(step.graph)
+        self.last = self.aliases.last_use()
+        self.accumulators = set(step.placeholders("accumulator"))
+
+    def dies_in(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether ``value`` lies in such memory and ``node`` is the last to read it."""
+        root = self.aliases.root(value)
+        owned = root.op == "call_function" or root in self.accumulators
+        return owned and self.last[root] <= self.aliases.position[node]
 
 
 def _chains(step: StepGraph, report: PassReport) -> int:
@@ -123,8 +135,8 @@ def _same_form(a: fx.Node, b: fx.Node) -> bool:
 def _dead_first_arguments(step: StepGraph, report: PassReport) -> int:
     """``op(x, ...)`` in the optimizer phase whose ``x`` dies there -> ``op_(x, ...)``."""
     saved = 0
-    aliases = Aliases(step.graph)
-    last = aliases.last_use()
+    scratch = _Scratch(step)
+    root = scratch.aliases.root
     for node in list(step.graph.nodes):
         if phase_of(node) != "optimizer" or node.target not in _IN_PLACE:
             continue
@@ -132,11 +144,11 @@ def _dead_first_arguments(step: StepGraph, report: PassReport) -> int:
         if not isinstance(value, fx.Node) or not _same_form(node, value) or node.meta["val"].ndim == 0:
             continue
         report.matched += 1
-        others = {aliases.root(a) for a in node.all_input_nodes if a is not value}
-        if aliases.root(value) in others or not _is_dead_after(aliases, last, value, node):
+        others = {root(a) for a in node.all_input_nodes if a is not value}
+        if root(value) in others or not scratch.dies_in(node, value):
             continue
         node.target = _IN_PLACE[node.target]
-        aliases.merge(node, aliases.root(value), last)
+        scratch.aliases.merge(node, root(value), scratch.last)
         saved += tensor_bytes(node)
         report.changed += 1
     return saved
