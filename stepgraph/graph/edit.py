@@ -4,7 +4,6 @@ A new node has what a traced one has: its fake value, and the provenance of the 
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.facts import is_mutating, is_overload, is_pure
-from stepgraph.graph.provenance import Provenance, provenance, set_provenance
+from stepgraph.graph.provenance import provenance, set_provenance, together
 
 aten = torch.ops.aten
 
@@ -22,7 +21,7 @@ _COLLECTIVES = ("_c10d_functional", "stepgraph")  # namespaces of operators that
 class Builder:
     """Adds nodes to the graph of the nodes ``like``, in their name.
 
-    Several belong to the innermost module that holds them all; the rest of the provenance is the first one's.
+    What stands for several belongs to the innermost module that holds them all (see `together`).
     ``before``, ``after``: the place, with each new node behind the last; without, where the graph inserts
     (``graph.inserting_before``).
 
@@ -31,7 +30,7 @@ class Builder:
     """
 
     def __init__(self, *like: fx.Node, before: fx.Node | None = None, after: fx.Node | None = None):
-        self.graph, self.origin = like[0].graph, common_provenance(like)
+        self.graph, self.origin = like[0].graph, together([provenance(node) for node in like])
         self.place = before if after is None else after.next
 
     def __call__(self, target: Callable, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
@@ -49,14 +48,6 @@ class Builder:
     def view(self, node: fx.Node, shape: Sequence[int], like: fx.Node | None = None) -> fx.Node:
         """``node`` in ``shape``: itself, if it has that."""
         return node if node.meta["val"].shape == shape else self(aten.view.default, node, list(shape), like=like)
-
-
-def common_provenance(nodes: Sequence[fx.Node]) -> Provenance:
-    """The first one's provenance, with the path of the innermost module that holds all ``nodes``."""
-    found = [provenance(node) for node in nodes]
-    levels = zip(*(f.path.split(".") for f in found), strict=False)
-    path = ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
-    return found[0]._replace(path=path)
 
 
 def fake_value(node: fx.Node) -> Any:
