@@ -1,16 +1,12 @@
-"""Facts about a flat graph that several passes need: purity, aliasing, mutation, liveness and bytes."""
+"""Facts about a flat graph that several passes need: purity, aliasing, mutation and bytes."""
 
 import functools
 import operator
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
-
-from stepgraph.graph.provenance import phase_of
 
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
@@ -38,20 +34,6 @@ EXPENSIVE = {
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten.sort, aten.topk,
 }  # fmt: skip
-
-#: Attention operators and matrix products over (T, T, head_dim) that each computes: flash attention's backward computes
-#: the scores again. Source: Dao et al., "FlashAttention", 2022, section 3.
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: 2,
-    aten._scaled_dot_product_flash_attention.default: 2,
-    aten._scaled_dot_product_cudnn_attention.default: 2,
-    aten._scaled_dot_product_efficient_attention.default: 2,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
-    aten._scaled_dot_product_flash_attention_backward.default: 5,
-    aten._scaled_dot_product_cudnn_attention_backward.default: 5,
-    aten._scaled_dot_product_efficient_attention_backward.default: 5,
-}
-
 
 # Facts of operators are asked for at every node of a graph by most passes, and schemas are slow to read.
 
@@ -206,65 +188,3 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
             if isinstance(item, fx.Node):
                 written.append(item)
     return written
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes the graph needs. ``inputs``: state and batch, held throughout. ``peak``: most bytes alive at once, inputs
-    counted. ``saved``: bytes that forward leaves alive for backward."""
-
-    inputs: int
-    peak: int
-    saved: int
-
-
-def estimate_memory(graph: fx.Graph) -> MemoryEstimate:
-    """Peak memory of running ``graph`` in order, each storage freed after its last use.
-
-    A static count from shapes: allocator rounding and kernels' workspaces are not in it.
-    """
-    aliases = Aliases(graph)
-    frees: dict[int, list[fx.Node]] = defaultdict(list)
-    for root, position in aliases.last_use().items():
-        frees[position].append(root)
-    kept = {
-        aliases.root(node)
-        for node in graph.nodes
-        if phase_of(node) in ("forward", "loss") and any(phase_of(user) == "backward" for user in node.users)
-    }
-    peak = alive = inputs = sum(tensor_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
-    saved = saved_peak = 0
-    for node, position in aliases.position.items():
-        if _allocates(node, aliases):
-            alive += tensor_bytes(node)
-            peak = max(peak, alive)
-            if node in kept:
-                saved += tensor_bytes(node)
-                saved_peak = max(saved_peak, saved)
-        for root in frees[position]:
-            if _allocates(root, aliases):
-                alive -= tensor_bytes(root)
-                if root in kept:
-                    saved -= tensor_bytes(root)
-    return MemoryEstimate(inputs, peak, saved_peak)
-
-
-def _allocates(node: fx.Node, aliases: Aliases) -> bool:
-    """Whether the node's result is memory of its own; what an operator returns in a list belongs to the getitems."""
-    multiple = isinstance(node.meta.get("val"), (list, tuple))
-    return node.op == "call_function" and aliases.root(node) is node and not multiple
-
-
-def flops(node: fx.Node) -> int:
-    """Floating-point operations of matrix products and attention that ``node`` runs, 0 for others; causal attention
-    runs half of its scores."""
-    if not is_overload(node):
-        return 0
-    values = fx.map_arg(node.args, lambda n: n.meta["val"])
-    if node.target in _ATTENTION:
-        first = 0 if _ATTENTION[node.target] == 2 else 1  # backward takes the output's gradient first
-        q, k = values[first], values[first + 1]  # (B, H, T, head_dim)
-        product = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
-        return _ATTENTION[node.target] * product // (2 if argument(node, "is_causal") else 1)
-    count = flop_registry.get(node.target.overloadpacket)
-    return count(*values, out_val=node.meta["val"]) if count else 0

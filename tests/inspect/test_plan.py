@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from stepgraph import cli
 from stepgraph.config.train import TrainConfig
-from stepgraph.costs.hardware import GPUS, collective_seconds
+from stepgraph.costs.hardware import GPUS
+from stepgraph.costs.links import collective_seconds
 from stepgraph.inspect.forecast.forecast import forecast
 from tests.distributed.ranks import TINY
 
