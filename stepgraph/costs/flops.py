@@ -45,6 +45,11 @@ def flops(node: fx.Node) -> int:
     return count(*values, out_val=node.meta["val"]) if count else 0
 
 
+def is_attention(node: fx.Node) -> bool:
+    """Whether the node is attention, forward or backward."""
+    return node.target in _ATTENTION or node.target in _FLEX_ATTENTION
+
+
 def _scores(q: torch.Tensor, k: torch.Tensor) -> int:
     """FLOPs of q k^T for ``q`` (B, H, T, head_dim) and ``k`` (B, H_kv, S, head_dim)."""
     return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]

@@ -8,13 +8,10 @@ import torch
 #: GPUs of one HGX or DGX machine, joined by NVLink.
 GPUS_PER_NODE = 8
 
-#: Share of a GPU's published FLOP/s and memory bandwidth that the kernels of whole steps reach. Source: steps measured
-#: on an H200 over forecasts made from the published figures alone (benchmarks/h200_golf.json: 48.8 ms to 34.5;
-#: h200_llama3-1b.json).
-REACHED = 0.72
-
-#: Share of the memory bandwidth that a large copy reaches: 4.25 TB/s of an H200's 4.8.
-COPY_REACHED = 4.25 / 4.8
+#: Shares of a GPU's published figures that kernels reach: matrix products and attention of its FLOP/s, all others of
+#: its memory bandwidth. Source: an H200 under load, at the shapes of Llama 3 8B (benchmarks/h200_x2_roofline.json):
+#: products run at 674 to 693 TFLOP/s, attention at 494 (535 forward, 479 backward), a copy at 4.25 TB/s.
+PRODUCTS_REACHED, ATTENTION_REACHED, MEMORY_REACHED = 0.69, 0.50, 0.885
 
 #: Seconds that any kernel takes, however little it does, also inside a CUDA graph: starting and draining the GPU.
 LAUNCH_S = 2.5e-6
@@ -42,9 +39,14 @@ class Gpu:
         """Peak FLOP/s of matrix products of ``dtype``, that of fp32 for any other dtype."""
         return self.flops.get(dtype, self.flops[torch.float32])
 
-    def kernel_seconds(self, flops: int, dtype: torch.dtype, moved: int) -> float:
+    def kernel_seconds(self, flops: int, dtype: torch.dtype, moved: int, *, attention: bool = False) -> float:
         """Seconds of a kernel that runs ``flops`` of ``dtype`` and moves ``moved`` bytes, by the roofline."""
-        return max(flops / self.peak(dtype), moved / self.bandwidth) / REACHED
+        arithmetic = flops / self.peak(dtype) / (ATTENTION_REACHED if attention else PRODUCTS_REACHED)
+        return max(arithmetic, self.moving_seconds(moved))
+
+    def moving_seconds(self, moved: int) -> float:
+        """Seconds to read and write ``moved`` bytes of memory."""
+        return moved / (MEMORY_REACHED * self.bandwidth)
 
 
 def _bf16(tflops: float) -> dict[torch.dtype, float]:

@@ -1,9 +1,9 @@
 """Seconds of communication: NCCL's collectives, copies by the copy engines, and products pipelined with collectives.
 
 NCCL's collectives follow an alpha-beta model: a latency by number of ranks and nodes, plus bytes over the bandwidth of
-the slowest link. They run on rings, an all-reduce also on a tree between nodes, in the cheaper of two protocols:
-Simple, which reaches full bandwidth, and LL, which sends a flag with every four bytes of data and so reaches half of
-it, at lower latency.
+the slowest link or over what the kernels themselves can pass on, whichever takes longer. They run on rings, an
+all-reduce also on a tree between nodes, in the cheaper of two protocols: Simple, which reaches full bandwidth, and LL,
+which sends a flag with every four bytes of data and so reaches half of it, at lower latency.
 
 Source for the latencies: NCCL 2.27, src/graph/tuning.cc, ``baseLatencies`` and ``hwLatencies``.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.costs.hardware import ASSUMED, FLAG_S, GPUS_PER_NODE, REACHED, SHORT_KERNEL_S, Gpu
+from stepgraph.costs.hardware import ASSUMED, FLAG_S, GPUS_PER_NODE, SHORT_KERNEL_S, Gpu
 from stepgraph.graph.collectives import (
     ALL_GATHER,
     ALL_GATHER_MATMUL,
@@ -51,6 +51,11 @@ _ENDS = (WAIT, GATHER_END, REDUCE_END)
 # Seconds: once for each collective, for each step over NVLink and over the network; and the share of bandwidth reached.
 _RING = ((8.4e-6, 3.4e-6, 14.0e-6, 1.0), (6.6e-6, 0.6e-6, 2.7e-6, 0.5))  # Simple, LL
 _TREE = ((8.4e-6, 4.0e-6, 14.0e-6, 1.0), (6.8e-6, 0.6e-6, 5.0e-6, 0.5))
+
+#: What NCCL's kernels pass on, keep or add up in a second, over a GPU's NVLink bandwidth: among few ranks they are
+#: slower than the links. Source: two H200s by themselves, 1 GiB: 539 GB/s (all-gather), 529 (reduce-scatter), 497
+#: (all-reduce) of 450 (benchmarks/h200_x2_roofline.json).
+_KERNEL_SHARE = 1.18
 
 #: Seconds that a collective by copy engines takes besides its transfer: the ranks wait for each other's flags.
 COPIES_S = 20e-6
@@ -138,7 +143,9 @@ def collective_seconds(gpu: Gpu, kind: str, nbytes: int, ranks: Sequence[int]) -
     # Each rank passes on all parts but one; between nodes, rings use the adapters of all the group's ranks there.
     over_nvlink = nbytes * (n - 1) / n / gpu.nvlink
     over_network = nbytes * (nodes - 1) / nodes / (n / nodes * gpu.network)
-    transfer = max(over_nvlink if n > nodes else 0.0, over_network)
+    # A kernel touches every part once, and in an all-reduce all parts but one again.
+    by_kernel = nbytes * (2 - 1 / n if rounds == 2 else 1) / rounds / (_KERNEL_SHARE * gpu.nvlink)
+    transfer = max(over_nvlink if n > nodes else 0.0, over_network, by_kernel)
 
     def cheapest(protocols: tuple, steps: float, hops: float) -> float:
         costs = (base + rounds * (steps * step + hops * hop + transfer / share) for base, step, hop, share in protocols)
@@ -173,7 +180,7 @@ class Pipeline(NamedTuple):
         """
         hidden = compute * (self.ranks - 1) / self.ranks
         fixed = self.barriers * FLAG_S + self.kernels * SHORT_KERNEL_S
-        return fixed + self.copied / (REACHED * gpu.bandwidth) + max(0.0, self.sent / gpu.nvlink - hidden)
+        return fixed + gpu.moving_seconds(self.copied) + max(0.0, self.sent / gpu.nvlink - hidden)
 
 
 def pipeline_of(node: fx.Node) -> Pipeline | None:

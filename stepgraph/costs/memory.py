@@ -21,7 +21,7 @@ from stepgraph.graph.step_graph import StepGraph
 KINDS = ("parameters", "optimizer", "inputs", "gradients", "buckets", "activations", "temporary")
 
 #: Kinds of a graph's inputs that are not ``inputs``.
-HELD = {"parameter": "parameters", "optimizer": "optimizer", "grad": "gradients"}
+HELD = {"parameter": "parameters", "optimizer": "optimizer", "accumulator": "gradients"}
 
 
 def lifetimes(

@@ -9,10 +9,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from stepgraph.costs.hardware import ASSUMED, COPY_REACHED, LAUNCH_S
+from stepgraph.costs.hardware import ASSUMED, LAUNCH_S, MEMORY_REACHED
 
 #: Bytes per second of a copy.
-_COPY = COPY_REACHED * ASSUMED.bandwidth
+_COPY = MEMORY_REACHED * ASSUMED.bandwidth
 
 #: Share of a copy's bandwidth that is reached, by width of the row: (N, forward, backward), for rows that fill the GPU.
 #: Kernel and eager: `benchmarks/h200_rms_norm.json`. Inductor: torch 2.11's defaults, measured in the same way; its

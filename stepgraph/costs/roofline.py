@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph.costs import links
-from stepgraph.costs.flops import flops
+from stepgraph.costs.flops import flops, is_attention
 from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.costs.hardware import ASSUMED, Gpu
 from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END
@@ -49,13 +49,15 @@ class Roofline:
             self.flops += work
             copied = _copied(members[-1])
             moved = _traffic(members, aliases, readers) if copied is None else copied
-            self.seconds[members[-1]] = gpu.kernel_seconds(work, _dtype(members[-1]), moved)
+            self.seconds[members[-1]] = gpu.kernel_seconds(
+                work, _dtype(members[-1]), moved, attention=any(map(is_attention, members))
+            )
 
 
 def node_seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:
     """Seconds of ``node`` as a kernel of its own, that reads its inputs whole and writes its results."""
     moved = tensor_bytes(node) + sum(map(tensor_bytes, node.all_input_nodes))
-    return gpu.kernel_seconds(flops(node), _dtype(node), moved)
+    return gpu.kernel_seconds(flops(node), _dtype(node), moved, attention=is_attention(node))
 
 
 def _copied(node: fx.Node) -> int | None:
