@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from stepgraph.graph.facts import Aliases, is_mutating, is_pointwise, is_pure, is_random, is_view, written_arguments
+from stepgraph.graph.aliases import Aliases, written_arguments
+from stepgraph.graph.facts import is_mutating, is_pointwise, is_pure, is_random, is_view
 from stepgraph.inductor.regional import KEY, Piece, Region, region_of
 
 _EFFECTS = "effects"

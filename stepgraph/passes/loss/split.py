@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 import stepgraph.kernels.loss.split  # noqa: F401  (defines torch.ops.stepgraph)
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import Aliases, is_cast, is_view, only_user
+from stepgraph.graph.facts import is_cast, is_view, only_user
 
 aten = torch.ops.aten
 ours = torch.ops.stepgraph

@@ -16,15 +16,16 @@ from typing import Literal, get_args
 
 from torch import fx
 
+from stepgraph.costs.norms import Traffic, cost
 from stepgraph.errors import unknown_name
-from stepgraph.graph.facts import Aliases, is_pointwise, tensor_bytes
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.facts import is_pointwise, tensor_bytes
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import KEY, Region
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.norm import pairs as norm_pairs
-from stepgraph.passes.norm.cost import Traffic, cost
 from stepgraph.passes.norm.found import Found, added
 from stepgraph.passes.norm.match import find
 from stepgraph.passes.norm.rewrite import Rewriter, unsupported
@@ -38,8 +39,8 @@ _NOTES = 8
 
 @dataclass(frozen=True)
 class FuseNormOptions:
-    """``choice``: how norms run; ``auto`` takes the cheapest for each (see `norm_cost`), and on a CPU leaves them as
-    they are. ``compiled``: whether Inductor comes after, so that it can be chosen."""
+    """``choice``: how norms run; ``auto`` takes the cheapest for each (see `stepgraph.costs.norms`), and
+    on a CPU leaves them as they are. ``compiled``: whether Inductor comes after, so that it can be chosen."""
 
     choice: Choice = "auto"
     compiled: bool = True
@@ -150,7 +151,7 @@ def _traffic(found: Found) -> Traffic:
         if gradient.dh is not None:
             backward += tensor_bytes(gradient.dh)
             apart += 2 * tensor_bytes(gradient.dx)
-    return Traffic(value_of(x).numel() // width, width, forward, backward, apart, _neighbours(found, reads))
+    return Traffic(width, forward, backward, apart, _neighbours(found, reads))
 
 
 def _neighbours(found: Found, reads: tuple[fx.Node, ...]) -> int:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder
-from stepgraph.graph.facts import EXPENSIVE, Aliases, is_pure, packet
+from stepgraph.graph.facts import EXPENSIVE, is_pure, packet
 from stepgraph.passes.norm.found import Found
 from stepgraph.passes.norm.rewrite import Rewriter, inverse, order_of, ours, permuted
 from stepgraph.passes.norm.values import value_of

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import Aliases
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.norm import operators  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.kernels.norm.spec import DTYPES

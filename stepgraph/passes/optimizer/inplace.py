@@ -17,8 +17,9 @@ from collections import Counter
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, replace
-from stepgraph.graph.facts import Aliases, getitem_users, is_overload, tensor_bytes
+from stepgraph.graph.facts import getitem_users, is_overload, tensor_bytes
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
