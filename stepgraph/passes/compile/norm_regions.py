@@ -1,7 +1,7 @@
 """Finds the nodes of every norm, with its pointwise neighbours, as a region for the compiler.
 
-A norm announces itself by an ``rsqrt`` or by torch's fused operators; its other nodes are those of the same module and
-phase that hang together with it. Its backward announces itself by reading the forward's ``rsqrt``.
+A norm is recognized by an ``rsqrt`` or by torch's fused operators, its backward by reading the forward's ``rsqrt``. Its
+other nodes are those of the same module and phase that are connected to it.
 """
 
 import operator
@@ -33,9 +33,9 @@ def norms(step: StepGraph) -> Iterator[list[fx.Node]]:
             modules[found.path, found.phase].append(node)
     position = {node: i for i, node in enumerate(step.graph.nodes)}
     for nodes in modules.values():
-        if any(map(_announces, nodes)):
+        if any(map(_marks_a_norm, nodes)):
             for part in _connected(nodes):
-                if any(map(_announces, part)):
+                if any(map(_marks_a_norm, part)):
                     yield sorted(_trimmed(_with_neighbours(part)), key=position.__getitem__)
 
 
@@ -47,14 +47,14 @@ def _is_fusible(node: fx.Node) -> bool:
     return node.target in _FUSED or node.target in _REDUCTIONS or is_view(node) or is_pointwise(node)
 
 
-def _announces(node: fx.Node) -> bool:
+def _marks_a_norm(node: fx.Node) -> bool:
     if node.target in _FUSED or node.target is aten.rsqrt.default:
         return True
     return phase_of(node) == "backward" and any(i.target is aten.rsqrt.default for i in node.all_input_nodes)
 
 
 def _connected(nodes: list[fx.Node]) -> list[set[fx.Node]]:
-    """The sets of ``nodes`` that hang together: one reads the other, or both read one computed tensor."""
+    """The connected sets of ``nodes``: one reads the other, or both read one computed tensor."""
     leader: dict[fx.Node, fx.Node] = {node: node for node in nodes}
 
     def find(node: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Tags the regions that a compiler makes fast while all else stays eager: rotations, gated products, norms, attention.
+"""Tags the regions that regional compilation takes: rotations, gated products, norms, attention. All else stays eager.
 
 Matches, forward and backward, by operators and dataflow:
 - ``rope``: ``x * cos + rotate(x) * sin``, where ``rotate`` swaps the halves of the last dimension (and negates one, or
@@ -7,7 +7,8 @@ Matches, forward and backward, by operators and dataflow:
 - ``norm``: what one module computes around an ``rsqrt`` or torch's fused norms, with the residual addition and casts
   before and casts behind. The backward is what reads the forward's ``rsqrt``, or torch's fused backward.
 - ``attention``: FlexAttention, on a GPU; Inductor compiles its backward for GPUs only.
-Before -> after: nodes -> the same nodes, tagged. Nodes that are tagged already keep their tags.
+Before -> after: nodes -> the same nodes, tagged; what is tagged already keeps its tag. Tier: that of `inductor`, which
+compiles what is tagged. Preconditions: a flat graph with phases.
 """
 
 from collections import Counter

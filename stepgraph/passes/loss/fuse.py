@@ -52,14 +52,14 @@ def fuse_loss(step: StepGraph, options: object, report: PassReport) -> None:
 
 @dataclass
 class _Loss:
-    """The nodes of one loss. ``logits``: before the cast to fp32. ``slopes``: their gradient, after the cast back.
-    ``private``: nothing else reads the logits, and their rows are contiguous."""
+    """The nodes of one loss. ``logits``: before the cast to fp32. ``gradient``: that of the logits, after the cast
+    back. ``private``: nothing else reads the logits, and their rows are contiguous."""
 
     logits: fx.Node
     softmax: fx.Node
     forward: fx.Node
     backward: fx.Node
-    slopes: fx.Node
+    gradient: fx.Node
     private: bool
 
     def rewrite(self, aliases: Aliases) -> None:
@@ -73,8 +73,8 @@ class _Loss:
         grad = build.cast(self._early(self.backward.args[0], build, aliases.position), torch.float32)
         loss = build(torch.ops.stepgraph.cross_entropy_.default, logits, targets, grad, reduction == _MEAN, ignore)
         before.replace_all_uses_with(build.cast(loss, before.meta["val"].dtype))
-        self.slopes.replace_all_uses_with(build.view(logits, self.slopes.meta["val"].shape))
-        erase_unread(*getitem_users(self.forward).values(), self.slopes)
+        self.gradient.replace_all_uses_with(build.view(logits, self.gradient.meta["val"].shape))
+        erase_unread(*getitem_users(self.forward).values(), self.gradient)
 
     def _early(self, grad: fx.Node, build: Builder, position: dict[fx.Node, int]) -> fx.Node:
         """``grad``, computed before the loss is."""
@@ -105,7 +105,7 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
         return "its backward belongs to another loss"
     if total is not None and set(total.users) != {backward}:
         return "the number of rows is read elsewhere"
-    logits, slopes, reader = _ends(softmax, last)
+    logits, gradient, reader = _ends(softmax, last)
     rows, targets = softmax.meta["val"], forward.args[1].meta["val"]
     if softmax.args[1] not in (1, -1) or rows.ndim != 2 or rows.dtype not in _DTYPES:
         return f"logits of {rows.ndim} dimensions in {rows.dtype}"
@@ -119,7 +119,7 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     members = [n for n in aliases.position if aliases.root(n) is root]
     used = {user for member in members for user in member.users if not is_view(user)}
     private = root.op == "call_function" and logits.meta["val"].is_contiguous() and used == {reader}
-    return _Loss(logits, softmax, forward, backward, slopes, private)
+    return _Loss(logits, softmax, forward, backward, gradient, private)
 
 
 #: What a loss begins with, and how the rest of it is found.

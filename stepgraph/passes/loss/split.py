@@ -1,4 +1,5 @@
-"""The cross entropy over a vocabulary that ranks share, as `fuse_loss` rewrites it: two visits to the logits.
+"""The cross entropy over a vocabulary that is sharded over ranks, as `fuse_loss` rewrites it: two passes over the
+logits, one in forward and one in backward.
 
 Matches, on (M, V) logits or their cast to fp32: the maximum of each row and its all-reduce; the row's sum of
 ``exp(x - maximum)``; the gather of the target's logit; in backward ``(exp(x - log_sum) - onehot) * slope``.
@@ -30,15 +31,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass
 class SplitLoss:
     """The nodes of one loss. ``logits``: before the cast to fp32. ``amax``, ``highest``: a row's maximum here and over
-    all ranks. ``total``: the sum of exponentials. ``picked``: the gathers. ``slopes``: the gradient of the logits, made
-    from ``log_sum``, ``column`` and ``slope``, one number a row each. ``private``: nothing else reads the logits."""
+    all ranks. ``total``: the sum of exponentials. ``picked``: the gathers of the targets' logits. ``gradient``: that of
+    the logits, made from ``log_sum``, ``column`` and ``slope``, one number a row each. ``private``: nothing else reads
+    the logits."""
 
     logits: fx.Node
     amax: fx.Node
     highest: fx.Node
     total: fx.Node
     picked: list[fx.Node]
-    slopes: fx.Node
+    gradient: fx.Node
     log_sum: fx.Node
     column: fx.Node
     slope: fx.Node
@@ -57,18 +59,18 @@ class SplitLoss:
             build = Builder(gather, before=gather)
             narrow = build(aten.gather.default, self.logits, *gather.args[1:])
             gather.replace_all_uses_with(build.cast(narrow, gather.meta["val"].dtype))
-        build, into = Builder(self.slopes, before=self.slopes), self.logits
+        build, into = Builder(self.gradient, before=self.gradient), self.logits
         if not self.private:
             into = build(aten.clone.default, into, memory_format=torch.contiguous_format)
         build(ours.split_gradient_.default, into, self.log_sum, self.column, self.slope)
         self.amax.replace_all_uses_with(here)
         self.total.replace_all_uses_with(total)
-        self.slopes.replace_all_uses_with(into)
-        erase_unread(self.amax, *self.picked, self.total, self.slopes)
+        self.gradient.replace_all_uses_with(into)
+        erase_unread(self.amax, *self.picked, self.total, self.gradient)
 
 
 def match(amax: fx.Node, aliases: Aliases) -> SplitLoss | str | None:
-    """The loss that begins with the maximum ``amax``; None where there is none, or why it cannot be rewritten."""
+    """The loss that begins with the maximum ``amax``, or why it cannot be rewritten; None where there is none."""
     highest = _reduced(amax)
     if highest is None or not _is_wide_matrix(amax.args[0]) or amax.args[1] not in ([1], [-1]):
         return None
@@ -81,8 +83,8 @@ def match(amax: fx.Node, aliases: Aliases) -> SplitLoss | str | None:
     (total,) = totals
     gradients = [(reader, *found) for reader in readers for found in _gradients(reader, logits)]
     if len(gradients) != 1:
-        return "backward does not make its gradient of it, or is not there"
-    ((below, slopes, log_sum, column, slope),) = gradients
+        return "its backward is another one, or is not there"
+    ((below, gradient, log_sum, column, slope),) = gradients
     picked = [user for user in readers if user.target is aten.gather.default and user.args[1] in (1, -1)]
     if logits.meta["val"].dtype not in _DTYPES:
         return f"logits in {logits.meta['val'].dtype}"
@@ -93,7 +95,7 @@ def match(amax: fx.Node, aliases: Aliases) -> SplitLoss | str | None:
     known |= {node for node in wide if node is not logits and known.issuperset(node.users)}
     used = {u for node in aliases.position if aliases.root(node) is root for u in node.users if not is_view(u)}
     private = root.op == "call_function" and logits.meta["val"].is_contiguous() and used <= known
-    return SplitLoss(logits, amax, highest, total, picked, slopes, log_sum, column, slope, private)
+    return SplitLoss(logits, amax, highest, total, picked, gradient, log_sum, column, slope, private)
 
 
 def _reduced(amax: fx.Node) -> fx.Node | None:
@@ -126,9 +128,9 @@ def _gradients(shifted: fx.Node, logits: fx.Node) -> Iterator[tuple[fx.Node, fx.
         return
     column, slope = _one_hot(minus.args[1], logits.meta["val"].shape[1]), _column(product.args[1])
     narrow = logits.meta["val"].dtype
-    slopes = product if narrow == product.meta["val"].dtype else _then(product, aten._to_copy.default)
-    if column is not None and slope is not None and slopes is not None and slopes.meta["val"].dtype == narrow:
-        yield slopes, _column(shifted.args[1]), column, slope
+    gradient = product if narrow == product.meta["val"].dtype else _then(product, aten._to_copy.default)
+    if column is not None and slope is not None and gradient is not None and gradient.meta["val"].dtype == narrow:
+        yield gradient, _column(shifted.args[1]), column, slope
 
 
 def _one_hot(node: fx.Node, columns: int) -> fx.Node | None:

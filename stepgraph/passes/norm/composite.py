@@ -1,6 +1,6 @@
-"""Proves that the operators around a root ``rsqrt(mean(x^2) + eps)``, in whatever spelling, are a norm.
+"""Proves that the operators around a root ``rsqrt(mean(x^2) + eps)``, however they are written, are a norm.
 
-What follows from the root is read as polynomials (see `norm_values`): only a node that equals
+What follows from the root is read as polynomials (see `values`): only a node that equals
 ``xhat * (weight + offset) + bias`` is an output, only one that equals a derivative of the norm is a gradient. Where
 anything else reads what lies between, the norm is left alone.
 """

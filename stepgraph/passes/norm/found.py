@@ -1,4 +1,4 @@
-"""What is known of a norm in a graph, and what beside it can go into one operator with it."""
+"""A norm found in a graph, and the casts and sums beside it that one operator can compute with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

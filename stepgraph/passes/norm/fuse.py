@@ -1,6 +1,6 @@
 """RMS and layer norms by the way that is fastest for each: our kernels, Inductor, or eager's.
 
-Matches: every norm of rows, forward and backward, fused or composite (see `norm_match`). Before -> after, where our
+Matches: every norm of rows, forward and backward, fused or composite (see `match`). Before -> after, where our
 kernels are chosen: the residual add, the norm and its casts -> ``stepgraph::norm``; its backward and the addition of
 the residual stream's gradient -> ``stepgraph::norm_backward``; the norms of queries and keys -> one operator. Where
 Inductor is chosen the graph stays, and the norm with its pointwise neighbours is marked as a region; where eager is
@@ -25,7 +25,7 @@ from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import KEY, Region
 from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.norm import pairs as norm_pairs
+from stepgraph.passes.norm import pairs
 from stepgraph.passes.norm.found import Found, added
 from stepgraph.passes.norm.match import find
 from stepgraph.passes.norm.rewrite import Rewriter, unsupported
@@ -119,8 +119,8 @@ def _rewrite(step: StepGraph, kernels: list[Found], aliases: Aliases) -> str:
     """Put our operators in; what they took in with them, in words."""
     rewriter = Rewriter(step, kernels, aliases)
     paired: set[int] = set()
-    for q, k in norm_pairs.pairs(kernels):
-        if norm_pairs.rewrite(rewriter, q, k, aliases):
+    for q, k in pairs.find(kernels):
+        if pairs.rewrite(rewriter, q, k, aliases):
             paired |= {id(q), id(k)}
     residuals = gradients = 0
     for found in kernels:

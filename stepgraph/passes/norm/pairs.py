@@ -1,7 +1,7 @@
-"""The norms of queries and keys of one attention: which belong together, and one operator for both.
+"""One operator for the norms of the queries and the keys of an attention.
 
-Before -> after: ``q' = norm(q)``, ``k' = norm(k)`` -> ``stepgraph::norm_pair(q, k)``, and the same in backward.
-Between the two, the graph computes what the second one reads; that is moved before the first.
+Before -> after: ``q' = norm(q)``, ``k' = norm(k)`` -> ``stepgraph::norm_pair(q, k)``, and the same in backward. What
+the second norm needs of the nodes between the two moves before the first.
 """
 
 import operator
@@ -21,8 +21,8 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.bmm, aten.baddbmm)
 
 
-def pairs(norms: Sequence[Found]) -> list[tuple[Found, Found]]:
-    """The norms that one operator can compute two by two."""
+def find(norms: Sequence[Found]) -> list[tuple[Found, Found]]:
+    """The pairs of norms that one operator can compute."""
     by_attention: dict[fx.Node, list[Found]] = {}
     for found in norms:
         if found.kind == "rms" and found.bias is None and len(found.outputs) == 1 and value_of(found.x).ndim > 2:

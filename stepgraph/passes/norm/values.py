@@ -1,7 +1,7 @@
 """Reads operators of a graph as polynomials in one tensor ``x``, its row statistics, weights and gradients.
 
-See `norm_algebra` for the polynomials. A node is read if everything it is made of is: ``x``, what was declared besides
-(the gradient that comes in), weights, and numbers. Whatever else it is made of makes it foreign.
+See `algebra` for the polynomials. A node can be read if it is made of ``x``, of other tensors that were declared (such
+as the incoming gradient), of weights and of numbers alone; any other node is foreign.
 """
 
 import heapq
