@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from stepgraph.costs import links
+from stepgraph.costs.roofline import node_seconds
 from stepgraph.errors import unknown_name
 from stepgraph.graph import collectives
 from stepgraph.graph.facts import EXPENSIVE, Aliases, is_pure, is_view, tensor_bytes
@@ -32,9 +34,6 @@ POLICIES = ("none", "selective", "full", "budget")
 #: A chain of cheap operators longer than this is cut by keeping a result: a residual stream without declared blocks
 #: would otherwise be recomputed from the embedding up.
 MAX_CHAIN = 12
-
-# Relative cost of recomputing: seconds on a card of about 700 TFLOP/s and 3.5 TB/s. Only ratios matter.
-_FLOPS_PER_S, _BYTES_PER_S = 700e12, 3.5e12
 
 
 @dataclass(frozen=True)
@@ -255,20 +254,7 @@ class Plan:
         return packet in EXPENSIVE or isinstance(target, torch._ops.HigherOrderOperator)
 
     def _seconds(self, node: fx.Node) -> float:
-        if node in self.gathers:
-            return collectives.seconds(node)
-        op = self.operator(node)
-        moved = tensor_bytes(op) + sum(tensor_bytes(s) for s in op.all_input_nodes)
-        flops = 0
-        if self.is_expensive(node):
-            shapes = [s.meta["val"].shape for s in op.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
-            inner = shapes[0][-1] if shapes and len(shapes[0]) else 1
-            result = op.meta["val"]
-            first = result[0] if isinstance(result, (list, tuple)) else result
-            flops = 2 * first.numel() * inner
-            if "attention" in str(op.target):
-                flops = 4 * first.numel() * shapes[1][-2]
-        return flops / _FLOPS_PER_S + moved / _BYTES_PER_S
+        return links.seconds(node) if node in self.gathers else node_seconds(self.operator(node))
 
     def kept(self, dropped: set[fx.Node]) -> set[fx.Node]:
         """The roots kept for backward when ``dropped`` are computed again: a dropped one needs its sources."""
