@@ -232,7 +232,7 @@ class Plan:
         marked, full = self.checkpointed(), self.dropped("full")
         if self.kept_bytes(full) > limit:
             return None
-        order = sorted(full - marked, key=lambda n: self._seconds(n) / max(tensor_bytes(n), 1))
+        order = sorted(full - marked, key=self._cost)
         low, high = 0, len(order)
         while low < high:
             middle = (low + high) // 2
@@ -253,7 +253,14 @@ class Plan:
         packet = getattr(target, "overloadpacket", None)
         return packet in EXPENSIVE or isinstance(target, torch._ops.HigherOrderOperator)
 
+    def _cost(self, node: fx.Node) -> tuple[float, int, int]:
+        """The order in which results are given up: seconds per byte, in three digits; of equal ones the largest, and
+        then the first, so that every rank chooses the same."""
+        size = tensor_bytes(node)
+        return float(f"{self._seconds(node) / max(size, 1):.3g}"), -size, self.aliases.position[node]
+
     def _seconds(self, node: fx.Node) -> float:
+        """Seconds to compute ``node`` again, as a kernel of its own."""
         return links.seconds(node) if node in self.gathers else node_seconds(self.operator(node))
 
     def kept(self, dropped: set[fx.Node]) -> set[fx.Node]:
