@@ -5,6 +5,7 @@ that its operator would not give misleads all that come after it, up to a wrong 
 changed are evaluated, on fake tensors, and equal calls once: the layers of a model cost no more than one of them.
 """
 
+import contextlib
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture import StepGraph
+from stepgraph.passes.analysis import is_mutating, is_random
 
 
 class InconsistentGraph(RuntimeError):
@@ -45,14 +47,8 @@ class _Failure(NamedTuple):
         return f"nothing, since its operator refuses them: {self.reason}"
 
 
-class _Call(NamedTuple):
-    """A node as it was when it was last looked at. It holds the objects, whose identity then tells of changes."""
-
-    target: Any
-    args: tuple
-    kwargs: dict
-    value: Any
-
+#: A node's target, args, kwargs and value when it was last looked at. These objects' identity tells of changes.
+_Call = tuple[Any, tuple, dict, Any]
 
 #: What an operator gives that needs values, not only shapes.
 _UNKNOWN = object()
@@ -69,7 +65,8 @@ class RecordedValues:
         self._known = {node: _call(node) for node in step.graph.nodes}
         self._captured: set[tuple] | None = None
         self._first = list(self._known.values())
-        self._forms: dict[int, tuple[Any, Any]] = {}
+        self._forms: dict[int, tuple[torch.Tensor, _TensorForm]] = {}
+        self._distinct: dict[_TensorForm, _TensorForm] = {}
         self._results: dict[tuple, Any] = {}
         self._mode: compat.FakeTensorMode | None = None
 
@@ -88,18 +85,14 @@ class RecordedValues:
         """Nodes that are new, or whose call, value or inputs' values are other objects than before; in order."""
         known, found, again = self._known, [], set()
         for node in self.step.graph.nodes:
-            old, value = known.get(node), node.meta.get("val")
-            if (
-                old is not None
-                and old.value is value
-                and old.args is node.args
-                and old.kwargs is node.kwargs
-                and old.target is node.target
-                and node not in again
-            ):
-                continue
-            if old is not None and old.value is not value:
-                again.update(node.users)
+            call = known.get(node)
+            value = node.meta.get("val")
+            if call is not None:
+                target, args, kwargs, before = call
+                if before is not value:
+                    again.update(node.users)
+                elif args is node.args and kwargs is node.kwargs and target is node.target and node not in again:
+                    continue
             known[node] = _call(node)
             found.append(node)
         return found
@@ -118,6 +111,10 @@ class RecordedValues:
 
     def _follows(self, node: fx.Node) -> Any:
         """The form of what ``node`` gives for the recorded values of its inputs."""
+        if node.target is operator.getitem:
+            whole, index = self._value(node.args[0]), node.args[1]
+            held = isinstance(whole, (list, tuple)) and -len(whole) <= index < len(whole)
+            return self._form(whole[index]) if held else _Failure(f"there is no part {index}")
         key = self._key(_call(node))
         try:
             if key not in self._results:
@@ -127,14 +124,13 @@ class RecordedValues:
             return self._evaluate(node)
 
     def _evaluate(self, node: fx.Node) -> Any:
-        # Operators that write get stand-ins: one such as `unsqueeze_` would change the recorded value itself.
-        writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
-        if node.target is operator.getitem:
-            return self._form(args[0][args[1]])
-        # Some operators have no fake kernel, and would draw real numbers.
-        with self._fake_mode(), torch.no_grad(), torch.random.fork_rng(devices=()):
-            if writes:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._fake_mode())
+            stack.enter_context(torch.no_grad())
+            if is_random(node):  # without a fake kernel it would draw real numbers
+                stack.enter_context(torch.random.fork_rng(devices=()))
+            if is_mutating(node):  # such as `unsqueeze_`, which would change the recorded value itself
                 args, kwargs = compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
             try:
                 return self._form(node.target(*args, **kwargs))
@@ -155,27 +151,31 @@ class RecordedValues:
         return operator.attrgetter(node.target)(self.step.module)
 
     def _form(self, value: Any) -> Any:
-        """What must agree of two values; the forms of tensors are kept, with the tensors."""
+        """What must agree of two values; that of a tensor is one object for all that agree, kept with the tensor."""
         if isinstance(value, torch.Tensor):
             kept = self._forms.get(id(value))
             if kept is None:
-                kept = self._forms[id(value)] = value, _tensor_form(value)
+                form = _tensor_form(value)
+                kept = self._forms[id(value)] = value, self._distinct.setdefault(form, form)
             return kept[1]
         if isinstance(value, (list, tuple)):
             return tuple(map(self._form, value))
         return type(value) if isinstance(value, (int, float, complex, torch.SymInt)) else None
 
     def _key(self, call: _Call) -> tuple:
-        return call.target, self._argument(call.args), self._argument(call.kwargs)
+        target, args, kwargs, _ = call
+        return target, self._argument(args), self._argument(kwargs) if kwargs else ()
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
             given = self._value(value)
-            return given if isinstance(given, fx.GraphModule) else self._form(given)
+            form = self._form(given)
+            # Hashing an object's number is quick.
+            return given if isinstance(given, fx.GraphModule) else id(form) if type(form) is _TensorForm else form
         if isinstance(value, (list, tuple)):
-            return tuple(map(self._argument, value))
+            return tuple([self._argument(item) for item in value])
         if isinstance(value, dict):
-            return tuple((key, self._argument(item)) for key, item in value.items())
+            return tuple([(key, self._argument(item)) for key, item in value.items()])
         return type(value), value
 
     def _was_so(self, node: fx.Node, recorded: Any) -> bool:
@@ -183,8 +183,8 @@ class RecordedValues:
         if self._captured is None:
             self._captured = set()
             for call in self._first:
-                if not isinstance(call.target, str):
-                    self._captured.add((*self._key(call), self._form(call.value)))
+                if not isinstance(call[0], str):
+                    self._captured.add((*self._key(call), self._form(call[3])))
         return node.op == "call_function" and (*self._key(_call(node)), recorded) in self._captured
 
 
@@ -199,7 +199,7 @@ def wrong_values(step: StepGraph) -> list[str]:
 
 
 def _call(node: fx.Node) -> _Call:
-    return _Call(node.target, node.args, node.kwargs, node.meta.get("val"))
+    return node.target, node.args, node.kwargs, node.meta.get("val")
 
 
 def _tensor_form(value: torch.Tensor) -> _TensorForm:
