@@ -203,9 +203,7 @@ def _call(node: fx.Node) -> _Call:
 
 
 def _tensor_form(value: torch.Tensor) -> _TensorForm:
-    return _TensorForm(
-        value.dtype, tuple(value.shape), value.stride(), value.device, value.is_conj(), value.is_neg()
-    )
+    return _TensorForm(value.dtype, tuple(value.shape), value.stride(), value.device, value.is_conj(), value.is_neg())
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

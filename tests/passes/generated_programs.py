@@ -160,7 +160,14 @@ class Program(nn.Module):
     def run_line(self, line: Line, values: list[torch.Tensor]) -> None:
         name, i, j, k, m = line
         # Counted from the last one: programs then make long chains of values.
-        made = OPERATORS[name](values[-1 - i % len(values)], values[-1 - j % len(values)], k, m)
+        a, b = values[-1 - i % len(values)], values[-1 - j % len(values)]
+        if name in WRITES and not a.requires_grad:
+            b = b.detach()  # else a buffer would carry this step's backward into the next
+        if name in RESHAPED_IN_PLACE and a.requires_grad:
+            values.append(a := a * 1)  # torch itself cannot trace the backward of earlier views of ``a``
+        elif name in RESHAPED_IN_PLACE and any(a is kept for kept in values[:5]):
+            values.append(a := a[:])  # a step keeps the shape of its state and its batch
+        made = OPERATORS[name](a, b, k, m)
         if name not in NO_VALUE:
             made = made[:2] if isinstance(made, (list, tuple)) else [made]
             values += [v for v in made if 0 < v.numel() <= LARGEST]
