@@ -254,8 +254,8 @@ def _write_assigned(
     for slot, old, _ in held:
         if old.shape != slot.tensor.shape:
             raise CaptureError(
-                f"forward reshapes {slot.name} in place, from {list(slot.tensor.shape)} to {list(old.shape)}; a captured "
-                "step cannot change the form of its state, take a view of it"
+                f"forward reshapes {slot.name} in place, from {list(slot.tensor.shape)} to {list(old.shape)}; "
+                "a captured step cannot change the form of its state, reshape a view of it"
             )
     assigned = [(slot, old, new) for slot, old, new in held if new is not old]
     for slot, old, new in assigned:

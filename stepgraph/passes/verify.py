@@ -7,7 +7,7 @@ changed are evaluated, on fake tensors, and equal calls once: the layers of a mo
 
 import contextlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ class RecordedValues:
         self.step = step
         self._known = {node: _call(node) for node in step.graph.nodes}
         self._captured: set[tuple] | None = None
-        self._first = list(self._known.values())
+        self._first = dict(self._known)
         self._forms: dict[int, tuple[torch.Tensor, _TensorForm]] = {}
         self._distinct: dict[_TensorForm, _TensorForm] = {}
         self._results: dict[tuple, Any] = {}
@@ -115,7 +115,7 @@ class RecordedValues:
             whole, index = self._value(node.args[0]), node.args[1]
             held = isinstance(whole, (list, tuple)) and -len(whole) <= index < len(whole)
             return self._form(whole[index]) if held else _Failure(f"there is no part {index}")
-        key = self._key(_call(node))
+        key = self._key(_call(node), self._value)
         try:
             if key not in self._results:
                 self._results[key] = self._evaluate(node)
@@ -147,6 +147,10 @@ class RecordedValues:
         value = node.meta.get("val")
         return self._constant(node) if value is None and node.op == "get_attr" else value
 
+    def _first_value(self, node: fx.Node) -> Any:
+        value = self._first[node][3]
+        return self._constant(node) if value is None and node.op == "get_attr" else value
+
     def _constant(self, node: fx.Node) -> Any:
         return operator.attrgetter(node.target)(self.step.module)
 
@@ -162,30 +166,30 @@ class RecordedValues:
             return tuple(map(self._form, value))
         return type(value) if isinstance(value, (int, float, complex, torch.SymInt)) else None
 
-    def _key(self, call: _Call) -> tuple:
+    def _key(self, call: _Call, value_of: Callable[[fx.Node], Any]) -> tuple:
         target, args, kwargs, _ = call
-        return target, self._argument(args), self._argument(kwargs) if kwargs else ()
+        return target, self._argument(args, value_of), self._argument(kwargs, value_of) if kwargs else ()
 
-    def _argument(self, value: Any) -> Any:
+    def _argument(self, value: Any, value_of: Callable[[fx.Node], Any]) -> Any:
         if isinstance(value, fx.Node):
-            given = self._value(value)
+            given = value_of(value)
             form = self._form(given)
             # Hashing an object's number is quick.
             return given if isinstance(given, fx.GraphModule) else id(form) if type(form) is _TensorForm else form
         if isinstance(value, (list, tuple)):
-            return tuple([self._argument(item) for item in value])
+            return tuple([self._argument(item, value_of) for item in value])
         if isinstance(value, dict):
-            return tuple([(key, self._argument(item)) for key, item in value.items()])
+            return tuple([(key, self._argument(item, value_of)) for key, item in value.items()])
         return type(value), value
 
     def _was_so(self, node: fx.Node, recorded: Any) -> bool:
         """Whether capture recorded the same value for the same call."""
         if self._captured is None:
             self._captured = set()
-            for call in self._first:
+            for call in self._first.values():
                 if not isinstance(call[0], str):
-                    self._captured.add((*self._key(call), self._form(call[3])))
-        return node.op == "call_function" and (*self._key(_call(node)), recorded) in self._captured
+                    self._captured.add((*self._key(call, self._first_value), self._form(call[3])))
+        return node.op == "call_function" and (*self._key(_call(node), self._value), recorded) in self._captured
 
 
 def wrong_values(step: StepGraph) -> list[str]:

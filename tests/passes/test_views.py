@@ -78,3 +78,49 @@ class Halves(nn.Module):
 def test_chunks_of_a_chunk():
     batch = {"x": torch.randn(4, 3, 8, 8), "y": torch.randint(5, (4,))}
     same_as_eager(Halves(), batch, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]))
+
+
+class ReshapedInPlace(nn.Module):
+    """Tensors reshaped in place of which another tensor is an equal view."""
+
+    def __init__(self, which):
+        super().__init__()
+        self.w, self.which = nn.Parameter(torch.linspace(0.5, 1.5, 24).view(4, 6)), which
+
+    def view_of_the_same_shape(self, h):
+        same = h.view(4, 6)
+        same.unsqueeze_(0)
+        return same.sum(0) + h
+
+    def equal_views(self, h):
+        first, second = h[0], h[0]
+        second.unsqueeze_(1)
+        return first * second
+
+    def parts_of_equal_splits(self, h):
+        first, second = h.split(2)[0], h.split(2)[0]
+        first.t_()
+        return first @ second
+
+    def forward(self, x):
+        return (getattr(self, self.which)(x * 1) * self.w.sum()).sum()
+
+
+@pytest.mark.parametrize("which", ["view_of_the_same_shape", "equal_views", "parts_of_equal_splits"])
+def test_tensors_reshaped_in_place_stand_for_no_other(which):
+    same_as_eager(ReshapedInPlace(which), {"x": torch.randn(4, 6)}, lambda m, b: m(b["x"]))
+
+
+class ReshapedBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.ones(2, 3))
+
+    def forward(self, x):
+        return (self.table.t_().sum(1) * self.w * x).sum()
+
+
+def test_a_buffer_reshaped_in_place_is_refused():
+    with pytest.raises(ValueError, match=r"forward reshapes table in place, from \[2, 3\] to \[3, 2\]"):
+        stepgraph.capture(ReshapedBuffer(), lambda m, b: m(b["x"]), {"x": torch.ones(3)}, passes="exact")
