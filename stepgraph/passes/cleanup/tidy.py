@@ -1,5 +1,7 @@
 """Clean-up: literal constants, views that change nothing, repeated casts and views, dead code. All exact."""
 
+import operator
+
 import torch
 from torch import fx
 
