@@ -7,6 +7,7 @@ from torch itself.
 import contextlib
 import functools
 import gc
+import itertools
 import os
 import pickle
 import sys
@@ -42,6 +43,7 @@ __all__ = [
     "dispatch_flex_attention",
     "flight_records",
     "graph_of_trace",
+    "group_name",
     "groups_of",
     "has_step_hooks",
     "in_function_transform",
@@ -58,6 +60,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "keep_saved_tensors",
     "mark_stepped",
+    "name_group",
     "node_of_trace",
     "operator_needing_values",
     "process_group",
@@ -405,6 +408,31 @@ def flight_records(device_type: str) -> list[dict[str, Any]]:
 def process_group(name: str) -> torch.distributed.ProcessGroup:
     """The process group that a graph's nodes call ``name``."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+#: The names that `name_group` gave, and the groups' own.
+_OWN_NAMES: dict[str, str] = {}
+
+
+def name_group(group: torch.distributed.ProcessGroup, name: str) -> str:
+    """Call ``group`` ``name`` too, and return it: torch's own names differ from rank to rank. Where another group that
+    is still open has the name, it is ``name.1``, and so on: the same on all ranks if they name groups in one order."""
+    registry = torch._C._distributed_c10d
+    for alias in itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1))):
+        try:
+            held = registry._resolve_process_group(alias)
+        except RuntimeError:  # never given, or of a group that was destroyed
+            registry._unregister_process_group(alias)
+            registry._register_process_group(alias, group)
+            held = group
+        if held == group:
+            _OWN_NAMES[alias] = group.group_name
+            return alias
+
+
+def group_name(name: str) -> str:
+    """What torch calls the process group that a graph's nodes call ``name``."""
+    return _OWN_NAMES.get(name, name)
 
 
 def symmetric_memory(nbytes: int, group_name: str, device: torch.device) -> tuple[torch.Tensor, Any]:

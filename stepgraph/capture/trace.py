@@ -14,6 +14,7 @@ from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.recorder import Recorder
+from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
 from stepgraph.graph.provenance import Provenance, set_provenance
@@ -162,6 +163,7 @@ def trace_step(
     step = StepGraph(module, inputs.specs, outputs, repeated_blocks(model), _mesh_of(slots))
     checks.refuse_fake_constants(step)
     keep = _name_inputs(step, n_state)
+    record_roles(step, recorder.reducing, [slot.tensor for slot in slots])
     step.capture_s = time.perf_counter() - start
     return Traced(step, [inputs.live[i] for i in keep if i < n_state], landing, slots, tensor_leaves)
 
@@ -227,7 +229,7 @@ def _loss_and_grads(
         with recorder.in_phase("backward"), torch.no_grad():
             grads = torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True)
             for i, (grad, (path, param)) in enumerate(zip(grads, params, strict=True)):
-                recorder.attribute(path)
+                recorder.attribute(path, param)
                 if grad is not None:
                     grad = gradients.local(grad, param)
                     sums[i] = gradients.as_accumulated(grad, unwrap(param)[0][0]) if sums[i] is None else sums[i] + grad

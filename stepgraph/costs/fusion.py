@@ -5,6 +5,7 @@ import operator
 import torch
 from torch import fx
 
+from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import Aliases, is_mutating, is_overload, is_view
 from stepgraph.graph.provenance import phase_of
 
@@ -21,7 +22,7 @@ _FUSIBLE = {
 
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective."""
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
+    return stage_of(node) == "wait"
 
 
 def storage(aliases: Aliases, node: fx.Node) -> fx.Node:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from stepgraph.costs.fusion import Fusion, is_free, storage
-from stepgraph.graph.collectives import REDUCE_BEGIN
+from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import Aliases, tensor_bytes
-from stepgraph.graph.provenance import phase_of, provenance
+from stepgraph.graph.provenance import phase_of, provenance, role_of
 from stepgraph.graph.step_graph import StepGraph
 
 #: ``buckets``: gathered parameters and gradients on their way to be reduced. ``activations``: what forward leaves for
@@ -91,7 +91,8 @@ def _kinds(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
     into_update: set[fx.Node] = set()
     into_collective: set[fx.Node] = set()
     for node in step.graph.nodes:
-        reader, collective = phase_of(node), _reduces(node)
+        reader, role = phase_of(node), role_of(node)
+        collective = role and role.kind == "reduce" and stage_of(node) == "begin"
         for source in node.all_input_nodes:
             root = storage(aliases, source)
             if reader == "backward" and phase_of(root) in ("forward", "loss"):
@@ -116,12 +117,3 @@ def _kinds(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
         node: "buckets" if kind == "gathered" else "inputs" if node.op == "get_attr" else kind
         for node, kind in kinds.items()
     }
-
-
-def _reduces(node: fx.Node) -> bool:
-    """Whether the node reduces gradients: sums over the sequence parts of activations do not count as such."""
-    if node.target is REDUCE_BEGIN:  # sends them from where they lie
-        return True
-    if getattr(node.target, "namespace", "") != "_c10d_functional" or len(node.args) < 3:
-        return False
-    return node.args[1] == "avg"

@@ -10,7 +10,7 @@ from torch import fx
 
 from stepgraph.costs.fusion import Fusion, is_free, storage
 from stepgraph.costs.hardware import REACHED, Gpu
-from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END
+from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END, is_nccl
 from stepgraph.graph.facts import Aliases, flops, is_overload, tensor_bytes, written_arguments
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ class Roofline:
         self.flops = 0
         kernels: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            if not is_free(node) and getattr(node.target, "namespace", "") != "_c10d_functional":
+            if not is_free(node) and not is_nccl(node):
                 kernels[fusion.kernel(node)].append(node)
         readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:

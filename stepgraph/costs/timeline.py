@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import fx
 
-from stepgraph.costs.fusion import is_wait
+from stepgraph import compat
 from stepgraph.costs.hardware import REACHED, Gpu, collective_seconds
 from stepgraph.graph.collectives import (
     GATHER_BEGIN,
-    GATHER_END,
     LATENCY_S,
-    REDUCE_BEGIN,
-    REDUCE_END,
     Pipeline,
     bytes_sent,
+    group_of,
+    is_nccl,
     pipeline_of,
+    stage_of,
 )
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance
@@ -77,10 +77,10 @@ def group_axes(mesh: Mesh) -> dict[str, str]:
 
 def collective_of(node: fx.Node, axes: dict[str, str], ranks: dict[str, list[int]], gpu: Gpu) -> Collective | None:
     """What ``node`` communicates; None where it does not."""
-    copies = node.target in (GATHER_BEGIN, REDUCE_BEGIN)
-    if not copies and (getattr(node.target, "namespace", "") != "_c10d_functional" or is_wait(node)):
+    if stage_of(node) != "begin":
         return None
-    kind, group = _KINDS[node.target.overloadpacket.__name__], node.args[-1]
+    copies = not is_nccl(node)
+    kind, group = _KINDS[node.target.overloadpacket.__name__], compat.group_name(group_of(node))
     n = len(ranks[group])
     if copies:
         nbytes = int(bytes_sent(node) * n / (n - 1))
@@ -110,7 +110,7 @@ def _pipelined(node: fx.Node, pipeline: Pipeline, axes: dict[str, str], gpu: Gpu
     return Collective(
         node.name,
         _KINDS[node.target.overloadpacket.__name__],
-        axes[pipeline.group],
+        axes[compat.group_name(pipeline.group)],
         pipeline.ranks,
         phase_of(node),
         found.path if found else "",
@@ -138,7 +138,7 @@ def simulate(graph: fx.Graph, seconds: dict[fx.Node, float], mesh: Mesh, gpu: Gp
             free_at[collective.axis] = end
             running[node] = collective, end
             collectives.append(collective)
-        elif is_wait(node) or node.target in (GATHER_END, REDUCE_END):
+        elif stage_of(node) in ("wait", "end"):
             collective, end = running[node.args[0]]
             collective.exposed_seconds = max(0.0, end - now)
             now = max(now, end) + seconds.get(node, 0.0)

@@ -48,13 +48,13 @@ class _Begun(NamedTuple):
     """What this rank gathers, (ranks, n) each, its own row filled in."""
 
 
-#: Collectives under way, by kind and group, the oldest first.
+#: Collectives under way, by kind and torch's name of the group, the oldest first.
 _begun: dict[tuple[str, str], list[_Begun]] = defaultdict(list)
 _serials = itertools.count()
 
 
 def _begin(kind: str, group_name: str, like: Tensor, wholes: Sequence[Tensor] = ()) -> Ranks:
-    begun_first = _begun[kind, group_name]
+    begun_first = _begun[kind, compat.group_name(group_name)]
     taken = {begun.number for begun in begun_first}
     number = next(i for i in range(len(taken) + 1) if i not in taken)
     ranks = begin(compat.process_group(group_name), like, (kind, number))
@@ -98,7 +98,7 @@ def _gather_begin(
 
 
 def _gather_end(token: Tensor, sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> list[Tensor]:
-    _, _, ranks, wholes = _begun["gather", group_name].pop(0)
+    _, _, ranks, wholes = _begun["gather", compat.group_name(group_name)].pop(0)
     pieces: list[tuple[Tensor, Tensor]] = []
     for rank in ranks.others:
         part = ranks.take(rank)
@@ -131,7 +131,7 @@ def _reduce_begin(grads: list[Tensor], group_size: int, group_name: str) -> Tens
 def _reduce_end(
     token: Tensor, grads: list[Tensor], mean: bool, dtype: torch.dtype, group_size: int, group_name: str
 ) -> Tensor:
-    _, _, ranks, _ = _begun["reduce", group_name].pop(0)
+    _, _, ranks, _ = _begun["reduce", compat.group_name(group_name)].pop(0)
     rows = _rows(grads, group_size)
     sizes = [row.shape[1] for row in rows]
     taken = {peer: ranks.take(peer).split(sizes) for peer in ranks.others}

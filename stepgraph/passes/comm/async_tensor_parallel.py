@@ -25,7 +25,7 @@ from torch import fx
 from stepgraph.graph import collectives
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, Builder, erase_chain
 from stepgraph.graph.facts import Aliases, is_pure
-from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.provenance import phase_of, role_of, set_role
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
@@ -47,25 +47,25 @@ class AsyncTensorParallelOptions:
 def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, report: PassReport) -> None:
     """Multiply chunks of the sequence while other chunks are gathered or reduced."""
     before = collectives.exposed(step.graph)
-    tail = collectives.gradient_tail(step)
-    parameters = {c.node for c in collectives.parameter_gathers(step)}
     joined: dict[str, list[float]] = {}
     left: Counter[str] = Counter()
     aliases = Aliases(step.graph)
     for node in list(step.graph.nodes):
-        if node in tail or node in parameters or node.target not in _JOIN:
+        role = role_of(node)
+        if node.target not in _JOIN or not role or role.kind != "activation":
             continue
         report.matched += 1
-        apart = collectives.spans_machines(node.args[-1], options.ranks_per_machine)
+        apart = collectives.spans_machines(collectives.group_of(node), options.ranks_per_machine)
         reason = apart or _JOIN[node.target](step, node, options, aliases)
         kind = f"{phase_of(node)}, {node.target.overloadpacket.__name__}"
         if isinstance(reason, str):
             left[f"{kind}: {reason}"] += 1
             continue
         new, products = reason
+        set_role(new, role)
         report.changed += 1
         joined.setdefault(f"{kind} with {products} product{'s' * (products != 1)}", []).append(
-            collectives.pipeline_of(new).sent
+            collectives.bytes_sent(new)
         )
     report.summary = f"{report.changed} of {report.matched} collectives of activations joined with products"
     for kind, sizes in joined.items():

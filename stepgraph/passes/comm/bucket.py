@@ -31,6 +31,7 @@ from stepgraph.graph.collectives import (
     erase_chain,
     group_size,
 )
+from stepgraph.graph.provenance import role_of, set_role
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.comm.overlap import sink
 from stepgraph.passes.contract import PassReport, register
@@ -65,16 +66,14 @@ def _reorders_sums(c: Collective) -> bool:
 
 def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], bool]) -> list[Collective]:
     """Bucket the ``wanted`` collectives; all that were found."""
-    tail = collectives.gradient_tail(step)
-    reductions = collectives.gradient_reductions(step, tail)
-    gathers = collectives.parameter_gathers(step)
+    reductions, gathers = collectives.reductions(step), collectives.gathers(step)
     report.matched = sum(map(wanted, [*gathers, *reductions]))
     if not report.matched:
         return [*gathers, *reductions]
     before = collectives.exposed(step.graph)
     counts: dict[str, list[int]] = defaultdict(list)
     # Gradients are finished behind the last reduction of their region, where the bucket will be.
-    sink(step, tail, reductions, distance=0)
+    sink(step, reductions, distance=0)
     for found in (gathers, reductions):
         for members in _buckets([c for c in found if wanted(c)]):
             _BUILD[members[0].node.target](step, members)
@@ -139,12 +138,22 @@ def _reduce(step: StepGraph, members: list[Collective]) -> None:
             shape = [last.args[2], -1] if scatters else [-1]
             flat = build(aten.cat.default, [_flat(build, x, shape) for x in inputs], len(shape) - 1)
             flat = build(aten.view.default, flat, [-1]) if scatters else flat
+        _unfinished(flat, inputs)
         waited = build(WAIT, build(last.target, flat, *last.args[1:]))
         results = [c.wait.meta["val"] for c in members]
         parts = build(aten.split_with_sizes.default, waited, [r.numel() for r in results])
         for i, (c, r) in enumerate(zip(members, results, strict=True)):
             part = build(operator.getitem, parts, i, like=c.wait)
             c.wait.replace_all_uses_with(build(aten.view.default, part, list(r.shape), like=c.wait))
+
+
+def _unfinished(flat: fx.Node, inputs: list[fx.Node]) -> None:
+    """What puts gradients together before their first reduction does not finish them: it has no role."""
+    if any(role_of(node) is None for node in inputs):
+        made = [flat]
+        for node in made:  # grows
+            set_role(node, None)
+            made += [n for n in node.all_input_nodes if n not in inputs]
 
 
 def _bucket_of(inputs: list[fx.Node]) -> fx.Node | None:

@@ -38,16 +38,14 @@ class CopyEnginesOptions:
 @register("copy_engines", "numerics", options=CopyEnginesOptions(), needs_process_group=True)
 def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassReport) -> None:
     """Move parameters and gradients beside compute without taking processors from it."""
-    tail = collectives.gradient_tail(step)
-    found = collectives.parameter_gathers(step) + collectives.gradient_reductions(step, tail)
-    found = [c for c in found if c.node.target in _REPLACE]
+    found = [c for c in collectives.gathers(step) + collectives.reductions(step) if c.node.target in _REPLACE]
     report.matched = len(found)
     before = collectives.exposed(step.graph)
     left: Counter[str] = Counter()
     kept: dict[tuple, list[Collective]] = defaultdict(list)
     for c in sorted(found, key=lambda c: c.node):
-        group = kept[c.node.target, c.node.args[-1]]
-        reason = spans_machines(c.node.args[-1], options.ranks_per_machine) or _unfit(c.node)
+        group = kept[c.node.target, collectives.group_of(c.node)]
+        reason = spans_machines(collectives.group_of(c.node), options.ranks_per_machine) or _unfit(c.node)
         if not reason and group and c.wait < group[-1].wait:
             reason = "waited for before one that begins earlier"
         if reason:
@@ -156,7 +154,7 @@ def _behind_a_pipeline(begun: fx.Node) -> bool:
     the other, and the pipeline would wait."""
     (end,) = begun.users
     node = begun.next
-    while node is not end and node.target not in collectives.PIPELINED:
+    while node is not end and collectives.stage_of(node) != "joined":
         node = node.next
     if node is end:
         return False
