@@ -421,7 +421,9 @@ def name_group(group: torch.distributed.ProcessGroup, name: str) -> str:
     for alias in itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1))):
         try:
             held = registry._resolve_process_group(alias)
-        except RuntimeError:  # never given, or of a group that was destroyed
+        except RuntimeError:  # never given, or to a group that is gone
+            held = None
+        if held not in torch.distributed.distributed_c10d._world.pg_names:  # destroyed, if it still is
             registry._unregister_process_group(alias)
             registry._register_process_group(alias, group)
             held = group

@@ -9,7 +9,7 @@ from torch import nn
 from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout
 from stepgraph.parallel.mesh import Mesh
-from stepgraph.parallel.tensor import check_plan, style_of
+from stepgraph.parallel.tensor import check_plan, register_place, style_of
 
 
 @torch.no_grad()
@@ -46,6 +46,9 @@ def parallelize(
         if plan is None:
             raise ValueError(f"mesh {mesh.spec} splits tensors and the model has no plan; give plan= or drop tp")
         check_plan(model, plan, tp.size())
+        first = next(model.parameters())
+        place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=device or first.device)
+        register_place(model, place)  # for the loss
     stored: dict[int, tuple[nn.Parameter, int | None]] = {}
     for path, module in list(model.named_modules()):
         style = style_of(path, module, plan) if tp is not None else None
@@ -64,6 +67,8 @@ def parallelize(
         forward = partial(_with_mesh, style.forward, tp) if style and style.forward else None
         if found or forward:
             parametrize(module, found, forward)
+        if style and style.placed:
+            register_place(module, place)
         for name, buffer in module._buffers.items():
             if buffer is not None and device is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
