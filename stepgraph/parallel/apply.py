@@ -46,21 +46,23 @@ def parallelize(
         if plan is None:
             raise ValueError(f"mesh {mesh.spec} splits tensors and the model has no plan; give plan= or drop tp")
         check_plan(model, plan, tp.size())
-        first = next(model.parameters())
-        place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=device or first.device)
+        at = device or next(model.parameters()).device
+        place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)
         register_place(model, place)  # for the loss
-    stored: dict[int, tuple[nn.Parameter, int | None]] = {}
+    fsdp = mesh.axis("dp_shard") is not None
+    stored: dict[int, tuple[nn.Parameter, Layout]] = {}
     for path, module in list(model.named_modules()):
         style = style_of(path, module, plan) if tp is not None else None
         found: dict[str, Layout] = {}
         for name, param in module._parameters.items():
             if param is None:
                 continue
-            dim = style.split.get(name) if style else None
+            splits = [("tp", style.split[name])] if style and name in style.split else []
+            splits += [("dp_shard", 0)] if fsdp and param.ndim else []
             dtype = param_dtype if param_dtype and param.is_floating_point() else param.dtype
-            layout = Layout(param.shape, mesh, dim, dtype, reduce_dtype)
-            shard, first_dim = stored.setdefault(id(param), (_shard(param, layout, device), dim))
-            if dim != first_dim:  # a tied parameter
+            layout = Layout(param.shape, mesh, tuple(splits), dtype, reduce_dtype)
+            shard, first = stored.setdefault(id(param), (_shard(param, layout, device), layout))
+            if layout.splits != first.splits:  # a tied parameter
                 full = f"{path}.{name}"
                 raise ValueError(f"the plan splits {full}, which is tied, in two ways; make its styles agree")
             module._parameters[name], found[name] = shard, layout

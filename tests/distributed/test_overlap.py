@@ -86,13 +86,13 @@ def graph():
     compat.init_fake_world(0, 4)
 
     @functools.cache
-    def captured(text, accumulate, tied):
+    def captured(text, tied):
         mesh = make_mesh(text)
         config = dataclasses.replace(TINY, n_layers=LAYERS, tie_embeddings=tied)
-        return capture(parallel_model(mesh, config), mesh, [], accumulate).graph
+        return capture(parallel_model(mesh, config), mesh, []).graph
 
-    def apply(text, chosen, accumulate=1, tied=False):
-        step = captured(text, accumulate, tied)
+    def apply(text, chosen, tied=False):
+        step = captured(text, tied)
         module = torch.fx.GraphModule(step.module, copy.deepcopy(step.graph))
         step = dataclasses.replace(step, module=module, executable=None, runner=None, log=[])
         run_passes(step, chosen)
@@ -126,8 +126,8 @@ def test_one_collective_for_each_region(graph):
     assert "all_gather_into_tensor: " in notes and "MiB" in notes and "exposed communication" in notes
     plain = graph("fsdp=4", [])
     assert counts(plain)["gather", "forward"] == len(list(whole_model().parameters())) - 9 + 9 * LAYERS
-    step = graph("fsdp=4", [*BEFORE, "bucket_collectives"], accumulate=2)
-    assert counts(step)["gather", "forward"] == counts(step)["scatter", "backward"] == 2 * (LAYERS + 2)
+    step = graph("fsdp=4", [*BEFORE, "bucket_collectives"])
+    assert counts(step)["gather", "forward"] == counts(step)["scatter", "backward"] == LAYERS + 2
 
 
 def test_two_dtypes_and_tensor_parallelism(graph):
