@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph import parallel, passes
+from stepgraph import parallel
 from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.hf_weights import load_hf
 from stepgraph.config.train import TrainConfig
@@ -128,16 +128,6 @@ def build_step(
         optimizer,
         max_grad_norm=clip_at(config),
         accumulate=config.accumulate,
-        passes=passes.configured(
-            config.passes,
-            memory=config.memory,
-            inductor=config.inductor,
-            norm=config.norm,
-            reshard=config.reshard,
-            async_tp=config.async_tp,
-            copy_engines=config.copy_engines,
-            cuda_graph=config.cuda_graph,
-        ),
-        disable=config.disable_pass,
+        passes=config,
         dump=dump,
     )

@@ -15,19 +15,19 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from stepgraph import passes
 from stepgraph.errors import unknown_name
 from stepgraph.models import GolfConfig, Llama3Config, llama3_debug
 from stepgraph.models.golf.model import TP_SIZES as GOLF_SIZES
 from stepgraph.models.llama3.model import TP_SIZES as LLAMA3_SIZES
 from stepgraph.parallel import MeshSpec
+from stepgraph.passes import StepOptions
 
 MODEL_FAMILIES: dict[str, type] = {"llama3": Llama3Config, "golf": GolfConfig}
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Train a language model from one captured step graph."""
+class _Training:
+    """The options of a run that have nothing to do with the passes over its step; `TrainConfig` has all."""
 
     # -- data ---------------------------------------------------------------------------------------------------------
     data: str = "stdlib"
@@ -103,36 +103,13 @@ class TrainConfig:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
 
-    # -- graph --------------------------------------------------------------------------------------------------------
-    passes: Literal["exact", "default"] = "default"
-    """exact: only passes that stay bitwise equal to eager. default: also those that may round differently."""
 
-    disable_pass: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Leave a pass out, by name."""
+@dataclass(frozen=True)
+class TrainConfig(StepOptions, _Training):
+    """Train a language model from one captured step graph."""
 
     dump_graphs: bool = False
     """Write the graph before and after each pass, as readable text, into the run folder."""
-
-    memory: str = "none"
-    """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all)."""
-
-    inductor: Literal["full", "regional", "off"] = "full"
-    """full: compile the graph with Inductor, up to a minute; regional: only norms, RoPE, SwiGLU; off: nothing."""
-
-    norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
-    """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""
-
-    reshard: Literal["auto", "always", "never"] = "auto"
-    """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not do."""
-
-    async_tp: bool = False
-    """Multiply chunks of the sequence while others travel: collectives of tensor parallelism, inside one machine."""
-
-    copy_engines: bool = False
-    """Gather parameters and reduce gradients by the GPUs' copy engines, not NCCL's kernels: inside one machine."""
-
-    cuda_graph: bool = True
-    """Replay the whole step as one CUDA graph. No effect on a CPU."""
 
     # -- validation, checkpoints and records --------------------------------------------------------------------------
     val_every: int = 50
@@ -200,12 +177,13 @@ class TrainConfig:
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype", "passes", "inductor", "norm", "reshard"):
+        for name in ("schedule", "precision", "device", "reduce_dtype"):
             self._require_choice(name)
         self._validate_length()
         self._validate_mesh()
         self._validate_folders()
-        self._validate_passes()
+        mesh = self.mesh_spec
+        self.validate_step(tp=mesh.tp if mesh else 1, dp_shard=mesh.dp_shard if mesh else 1)
 
     def _validate_length(self) -> None:
         if self.warmup_steps >= self.steps:
@@ -259,23 +237,6 @@ class TrainConfig:
         for name in ("init_from_hf", "export_hf"):
             if getattr(self, name) is not None and not isinstance(self.model, Llama3Config):
                 raise ValueError(f"{name} works for Llama 3 models only: choose a llama3 preset or drop it")
-
-    def _validate_passes(self) -> None:
-        passes.parse_policy(self.memory)
-        for name in self.disable_pass:
-            passes.get(name)
-        if self.async_tp and (self.mesh_spec is None or self.mesh_spec.tp == 1):
-            raise ValueError(
-                f"async_tp overlaps tensor parallelism and mesh={self.mesh} has none: add tp=2 to the mesh"
-            )
-        if self.copy_engines and (self.mesh_spec is None or self.mesh_spec.dp_shard == 1):
-            raise ValueError(f"copy_engines serves FSDP and mesh={self.mesh} shards nothing: add fsdp=2 to the mesh")
-        for name in ("async_tp", "copy_engines"):
-            if getattr(self, name) and self.passes == "exact":
-                raise ValueError(
-                    f"{name} adds in another order and passes=exact allows no such thing: drop one of them"
-                )
-        passes.configured(self.passes, inductor=self.inductor, norm=self.norm)
 
     @property
     def decay_steps(self) -> int:
