@@ -15,9 +15,7 @@ from stepgraph import parallel
 from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.hf_weights import load_hf
 from stepgraph.config.train import TrainConfig
-from stepgraph.models import Golf, Llama3, Llama3Config, next_token_loss
-from stepgraph.models.golf.model import TP_PLAN as GOLF_PLAN
-from stepgraph.models.llama3.model import TP_PLAN as LLAMA3_PLAN
+from stepgraph.models import family_of, next_token_loss
 
 _REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -48,7 +46,7 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
     Built on the meta device first, so that it never exists twice, and under a mesh never whole.
     """
     with torch.device("meta"):
-        model = Llama3(config.model) if isinstance(config.model, Llama3Config) else Golf(config.model)
+        model = family_of(config.model).model(config.model)
     bf16 = config.precision == "bf16"
     if bf16 and mesh is None:
         for param in model.parameters():  # buffers (the RoPE tables) stay fp32
@@ -57,7 +55,7 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
         if mesh is None:
             model.to_empty(device=device)
         else:  # fp32 shards, which bf16 training gathers in bf16
-            plan = LLAMA3_PLAN if isinstance(model, Llama3) else GOLF_PLAN
+            plan = family_of(config.model).tp_plan
             dtypes = {"param_dtype": torch.bfloat16 if bf16 else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
             parallel.parallelize(model, mesh, plan, device=device, **dtypes)
     except RuntimeError as failure:

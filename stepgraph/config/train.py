@@ -16,13 +16,12 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from stepgraph.errors import unknown_name
-from stepgraph.models import GolfConfig, Llama3Config, llama3_debug
-from stepgraph.models.golf.model import TP_SIZES as GOLF_SIZES
-from stepgraph.models.llama3.model import TP_SIZES as LLAMA3_SIZES
+from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
 from stepgraph.parallel import MeshSpec
 from stepgraph.passes import StepOptions
 
-MODEL_FAMILIES: dict[str, type] = {"llama3": Llama3Config, "golf": GolfConfig}
+#: The shape of a model of any family; the command line has an option for each field of the one that is given.
+ModelConfig = Annotated[typing.Union[tuple(family.config for family in FAMILIES)], tyro.conf.AvoidSubcommands]  # noqa: UP007
 
 
 @dataclass(frozen=True)
@@ -134,15 +133,13 @@ class TrainConfig(StepOptions, _Training):
     """Continue the run in this folder from its newest checkpoint; its config.json gives the other options' defaults."""
 
     init_from_hf: Path | None = None
-    """Start from the weights in this Hugging Face folder (Llama 3 only)."""
+    """Start from the weights in this folder of a Hugging Face checkpoint of the same model."""
 
     export_hf: Path | None = None
-    """At the end, write the weights to this folder as Hugging Face safetensors (Llama 3 only)."""
+    """At the end, write the weights to this folder as a Hugging Face checkpoint."""
 
     # -- what the preset fixes ----------------------------------------------------------------------------------------
-    model: Annotated[Llama3Config | GolfConfig, tyro.conf.AvoidSubcommands] = dataclasses.field(
-        default_factory=llama3_debug
-    )
+    model: ModelConfig = dataclasses.field(default_factory=llama3_debug)
     """Shape of the model."""
 
     preset: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = "custom"
@@ -197,12 +194,9 @@ class TrainConfig(StepOptions, _Training):
                 f"warmup_steps={self.warmup_steps} and a decay of {self.decay_steps} steps "
                 f"(decay_fraction={self.decay_fraction:g}) exceed steps={self.steps}: try --decay-fraction {largest:g}"
             )
-        # A golf model knows no positions and takes any length.
-        if isinstance(self.model, Llama3Config) and self.seq_len > self.model.max_seq_len:
-            raise ValueError(
-                f"seq_len={self.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}: "
-                f"try --seq-len {self.model.max_seq_len}"
-            )
+        longest = family_of(self.model).longest(self.model)
+        if longest is not None and self.seq_len > longest:
+            raise ValueError(f"seq_len={self.seq_len} exceeds model.max_seq_len={longest}: try --seq-len {longest}")
 
     def _validate_mesh(self) -> None:
         if self.nproc is not None:
@@ -221,7 +215,7 @@ class TrainConfig(StepOptions, _Training):
             return
         if self.nproc is not None:
             spec.check_world(self.nproc)
-        sizes = LLAMA3_SIZES if isinstance(self.model, Llama3Config) else GOLF_SIZES
+        sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
 
     def _validate_folders(self) -> None:
@@ -235,8 +229,9 @@ class TrainConfig(StepOptions, _Training):
         if self.init_from_hf is not None and not self.init_from_hf.is_dir():
             raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: give a folder with safetensors files")
         for name in ("init_from_hf", "export_hf"):
-            if getattr(self, name) is not None and not isinstance(self.model, Llama3Config):
-                raise ValueError(f"{name} works for Llama 3 models only: choose a llama3 preset or drop it")
+            if getattr(self, name) is not None and family_of(self.model).hugging_face is None:
+                known = " and ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
+                raise ValueError(f"{name} works for {known} models only: choose a preset of theirs or drop it")
 
     @property
     def decay_steps(self) -> int:
@@ -255,10 +250,9 @@ class TrainConfig(StepOptions, _Training):
             raise unknown_name(name, getattr(self, name), allowed)
 
     def to_json(self) -> str:
-        """The configuration as a JSON object, paths as they were given; ``model.family`` names the model's class."""
+        """The configuration as a JSON object, paths as they were given; ``model.family`` names the family of models."""
         values = dataclasses.asdict(self)
-        family = next(name for name, model in MODEL_FAMILIES.items() if type(self.model) is model)
-        values["model"] = {"family": family} | values["model"]
+        values["model"] = {"family": family_of(self.model).name} | values["model"]
         return json.dumps(values, indent=2, default=_path_text, allow_nan=False) + "\n"
 
     @classmethod
@@ -268,10 +262,8 @@ class TrainConfig(StepOptions, _Training):
         if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
             raise ValueError("not a run's configuration: it must be a JSON object with a model in it")
         model = dict(values["model"])
-        family = str(model.pop("family", None))
-        if family not in MODEL_FAMILIES:
-            raise unknown_name("model family", family, MODEL_FAMILIES)
-        return _decode(cls, values | {"model": _decode(MODEL_FAMILIES[family], model, "model")}, "configuration")
+        family = family_named(str(model.pop("family", None)))
+        return _decode(cls, values | {"model": _decode(family.config, model, "model")}, "configuration")
 
 
 def _path_text(value: Any) -> str:

@@ -21,7 +21,7 @@ from stepgraph.costs.roofline import Roofline
 from stepgraph.costs.timeline import Schedule, simulate
 from stepgraph.graph.facts import Aliases
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.models.flops import flops_per_token
+from stepgraph.models import flops_per_token
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
     """The forecast of ``config``'s step, with its mesh, on ``gpu``.
 
     Rank 0's step is captured as the CPU runs it: its collectives and shapes are the GPU's, and attention is one
-    operator there as here. The passes are those of a run. Where ``config`` compiles, nodes between matrix products count as
-    fused. Nothing is computed or allocated, and no rank but this process exists. Raises ``ValueError`` for a
-    configuration without a mesh or that cannot be, and inside a process group.
+    operator there as here. The passes are those of a run. Where ``config`` compiles, nodes between matrix products
+    count as fused. Nothing is computed or allocated, and no rank but this process exists. Raises ``ValueError`` for a
+    configuration that has no mesh or cannot be right, and inside a process group.
     """
     spec = config.mesh_spec
     if spec is None:
