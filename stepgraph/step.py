@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from stepgraph.capture.trace import LossFn
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.passes import Pass, PassReport, prepare, run_passes
+from stepgraph.passes import Passes, PassReport, StepOptions, prepare, run_passes
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.run.bound import no_autocast
 
@@ -33,7 +33,7 @@ def capture(
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
-    passes: str | Iterable[str | Pass] = "default",
+    passes: Passes = "default",
     disable: Sequence[str] = (),
     dump: Path | None = None,
 ) -> "CapturedStep":
@@ -50,7 +50,8 @@ def capture(
         max_grad_norm: clip the step's gradients to this total 2-norm, before they are added to any ``param.grad``.
         accumulate: split the batch's tensors along their first dimension into so many microbatches; the step's loss
             and gradients are those of their mean. The graph is that of one microbatch, and a second one updates.
-        passes: ``"exact"`` (bitwise equal to eager), ``"default"``, or a list of names and configured passes.
+        passes: ``"exact"`` (bitwise equal to eager), ``"default"``, a ``stepgraph.StepOptions``, or a list of names and
+            configured passes.
         disable: names of passes to leave out.
         dump: folder for the graph's text before and after each pass.
 
@@ -89,13 +90,13 @@ class CapturedStep:
         *,
         max_grad_norm: float | None,
         accumulate: int,
-        passes: str | Iterable[str | Pass],
+        passes: Passes,
         disable: Sequence[str],
         dump: Path | None,
     ):
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.max_grad_norm, self.accumulate = max_grad_norm, accumulate
-        self.passes = passes if isinstance(passes, str) else list(passes)
+        self.passes = passes if isinstance(passes, str | StepOptions) else list(passes)
         self.disable, self.dump = tuple(disable), dump
         self.metrics: dict[str, torch.Tensor] = {}
         self._modules = list(model.modules())

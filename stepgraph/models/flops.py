@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts of the models."""
+"""Parameter and FLOP counts of dense transformers."""
 
 from typing import Protocol
 
@@ -19,7 +19,7 @@ def num_params(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def flops_per_token(config: CountableConfig, seq_len: int) -> int:
+def dense_flops_per_token(config: CountableConfig, seq_len: int) -> int:
     """Training FLOPs (forward and backward) per token at sequences of ``seq_len``: ``6 N + 12 n_layers dim seq_len``.
 
     ``N`` counts every parameter that multiplies a token: the output head is in, an embedding table that is only looked

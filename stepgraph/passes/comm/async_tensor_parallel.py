@@ -17,7 +17,7 @@ Models", 2023; in torch, `torch.ops.symm_mem.fused_all_gather_matmul` and its li
 import math
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -45,7 +45,14 @@ class AsyncTensorParallelOptions:
     ranks_per_machine: int = 0
 
 
-@register("async_tensor_parallel", "numerics", options=AsyncTensorParallelOptions(), needs_process_group=True)
+@register(
+    "async_tensor_parallel",
+    "numerics",
+    options=AsyncTensorParallelOptions(),
+    needs_process_group=True,
+    from_options=lambda options: {} if options.async_tp else None,
+    for_target=lambda own, target: replace(own, ranks_per_machine=own.ranks_per_machine or target.ranks_per_machine),
+)
 def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, report: PassReport) -> None:
     """Multiply chunks of the sequence while other chunks are gathered or reduced."""
     before = exposed(step.graph)

@@ -32,7 +32,7 @@ from stepgraph.passes.contract import PassReport, register
 aten = torch.ops.aten
 
 
-@register("bucket_collectives", "exact", needs_process_group=True)
+@register("bucket_collectives", "exact", after=("dedupe_unshards", "reshard_after_forward"), needs_process_group=True)
 def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> None:
     """One flat all-gather, reduce-scatter or all-reduce for each region of the model."""
     found = _bucket(step, report, lambda c: not _reorders_sums(c))

@@ -12,7 +12,7 @@ which they begin. Best after `overlap`, which says when they do.
 
 import operator
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -37,7 +37,15 @@ class CopyEnginesOptions:
     ranks_per_machine: int = 0
 
 
-@register("copy_engines", "numerics", options=CopyEnginesOptions(), needs_process_group=True)
+@register(
+    "copy_engines",
+    "numerics",
+    options=CopyEnginesOptions(),
+    after=("bucket_collectives", "bucket_all_reduces", "overlap"),
+    needs_process_group=True,
+    from_options=lambda options: {} if options.copy_engines else None,
+    for_target=lambda own, target: replace(own, ranks_per_machine=own.ranks_per_machine or target.ranks_per_machine),
+)
 def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassReport) -> None:
     """Move parameters and gradients beside compute without taking processors from it."""
     found = [c for c in collectives.gathers(step) + collectives.reductions(step) if c.node.target in _REPLACE]

@@ -39,7 +39,13 @@ class OverlapOptions:
                 raise ValueError(f"overlap {name}={value} is negative; give 0 (off), 1 or more regions")
 
 
-@register("overlap", "exact", options=OverlapOptions(), needs_process_group=True)
+@register(
+    "overlap",
+    "exact",
+    options=OverlapOptions(),
+    after=("bucket_collectives", "bucket_all_reduces"),
+    needs_process_group=True,
+)
 def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> None:
     """Start gathers regions ahead and wait for reductions regions later."""
     before, peak = exposed(step.graph), estimate_memory(step.graph).peak

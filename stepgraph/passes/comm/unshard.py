@@ -7,9 +7,8 @@ the forward's gather -> it reads a gather of its own, issued before its first re
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from stepgraph.costs.memory import estimate_memory
@@ -20,6 +19,7 @@ from stepgraph.graph.facts import is_pure, tensor_bytes, upstream
 from stepgraph.graph.provenance import phase_of, provenance, set_provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.target import Target
 
 RESHARD = ("never", "always", "auto")
 
@@ -63,7 +63,20 @@ class ReshardOptions:
             raise unknown_name("reshard policy", self.policy, RESHARD)
 
 
-@register("reshard_after_forward", "exact", options=ReshardOptions(), needs_process_group=True)
+def _budget(options: ReshardOptions, target: Target) -> ReshardOptions:
+    known = options.budget_gib or not target.memory
+    return options if known else replace(options, budget_gib=0.9 * target.memory / 2**30)
+
+
+@register(
+    "reshard_after_forward",
+    "exact",
+    options=ReshardOptions(),
+    after=("dedupe_unshards",),
+    needs_process_group=True,
+    from_options=lambda options: {"policy": options.reshard},
+    for_target=_budget,
+)
 def reshard_after_forward(step: StepGraph, options: ReshardOptions, report: PassReport) -> None:
     """Gather parameters again in backward instead of keeping them, by a memory policy."""
     half = halves(step.graph)
@@ -94,10 +107,8 @@ def _wanted(step: StepGraph, options: ReshardOptions, report: PassReport) -> boo
     if options.policy != "auto":
         return options.policy == "always"
     budget = options.budget_gib * 2**30
-    device = step.placeholders("parameter")[0].meta["val"].device
-    if not budget and device.type == "cuda":
-        budget = 0.9 * torch.cuda.get_device_properties(device).total_memory
     if not budget:
+        device = step.placeholders("parameter")[0].meta["val"].device
         report.notes.append(f"no memory budget is known on {device.type}: nothing is gathered again")
         return False
     need = estimate_memory(step.graph).peak

@@ -18,7 +18,15 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
 
-@register("cuda_graph", "exact", terminal=True, needs_cuda=True)
+@register(
+    "cuda_graph",
+    "exact",
+    after=("inductor",),
+    terminal=True,
+    needs_cuda=True,
+    from_options=lambda options: {} if options.cuda_graph else None,
+    forecast=False,  # launches take no time in a forecast
+)
 def cuda_graph(step: StepGraph, options: object, report: PassReport) -> None:
     """Record the step as CUDA graphs: the first call runs it plainly, the second records, later ones replay."""
     report.matched = sum(1 for _ in step.nodes())

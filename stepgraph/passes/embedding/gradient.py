@@ -21,7 +21,8 @@ aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@register("embedding_gradient", "numerics", needs_cuda=True)
+# Not forecast: it computes the same rows from the same rows, by another kernel.
+@register("embedding_gradient", "numerics", needs_cuda=True, forecast=False)
 def embedding_gradient(step: StepGraph, options: object, report: PassReport) -> None:
     """Compute gradients of embeddings' tables in a fixed order, inside compiled pieces."""
     for node in step.graph.find_nodes(op="call_function", target=aten.embedding_dense_backward.default):

@@ -70,7 +70,7 @@ def parse_policy(text: str) -> MemoryPolicy:
     return MemoryPolicy("budget", number, not value.endswith("GiB") and number <= 1)
 
 
-@register("recompute", "exact", options=MemoryPolicy())
+@register("recompute", "exact", options=MemoryPolicy(), from_options=lambda options: vars(parse_policy(options.memory)))
 def recompute(step: StepGraph, options: MemoryPolicy, report: PassReport) -> None:
     """Trade memory for time: recompute forward results in backward by a memory policy."""
     plan = Plan(step)

@@ -50,7 +50,13 @@ class FuseNormOptions:
             raise unknown_name("choice of norm", self.choice, get_args(Choice))
 
 
-@register("fuse_norm", "numerics", options=FuseNormOptions())
+@register(
+    "fuse_norm",
+    "numerics",
+    options=FuseNormOptions(),
+    from_options=lambda options: {"choice": options.norm, "compiled": options.inductor != "off"},
+    forecast=False,  # a norm's kernel moves what the roofline counts, whichever it is
+)
 def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> None:
     """Run each RMS and layer norm by our kernels, Inductor or eager, whichever is fastest."""
     norms, left = [], []

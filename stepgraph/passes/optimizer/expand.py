@@ -27,7 +27,15 @@ aten = torch.ops.aten
 _NORMS = (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)
 
 
-@register("expand_optimizer", "numerics", needs_cuda=True)
+@register(
+    "expand_optimizer",
+    "numerics",
+    after=("inplace_update",),
+    serves="inductor",
+    needs_cuda=True,
+    from_options=lambda options: {} if options.inductor == "full" else None,
+    forecast=False,  # the roofline counts the update as one pass over its tensors already
+)
 def expand_optimizer(step: StepGraph, options: object, report: PassReport) -> None:
     """Write clipping and AdamW as arithmetic that Inductor fuses into one kernel per parameter."""
     updates = [n for n in step.nodes("optimizer") if n.target is aten._fused_adamw_.tensor_lr]

@@ -11,6 +11,7 @@ import torch
 
 from stepgraph import bench
 from stepgraph.bench import results
+from stepgraph.bench.arguments import LEARNING_RATE
 from stepgraph.bench.results import Row
 from stepgraph.bench.step import child, providers
 from stepgraph.bench.step import command as step
@@ -157,7 +158,7 @@ def test_the_eager_step_is_the_textbook_loop():
     (options,) = step.parse_step(TINY)
     parts, reference = (child.make_parts(options.config(), torch.device("cpu")) for _ in range(2))
     one_step = providers.EagerStep(parts)
-    optimizer = torch.optim.AdamW(reference.model.parameters(), step.LEARNING_RATE, (0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(reference.model.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0.1)
     for _ in range(3):
         logits = reference.model(reference.batch["tokens"])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), reference.batch["targets"].flatten())
