@@ -36,7 +36,7 @@ def of_ranks(name: str, settings: dict) -> tuple[float, float]:
     """(GiB allocated at the peak, milliseconds) of the step of ``name`` over a mesh."""
     job = {key: settings[key] for key in (*SETTINGS, "mesh", "reshard") if key in settings}
     found = forecast_ranks(dataclasses.replace(PRESETS[name](), accumulate=1, **job), GPU)
-    return found.peak.total / 2**30, 1e3 * found.schedule.step_seconds
+    return found.peak.total / 2**30, 1e3 * found.timeline.step_seconds
 
 
 def of_step(name: str, settings: dict) -> tuple[float, float]:

@@ -31,16 +31,9 @@ class GraphCost:
 class StepCost:
     """A step: calls of graphs, one after the other. ``moments``: of each graph once, with all of the step's state."""
 
-    seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    flops: int
+    timeline: Timeline
     moments: list[Moment]
-
-    @property
-    def peak(self) -> Moment:
-        """The fullest moment of the step."""
-        return max(self.moments, key=lambda moment: moment.total)
+    flops: int
 
 
 def graph_cost(step: StepGraph, gpu: Gpu, groups: Mapping[str, Group], *, fused: bool) -> GraphCost:
@@ -64,12 +57,15 @@ def graph_cost(step: StepGraph, gpu: Gpu, groups: Mapping[str, Group], *, fused:
 def step_cost(calls: Sequence[tuple[GraphCost, int]]) -> StepCost:
     """The cost of a step that calls each graph so many times. State that a graph does not take lies beside it."""
     state = {spec: size for graph, _ in calls for spec, size in graph.state.items()}
+    timelines = [(graph.timeline, n) for graph, n in calls]
     return StepCost(
-        seconds=sum(n * graph.timeline.step_seconds for graph, n in calls),
-        compute_seconds=sum(n * graph.timeline.compute_seconds for graph, n in calls),
-        exposed_seconds=sum(n * graph.timeline.exposed_seconds for graph, n in calls),
-        flops=sum(n * graph.flops for graph, n in calls),
+        Timeline(
+            collectives=[c for timeline, n in timelines for c in timeline.collectives * n],
+            step_seconds=sum(n * timeline.step_seconds for timeline, n in timelines),
+            compute_seconds=sum(n * timeline.compute_seconds for timeline, n in timelines),
+        ),
         moments=[_beside(moment, state, graph.state) for graph, _ in calls for moment in graph.moments],
+        flops=sum(n * graph.flops for graph, n in calls),
     )
 
 

@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 def show(result: Forecast, console: Console) -> None:
     """Print the forecast."""
-    config, gpu, schedule = result.config, result.gpu, result.schedule
+    config, gpu, timeline = result.config, result.gpu, result.timeline
     console.print(
         f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
         f"batch {config.accumulate} x {config.batch_size} x {config.seq_len} a data-parallel rank, {config.precision}, "
@@ -101,15 +101,15 @@ def show(result: Forecast, console: Console) -> None:
         + (f"{_size(left)} to spare" if left >= 0 else f"does not fit, {_size(-left)} too much")
         + "\n"
     )
-    console.print(_collective_table(schedule.collectives))
+    console.print(_collective_table(timeline.collectives))
     console.print(
-        f"step {_time(schedule.step_seconds)}: computing {_time(schedule.compute_seconds)}, "
-        f"exposed communication {_time(schedule.exposed_seconds)} "
-        f"({schedule.exposed_seconds / schedule.step_seconds:.1%} of the step)"
+        f"step {_time(timeline.step_seconds)}: computing {_time(timeline.compute_seconds)}, "
+        f"exposed communication {_time(timeline.exposed_seconds)} "
+        f"({timeline.exposed_seconds / timeline.step_seconds:.1%} of the step)"
     )
     console.print(
-        f"{result.tokens / schedule.step_seconds:,.0f} tokens/s in all, "
-        f"{result.tokens / schedule.step_seconds / config.mesh_spec.size:,.0f} a GPU, MFU {result.mfu:.1%}; "
+        f"{result.tokens / timeline.step_seconds:,.0f} tokens/s in all, "
+        f"{result.tokens / timeline.step_seconds / config.mesh_spec.size:,.0f} a GPU, MFU {result.mfu:.1%}; "
         f"{_time(result.overlapped_seconds)} if all communication were overlapped"
     )
     console.print(

@@ -32,7 +32,7 @@ def memory_advice(
         if not is_out_of_memory(again):
             raise
         return f"{asked}; the parameters and the optimizer's state alone do not fit: choose a smaller model"
-    peaks = passes.peak_bytes_by_policy(traced.step)
+    peaks = passes.peak_bytes_by_policy(traced.program)
     total = memory_bytes(device)
     known = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in peaks.items())
     asked += f"; the step's estimated peak by --memory, of {total / 2**30:.1f} GiB: {known}"
