@@ -227,7 +227,7 @@ def seconds(node: fx.Node) -> float:
 
 
 def exchanging(graph: fx.Graph) -> frozenset[str]:
-    """Names of the groups in which the graph's nodes communicate without NCCL (see `stepgraph.kernels.exchange`)."""
+    """Names of the groups in which the graph's nodes communicate without NCCL (see `kernels.comm.exchange`)."""
     return frozenset(node.args[-1] for node in graph.nodes if node.target in (*PIPELINED, *COPIED))
 
 
