@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes for errors, the parser itself for values."""
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -160,7 +161,7 @@ def install(monkeypatch, name, **functions):
     vars(module).update(functions)
     package, _, leaf = module.__name__.rpartition(".")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
+    monkeypatch.setattr(importlib.import_module(package), leaf, module, raising=False)
 
 
 def exit_status(*arguments):
