@@ -44,7 +44,7 @@ class StepOptions:
     """Measure a training step under each provider: same model, weights and batch, a process each."""
 
     providers: str = ",".join(DEFAULT)
-    """Names with commas between: see PROVIDERS in bench/step/providers.py."""
+    """Names with commas between: see PROVIDERS in bench/providers.py."""
 
     batch_size: int = 8
     """Sequences in the batch."""
