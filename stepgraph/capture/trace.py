@@ -365,6 +365,12 @@ def _write_assigned(
     recorder: Recorder, held: Sequence[tuple[Slot, torch.Tensor, torch.Tensor]], flat: Sequence[torch.Tensor]
 ) -> None:
     """Write tensors that forward assigned to buffers into the buffers. ``held``: (slot, its stand-in, what is held)."""
+    for slot, old, _ in held:
+        if old.shape != slot.tensor.shape:
+            raise CaptureError(
+                f"forward reshapes {slot.name} in place, from {list(slot.tensor.shape)} to {list(old.shape)}; "
+                "a captured step cannot change the form of its state, reshape a view of it"
+            )
     assigned = [(slot, old, new) for slot, old, new in held if new is not old]
     for slot, old, new in assigned:
         if new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):

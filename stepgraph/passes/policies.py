@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from stepgraph.graph.facts import estimate_memory
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.memory.recompute import POLICIES
 from stepgraph.passes.order import configured

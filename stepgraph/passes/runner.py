@@ -10,6 +10,7 @@ import torch
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get
 from stepgraph.passes.order import PIPELINES
+from stepgraph.passes.verify import RecordedValues
 
 
 def resolve(passes: str | Iterable[str | Pass], disable: Sequence[str] = ()) -> list[Pass]:
@@ -93,6 +94,7 @@ def run_passes(
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "00-captured.txt").write_text(step.text())
     provided: set[str] = set()
+    values = RecordedValues(step)
     for i, p in enumerate(chosen, 1):
         report = PassReport(p.name, p.tier, nodes_before=sum(1 for _ in step.nodes()), skipped=skipped[p.name])
         missing = [r for r in p.requires if r not in provided]
@@ -103,6 +105,7 @@ def run_passes(
             p.apply(step, p.options, report)
             step.graph.lint()
             report.apply_s = time.perf_counter() - start - report.compile_s
+            values.check(p.name)
         if report.skipped is None:  # a pass may find out itself that it cannot run
             provided |= set(p.provides)
             report.terminal = p.terminal

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepgraph
 from stepgraph.capture import trace_step
-from stepgraph.graph.facts import estimate_memory
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured, peak_bytes_by_policy
 

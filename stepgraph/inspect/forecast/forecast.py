@@ -14,11 +14,12 @@ from stepgraph.capture import trace_step
 from stepgraph.capture.fake import fake_mode
 from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
+from stepgraph.costs import links
 from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
 from stepgraph.costs.memory import Moment, memory_over_step
 from stepgraph.costs.roofline import Roofline
-from stepgraph.costs.timeline import Schedule, simulate
+from stepgraph.costs.timeline import Timeline, simulate
 from stepgraph.graph.facts import Aliases
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.models.flops import flops_per_token
@@ -36,7 +37,7 @@ class Forecast:
     capture_s: float
     plan_s: float
     moments: list[Moment]
-    schedule: Schedule
+    schedule: Timeline
     flops: int
     model_flops: float
     tokens: int
@@ -115,6 +116,7 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
         rewrite(step, config, gpu)
         aliases = Aliases(step.graph)
         fusion = Fusion(step.graph, aliases, config.inductor == "full")
+        groups = links.groups({name: mesh.axis(name).get_group() for name in mesh.names})
         roofline = Roofline(step.graph, aliases, fusion, gpu)
         return Forecast(
             config,
@@ -122,7 +124,7 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
             nodes=sum(1 for _ in step.nodes()),
             capture_s=step.capture_s,
             moments=memory_over_step(step, aliases, fusion),
-            schedule=simulate(step.graph, roofline.seconds, mesh, gpu),
+            schedule=simulate(step.graph, roofline.seconds, gpu, groups),
             flops=roofline.flops,
             model_flops=flops_per_token(config.model, config.seq_len) * config.tokens_per_step / spec.size,
             tokens=config.tokens_per_step,

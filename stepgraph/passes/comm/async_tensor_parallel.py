@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from stepgraph.costs.links import pipeline_of
+from stepgraph.costs.timeline import exposed, exposed_text, joining_saves
 from stepgraph.graph import collectives
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, Builder, erase_chain
 from stepgraph.graph.facts import Aliases, is_pure
@@ -46,7 +48,7 @@ class AsyncTensorParallelOptions:
 @register("async_tensor_parallel", "numerics", options=AsyncTensorParallelOptions(), needs_process_group=True)
 def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, report: PassReport) -> None:
     """Multiply chunks of the sequence while other chunks are gathered or reduced."""
-    before = collectives.exposed(step.graph)
+    before = exposed(step.graph)
     tail = collectives.gradient_tail(step)
     parameters = {c.node for c in collectives.parameter_gathers(step)}
     joined: dict[str, list[float]] = {}
@@ -64,15 +66,13 @@ def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, 
             continue
         new, products = reason
         report.changed += 1
-        joined.setdefault(f"{kind} with {products} product{'s' * (products != 1)}", []).append(
-            collectives.pipeline_of(new).sent
-        )
+        joined.setdefault(f"{kind} with {products} product{'s' * (products != 1)}", []).append(pipeline_of(new).sent)
     report.summary = f"{report.changed} of {report.matched} collectives of activations joined with products"
     for kind, sizes in joined.items():
         report.notes.append(f"{kind}: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB received by each rank")
     report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
     if report.changed:
-        report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+        report.notes.append(exposed_text(before, exposed(step.graph)))
 
 
 def _flat_views(node: fx.Node) -> list[fx.Node]:
@@ -127,7 +127,7 @@ def _join_gather(
         rows = build(aten.view.default, shard, [math.prod(shape[:dim]), math.prod(shape[dim:-1]), shape[-1]])
         weights = [p.args[1] for p in products]
         joined = build(collectives.ALL_GATHER_MATMUL, rows, weights, keep, ranks, group)
-        if not options.unprofitable and collectives.joined_saves(joined, collectives.bytes_sent(node)) <= 0:
+        if not options.unprofitable and joining_saves(joined, node) <= 0:
             erase_chain(step.graph, joined)
             return "too small for a pipeline to pay"
         results = [build(operator.getitem, joined, i) for i in range(keep + len(products))]
@@ -173,7 +173,7 @@ def _join_scatter(
     with step.graph.inserting_before(node):
         sides = ([p.args[i] for p in products] for i in (0, 1))
         joined = build(collectives.MATMUL_REDUCE_SCATTER, *sides, math.prod(shape[:dim]), ranks, group)
-        if not options.unprofitable and collectives.joined_saves(joined, collectives.bytes_sent(node)) <= 0:
+        if not options.unprofitable and joining_saves(joined, node) <= 0:
             erase_chain(step.graph, joined)
             return "too small for a pipeline to pay"
         result = build(aten.view.default, joined, list(wait.meta["val"].shape), like=wait)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
 from stepgraph.graph.collectives import (
     ALL_GATHER,
@@ -71,7 +72,7 @@ def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], 
     report.matched = sum(map(wanted, [*gathers, *reductions]))
     if not report.matched:
         return [*gathers, *reductions]
-    before = collectives.exposed(step.graph)
+    before = exposed(step.graph)
     counts: dict[str, list[int]] = defaultdict(list)
     # Gradients are finished behind the last reduction of their region, where the bucket will be.
     sink(step, tail, reductions, distance=0)
@@ -89,7 +90,7 @@ def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], 
             f"the largest {max(sizes) / 2**20:.1f}"
         )
     if report.changed:
-        report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+        report.notes.append(exposed_text(before, exposed(step.graph)))
     return [*gathers, *reductions]
 
 

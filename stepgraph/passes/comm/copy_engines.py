@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, Builder, Collective, erase_chain, spans_machines
 from stepgraph.graph.facts import Aliases, argument
@@ -42,7 +43,7 @@ def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassRepor
     found = collectives.parameter_gathers(step) + collectives.gradient_reductions(step, tail)
     found = [c for c in found if c.node.target in _REPLACE]
     report.matched = len(found)
-    before = collectives.exposed(step.graph)
+    before = exposed(step.graph)
     left: Counter[str] = Counter()
     kept: dict[tuple, list[Collective]] = defaultdict(list)
     for c in sorted(found, key=lambda c: c.node):
@@ -80,7 +81,7 @@ def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassRepor
         report.notes.append(f"{moved} gathers begin behind the next product that is in a pipeline with a collective")
     report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
     if report.changed:
-        report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+        report.notes.append(exposed_text(before, exposed(step.graph)))
 
 
 def _unfit(node: fx.Node) -> str | None:

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from stepgraph.costs.memory import estimate_memory
+from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
 from stepgraph.graph.collectives import WAIT, Collective, by_region, upstream
-from stepgraph.graph.facts import Aliases, estimate_memory, is_pure, is_view
+from stepgraph.graph.facts import Aliases, is_pure, is_view
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
@@ -40,7 +42,7 @@ class OverlapOptions:
 @register("overlap", "exact", options=OverlapOptions(), needs_process_group=True)
 def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> None:
     """Start gathers regions ahead and wait for reductions regions later."""
-    before, peak = collectives.exposed(step.graph), estimate_memory(step.graph).peak
+    before, peak = exposed(step.graph), estimate_memory(step.graph).peak
     gathers = collectives.parameter_gathers(step)
     tail = collectives.gradient_tail(step)
     reductions = collectives.gradient_reductions(step, tail)
@@ -58,7 +60,7 @@ def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> Non
         f"{options.delay} regions later"
     )
     after = estimate_memory(step.graph).peak
-    report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+    report.notes.append(exposed_text(before, exposed(step.graph)))
     report.notes.append(f"peak memory about {peak / 2**20:.1f} MiB before, {after / 2**20:.1f} after")
 
 

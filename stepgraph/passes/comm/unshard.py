@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.errors import unknown_name
 from stepgraph.graph.collectives import Collective, by_region, erase_chain, parameter_gathers, stretches, upstream
-from stepgraph.graph.facts import estimate_memory, is_pure, tensor_bytes
+from stepgraph.graph.facts import is_pure, tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance, set_provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register

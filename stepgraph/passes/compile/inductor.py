@@ -23,6 +23,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.errors import unknown_name
 from stepgraph.graph import collectives
+from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import Aliases, argument, is_mutating, is_view, written_arguments
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
@@ -102,15 +103,8 @@ def _drop_empty_operands(graph: fx.Graph) -> None:
             node.update_arg(0, operands)
             continue
         dense = node.meta["val"].is_contiguous()
-        with graph.inserting_before(node):
-            copy = graph.call_function(
-                aten.clone.default,
-                (operands[0],),
-                {"memory_format": torch.contiguous_format if dense else torch.preserve_format},
-            )
-        copy.meta = dict(node.meta)
-        node.replace_all_uses_with(copy)
-        graph.erase_node(node)
+        layout = torch.contiguous_format if dense else torch.preserve_format
+        replace(node, Builder(node, before=node)(aten.clone.default, *operands, memory_format=layout))
 
 
 def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:

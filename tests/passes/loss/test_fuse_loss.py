@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
-from stepgraph.graph.facts import estimate_memory
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.kernels.loss.cross_entropy import cross_entropy_
 from stepgraph.passes import configured, get, run_passes
 from stepgraph.passes.memory.rematerialize import rematerialize

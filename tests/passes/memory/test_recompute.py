@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.capture import phase_of
-from stepgraph.graph.facts import estimate_memory, is_mutating, is_random, tensor_bytes
+from stepgraph.costs.memory import estimate_memory
+from stepgraph.graph.facts import is_mutating, is_random, tensor_bytes
 from stepgraph.models import Llama3Config
 from stepgraph.passes import configured, get, parse_policy, peak_bytes_by_policy, run_passes
 from stepgraph.passes.memory.recompute import MemoryPolicy, Plan

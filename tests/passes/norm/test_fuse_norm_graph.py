@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from stepgraph.capture import InputSpec, OutputSpec, Provenance, StepGraph, set_provenance
 from stepgraph.compat import FakeTensorMode
-from stepgraph.graph.facts import estimate_memory
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.inductor.regional import region_of
 from stepgraph.models import Golf, GolfConfig
