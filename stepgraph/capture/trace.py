@@ -15,6 +15,7 @@ from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.recorder import Recorder
+from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
@@ -254,7 +255,7 @@ class _Trace:
         with self.recorder.in_phase("backward"), torch.no_grad():
             grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))
             for i, (path, param) in enumerate(params):
-                self.recorder.attribute(path)
+                self.recorder.attribute(path, param)
                 if grads[i] is not None:
                     grad = gradients.local(grads[i], param)
                     grads[i] = gradients.as_accumulated(grad, unwrap(param)[0][0]) if self.accumulate == 1 else grad
@@ -317,6 +318,7 @@ class _Trace:
         step = StepGraph(module, inputs.specs, outputs, repeated_blocks(self.model), _mesh_of(self.slots))
         checks.refuse_fake_constants(step)
         _name_inputs(step)
+        record_roles(step, self.recorder.reducing, [slot.tensor for slot in self.slots])
         step.capture_s = time.perf_counter() - start
         return step
 

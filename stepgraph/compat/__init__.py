@@ -19,8 +19,10 @@ from stepgraph.compat.compiler import (
 from stepgraph.compat.distributed import (
     all_reduce,
     flight_records,
+    group_name,
     groups_of,
     init_fake_world,
+    name_group,
     process_group,
     symmetric_memory,
 )
@@ -70,6 +72,7 @@ __all__ = [
     "empty_strided",
     "flight_records",
     "graph_of_trace",
+    "group_name",
     "groups_of",
     "has_step_hooks",
     "in_function_transform",
@@ -86,6 +89,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "keep_saved_tensors",
     "mark_stepped",
+    "name_group",
     "node_of_trace",
     "operator_needing_values",
     "process_group",

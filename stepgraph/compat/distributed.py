@@ -1,5 +1,6 @@
 """Process groups, collectives, symmetric memory and the flight recorder."""
 
+import itertools
 import os
 import pickle
 from typing import Any
@@ -35,6 +36,34 @@ def flight_records(device_type: str) -> list[dict[str, Any]]:
 def process_group(name: str) -> torch.distributed.ProcessGroup:
     """The process group that a graph's nodes call ``name``."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+#: The names that `name_group` gave, and the groups' own.
+_OWN_NAMES: dict[str, str] = {}
+
+
+def name_group(group: torch.distributed.ProcessGroup, name: str) -> str:
+    """Give ``group`` the second name ``name`` and return it: torch's own names differ from rank to rank. Where another
+    group that is still open has the name, it is ``name.1``, and so on: the same on all ranks if they name groups in one
+    order."""
+    registry = torch._C._distributed_c10d
+    for alias in itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1))):
+        try:
+            held = registry._resolve_process_group(alias)
+        except RuntimeError:  # never given, or to a group that is gone
+            held = None
+        if held not in torch.distributed.distributed_c10d._world.pg_names:  # destroyed, if it still is
+            registry._unregister_process_group(alias)
+            registry._register_process_group(alias, group)
+            held = group
+        if held == group:
+            _OWN_NAMES[alias] = group.group_name
+            return alias
+
+
+def group_name(name: str) -> str:
+    """torch's own name of the process group that a graph's nodes call ``name``."""
+    return _OWN_NAMES.get(name, name)
 
 
 def symmetric_memory(nbytes: int, group_name: str, device: torch.device) -> tuple[torch.Tensor, Any]:

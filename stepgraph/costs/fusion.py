@@ -5,7 +5,7 @@ import operator
 import torch
 from torch import fx
 
-from stepgraph.graph.collectives import WAIT
+from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import Aliases, is_mutating, is_pointwise, is_view, packet
 from stepgraph.graph.provenance import phase_of
 
@@ -22,7 +22,7 @@ _FUSIBLE = {
 
 def is_free(node: fx.Node) -> bool:
     """Whether the node runs nothing."""
-    return node.op != "call_function" or node.target is operator.getitem or is_view(node) or node.target is WAIT
+    return node.op != "call_function" or node.target is operator.getitem or is_view(node) or stage_of(node) == "wait"
 
 
 def _is_fusible(node: fx.Node) -> bool:

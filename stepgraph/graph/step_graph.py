@@ -44,7 +44,8 @@ class StepGraph:
     ``module``: flat graph; its placeholders are ``inputs`` in order (wrapped tensors such as DTensors appear as
     their local tensors), its outputs ``outputs`` in order. The graph writes new parameters, buffers and optimizer
     state into its own placeholders. ``blocks``: module paths of the model's repeated blocks. ``mesh``: the device
-    mesh of its DTensors, if any. ``capture_s``: seconds the capture took. ``log``: reports of the passes applied.
+    mesh of its DTensors, if any. ``axes``: the mesh's axis behind each name that nodes give a process group.
+    ``capture_s``: seconds the capture took. ``log``: reports of the passes applied.
     ``executable``: what runs, called with the inputs; terminal passes replace it and leave ``module`` readable.
     ``recording``: set where the step shall run as CUDA graphs: the report of the pass that asked for it, which a runner
     completes. See `stepgraph.run`.
@@ -55,6 +56,7 @@ class StepGraph:
     outputs: list[OutputSpec]
     blocks: list[str] = field(default_factory=list)
     mesh: Any = None
+    axes: dict[str, str] = field(default_factory=dict)
     capture_s: float = 0.0
     log: list[Any] = field(default_factory=list)
     executable: Callable[..., Any] = None
@@ -112,6 +114,7 @@ class StepGraph:
                 where = f"  # {found.phase} {found.path or 'model'} {os.path.basename(file)}:{line}".rstrip(":")
                 if found.checkpoint is not None:
                     where += f" checkpoint {found.checkpoint}"
+                where += f" ({found.role})" if found.role else ""
             lines.append(f"{node.name}: {_type(node)} = {call}{where}")
         return "\n".join(lines) + "\n"
 

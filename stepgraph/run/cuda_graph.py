@@ -19,11 +19,6 @@ from stepgraph.passes.compile.cuda_graph import split_at_host
 from stepgraph.run.interpreter import Interpreter
 
 
-def groups_of(step: StepGraph) -> frozenset[str]:
-    """The process groups, by their own names, in which the step exchanges without NCCL."""
-    return frozenset(compat.process_group(name).group_name for name in exchanging(step.graph))
-
-
 class Place:
     """What the CUDA graphs of one program share: the session of their exchanges, and memory.
 
@@ -50,7 +45,7 @@ class GraphRunner:
 
     def __init__(self, step: StepGraph, place: Place):
         self.step, self.place, self.session = step, place, place.session
-        self.groups = groups_of(step)
+        self.groups = exchanging(step.graph)
         self.batch = [i for i, spec in enumerate(step.inputs) if spec.kind == "batch"]
         writes, placeholders = Aliases(step.graph).writes, step.placeholders()
         self.written = [i for i in self.batch if writes.get(placeholders[i])]

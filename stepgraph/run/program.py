@@ -9,10 +9,11 @@ import torch
 from stepgraph import compat
 from stepgraph.capture.state import unwrap
 from stepgraph.capture.trace import microbatch
+from stepgraph.graph.collectives import exchanging
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.run.cuda_graph import GraphRunner, Place, groups_of
+from stepgraph.run.cuda_graph import GraphRunner, Place
 from stepgraph.run.interpreter import Interpreter
 
 Tensor = torch.Tensor
@@ -100,7 +101,7 @@ class ProgramRunner:
         self.program, self.tensor_leaves, self.session = program, tensor_leaves, session
         self.flat, sums = accumulators.of(program)
         place = Place(session)
-        self.groups = {name: groups_of(step) for name, step in program.graphs.items()}
+        self.groups = {name: exchanging(step.graph) for name, step in program.graphs.items()}
         self.runners = {name: runner_of(step, place) for name, step in program.graphs.items()}
         self.bound = {
             name: [sums[s.name] if s.kind == "accumulator" else s.tensor for s in step.inputs if s.kind != "batch"]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import stepgraph
+from stepgraph import compat
 from stepgraph.capture import phase_of
 from stepgraph.graph import collectives
 from stepgraph.kernels.comm import copy_collectives, exchange
@@ -68,8 +69,9 @@ def targets(step):
     return [node.target for node in step.graph.graph.nodes if node.target in (*COPIED, *REPLACED)]
 
 
-OURS = collectives.PIPELINED
-COPIED, REPLACED = collectives.COPIED, (collectives.ALL_GATHER, collectives.REDUCE_SCATTER)
+OURS = tuple(op for op, found in collectives.OPERATORS.items() if found.stage == "joined")
+COPIED = tuple(op for op in collectives.EXCHANGES if op not in OURS)
+REPLACED = (collectives.ALL_GATHER, collectives.REDUCE_SCATTER)
 
 
 def _check_training(text, param_dtype, exact, accumulate=1):
@@ -130,11 +132,12 @@ def _replaced():
             assert {n.meta["val"].dtype for n in node.args[0]} == {torch.bfloat16}
         if node.target is collectives.REDUCE_END:
             assert node.args[3] is torch.float32 and phase_of(node) == "backward"
-    assert not collectives.parameter_gathers(step.graph)
-    left = collectives.gradient_reductions(step.graph, collectives.gradient_tail(step.graph))
+    assert not collectives.gathers(step.graph)
+    left = collectives.reductions(step.graph)
     assert {c.node.target for c in left} == {collectives.ALL_REDUCE}  # norm weights over the ranks of tp
 
-    assert collectives.exchanging(step.graph.graph) == {node.args[-1] for node in nodes if node.target in COPIED}
+    groups = {compat.group_name(node.args[-1]) for node in nodes if node.target in COPIED}
+    assert collectives.exchanging(step.graph.graph) == groups
 
 
 def _behind_pipelines():

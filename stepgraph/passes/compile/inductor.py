@@ -70,8 +70,8 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     # Inductor takes a graph without autograd for inference and moves each node next to its first reader. Here that
     # would put every weight gradient at the end: activations live longer, and reductions over the same rows part.
     config = {"fallback_random": True, "reorder_for_locality": False, "triton.autotune_pointwise": False}
-    ours = (*collectives.PIPELINED, *collectives.COPIED)
-    if any(n.target in (*collectives.COLLECTIVES, *ours) for n in step.graph.nodes):
+    ours = collectives.EXCHANGES
+    if any(collectives.operator_of(n) for n in step.graph.nodes):
         from stepgraph.inductor.communication import keep_order  # imports Inductor, which takes seconds
 
         config |= keep_order(ours, lasting=(collectives.REDUCE_BEGIN,))

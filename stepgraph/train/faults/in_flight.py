@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from stepgraph.graph.collectives import WAIT, c10d
+from stepgraph import compat
+from stepgraph.graph.collectives import group_of, is_nccl, stage_of
+from stepgraph.graph.facts import OpOverload
 from stepgraph.graph.provenance import provenance
-
-_NAMESPACE = c10d.name
 
 
 class InFlight(NamedTuple):
@@ -34,11 +34,11 @@ class InFlight(NamedTuple):
 
 
 def issue_order(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """The collectives of each process group, by its name, in the order in which a step issues them."""
+    """The collectives of each process group, by torch's name of it, in the order in which a step issues them."""
     order: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if getattr(node.target, "namespace", None) == _NAMESPACE and node.target is not WAIT:
-            order[str(node.args[-1])].append(node)
+        if is_nccl(node) and stage_of(node) == "begin":
+            order[compat.group_name(group_of(node))].append(node)
     return dict(order)
 
 
@@ -77,6 +77,6 @@ def _fits(node: fx.Node, record: Mapping[str, Any]) -> bool:
 def describe(node: fx.Node) -> str:
     """``name (operator) of module path, phase, file:line``."""
     found = provenance(node)
-    operator = str(node.target).removeprefix(f"{_NAMESPACE}.").removesuffix(".default")
+    operator = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else str(node.target)
     file, _, line = found.source.rpartition(":")
     return f"{node.name} ({operator}) of {found.path or 'the model'}, {found.phase}, {os.path.basename(file)}:{line}"
