@@ -28,8 +28,9 @@ def clip(
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     """Scale gradients to a total 2-norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    ``grads``: local tensors, by index into ``params``. Of parameters that are DTensors, each rank has its shards: the
-    norm is that over the whole mesh, by one all-reduce, and is the same on every rank.
+    ``grads``: local tensors, by index into ``params``. Of parameters that are DTensors, each rank has its shards: their
+    norm is that over all of their own mesh, by one all-reduce for each mesh. A plain parameter's gradient counts as it
+    is: ranks that are to clip alike hold the same one.
     """
     values = list(grads.values())
     on_cuda = all(g.device.type == "cuda" for g in values)
@@ -43,19 +44,25 @@ def clip(
 
 
 def _total_norm(grads: dict[int, torch.Tensor], params: Sequence[torch.Tensor], on_cuda: bool) -> torch.Tensor:
-    mesh = next((params[i].device_mesh for i in grads if compat.is_traceable_wrapper_subclass(params[i])), None)
-    if mesh is None:
-        return torch.nn.utils.get_total_norm(list(grads.values()), 2.0, foreach=on_cuda or None)
-    by_copies: dict[int, list[torch.Tensor]] = {}
+    by_mesh: dict[Any, dict[int, list[torch.Tensor]]] = {}
     for i, grad in grads.items():
-        by_copies.setdefault(_copies(params[i], mesh), []).append(grad)
-    # As torch does for DTensors: the norm of every gradient over the mesh, then the norm of these. Each rank gives the
+        mesh, copies = _mesh_and_copies(params[i])
+        by_mesh.setdefault(mesh, {}).setdefault(copies, []).append(grad)
+    if by_mesh.keys() <= {None}:
+        return torch.nn.utils.get_total_norm(list(grads.values()), 2.0, foreach=on_cuda or None)
+    # As torch does for DTensors: the norm of every gradient over its mesh, then the norm of these. Each rank gives the
     # squares that it has; of a shard that several ranks hold, its share.
-    squares = [_norms(group, on_cuda) ** 2 / copies for copies, group in by_copies.items()]
-    total = torch.cat(squares) if len(squares) > 1 else squares[0]
-    for group in compat.groups_of(mesh):
-        total = compat.all_reduce(total, "sum", group)
-    return torch.linalg.vector_norm(total**0.5)
+    totals = []
+    for mesh, by_copies in by_mesh.items():
+        total = _joined([_norms(group, on_cuda) ** 2 / copies for copies, group in by_copies.items()])
+        for group in compat.groups_of(mesh) if mesh is not None else ():
+            total = compat.all_reduce(total, "sum", group)
+        totals.append(total)
+    return torch.linalg.vector_norm(_joined(totals) ** 0.5)
+
+
+def _joined(vectors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(vectors) if len(vectors) > 1 else vectors[0]
 
 
 def _norms(grads: list[torch.Tensor], on_cuda: bool) -> torch.Tensor:
@@ -63,11 +70,12 @@ def _norms(grads: list[torch.Tensor], on_cuda: bool) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(grads, 2.0) if on_cuda else [torch.linalg.vector_norm(g) for g in grads])
 
 
-def _copies(param: torch.Tensor, mesh: Any) -> int:
-    """How many ranks of ``mesh`` hold each element of ``param``."""
+def _mesh_and_copies(param: torch.Tensor) -> tuple[Any, int]:
+    """(the mesh of ``param``, how many of its ranks hold each element); None and 1 for a plain tensor."""
     if not compat.is_traceable_wrapper_subclass(param):
-        return mesh.size()
-    return math.prod(mesh.size(i) for i, placement in enumerate(param.placements) if placement.is_replicate())
+        return None, 1
+    mesh = param.device_mesh
+    return mesh, math.prod(mesh.size(i) for i, placement in enumerate(param.placements) if placement.is_replicate())
 
 
 def local(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

@@ -1,31 +1,38 @@
-"""Where each node of the graph comes from: module path, phase and source line.
+"""Where each node of the graph comes from (module path, phase and source line), and whose gradient it reduces.
 
 Nodes are attributed as the trace creates them, while module hooks keep the path of the module that is running.
 A backward operator belongs to the forward operator that created its autograd node: autograd numbers its nodes, the
 number is noted when the forward operator runs and looked up when the node's backward does. The additions with
 which autograd sums several gradients of one tensor run after the node that produced the last of them, and keep its
-provenance.
+provenance. A collective that runs where autograd works on what forward made from one parameter alone reduces the
+gradient of that parameter.
 """
 
 import contextlib
 import os
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 from stepgraph import compat
+from stepgraph.capture.lineage import Owners, made_from
+from stepgraph.capture.state import unwrap
 from stepgraph.errors import CaptureError
+from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.provenance import KEY, Provenance, provenance
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _STEP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "step.py")
-_SKIPPED = (_TORCH, _HERE, _STEP, contextlib.__file__, compat.__file__)
+_COMPAT = os.path.dirname(compat.__file__) + os.sep
+_SKIPPED = (_TORCH, _HERE, _STEP, _COMPAT, contextlib.__file__)
 
 
 def _is_user_file(filename: str) -> bool:
@@ -48,7 +55,10 @@ def user_source(error: BaseException) -> str:
 
 
 class Recorder:
-    """Attributes every node of a graph as a trace creates it. One per trace."""
+    """Attributes every node of a graph as a trace creates it. One per trace.
+
+    ``reducing``: for collectives that reduce a parameter's gradient, the parameter's placeholder.
+    """
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -58,7 +68,11 @@ class Recorder:
         self.checkpoints = 0
         self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
         self._forward: dict[int, Provenance] = {}
+        self._forward_nodes: dict[int, list[fx.Node]] = defaultdict(list)
         self._origin: Provenance | None = None
+        self._owner: fx.Node | None = None  # of the gradient that runs through backward
+        self._placeholders: dict[int, fx.Node] = {}  # of parameters, by their ids
+        self.reducing: dict[fx.Node, fx.Node] = {}
 
     @contextlib.contextmanager
     def watch_graph(self, graph: fx.Graph) -> Iterator[None]:
@@ -67,7 +81,11 @@ class Recorder:
 
         def create_attributed(*args: Any, **kwargs: Any) -> fx.Node:
             node = create(*args, **kwargs)
-            node.meta[KEY] = self._here(sys._getframe(1))
+            here = node.meta[KEY] = self._here(sys._getframe(1))
+            if here and here.phase in ("forward", "loss"):
+                self._forward_nodes[compat.current_sequence_nr()].append(node)
+            elif self._owner is not None and stage_of(node) == "begin":
+                self.reducing[node] = self._owner
             _refuse_written_constants(node)
             return node
 
@@ -130,6 +148,7 @@ class Recorder:
         Raises `CaptureError` if gradients flow into a tensor that is none of ``params``.
         """
         known = {id(p) for p in params}
+        owners = self._owners(params)
         seen, queue = set(), [(loss.grad_fn, None)]
         while queue:
             node, user = queue.pop()
@@ -142,12 +161,20 @@ class Recorder:
                 continue
             # A step that recorded no operator, such as a redistribution to where a DTensor lies, belongs to its reader.
             origin = self._forward.get(node._sequence_nr(), user)
-            node.register_prehook(self._prehook(origin and origin._replace(phase="backward")))
+            owner = owners and owners.of(node)
+            node.register_prehook(self._prehook(origin and origin._replace(phase="backward"), owner))
             queue.extend((next_node, origin) for next_node, _ in node.next_functions)
 
-    def _prehook(self, origin: Provenance | None) -> Any:
+    def _owners(self, params: Sequence[torch.Tensor]) -> Owners | None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None  # there is nothing to reduce
+        self._placeholders = {id(p): compat.node_of_trace(unwrap(p)[0][0]) for p in params}
+        made = made_from(compat.graph_of_trace(), set(self._placeholders.values()))
+        return Owners(self._placeholders, self._forward_nodes, made)
+
+    def _prehook(self, origin: Provenance | None, owner: fx.Node | None) -> Any:
         def hook(_grad_outputs: Any) -> None:
-            self._origin = origin
+            self._origin, self._owner = origin, owner
 
         return hook
 
@@ -155,14 +182,15 @@ class Recorder:
     def in_phase(self, phase: str) -> Iterator[None]:
         """Operators run inside belong to ``phase``."""
         saved = self.phase
-        self.phase, self._origin = phase, None
+        self.phase, self._origin, self._owner = phase, None, None
         try:
             yield
         finally:
-            self.phase, self._origin = saved, None
+            self.phase, self._origin, self._owner = saved, None, None
 
-    def attribute(self, path: str) -> None:
-        """What follows in this phase belongs to the module at ``path``."""
+    def attribute(self, path: str, parameter: torch.Tensor | None = None) -> None:
+        """What follows in this phase belongs to the module at ``path``, and works on the gradient of ``parameter``."""
+        self._owner = self._placeholders.get(id(parameter))
         self._origin = Provenance(path, self.phase, self._sources.get(path) or self._sources[""])
 
 

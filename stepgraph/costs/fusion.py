@@ -5,16 +5,16 @@ import operator
 import torch
 from torch import fx
 
-from stepgraph.graph.collectives import WAIT
-from stepgraph.graph.facts import Aliases, is_mutating, is_overload, is_view
+from stepgraph.graph.collectives import stage_of
+from stepgraph.graph.facts import Aliases, is_mutating, is_pointwise, is_view, packet
 from stepgraph.graph.provenance import phase_of
 
 aten = torch.ops.aten
 
 #: Operators beside the pointwise ones that a generated kernel computes with what surrounds them.
 _FUSIBLE = {
-    aten._to_copy, aten.clone, aten.sum, aten.mean, aten.amax, aten.where, aten.masked_fill, aten.expand, aten.cat,
-    aten.arange, aten.scalar_tensor, aten.ones_like, aten.zeros_like, aten.full_like, aten.full, aten.pow,
+    aten.sum, aten.mean, aten.amax, aten.where, aten.masked_fill, aten.expand, aten.cat, aten.arange,
+    aten.scalar_tensor, aten.ones_like, aten.zeros_like, aten.full_like, aten.full, aten.pow,
     aten.linalg_vector_norm, aten.gather, aten.stack, aten.silu_backward, aten._log_softmax,
     aten._log_softmax_backward_data,
 }  # fmt: skip
@@ -22,13 +22,11 @@ _FUSIBLE = {
 
 def is_free(node: fx.Node) -> bool:
     """Whether the node runs nothing."""
-    return node.op != "call_function" or node.target is operator.getitem or is_view(node) or node.target is WAIT
+    return node.op != "call_function" or node.target is operator.getitem or is_view(node) or stage_of(node) == "wait"
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    if not is_overload(node) or is_mutating(node):
-        return False
-    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _FUSIBLE
+    return not is_mutating(node) and (is_pointwise(node) or packet(node) in _FUSIBLE)
 
 
 class Fusion:

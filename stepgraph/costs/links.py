@@ -23,17 +23,16 @@ from stepgraph.graph.collectives import (
     ALL_GATHER_MATMUL,
     ALL_REDUCE,
     GATHER_BEGIN,
-    GATHER_END,
     MATMUL_REDUCE_SCATTER,
     REDUCE_BEGIN,
-    REDUCE_END,
     REDUCE_SCATTER,
-    WAIT,
     bytes_sent,
+    group_of,
+    stage_of,
 )
 from stepgraph.graph.facts import tensor_bytes
 
-#: Operators that communicate, and the words for them in reports. Those of `_PIPELINED` compute as well.
+#: Operators that communicate, and the words for them in reports.
 KINDS = {
     ALL_GATHER: "all_gather",
     REDUCE_SCATTER: "reduce_scatter",
@@ -44,9 +43,6 @@ KINDS = {
     MATMUL_REDUCE_SCATTER: "mm + reduce_scatter",
 }
 _COPIES = (GATHER_BEGIN, REDUCE_BEGIN)
-_PIPELINED = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
-#: Operators that hold computation until a collective, their first argument, is done.
-_ENDS = (WAIT, GATHER_END, REDUCE_END)
 
 # Seconds: once for each collective, for each step over NVLink and over the network; and the share of bandwidth reached.
 _RING = ((8.4e-6, 3.4e-6, 14.0e-6, 1.0), (6.6e-6, 0.6e-6, 2.7e-6, 0.5))  # Simple, LL
@@ -69,36 +65,21 @@ class Group(NamedTuple):
 
 
 def groups(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, Group]:
-    """The process groups ``axes``, by name of the axis, and the ``world``; by their own names, as nodes have them."""
+    """The process groups ``axes``, by name of the axis, and the ``world``; by their own names."""
     named = {"world": dist.group.WORLD} | dict(axes)
     return {g.group_name: Group(axis, tuple(dist.get_process_group_ranks(g))) for axis, g in named.items()}
 
 
 def groups_of(nodes: Iterable[fx.Node]) -> dict[str, Group]:
-    """The process groups that ``nodes`` communicate in, under their own names."""
-    names = {group_name(node) for node in nodes if node.target in KINDS or is_collective(node)}
-    found = {name: dist.get_process_group_ranks(compat.process_group(name)) for name in names}
-    return {name: Group(name, tuple(ranks)) for name, ranks in found.items()}
+    """The process groups that ``nodes`` communicate in, by their own names."""
+    found = {group_name(node): group_of(node) for node in nodes if stage_of(node) in ("begin", "joined")}
+    ranks = {name: dist.get_process_group_ranks(compat.process_group(name)) for name in found}
+    return {name: Group(axis, tuple(ranks[name])) for name, axis in found.items()}
 
 
 def group_name(node: fx.Node) -> str:
-    """The name of the process group that ``node`` communicates in."""
-    return node.args[-1]
-
-
-def over_nccl(node: fx.Node) -> bool:
-    """Whether NCCL runs the node, or ends it."""
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether the node starts communication that runs beside computation, until a node waits for it."""
-    return node.target in _COPIES or (over_nccl(node) and not ends(node))
-
-
-def ends(node: fx.Node) -> bool:
-    """Whether the node waits for a collective."""
-    return node.target in _ENDS
+    """torch's own name of the process group that ``node`` communicates in."""
+    return compat.group_name(group_of(node))
 
 
 class Transfer(NamedTuple):
@@ -165,7 +146,6 @@ class Pipeline(NamedTuple):
     chunks and flags.
     """
 
-    group: str
     ranks: int
     sent: int
     copied: int
@@ -186,16 +166,16 @@ class Pipeline(NamedTuple):
 def pipeline_of(node: fx.Node) -> Pipeline | None:
     """The pipeline that ``node`` runs; None where it is no product joined with a collective."""
     if node.target is ALL_GATHER_MATMUL:
-        shard, weights, keep, ranks, group = node.args
+        shard, weights, keep, ranks, _ = node.args
         # Copies run beside the products; of several sequences the whole, put together, is copied once more.
         size, batch = tensor_bytes(shard), shard.meta["val"].shape[0]
         whole = 2 * ranks * size if keep and batch > 1 else 0
         kernels = ranks - 1 + _pieces(ranks, batch, weights)
-        return Pipeline(group, ranks, (ranks - 1) * size, whole, 1, kernels)
+        return Pipeline(ranks, (ranks - 1) * size, whole, 1, kernels)
     if node.target is MATMUL_REDUCE_SCATTER:
-        lefts, _, batch, ranks, group = node.args
+        lefts, _, batch, ranks, _ = node.args
         size, kernels = tensor_bytes(node), ranks - 1 + 1 + _pieces(ranks, batch, lefts)
-        return Pipeline(group, ranks, (ranks - 1) * size, (ranks + 1) * size, 1, kernels)  # the sum reads all parts
+        return Pipeline(ranks, (ranks - 1) * size, (ranks + 1) * size, 1, kernels)  # the sum reads all parts
     return None
 
 

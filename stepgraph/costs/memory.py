@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from stepgraph.costs.fusion import Fusion, is_free
-from stepgraph.graph.collectives import ALL_REDUCE, REDUCE_BEGIN, REDUCE_SCATTER
+from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import Aliases, tensor_bytes
-from stepgraph.graph.provenance import phase_of, provenance
+from stepgraph.graph.provenance import phase_of, provenance, role_of
 from stepgraph.graph.step_graph import StepGraph
 
 #: ``buckets``: gathered parameters and gradients on their way to be reduced. ``activations``: what forward leaves for
@@ -140,7 +140,8 @@ def _kinds(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
     into_update: set[fx.Node] = set()
     into_collective: set[fx.Node] = set()
     for node in step.graph.nodes:
-        reader, collective = phase_of(node), _reduces(node)
+        reader, role = phase_of(node), role_of(node)
+        collective = role and role.kind == "reduce" and stage_of(node) == "begin"
         for source in node.all_input_nodes:
             root = aliases.root(source)
             if reader == "backward" and phase_of(root) in ("forward", "loss"):
@@ -165,9 +166,3 @@ def _kinds(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
         node: "buckets" if kind == "gathered" else "inputs" if node.op == "get_attr" else kind
         for node, kind in kinds.items()
     }
-
-
-def _reduces(node: fx.Node) -> bool:
-    """Whether the node averages gradients over ranks: sums over the sequence parts of activations do not count."""
-    # A copy engine sends gradients from where they lie.
-    return node.target is REDUCE_BEGIN or (node.target in (REDUCE_SCATTER, ALL_REDUCE) and node.args[1] == "avg")

@@ -8,11 +8,10 @@ from collections import defaultdict
 import torch
 from torch import fx
 
-from stepgraph.costs import links
 from stepgraph.costs.flops import flops, is_attention
 from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.costs.hardware import ASSUMED, Gpu
-from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END
+from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END, is_nccl
 from stepgraph.graph.facts import Aliases, is_overload, tensor_bytes, written_arguments
 
 aten = torch.ops.aten
@@ -36,7 +35,7 @@ class Roofline:
         self.flops = 0
         kernels: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            if not is_free(node) and not links.over_nccl(node):
+            if not is_free(node) and not is_nccl(node):
                 kernels[fusion.kernel(node)].append(node)
         readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:

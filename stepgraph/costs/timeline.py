@@ -16,6 +16,7 @@ from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import ASSUMED, Gpu
 from stepgraph.costs.links import Group
 from stepgraph.costs.roofline import Roofline, node_seconds
+from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import Aliases
 from stepgraph.graph.provenance import phase_of, provenance
 
@@ -60,7 +61,7 @@ def simulate(graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups
     for node in graph.nodes:
         computing = seconds.get(node, 0.0)
         busy += computing
-        if links.is_collective(node):
+        if stage_of(node) == "begin":
             now += computing  # casts that copies begin with
             group = links.group_name(node)
             kind, dtype, nbytes, took = links.transfer(node, groups[group].ranks, gpu)
@@ -68,7 +69,7 @@ def simulate(graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups
             end = free_at[group] = max(now, free_at.get(group, 0.0)) + took
             running[node] = collective, end
             collectives.append(collective)
-        elif links.ends(node) and node.args[0] in running:
+        elif stage_of(node) in ("wait", "end") and node.args[0] in running:
             collective, end = running[node.args[0]]
             collective.exposed_seconds = max(0.0, end - now)
             now = max(now, end) + computing
@@ -76,7 +77,7 @@ def simulate(graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups
             (first, *_), n = node.all_input_nodes, pipeline.ranks
             whole, took = pipeline.sent * n // (n - 1), pipeline.sent / gpu.nvlink
             collective = _collective(
-                node, links.KINDS[node.target], groups[pipeline.group], first.meta["val"].dtype, whole, took
+                node, links.KINDS[node.target], groups[links.group_name(node)], first.meta["val"].dtype, whole, took
             )
             collective.exposed_seconds = pipeline.exposed_seconds(computing, gpu)
             collectives.append(collective)

@@ -1,15 +1,12 @@
-"""Facts about a graph's collectives: which gather parameters, which reduce gradients, the region and stretch of each.
+"""A graph's collectives: one table of their operators, and which of them gather parameters and reduce gradients.
 
-A *stretch* is a run of forward (and loss) or of backward: a step has two for each microbatch. A *region* is a block
-that the model declares, or what lies outside blocks between two of them (the embedding; the last norm and the head).
-Both come from provenance and order. Collectives of tensor parallelism, which read or make activations, are neither
-gathers of parameters nor reductions of gradients, and stay where they are.
+What a collective is for is its role (see `stepgraph.graph.provenance`). A *region* is a block that the model declares,
+or what lies outside blocks between two of them (the embedding; the last norm and the head).
 """
 
-import itertools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,211 +16,133 @@ from torch import fx
 import stepgraph.kernels.comm.async_matmul
 import stepgraph.kernels.comm.copy_collectives  # noqa: F401  (both register their operators)
 from stepgraph import compat
-from stepgraph.graph.facts import Aliases, argument, is_overload, is_pure, is_view, tensor_bytes
-from stepgraph.graph.provenance import phase_of, provenance, set_provenance
+from stepgraph.graph.facts import argument, tensor_bytes
+from stepgraph.graph.provenance import phase_of, role_of
 from stepgraph.graph.step_graph import StepGraph
 
-aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+ours = torch.ops.stepgraph
 
 ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 WAIT = c10d.wait_tensor.default
-COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
-ALL_GATHER_MATMUL = torch.ops.stepgraph.all_gather_matmul.default
-MATMUL_REDUCE_SCATTER = torch.ops.stepgraph.matmul_reduce_scatter.default
-PIPELINED = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER)
+ALL_GATHER_MATMUL = ours.all_gather_matmul.default
+MATMUL_REDUCE_SCATTER = ours.matmul_reduce_scatter.default
 
-GATHER_BEGIN = torch.ops.stepgraph.gather_begin.default
-GATHER_END = torch.ops.stepgraph.gather_end.default
-REDUCE_BEGIN = torch.ops.stepgraph.reduce_begin.default
-REDUCE_END = torch.ops.stepgraph.reduce_end.default
-COPIED = (GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END)
+GATHER_BEGIN = ours.gather_begin.default
+GATHER_END = ours.gather_end.default
+REDUCE_BEGIN = ours.reduce_begin.default
+REDUCE_END = ours.reduce_end.default
 
 
-class Collective(NamedTuple):
-    """A collective ``node`` and its ``wait``. ``stretch``, ``region``: numbers, in the order in which they run."""
+class Operator(NamedTuple):
+    """A collective operator.
 
-    node: fx.Node
-    wait: fx.Node
-    stretch: int
-    region: int
-
-    @property
-    def form(self) -> tuple:
-        """What must agree for collectives to become one: operator, dtype, and every argument but the tensor."""
-        return (self.node.target, self.node.meta["val"].dtype, *self.node.args[1:])
-
-
-def stretches(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The stretch of every node of forward, loss and backward; even ones are forward."""
-    found: dict[fx.Node, int] = {}
-    current = 0
-    for node in graph.nodes:
-        phase = phase_of(node)
-        if phase in ("forward", "loss", "backward"):
-            current += (phase == "backward") != current % 2
-            found[node] = current
-    return found
-
-
-def parameter_gathers(step: StepGraph) -> list[Collective]:
-    """All-gathers of parameters: what they read is made from parameters alone, and no parameter is written before."""
-    aliases = Aliases(step.graph)
-    parameters = set(step.placeholders("parameter"))
-    made: set[fx.Node] = set(parameters)
-    found = []
-    for node in step.graph.nodes:
-        inputs = node.all_input_nodes
-        if node.target is ALL_GATHER and inputs[0] in made:
-            if not any(aliases.written_between(p, 0, aliases.position[node]) for p in _sources(inputs[0], parameters)):
-                found.append(node)
-        elif inputs and is_pure(node) and made.issuperset(inputs) and not aliases.writes.get(node):
-            made.add(node)
-    return _collectives(step, found)
-
-
-def _sources(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
-    return {n for n in upstream(node) | {node} if n in among}
-
-
-def upstream(node: fx.Node) -> set[fx.Node]:
-    """Everything that ``node`` is made from."""
-    seen: set[fx.Node] = set()
-    queue = list(node.all_input_nodes)
-    while queue:
-        current = queue.pop()
-        if current not in seen:
-            seen.add(current)
-            queue += current.all_input_nodes
-    return seen
-
-
-def gradient_tail(step: StepGraph) -> set[fx.Node]:
-    """Nodes of backward that finish gradients: reductions, and what makes of their results what the optimizer reads.
-
-    Nothing else of forward or backward reads a node of the tail, so that each may run later.
+    ``kind``: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``; ``""``: that of what
+    it waits for. ``stage``: ``begin`` (it travels while others compute), ``wait`` or ``end`` (computation waits until
+    it is there: the former does nothing else, the latter also puts results together) or ``joined`` (it travels while
+    the same node multiplies). ``exchange``: between ranks' memories, without NCCL (see `stepgraph.kernels.exchange`).
     """
-    aliases = Aliases(step.graph)
-    tail: set[fx.Node] = set()
-    for node in reversed(step.graph.nodes):
-        reduces = node.target in (REDUCE_SCATTER, ALL_REDUCE, WAIT, REDUCE_BEGIN, REDUCE_END)
-        if phase_of(node) == "backward" and (reduces or _is_elementwise(node)) and _ends(node, tail):
-            tail.add(node)
-    # What comes before the first reduction, or reads something that is written, is backward's own.
-    size = None
-    while size != len(tail):
-        size = len(tail)
-        for node in step.graph.nodes:
-            if node in tail and not (_follows(node, tail, aliases) and _ends(node, tail)):
-                tail.discard(node)
-    return tail
+
+    kind: str
+    stage: str
+    exchange: bool = False
 
 
-def _ends(node: fx.Node, tail: set[fx.Node]) -> bool:
-    """Whether only the tail and the optimizer read ``node``."""
-    return all(user in tail or phase_of(user) in ("optimizer", "output") for user in node.users)
+_KINDS = {
+    "all_gather": ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out"),
+    "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_out"),
+    "all_reduce": ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    "all_to_all": ("all_to_all_single",),
+    "broadcast": ("broadcast", "broadcast_"),
+}
+#: Every operator that communicates between ranks. Each but the wait names its group in an argument ``group_name``.
+OPERATORS: dict[object, Operator] = {
+    **{getattr(c10d, name).default: Operator(kind, "begin") for kind, names in _KINDS.items() for name in names},
+    WAIT: Operator("", "wait"),
+    GATHER_BEGIN: Operator("all_gather", "begin", exchange=True),
+    GATHER_END: Operator("all_gather", "end", exchange=True),
+    REDUCE_BEGIN: Operator("reduce_scatter", "begin", exchange=True),
+    REDUCE_END: Operator("reduce_scatter", "end", exchange=True),
+    ALL_GATHER_MATMUL: Operator("all_gather", "joined", exchange=True),
+    MATMUL_REDUCE_SCATTER: Operator("reduce_scatter", "joined", exchange=True),
+}
+#: Those that process groups run beside computation, and those of ours.
+COLLECTIVES = tuple(op for op, found in OPERATORS.items() if found.stage == "begin" and not found.exchange)
+EXCHANGES = tuple(op for op, found in OPERATORS.items() if found.exchange)
 
 
-def _follows(node: fx.Node, tail: set[fx.Node], aliases: Aliases) -> bool:
-    """Whether ``node`` is a reduction, or made from nodes of the tail and inputs that nothing writes."""
-    if node.target in (REDUCE_SCATTER, ALL_REDUCE, REDUCE_BEGIN):
-        return True
-    others = [n for n in node.all_input_nodes if n not in tail]
-    given = all(n.op in ("placeholder", "get_attr") and not aliases.writes.get(aliases.root(n)) for n in others)
-    return given and len(others) < len(node.all_input_nodes)
+def operator_of(node: fx.Node) -> Operator | None:
+    """The collective operator that ``node`` calls; None where it calls none."""
+    return OPERATORS.get(node.target) if node.op == "call_function" else None
 
 
-def _is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of the result comes from one place of each input."""
-    pointwise = is_overload(node) and torch.Tag.pointwise in node.target.tags
-    return pointwise or is_view(node) or node.target in (aten._to_copy.default, aten.cat.default)
+def stage_of(node: fx.Node) -> str | None:
+    """The stage of the collective operator that ``node`` calls; None where it calls none."""
+    found = operator_of(node)
+    return found and found.stage
 
 
-def gradient_reductions(step: StepGraph, tail: set[fx.Node]) -> list[Collective]:
-    """Reduce-scatters and all-reduces of gradients, from `gradient_tail`."""
-    return _collectives(step, [n for n in step.graph.nodes if n in tail and n.target in (REDUCE_SCATTER, ALL_REDUCE)])
+def is_nccl(node: fx.Node) -> bool:
+    """Whether torch's process groups run the collective ``node`` (NCCL on GPUs, gloo on CPUs)."""
+    found = operator_of(node)
+    return found is not None and not found.exchange
 
 
-def _collectives(step: StepGraph, nodes: Iterable[fx.Node]) -> list[Collective]:
-    stretch = stretches(step.graph)
-    found: list[Collective] = []
-    region, last = 0, None
-    numbers: dict[tuple, int] = {}
-    for node in nodes:
-        waits = [user for user in node.users if user.target is WAIT]
-        if len(waits) != 1 or len(node.users) != 1 or node not in stretch:
-            continue
-        block = step.block_of(node)
-        # A block comes once in a stretch, whatever lies between its parts; what is outside counts by runs.
-        if block is None:
-            region += last != (stretch[node], None)
-            number = region
-        else:
-            if (stretch[node], block) not in numbers:
-                region += 1
-                numbers[stretch[node], block] = region
-            number = numbers[stretch[node], block]
-        last = (stretch[node], block)
-        found.append(Collective(node, waits[0], stretch[node], number))
-    return found
+def group_of(node: fx.Node) -> str:
+    """What the collective ``node`` calls its process group: a name that is the same on all ranks."""
+    return argument(node, "group_name")
 
 
-def by_region(collectives: Iterable[Collective]) -> list[list[Collective]]:
-    """The collectives of each region in each stretch, in order."""
-    groups: dict[tuple, list[Collective]] = defaultdict(list)
-    for c in collectives:
-        groups[c.stretch, c.region].append(c)
-    return list(groups.values())
-
-
-def attribute(step: StepGraph, nodes: Sequence[fx.Node], members: Sequence[fx.Node]) -> None:
-    """New ``nodes`` stand for ``members``: they belong to the innermost module that holds all of theirs."""
-    found = [provenance(m) for m in members]
-    levels = zip(*(f.path.split(".") for f in found), strict=False)
-    path = ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
-    for node in nodes:
-        set_provenance(node, found[0]._replace(path=path))
-
-
-def erase_chain(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase ``node`` and what was made for it alone."""
-    queue = [node]
-    while queue:
-        current = queue.pop()
-        if current.op == "call_function" and not current.users:
-            queue += current.all_input_nodes
-            graph.erase_node(current)
-
-
-def bytes_sent(node: fx.Node) -> float:
-    """Bytes that a rank receives in the collective, counted as a ring's."""
-    if node.target is GATHER_BEGIN:
-        _, sizes, dtype, ranks, _ = node.args
-        return sum(sizes) * dtype.itemsize * (ranks - 1)
-    if node.target is REDUCE_BEGIN:
-        grads, ranks, _ = node.args
-        return sum(map(tensor_bytes, grads)) * (ranks - 1) / ranks
-    size = tensor_bytes(node)
-    if node.target is ALL_REDUCE:
-        ranks = group_size(node)
-        return 2 * size * (ranks - 1) / ranks
-    ranks = argument(node, "group_size")
-    return size * (ranks - 1) / (ranks if node.target is ALL_GATHER else 1)
-
-
-def exchanging(graph: fx.Graph) -> frozenset[str]:
-    """Names of the groups in which the graph's nodes communicate without NCCL (see `stepgraph.kernels.exchange`)."""
-    return frozenset(node.args[-1] for node in graph.nodes if node.target in (*PIPELINED, *COPIED))
+def set_group(node: fx.Node, name: str) -> None:
+    """The collective ``node`` calls its process group ``name``."""
+    names = [parameter.name for parameter in node.target._schema.arguments]
+    node.update_arg(names.index("group_name"), name)
 
 
 def group_size(node: fx.Node) -> int:
     """Ranks of the collective's process group."""
-    if node.target is not ALL_REDUCE:
-        return argument(node, "group_size")
-    return compat.process_group(node.args[2]).size()
+    return argument(node, "group_size") or compat.process_group(group_of(node)).size()
+
+
+def bytes_sent(node: fx.Node) -> float:
+    """Bytes that a rank receives in the collective ``node`` (which begins one, or joins it with products), counted as a
+    ring's."""
+    ranks = group_size(node)
+    kind = operator_of(node).kind
+    if kind == "all_gather":
+        return _gathered_bytes(node) * (ranks - 1) / ranks
+    if kind == "reduce_scatter":
+        return _scattered_bytes(node) * (ranks - 1)
+    size = tensor_bytes(node)
+    return {"all_reduce": 2 * size * (ranks - 1) / ranks, "all_to_all": size * (ranks - 1) / ranks, "broadcast": size}[
+        kind
+    ]
+
+
+def _gathered_bytes(node: fx.Node) -> int:
+    """Bytes of what all ranks' shards make."""
+    if node.target is GATHER_BEGIN:
+        _, sizes, dtype, ranks, _ = node.args
+        return sum(sizes) * dtype.itemsize * ranks
+    if node.target is ALL_GATHER_MATMUL:
+        return tensor_bytes(node.args[0]) * group_size(node)
+    return tensor_bytes(node)
+
+
+def _scattered_bytes(node: fx.Node) -> float:
+    """Bytes of a rank's part of the sum."""
+    if node.target is REDUCE_BEGIN:
+        return sum(map(tensor_bytes, node.args[0])) / group_size(node)
+    return tensor_bytes(node)
+
+
+def exchanging(graph: fx.Graph) -> frozenset[str]:
+    """Names of the groups, as torch knows them, in which the graph's nodes communicate without NCCL."""
+    exchanges = (node for node in graph.nodes if (found := operator_of(node)) and found.exchange)
+    return frozenset(compat.group_name(group_of(node)) for node in exchanges)
 
 
 def spans_machines(group: str, ranks_per_machine: int = 0) -> str | None:
@@ -234,15 +153,79 @@ def spans_machines(group: str, ranks_per_machine: int = 0) -> str | None:
     return None if len({rank // there for rank in ranks}) == 1 else "its ranks do not share a machine"
 
 
-class Builder:
-    """Adds nodes at one place of a graph, with their fake values, in the name of ``members``."""
+class Collective(NamedTuple):
+    """A collective ``node`` and its ``wait``. ``half``: of the step, ``forward`` (with the loss) or ``backward``.
+    ``region``: a number, in the order in which regions run."""
 
-    def __init__(self, step: StepGraph, members: Sequence[fx.Node]):
-        self.step, self.members = step, members
+    node: fx.Node
+    wait: fx.Node
+    half: str
+    region: int
 
-    def __call__(self, target: Callable, *args: object, like: fx.Node | None = None, **kwargs: object) -> fx.Node:
-        node = self.step.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = target(*values[0], **values[1])
-        attribute(self.step, [node], [like] if like else self.members)
-        return node
+    @property
+    def form(self) -> tuple:
+        """What must agree for collectives to become one: operator, dtype, and every argument but the tensor."""
+        return (self.node.target, self.node.meta["val"].dtype, *self.node.args[1:])
+
+
+def halves(graph: fx.Graph) -> dict[fx.Node, str]:
+    """For every node of forward, loss and backward the half of the step that it is in: ``forward``, ``backward``."""
+    half = {"forward": "forward", "loss": "forward", "backward": "backward"}
+    return {node: half[phase] for node in graph.nodes if (phase := phase_of(node)) in half}
+
+
+def gathers(step: StepGraph) -> list[Collective]:
+    """All-gathers of parameters."""
+    return _collectives(step, "gather", (ALL_GATHER,))
+
+
+def reductions(step: StepGraph) -> list[Collective]:
+    """Reduce-scatters and all-reduces of gradients."""
+    return _collectives(step, "reduce", (REDUCE_SCATTER, ALL_REDUCE))
+
+
+def tail(step: StepGraph) -> set[fx.Node]:
+    """Nodes of backward that finish gradients: reductions, and what makes of their results what the optimizer reads.
+
+    Nothing else of forward or backward reads a node of the tail, so that each may run later.
+    """
+    found = ((node, role_of(node)) for node in step.nodes("backward"))
+    return {node for node, role in found if role and role.kind == "reduce"}
+
+
+def _collectives(step: StepGraph, kind: str, operators: tuple) -> list[Collective]:
+    half = halves(step.graph)
+    found: list[Collective] = []
+    region, last = 0, None
+    numbers: dict[tuple, int] = {}
+    for node, waits in _with_role(step.graph, kind, operators):
+        if len(waits) != 1 or len(node.users) != 1 or node not in half:
+            continue
+        block = step.block_of(node)
+        # A block comes once in forward and in backward, whatever lies between its parts; outside count runs.
+        if block is None:
+            region += last != (half[node], None)
+            number = region
+        else:
+            if (half[node], block) not in numbers:
+                region += 1
+                numbers[half[node], block] = region
+            number = numbers[half[node], block]
+        last = (half[node], block)
+        found.append(Collective(node, waits[0], half[node], number))
+    return found
+
+
+def _with_role(graph: fx.Graph, kind: str, operators: tuple) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """Nodes of ``operators`` for a role of ``kind``, in order, with what waits for each."""
+    for node in graph.nodes:
+        if node.target in operators and (role := role_of(node)) and role.kind == kind:
+            yield node, [user for user in node.users if user.target is WAIT]
+
+
+def by_region(collectives: Iterable[Collective]) -> list[list[Collective]]:
+    """The collectives of each region in each half of the step, in order."""
+    groups: dict[tuple, list[Collective]] = defaultdict(list)
+    for c in collectives:
+        groups[c.half, c.region].append(c)
+    return list(groups.values())

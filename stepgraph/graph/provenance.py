@@ -1,25 +1,51 @@
-"""Where a node of the graph comes from: module path, phase and source line."""
+"""Where a node of the graph comes from (module path, phase, source line), and what it is for (its role)."""
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import fx
 
 KEY = "stepgraph"
 PHASES = ("forward", "loss", "backward", "optimizer")
+#: ``gather``: of parameters. ``reduce``: of their gradients. ``activation``: any other collective of forward or
+#: backward. ``dispatch``, ``compute``, ``combine``: of experts. ``send``, ``recv``: between the stages of a pipeline.
+ROLES = ("gather", "reduce", "activation", "dispatch", "compute", "combine", "send", "recv")
+
+
+class Role(NamedTuple):
+    """What a node is for. Capture records it, and passes carry it along.
+
+    ``kind``: one of ``ROLES``. ``parameters``: the fully qualified names of the parameters that it is about, several
+    for a bucket, none for activations. ``axis``: the axis of the mesh that it communicates over; ``world``: all ranks.
+
+    A gather's role is that of the collective and of its wait; a reduction's that of the collective, its wait, and all
+    that follows up to the optimizer or the output. What comes before a reduction is backward's own work, without a
+    role. What a pass puts in the place of nodes has their role.
+    """
+
+    kind: str
+    parameters: tuple[str, ...]
+    axis: str
+
+    def __str__(self) -> str:
+        shown = self.parameters if len(self.parameters) < 3 else (f"{len(self.parameters)} parameters",)
+        return " ".join([self.kind, *([", ".join(shown)] if shown else []), "over", self.axis])
 
 
 class Provenance(NamedTuple):
-    """Where a node comes from.
+    """Where a node comes from, and what it is for.
 
     ``path``: module path as in ``named_modules()``, ``""`` for the model itself. ``phase``: one of ``PHASES``, or
     ``"input"`` for placeholders. ``source``: ``file:line`` of the innermost frame of user code. ``checkpoint``: the
-    number of the ``torch.utils.checkpoint`` call the node ran in, if any.
+    number of the ``torch.utils.checkpoint`` call the node ran in, if any. ``role``: None for what only computes.
     """
 
     path: str
     phase: str
     source: str
     checkpoint: int | None = None
+    role: Role | None = None
 
 
 def provenance(node: fx.Node) -> Provenance | None:
@@ -30,6 +56,30 @@ def provenance(node: fx.Node) -> Provenance | None:
 def set_provenance(node: fx.Node, value: Provenance) -> None:
     """Attribute ``node`` to ``value``."""
     node.meta[KEY] = value
+
+
+def role_of(node: fx.Node) -> Role | None:
+    """What ``node`` is for; None where it only computes."""
+    found = provenance(node)
+    return found and found.role
+
+
+def set_role(node: fx.Node, role: Role | None) -> None:
+    """``node``, which has a provenance, is for ``role``."""
+    set_provenance(node, provenance(node)._replace(role=role))
+
+
+def together(members: Sequence[Provenance]) -> Provenance:
+    """The provenance of what stands for ``members``: the innermost module that holds all of theirs, and one role for
+    all their parameters, where all have one of a kind."""
+    levels = zip(*(member.path.split(".") for member in members), strict=False)
+    path = ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
+    roles = [member.role for member in members]
+    role = None
+    if all(roles) and len({(r.kind, r.axis) for r in roles}) == 1:
+        names = dict.fromkeys(name for r in roles for name in r.parameters)
+        role = roles[0]._replace(parameters=tuple(names))
+    return members[0]._replace(path=path, role=role)
 
 
 def phase_of(node: fx.Node) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,19 @@ from stepgraph.graph.provenance import phase_of, provenance
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One placeholder. ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr`` or ``batch``.
+    """One placeholder and what it is bound to.
 
+    ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch`` or ``accumulator`` (the sum of a parameter's
+    gradients over microbatches, which calls of a step add to and nobody reads after it).
     ``name``: fully qualified name of the tensor, ``optimizer`` ones as ``<parameter>.<key>``, ``lr`` ones as
-    ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``.
+    ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``, ``accumulator`` ones as their parameter.
+    ``tensor``: the live local tensor. None where a call brings it (``batch``) or a runner allocates it
+    (``accumulator``).
     """
 
     kind: str
     name: str
+    tensor: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,11 @@ class StepGraph:
     ``module``: flat graph; its placeholders are ``inputs`` in order (wrapped tensors such as DTensors appear as
     their local tensors), its outputs ``outputs`` in order. The graph writes new parameters, buffers and optimizer
     state into its own placeholders. ``blocks``: module paths of the model's repeated blocks. ``mesh``: the device
-    mesh of its DTensors, if any. ``capture_s``: seconds the capture took. ``log``: reports of the passes applied.
+    mesh of its DTensors, if any. ``axes``: the mesh's axis behind each name that nodes give a process group.
+    ``capture_s``: seconds the capture took. ``log``: reports of the passes applied.
     ``executable``: what runs, called with the inputs; terminal passes replace it and leave ``module`` readable.
-    ``runner``: what calls it, with the list of inputs.
+    ``recording``: set where the step shall run as CUDA graphs: the report of the pass that asked for it, which a runner
+    completes. See `stepgraph.run`.
     """
 
     module: fx.GraphModule
@@ -49,17 +56,14 @@ class StepGraph:
     outputs: list[OutputSpec]
     blocks: list[str] = field(default_factory=list)
     mesh: Any = None
+    axes: dict[str, str] = field(default_factory=dict)
     capture_s: float = 0.0
     log: list[Any] = field(default_factory=list)
     executable: Callable[..., Any] = None
-    runner: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = None
+    recording: Any = None
 
     def __post_init__(self) -> None:
         self.executable = self.executable or self.module
-        self.runner = self.runner or self._run
-
-    def _run(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self.executable(*flat)
 
     @property
     def graph(self) -> fx.Graph:
@@ -110,6 +114,7 @@ class StepGraph:
                 where = f"  # {found.phase} {found.path or 'model'} {os.path.basename(file)}:{line}".rstrip(":")
                 if found.checkpoint is not None:
                     where += f" checkpoint {found.checkpoint}"
+                where += f" ({found.role})" if found.role else ""
             lines.append(f"{node.name}: {_type(node)} = {call}{where}")
         return "\n".join(lines) + "\n"
 

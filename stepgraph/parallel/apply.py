@@ -9,7 +9,7 @@ from torch import nn
 from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout
 from stepgraph.parallel.mesh import Mesh
-from stepgraph.parallel.tensor import check_plan, style_of
+from stepgraph.parallel.tensor import check_plan, register_place, style_of
 
 
 @torch.no_grad()
@@ -46,24 +46,31 @@ def parallelize(
         if plan is None:
             raise ValueError(f"mesh {mesh.spec} splits tensors and the model has no plan; give plan= or drop tp")
         check_plan(model, plan, tp.size())
-    stored: dict[int, tuple[nn.Parameter, int | None]] = {}
+        at = device or next(model.parameters()).device
+        place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)
+        register_place(model, place)  # for the loss
+    fsdp = mesh.axis("dp_shard") is not None
+    stored: dict[int, tuple[nn.Parameter, Layout]] = {}
     for path, module in list(model.named_modules()):
         style = style_of(path, module, plan) if tp is not None else None
         found: dict[str, Layout] = {}
         for name, param in module._parameters.items():
             if param is None:
                 continue
-            dim = style.split.get(name) if style else None
+            splits = [("tp", style.split[name])] if style and name in style.split else []
+            splits += [("dp_shard", 0)] if fsdp and param.ndim else []
             dtype = param_dtype if param_dtype and param.is_floating_point() else param.dtype
-            layout = Layout(param.shape, mesh, dim, dtype, reduce_dtype)
-            shard, first_dim = stored.setdefault(id(param), (_shard(param, layout, device), dim))
-            if dim != first_dim:  # a tied parameter
+            layout = Layout(param.shape, mesh, tuple(splits), dtype, reduce_dtype)
+            shard, first = stored.setdefault(id(param), (_shard(param, layout, device), layout))
+            if layout.splits != first.splits:  # a tied parameter
                 full = f"{path}.{name}"
                 raise ValueError(f"the plan splits {full}, which is tied, in two ways; make its styles agree")
             module._parameters[name], found[name] = shard, layout
         forward = partial(_with_mesh, style.forward, tp) if style and style.forward else None
         if found or forward:
             parametrize(module, found, forward)
+        if style and style.placed:
+            register_place(module, place)
         for name, buffer in module._buffers.items():
             if buffer is not None and device is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)

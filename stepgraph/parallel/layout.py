@@ -1,101 +1,100 @@
 """Where a parameter lies on the mesh: which part of it this rank keeps, and how large its local tensor is.
 
-Tensor parallelism splits one dimension evenly. FSDP splits dimension 0 of what is left, in equal shards: where the
-rows do not divide, every rank's shard has the size of the largest and the rows beyond the end are zeros that nothing
-reads. All ranks then have tensors, graphs and collectives of one shape.
+A parameter is split along dimensions over axes of the mesh, one split after the other, each of what the one before
+left: tensor parallelism splits one dimension evenly, FSDP then dimension 0. Shards are equal: where rows do not divide,
+every rank's shard has the size of the largest and the rows beyond the end are zeros that nothing reads. All ranks then
+have tensors, graphs and collectives of one shape.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from stepgraph.parallel.mesh import Mesh
+from stepgraph.parallel.mesh import DATA_AXES, Mesh
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The layout of one parameter.
 
-    ``shape``: of the whole parameter. ``tp_dim``: the dimension that tensor parallelism splits; None: every rank of
-    ``tp`` has all of it and sees part of its gradient. ``param_dtype``: its dtype in use. ``reduce_dtype``: that of
-    its gradient while it is reduced.
+    ``shape``: of the whole parameter. ``splits``: (axis of the mesh, dimension) of each split, in order. Ranks of an
+    axis that splits nothing hold the same, and see part of its gradient. ``param_dtype``: its dtype in use.
+    ``reduce_dtype``: that of its gradient while it is reduced.
     """
 
     shape: torch.Size
     mesh: Mesh
-    tp_dim: int | None
+    splits: tuple[tuple[str, int], ...]
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
         """Whether FSDP splits it; a scalar stays whole."""
-        return len(self.shape) > 0 and self.mesh.axis("dp_shard") is not None
+        return "dp_shard" in dict(self.splits)
 
     @cached_property
-    def _tp_part(self) -> list[tuple[int, int]]:
-        """(start, stop) in each dimension of what tensor parallelism leaves to this rank."""
-        part = [(0, size) for size in self.shape]
-        if self.tp_dim is not None:
-            size = self.shape[self.tp_dim] // self.mesh.spec.tp
-            start = self.mesh.place("tp") * size
-            part[self.tp_dim] = (start, start + size)
-        return part
+    def _sizes(self) -> list[list[int]]:
+        """The size of each dimension of a rank's part, padding included: at first, and after each split."""
+        found = [list(self.shape)]
+        for axis, dim in self.splits:
+            sizes = list(found[-1])
+            sizes[dim] = -(-sizes[dim] // self.mesh.spec.sizes[axis])
+            found.append(sizes)
+        return found
 
     @cached_property
     def rows(self) -> int:
-        """Rows (dimension 0) that tensor parallelism leaves to this rank: those of the gathered parameter."""
-        start, stop = self._tp_part[0]
-        return stop - start
-
-    @cached_property
-    def _shard_rows(self) -> int:
-        return -(-self.rows // self.mesh.spec.dp_shard)
+        """Rows (dimension 0) of the gathered parameter: those that other axes than FSDP's leave to this rank."""
+        return self._sizes[[axis for axis, _ in self.splits].index("dp_shard")][0]
 
     @cached_property
     def region(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) in each dimension of the part of the whole parameter that this rank keeps, padding left out."""
-        part = list(self._tp_part)
-        if self.sharded:
-            start, stop = part[0]
-            first = min(start + self.mesh.place("dp_shard") * self._shard_rows, stop)
-            part[0] = (first, min(first + self._shard_rows, stop))
+        part = [(0, size) for size in self.shape]
+        for (axis, dim), sizes in zip(self.splits, self._sizes[1:], strict=True):
+            start, stop = part[dim]
+            first = min(start + self.mesh.place(axis) * sizes[dim], stop)
+            part[dim] = (first, min(first + sizes[dim], stop))
         return tuple(part)
 
     @cached_property
     def local_shape(self) -> torch.Size:
         """Shape of this rank's tensor, padding included: the same on every rank."""
-        sizes = [stop - start for start, stop in self._tp_part]
-        return torch.Size([self._shard_rows, *sizes[1:]] if self.sharded else sizes)
+        return torch.Size(self._sizes[-1])
+
+    @cached_property
+    def _stored_shape(self) -> torch.Size:
+        """Shape of all ranks' tensors together, padding included."""
+        size = list(self.local_shape)
+        for axis, dim in self.splits:
+            size[dim] *= self.mesh.spec.sizes[axis]
+        return torch.Size(size)
 
     @property
     def padded(self) -> bool:
         """Whether shards hold rows beyond the parameter's end."""
-        return self.sharded and self.rows % self.mesh.spec.dp_shard != 0
+        return self._stored_shape != self.shape
 
     def at_rest(self) -> tuple[Placement, ...]:
         """Placements of the stored parameter, its gradient and its optimizer state."""
-        tp = Replicate() if self.tp_dim is None else Shard(self.tp_dim)
-        return self.mesh.placements(tp=tp, dp_shard=Shard(0) if self.sharded else Replicate(), dp_replicate=Replicate())
+        return self._placements(lambda axis: Replicate())
 
     def unreduced(self) -> tuple[Placement, ...]:
         """Placements of the gradient after FSDP's reduce-scatter: what is left is to reduce it over the ranks that
         hold the same shard."""
-        tp = Partial("sum") if self.tp_dim is None else Shard(self.tp_dim)
-        return self.mesh.placements(
-            tp=tp, dp_shard=Shard(0) if self.sharded else Partial("avg"), dp_replicate=Partial("avg")
-        )
+        return self._placements(lambda axis: Partial("avg" if axis in DATA_AXES else "sum"))
+
+    def _placements(self, unsplit: Callable[[str], Placement]) -> tuple[Placement, ...]:
+        dims = dict(self.splits)
+        return self.mesh.placements(lambda axis: Shard(dims[axis]) if axis in dims else unsplit(axis))
 
     def store(self, local: torch.Tensor) -> DTensor:
         """This rank's tensor (``local_shape``) as a DTensor of the whole, padding included."""
-        size = list(self.local_shape)
-        if self.sharded:
-            size[0] *= self.mesh.spec.dp_shard
-        if self.tp_dim is not None:
-            size[self.tp_dim] *= self.mesh.spec.tp
-        return self._wrap(local, torch.Size(size))
+        return self._wrap(local, self._stored_shape)
 
     def without_padding(self, stored: DTensor) -> DTensor:
         """``stored`` (the parameter, or a tensor laid out like it) as a DTensor of its true shape, over its memory."""
@@ -112,4 +111,4 @@ class Layout:
 
     def own(self, local: torch.Tensor) -> torch.Tensor:
         """The part of this rank's tensor that is not padding: what ``region`` tells of."""
-        return local[: self.region[0][1] - self.region[0][0]] if self.padded else local
+        return local[tuple(slice(stop - start) for start, stop in self.region)] if self.padded else local

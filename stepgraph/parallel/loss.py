@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
 from stepgraph.parallel.mesh import Mesh
+from stepgraph.parallel.tensor import place_in
 
 IGNORE = -100  # torch's own default: the target that does not count
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -39,25 +40,29 @@ def cross_entropy(
     targets: torch.Tensor,  # (N,) int64, in the whole vocabulary
     tp: DeviceMesh,
     ignore_index: int = IGNORE,
+    place: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``F.cross_entropy`` in fp32 of logits whose vocabulary is split over ``tp``: a scalar, the same on every rank.
+
+    ``place``: this rank's along ``tp``, a scalar int64 that is an input of a captured step (`parallelize` keeps one in
+    the model); None: a constant of the graph, which then differs from rank to rank.
 
     The logits are never gathered: ranks exchange a maximum, a sum of exponentials and one logit per token. Kept for
     backward are the logits as they are and two numbers per token.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
-    return _CrossEntropy.apply(logits, targets, tp, ignore_index)
+    return _CrossEntropy.apply(logits, targets, tp, ignore_index, tp.get_local_rank() if place is None else place)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, tp: DeviceMesh, ignore_index: int
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, tp: DeviceMesh, ignore_index: int, place: Any
     ) -> torch.Tensor:
         x, group = logits.float(), tp.get_group()
         counted = targets != ignore_index
-        column = targets - tp.get_local_rank() * x.shape[1]
+        column = targets - place * x.shape[1]
         here = counted & (column >= 0) & (column < x.shape[1])
         column = column.masked_fill(~here, 0)
         highest = compat.all_reduce(x.amax(dim=1), "max", group)
@@ -70,12 +75,12 @@ class _CrossEntropy(torch.autograd.Function):
         return (log_total - picked).masked_fill(~counted, 0.0).sum() / count
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, log_sum, column, counted, count = ctx.saved_tensors
         slope = torch.where(counted, grad / count, 0.0).unsqueeze(1)
         probability = (logits.float() - log_sum.unsqueeze(1)).exp()
         hit = torch.arange(logits.shape[1], device=logits.device) == column.unsqueeze(1)
-        return ((probability - hit.float()) * slope).to(logits.dtype), None, None, None
+        return ((probability - hit.float()) * slope).to(logits.dtype), None, None, None, None
 
 
 def next_token_loss(mesh: Mesh) -> LossFn:
@@ -88,7 +93,7 @@ def next_token_loss(mesh: Mesh) -> LossFn:
     def loss_fn(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         logits, targets = model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
         if tp is not None:
-            loss = cross_entropy(logits, targets, tp)
+            loss = cross_entropy(logits, targets, tp, place=place_in(model))
         else:
             loss = nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE)
         return mean_over_mesh(loss, mesh)

@@ -1,70 +1,77 @@
 """The mesh of a run: ``--mesh fsdp=4,tp=2`` to ranks, process groups and their slices."""
 
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from stepgraph.errors import unknown_name
 
-_AXES = ("fsdp", "hsdp", "ddp", "tp")
+
+def _axis(*, data: bool = False) -> Any:
+    """An axis of the mesh; ``data``: its ranks read data of their own."""
+    return field(default=1, metadata={"data": data})
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of a mesh. ``dp_replicate``: data-parallel ranks that hold the same shards (DDP, the outer axis of HSDP);
-    ``dp_shard``: ranks that shard parameters, gradients and optimizer state (FSDP); ``tp``: tensor-parallel ranks.
+    """Sizes of a mesh's axes, in the order in which ranks count: the last counts fastest, so that tensor parallelism
+    stays among neighbours."""
 
-    Ranks count ``tp`` fastest and ``dp_replicate`` slowest, so that tensor parallelism stays among neighbours.
-    """
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
+    dp_replicate: int = _axis(data=True)
+    """Ranks that hold the same shards (DDP, the outer axis of HSDP)."""
+    dp_shard: int = _axis(data=True)
+    """Ranks that shard parameters, gradients and optimizer state (FSDP)."""
+    tp: int = _axis()
+    """Tensor-parallel ranks."""
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
         """``fsdp=N``, ``ddp=N`` or ``hsdp=REPLICASxSHARDS``, and ``tp=N``, joined by commas; ``ValueError`` else."""
-        sizes: dict[str, tuple[int, ...]] = {}
+        forms = _DATA_FORMS | {name: (name,) for name in MODEL_AXES}
+        found: dict[str, tuple[int, ...]] = {}
         for part in text.split(","):
-            axis, _, value = part.strip().partition("=")
-            if axis not in _AXES:
-                raise unknown_name("mesh axis", axis, _AXES)
-            if axis in sizes:
-                raise ValueError(f"mesh {text!r} names {axis} twice; name it once")
-            form = r"[1-9]\d*x[1-9]\d*" if axis == "hsdp" else r"[1-9]\d*"
-            if not re.fullmatch(form, value):
-                example = "hsdp=2x4 (replicas x shards)" if axis == "hsdp" else f"{axis}=2"
+            form, _, value = part.strip().partition("=")
+            if form not in forms:
+                raise unknown_name("mesh axis", form, forms)
+            if form in found:
+                raise ValueError(f"mesh {text!r} names {form} twice; name it once")
+            if not re.fullmatch("x".join([r"[1-9]\d*"] * len(forms[form])), value):
+                example = "hsdp=2x4 (replicas x shards)" if form == "hsdp" else f"{form}=2"
                 raise ValueError(f"mesh {text!r}: {part.strip()!r} has no size above 0; write it as in {example}")
-            sizes[axis] = tuple(map(int, value.split("x")))
-        if len(sizes.keys() & {"fsdp", "ddp", "hsdp"}) > 1:
-            replicas, shards = sizes.get("ddp", (2,))[0], sizes.get("fsdp", (4,))[0]
+            found[form] = tuple(map(int, value.split("x")))
+        if len(found.keys() & _DATA_FORMS.keys()) > 1:
+            replicas, shards = found.get("ddp", (2,))[0], found.get("fsdp", (4,))[0]
             raise ValueError(
                 f"mesh {text!r} has two data-parallel axes; shards with replicas are hsdp={replicas}x{shards}"
             )
-        replicate, shard = sizes.get("hsdp", (sizes.get("ddp", (1,))[0], sizes.get("fsdp", (1,))[0]))
-        return cls(replicate, shard, sizes.get("tp", (1,))[0])
+        return cls(**{name: n for form, sizes in found.items() for name, n in zip(forms[form], sizes, strict=True)})
 
     def __str__(self) -> str:
-        return ",".join([self._dp_text(self.dp_shard), *([f"tp={self.tp}"] if self.tp > 1 else [])])
+        form = "fsdp" if self.dp_replicate == 1 else "ddp" if self.dp_shard == 1 else "hsdp"
+        data = f"{form}={'x'.join(str(self.sizes[name]) for name in _DATA_FORMS[form])}"
+        return ",".join([data, *(f"{name}={self.sizes[name]}" for name in MODEL_AXES if self.sizes[name] > 1)])
 
-    def _dp_text(self, shards: int) -> str:
-        if self.dp_replicate == 1:
-            return f"fsdp={shards}"
-        return f"ddp={self.dp_replicate}" if self.dp_shard == 1 else f"hsdp={self.dp_replicate}x{shards}"
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis, in the order in which ranks count."""
+        return {axis.name: getattr(self, axis.name) for axis in fields(self)}
 
     @property
     def size(self) -> int:
         """Ranks in all."""
-        return self.dp * self.tp
+        return math.prod(self.sizes.values())
 
     @property
     def dp(self) -> int:
         """Ranks that read data of their own."""
-        return self.dp_replicate * self.dp_shard
+        return math.prod(self.sizes[name] for name in DATA_AXES)
 
     def check_world(self, world: int) -> None:
         """``ValueError`` unless the mesh has ``world`` ranks, with the nearest mesh that has."""
@@ -76,42 +83,57 @@ class MeshSpec:
             f"process{'es' * (world > 1)}: try --mesh {near}, or start {self.size}"
         )
 
-    def check_divides(self, sizes: dict[str, int]) -> None:
-        """``ValueError`` unless ``tp`` divides every one of ``sizes`` (name -> size), with values that do."""
+    def check_divides(self, sizes: dict[str, int], axis: str = "tp") -> None:
+        """``ValueError`` unless ``axis`` divides every one of ``sizes`` (name -> size), with values that do."""
+        ranks = self.sizes[axis]
         for name, size in sizes.items():
-            if size % self.tp:
+            if size % ranks:
                 fits = [n for n in range(1, size + 1) if all(other % n == 0 for other in sizes.values())]
-                below = [n for n in fits if n < self.tp][-1]
-                above = [n for n in fits if n > self.tp][:1]
-                fix = " or ".join(f"tp={n}" for n in (below, *above))
-                raise ValueError(f"tp={self.tp} does not divide {name}={size}; try {fix}")
+                below = [n for n in fits if n < ranks][-1]
+                above = [n for n in fits if n > ranks][:1]
+                fix = " or ".join(f"{axis}={n}" for n in (below, *above))
+                raise ValueError(f"{axis}={ranks} does not divide {name}={size}; try {fix}")
+
+
+#: Axes whose ranks read data of their own, and those whose ranks share it, each in the order in which ranks count.
+DATA_AXES = tuple(axis.name for axis in fields(MeshSpec) if axis.metadata["data"])
+MODEL_AXES = tuple(axis.name for axis in fields(MeshSpec) if not axis.metadata["data"])
+#: What the text calls the data-parallel axes; every other axis has its own name.
+_DATA_FORMS = {"fsdp": ("dp_shard",), "ddp": ("dp_replicate",), "hsdp": ("dp_replicate", "dp_shard")}
 
 
 def _nearest(spec: MeshSpec, world: int) -> MeshSpec:
-    """A mesh of ``world`` ranks as near to ``spec`` as can be: ``tp`` kept or made a divisor, then the replicas."""
-    tp = max(n for n in range(1, min(spec.tp, world) + 1) if world % n == 0)
-    dp = world // tp
+    """A mesh of ``world`` ranks as near to ``spec`` as can be: model axes kept or made divisors, then the replicas."""
+    found, left = {}, world
+    for name in reversed(MODEL_AXES):
+        found[name] = _divisor(left, spec.sizes[name])
+        left //= found[name]
     if spec.dp_shard == 1 and spec.dp_replicate > 1:
-        return MeshSpec(dp, 1, tp)
-    replicate = max(n for n in range(1, min(spec.dp_replicate, dp) + 1) if dp % n == 0)
-    return MeshSpec(replicate, dp // replicate, tp)
+        return MeshSpec(dp_replicate=left, **found)
+    replicate = _divisor(left, spec.dp_replicate)
+    return MeshSpec(dp_replicate=replicate, dp_shard=left // replicate, **found)
+
+
+def _divisor(number: int, limit: int) -> int:
+    """The largest divisor of ``number`` up to ``limit``."""
+    return max(n for n in range(1, min(limit, number) + 1) if number % n == 0)
 
 
 class Mesh:
     """A mesh with its process groups: built on every rank, in the same order, under an initialized process group.
 
-    ``spec``: its sizes. ``devices``: the ``DeviceMesh`` of the axes above 1 (at least one), in the order ``tp``,
-    ``dp_shard``, ``dp_replicate``: where both ``tp`` and ``dp_shard`` split a dimension, FSDP then splits what tensor
-    parallelism left, and a gather over ``dp_shard`` is contiguous.
+    ``spec``: its sizes. ``devices``: the ``DeviceMesh`` of the axes above 1 (at least one), those that count fastest
+    first: where both ``tp`` and ``dp_shard`` split a dimension, FSDP then splits what tensor parallelism left, and a
+    gather over ``dp_shard`` is contiguous.
     """
 
     def __init__(self, spec: MeshSpec, device_type: str):
         spec.check_world(dist.get_world_size())
         self.spec = spec
-        sizes = {"tp": spec.tp, "dp_shard": spec.dp_shard, "dp_replicate": spec.dp_replicate}
-        self.names = tuple(name for name, size in sizes.items() if size > 1) or ("dp_shard",)
-        ranks = torch.arange(spec.size).view(spec.dp_replicate, spec.dp_shard, spec.tp).permute(2, 1, 0)
-        ranks = ranks.reshape([sizes[name] for name in self.names])
+        ranks = torch.arange(spec.size).view(*spec.sizes.values())
+        ranks = ranks.permute(*reversed(range(ranks.ndim)))
+        self.names = tuple(name for name in reversed(spec.sizes) if spec.sizes[name] > 1) or ("dp_shard",)
+        ranks = ranks.reshape([spec.sizes[name] for name in self.names])
         self.devices = DeviceMesh(device_type, ranks, mesh_dim_names=self.names)
         # Slices are made here, once: torch 2.11 cannot make them during a trace.
         single = len(self.names) == 1
@@ -130,11 +152,14 @@ class Mesh:
     @property
     def dp_place(self) -> int:
         """This rank's place among the ``spec.dp`` ranks that read data of their own."""
-        return self.place("dp_replicate") * self.spec.dp_shard + self.place("dp_shard")
+        place = 0
+        for name in DATA_AXES:
+            place = place * self.spec.sizes[name] + self.place(name)
+        return place
 
     def __deepcopy__(self, memo: dict) -> "Mesh":
         return self  # process groups belong to the process, whatever copies of a model there are
 
-    def placements(self, **by_axis: object) -> Sequence[object]:
-        """``by_axis`` in the order of the mesh's axes, those it lacks left out."""
-        return tuple(by_axis[name] for name in self.names)
+    def placements(self, of: Callable[[str], Placement]) -> tuple[Placement, ...]:
+        """What ``of`` says of each of the mesh's axes, in their order."""
+        return tuple(map(of, self.names))

@@ -22,6 +22,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from stepgraph.errors import unknown_name
 
 SEQUENCE = 1  # dimension of the sequence in activations (B, T, D)
+_PLACE = "tp_place"
+
+
+def register_place(module: nn.Module, place: torch.Tensor) -> None:
+    """Keep ``place``, a rank's along ``tp`` as a scalar int64, in a buffer of ``module`` that is in no checkpoint: an
+    input of the graph, so that all ranks have the same one."""
+    module.register_buffer(_PLACE, place, persistent=False)
+
+
+def place_in(model: nn.Module) -> torch.Tensor | None:
+    """This rank's place along ``tp``, as the modules of a parallel ``model`` keep it; None where they do not."""
+    return next((buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == _PLACE), None)
 
 
 def gather_sequence(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
@@ -50,11 +62,13 @@ def _one_sequence(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 class Style:
     """How a module is split. ``split``: the dimension of each of its parameters that is split over ``tp``, for those
     that are; the others are whole on every rank, their gradients summed. ``kind``: the module it is for, None: any.
-    ``forward``: called as ``forward(module, base, tp, *args)`` in place of ``base(*args)``."""
+    ``forward``: called as ``forward(module, base, tp, *args)`` in place of ``base(*args)``. ``placed``: it reads this
+    rank's place along ``tp`` (see `register_place`)."""
 
     split: Mapping[str, int]
     kind: type | None = None
     forward: Callable | None = None
+    placed: bool = False
 
 
 def _rows(module: nn.Linear, base: Callable, tp: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +85,7 @@ def _embedding(module: nn.Embedding, base: Callable, tp: DeviceMesh, tokens: tor
         )
     weight = module.weight
     rows = weight.shape[0]
-    index = tokens - tp.get_local_rank() * rows
+    index = tokens - module.tp_place * rows
     elsewhere = (index < 0) | (index >= rows)
     x = F.embedding(index.masked_fill(elsewhere, 0), weight)  # (B, T, D)
     return scatter_sequence(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), tp)
@@ -88,7 +102,7 @@ STYLES: dict[str, Style] = {
     # Input features split; the partial outputs are summed and scattered over the sequence.
     "rows": Style({"weight": 1}, nn.Linear, _rows),
     # The table's rows split; the output is scattered over the sequence.
-    "embedding": Style({"weight": 0}, nn.Embedding, _embedding),
+    "embedding": Style({"weight": 0}, nn.Embedding, _embedding, placed=True),
     # Works on this rank's part of the sequence or of the heads, with all of its parameters.
     "sequence": Style({}),
     # The same, and its output is gathered over the sequence.

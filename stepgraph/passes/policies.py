@@ -8,7 +8,7 @@ from torch import fx
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.memory.recompute import POLICIES
-from stepgraph.passes.order import configured
+from stepgraph.passes.options import StepOptions
 from stepgraph.passes.runner import run_passes
 
 
@@ -22,6 +22,6 @@ def peak_bytes_by_policy(step: StepGraph) -> dict[str, int]:
         if policy != "budget":
             module = fx.GraphModule(step.module, copy.deepcopy(step.graph))
             trial = replace(step, module=module, executable=None, runner=None, log=[])
-            run_passes(trial, configured("exact", memory=policy, cuda_graph=False))
+            run_passes(trial, StepOptions("exact", memory=policy, cuda_graph=False))
             peaks[policy] = estimate_memory(trial.graph).peak
     return peaks

@@ -87,13 +87,13 @@ def graph():
     compat.init_fake_world(0, 4)
 
     @functools.cache
-    def captured(text, accumulate, tied):
+    def captured(text, tied):
         mesh = make_mesh(text)
         config = dataclasses.replace(TINY, n_layers=LAYERS, tie_embeddings=tied)
-        return capture(parallel_model(mesh, config), mesh, [], accumulate).graph
+        return capture(parallel_model(mesh, config), mesh, []).graph
 
-    def apply(text, chosen, accumulate=1, tied=False):
-        step = captured(text, accumulate, tied)
+    def apply(text, chosen, tied=False):
+        step = captured(text, tied)
         module = torch.fx.GraphModule(step.module, copy.deepcopy(step.graph))
         step = dataclasses.replace(step, module=module, executable=None, runner=None, log=[])
         run_passes(step, chosen)
@@ -127,8 +127,8 @@ def test_one_collective_for_each_region(graph):
     assert "all_gather_into_tensor: " in notes and "MiB" in notes and "exposed communication" in notes
     plain = graph("fsdp=4", [])
     assert counts(plain)["gather", "forward"] == len(list(whole_model().parameters())) - 9 + 9 * LAYERS
-    step = graph("fsdp=4", [*BEFORE, "bucket_collectives"], accumulate=2)
-    assert counts(step)["gather", "forward"] == counts(step)["scatter", "backward"] == 2 * (LAYERS + 2)
+    step = graph("fsdp=4", [*BEFORE, "bucket_collectives"])
+    assert counts(step)["gather", "forward"] == counts(step)["scatter", "backward"] == LAYERS + 2
 
 
 def test_two_dtypes_and_tensor_parallelism(graph):
@@ -155,13 +155,12 @@ def test_sums_of_more_than_two_ranks(graph):
 def test_order(graph):
     step = graph("fsdp=4", passes())
     position = {node: i for i, node in enumerate(step.graph.nodes)}
-    gathers = collectives.by_region(collectives.parameter_gathers(step))
+    gathers = collectives.by_region(collectives.gathers(step))
     for this, following in itertools.pairwise(gathers):
-        if this[0].stretch == following[0].stretch:  # started once the one before is there, before it is read
+        if this[0].half == following[0].half:  # started once the one before is there, before it is read
             assert position[this[0].wait] < position[following[0].node]
             assert position[following[0].node] < min(position[u] for u in this[0].wait.users)
-    tail = collectives.gradient_tail(step)
-    scatters = collectives.by_region(collectives.gradient_reductions(step, tail))
+    scatters = collectives.by_region(collectives.reductions(step))
     assert len(scatters) == LAYERS + 2
     for k in range(len(scatters) - 2):  # waited for once the next is started, and before the one after that
         assert position[scatters[k + 1][0].node] < position[scatters[k][0].wait] < position[scatters[k + 2][0].node]
@@ -173,7 +172,7 @@ def test_order(graph):
 def test_options_of_overlap(graph):
     step = graph("fsdp=4", passes(prefetch=2, delay=0))
     position = {node: i for i, node in enumerate(step.graph.nodes)}
-    gathers = [g for g in collectives.by_region(collectives.parameter_gathers(step)) if g[0].stretch == 0]
+    gathers = [g for g in collectives.by_region(collectives.gathers(step)) if g[0].half == "forward"]
     for k in range(len(gathers) - 2):
         assert position[gathers[k][0].wait] < position[gathers[k + 2][0].node] < position[gathers[k + 1][0].wait]
     with pytest.raises(ValueError, match=r"^overlap delay=-1 is negative; give 0 \(off\), 1 or more regions$"):

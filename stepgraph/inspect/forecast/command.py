@@ -12,17 +12,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.config.command_line import parse, require_folder, value_of
+from stepgraph.config.command_line import parse, refuse_idle, require_folder, value_of
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import ATTENTION_REACHED, GPUS, MEMORY_REACHED, PRODUCTS_REACHED
 from stepgraph.costs.memory import KINDS
 from stepgraph.costs.timeline import Collective
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, forecast
+from stepgraph.passes import StepOptions, Target
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(StepOptions):
     """Forecast memory, communication and time of a preset's training step on a cluster, from its captured graph."""
 
     mesh: str = "fsdp=8"
@@ -43,20 +44,11 @@ class PlanOptions:
     accumulate: int = 1
     """Microbatches in a step."""
 
-    memory: str = "none"
-    """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all)."""
-
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
 
     inductor: Literal["full", "off"] = "full"
     """full: operators between matrix products count as fused; off: each counts by itself."""
-
-    async_tp: bool = False
-    """As in stepgraph train: chunks of the sequence are multiplied while others travel between ranks of a machine."""
-
-    copy_engines: bool = False
-    """As in stepgraph train: FSDP's gathers and reductions take no processors, between ranks of a machine."""
 
     json: Path | None = None
     """Write everything to this file: memory block by block, and every collective."""
@@ -71,10 +63,8 @@ def main(argv: list[str]) -> int:
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     config = PRESETS[name]()
-    mode = "off" if config.inductor == "off" else "full"
-    defaults = {key: getattr(config, key) for key in SETTINGS if key != "inductor"}
     options = parse(
-        PlanOptions(**defaults, inductor=mode),
+        PlanOptions(**{key: getattr(config, key) for key in SETTINGS}),
         words,
         usage="stepgraph plan PRESET",
         description=f"{PlanOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {name}.",
@@ -84,8 +74,11 @@ def main(argv: list[str]) -> int:
     if options.gpu not in GPUS:
         raise ValueError(f"unknown gpu {options.gpu!r}: choose one of {', '.join(sorted(GPUS))}")
     require_folder(options.json)
-    chosen = {key: getattr(options, key) for key in SETTINGS}
-    result = forecast(dataclasses.replace(config, mesh=options.mesh, **chosen), GPUS[options.gpu])
+    gpu, chosen = GPUS[options.gpu], {key: getattr(options, key) for key in SETTINGS}
+    config = dataclasses.replace(config, mesh=options.mesh, **chosen)
+    config.validate()
+    refuse_idle(config, words, Target.forecast(gpu))
+    result = forecast(config, gpu)
     show(result, Console(highlight=False, soft_wrap=True))
     if options.json is not None:
         options.json.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")

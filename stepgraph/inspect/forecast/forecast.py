@@ -16,14 +16,13 @@ from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs import links
 from stepgraph.costs.fusion import Fusion
-from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
+from stepgraph.costs.hardware import Gpu
 from stepgraph.costs.memory import Moment, memory_over_step
 from stepgraph.costs.roofline import Roofline
 from stepgraph.costs.timeline import Timeline, simulate
 from stepgraph.graph.facts import Aliases
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.models.flops import flops_per_token
-from stepgraph.passes.memory.rematerialize import rematerialize
+from stepgraph.models import flops_per_token
 
 
 @dataclass(frozen=True)
@@ -89,18 +88,18 @@ class Forecast:
 
 #: Options of a run that a forecast depends on.
 SETTINGS = (
-    *("precision", "seq_len", "batch_size", "accumulate", "memory", "reduce_dtype", "inductor"),
-    *("async_tp", "copy_engines"),
+    *("precision", "seq_len", "batch_size", "accumulate", "reduce_dtype"),
+    *(field.name for field in dataclasses.fields(passes.StepOptions)),
 )
 
 
 def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
     """The forecast of ``config``'s step, with its mesh, on ``gpu``.
 
-    Rank 0's step is captured, with the passes that stay exact, as the CPU runs it: its collectives and shapes are the
-    GPU's. Attention is one operator there as here. Where ``config`` compiles, nodes between matrix products count as
-    fused. Nothing is computed or allocated, and no rank but this process exists. Raises ``ValueError`` for a
-    configuration without a mesh or that cannot be, and inside a process group.
+    Rank 0's step is captured as the CPU runs it: its collectives and shapes are the GPU's, and attention is one
+    operator there as here. The passes are those of a run. Where ``config`` compiles, nodes between matrix products
+    count as fused. Nothing is computed or allocated, and no rank but this process exists. Raises ``ValueError`` for a
+    configuration that has no mesh or cannot be right, and inside a process group.
     """
     spec = config.mesh_spec
     if spec is None:
@@ -115,7 +114,7 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
         step = _captured(config, mesh)
         rewrite(step, config, gpu)
         aliases = Aliases(step.graph)
-        fusion = Fusion(step.graph, aliases, config.inductor == "full")
+        fusion = Fusion(step.graph, aliases, config.compiles_all)
         groups = links.groups({name: mesh.axis(name).get_group() for name in mesh.names})
         roofline = Roofline(step.graph, aliases, fusion, gpu)
         return Forecast(
@@ -135,19 +134,8 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
 
 
 def rewrite(step: StepGraph, config: TrainConfig, gpu: Gpu) -> None:
-    """Run the passes that decide what a step on a GPU keeps and moves. Kernels themselves are left to the roofline."""
-    chosen = passes.configured("exact", memory=config.memory, reshard=config.reshard, cuda_graph=False)
-    budget = {"reshard_after_forward": {"budget_gib": 0.9 * gpu.memory / 2**30}}
-    chosen = [p.with_options(**budget.get(p.name, {})) for p in chosen]
-    if config.passes == "default":
-        chosen.append(dataclasses.replace(passes.get("fuse_loss"), needs_cuda=False))
-    if config.async_tp:
-        chosen.append(passes.get("async_tensor_parallel", ranks_per_machine=GPUS_PER_NODE))
-    if config.copy_engines:
-        chosen.append(passes.get("copy_engines", ranks_per_machine=GPUS_PER_NODE))
-    passes.run_passes(step, chosen, disable=config.disable_pass)
-    if config.inductor == "full":
-        rematerialize(step)
+    """Run the passes that ``config`` asks for as a step on ``gpu`` would, but for those that only choose kernels."""
+    passes.run_passes(step, config, target=passes.Target.forecast(gpu))
 
 
 def _captured(config: TrainConfig, mesh: parallel.Mesh) -> StepGraph:

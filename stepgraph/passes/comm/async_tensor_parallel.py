@@ -17,17 +17,17 @@ Models", 2023; in torch, `torch.ops.symm_mem.fused_all_gather_matmul` and its li
 import math
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from stepgraph.costs.links import pipeline_of
 from stepgraph.costs.timeline import exposed, exposed_text, joining_saves
 from stepgraph.graph import collectives
-from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, Builder, erase_chain
-from stepgraph.graph.facts import Aliases, is_pure
-from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import Aliases, is_pure, upstream
+from stepgraph.graph.provenance import phase_of, role_of, set_role
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
@@ -45,28 +45,37 @@ class AsyncTensorParallelOptions:
     ranks_per_machine: int = 0
 
 
-@register("async_tensor_parallel", "numerics", options=AsyncTensorParallelOptions(), needs_process_group=True)
+@register(
+    "async_tensor_parallel",
+    "numerics",
+    options=AsyncTensorParallelOptions(),
+    needs_process_group=True,
+    from_options=lambda options: {} if options.async_tp else None,
+    for_target=lambda own, target: replace(own, ranks_per_machine=own.ranks_per_machine or target.ranks_per_machine),
+)
 def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, report: PassReport) -> None:
     """Multiply chunks of the sequence while other chunks are gathered or reduced."""
     before = exposed(step.graph)
-    tail = collectives.gradient_tail(step)
-    parameters = {c.node for c in collectives.parameter_gathers(step)}
     joined: dict[str, list[float]] = {}
     left: Counter[str] = Counter()
     aliases = Aliases(step.graph)
     for node in list(step.graph.nodes):
-        if node in tail or node in parameters or node.target not in _JOIN:
+        role = role_of(node)
+        if node.target not in _JOIN or not role or role.kind != "activation":
             continue
         report.matched += 1
-        apart = collectives.spans_machines(node.args[-1], options.ranks_per_machine)
+        apart = collectives.spans_machines(collectives.group_of(node), options.ranks_per_machine)
         reason = apart or _JOIN[node.target](step, node, options, aliases)
         kind = f"{phase_of(node)}, {node.target.overloadpacket.__name__}"
         if isinstance(reason, str):
             left[f"{kind}: {reason}"] += 1
             continue
         new, products = reason
+        set_role(new, role)
         report.changed += 1
-        joined.setdefault(f"{kind} with {products} product{'s' * (products != 1)}", []).append(pipeline_of(new).sent)
+        joined.setdefault(f"{kind} with {products} product{'s' * (products != 1)}", []).append(
+            collectives.bytes_sent(new)
+        )
     report.summary = f"{report.changed} of {report.matched} collectives of activations joined with products"
     for kind, sizes in joined.items():
         report.notes.append(f"{kind}: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB received by each rank")
@@ -120,7 +129,7 @@ def _join_gather(
     keep = readers != set(products)
     for need in sorted(set().union(*movable.values())):
         place.prepend(need)
-    build = Builder(step, products)
+    build = Builder(*products)
     with step.graph.inserting_before(place):
         if not shard.meta["val"].is_contiguous():
             shard = build(aten.clone.default, shard, memory_format=torch.contiguous_format)
@@ -128,7 +137,7 @@ def _join_gather(
         weights = [p.args[1] for p in products]
         joined = build(collectives.ALL_GATHER_MATMUL, rows, weights, keep, ranks, group)
         if not options.unprofitable and joining_saves(joined, node) <= 0:
-            erase_chain(step.graph, joined)
+            erase_unread(joined, collectives=True)
             return "too small for a pipeline to pay"
         results = [build(operator.getitem, joined, i) for i in range(keep + len(products))]
         if keep:
@@ -140,7 +149,7 @@ def _join_gather(
     if keep:
         whole.replace_all_uses_with(gathered)
     for view in reversed(views):
-        erase_chain(step.graph, view)
+        erase_unread(view, collectives=True)
     return joined, len(products)
 
 
@@ -150,7 +159,7 @@ def _multiplies_rows(node: fx.Node, views: list[fx.Node]) -> bool:
 
 def _before(weight: fx.Node, place: fx.Node, aliases: Aliases) -> set[fx.Node] | None:
     """What must move before ``place`` so that ``weight`` is there; None where something cannot."""
-    needed = {n for n in {*collectives.upstream(weight), weight} if n.op == "call_function" and not n < place}
+    needed = {n for n in {*upstream(weight), weight} if n.op == "call_function" and not n < place}
     gathers = (ALL_GATHER, WAIT)
     fits = all(n.target in gathers or (is_pure(n) and not aliases.writes.get(aliases.root(n))) for n in needed)
     return needed if fits and place not in needed else None
@@ -169,16 +178,16 @@ def _join_scatter(
     products = _terms(whole, shape[-1]) if dim < len(shape) - 1 else None
     if products is None:
         return "not of products alone"
-    build = Builder(step, products)
+    build = Builder(*products)
     with step.graph.inserting_before(node):
         sides = ([p.args[i] for p in products] for i in (0, 1))
         joined = build(collectives.MATMUL_REDUCE_SCATTER, *sides, math.prod(shape[:dim]), ranks, group)
         if not options.unprofitable and joining_saves(joined, node) <= 0:
-            erase_chain(step.graph, joined)
+            erase_unread(joined, collectives=True)
             return "too small for a pipeline to pay"
         result = build(aten.view.default, joined, list(wait.meta["val"].shape), like=wait)
     wait.replace_all_uses_with(result)
-    erase_chain(step.graph, wait)
+    erase_unread(wait, collectives=True)
     return joined, len(products)
 
 

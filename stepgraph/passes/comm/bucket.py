@@ -21,17 +21,10 @@ from torch import fx
 
 from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
-from stepgraph.graph.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    WAIT,
-    Builder,
-    Collective,
-    by_region,
-    erase_chain,
-    group_size,
-)
+from stepgraph.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, Collective, by_region, group_size
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import upstream
+from stepgraph.graph.provenance import role_of, set_role
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.comm.overlap import sink
 from stepgraph.passes.contract import PassReport, register
@@ -39,7 +32,7 @@ from stepgraph.passes.contract import PassReport, register
 aten = torch.ops.aten
 
 
-@register("bucket_collectives", "exact", needs_process_group=True)
+@register("bucket_collectives", "exact", after=("dedupe_unshards", "reshard_after_forward"), needs_process_group=True)
 def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> None:
     """One flat all-gather, reduce-scatter or all-reduce for each region of the model."""
     found = _bucket(step, report, lambda c: not _reorders_sums(c))
@@ -66,23 +59,21 @@ def _reorders_sums(c: Collective) -> bool:
 
 def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], bool]) -> list[Collective]:
     """Bucket the ``wanted`` collectives; all that were found."""
-    tail = collectives.gradient_tail(step)
-    reductions = collectives.gradient_reductions(step, tail)
-    gathers = collectives.parameter_gathers(step)
+    reductions, gathers = collectives.reductions(step), collectives.gathers(step)
     report.matched = sum(map(wanted, [*gathers, *reductions]))
     if not report.matched:
         return [*gathers, *reductions]
     before = exposed(step.graph)
     counts: dict[str, list[int]] = defaultdict(list)
     # Gradients are finished behind the last reduction of their region, where the bucket will be.
-    sink(step, tail, reductions, distance=0)
+    sink(step, reductions, distance=0)
     for found in (gathers, reductions):
         for members in _buckets([c for c in found if wanted(c)]):
             _BUILD[members[0].node.target](step, members)
             counts[members[0].node.target.name()].append(sum(c.wait.meta["val"].nbytes for c in members))
             report.changed += len(members)
             for c in members:
-                erase_chain(step.graph, c.wait)
+                erase_unread(c.wait, collectives=True)
     report.summary = f"{report.changed} of {report.matched} collectives in {sum(map(len, counts.values()))} buckets"
     for name, sizes in counts.items():
         report.notes.append(
@@ -106,11 +97,11 @@ def _buckets(found: list[Collective]) -> list[list[Collective]]:
 
 
 def _gather(step: StepGraph, members: list[Collective]) -> None:
-    graph, build = step.graph, Builder(step, [c.node for c in members])
+    graph, build = step.graph, Builder(*(c.node for c in members))
     first = members[0].node
     # What the others gather is made from parameters alone, and is made before the bucket.
     for c in members[1:]:
-        for node in sorted(collectives.upstream(c.node)):
+        for node in sorted(upstream(c.node)):
             if node.op == "call_function" and node > first:
                 first.prepend(node)
     shards = [c.node.args[0] for c in members]
@@ -130,7 +121,7 @@ def _gather(step: StepGraph, members: list[Collective]) -> None:
 
 
 def _reduce(step: StepGraph, members: list[Collective]) -> None:
-    graph, build = step.graph, Builder(step, [c.node for c in members])
+    graph, build = step.graph, Builder(*(c.node for c in members))
     last = members[-1].node
     scatters = last.target is REDUCE_SCATTER
     inputs = [c.node.args[0] for c in members]
@@ -140,12 +131,22 @@ def _reduce(step: StepGraph, members: list[Collective]) -> None:
             shape = [last.args[2], -1] if scatters else [-1]
             flat = build(aten.cat.default, [_flat(build, x, shape) for x in inputs], len(shape) - 1)
             flat = build(aten.view.default, flat, [-1]) if scatters else flat
+        _unfinished(flat, inputs)
         waited = build(WAIT, build(last.target, flat, *last.args[1:]))
         results = [c.wait.meta["val"] for c in members]
         parts = build(aten.split_with_sizes.default, waited, [r.numel() for r in results])
         for i, (c, r) in enumerate(zip(members, results, strict=True)):
             part = build(operator.getitem, parts, i, like=c.wait)
             c.wait.replace_all_uses_with(build(aten.view.default, part, list(r.shape), like=c.wait))
+
+
+def _unfinished(flat: fx.Node, inputs: list[fx.Node]) -> None:
+    """What puts gradients together before their first reduction does not finish them: it has no role."""
+    if any(role_of(node) is None for node in inputs):
+        made = [flat]
+        for node in made:  # grows
+            set_role(node, None)
+            made += [n for n in node.all_input_nodes if n not in inputs]
 
 
 def _bucket_of(inputs: list[fx.Node]) -> fx.Node | None:

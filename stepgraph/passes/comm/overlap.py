@@ -8,7 +8,7 @@ collective holds what it reads until it is waited for, so waiting for all of the
 whole. Tier exact: every node keeps its operator and its inputs. Best after `bucket_collectives`.
 """
 
-import itertools
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,8 @@ from torch import fx
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
-from stepgraph.graph.collectives import WAIT, Collective, by_region, upstream
-from stepgraph.graph.facts import Aliases, is_pure, is_view
+from stepgraph.graph.collectives import WAIT, Collective, by_region
+from stepgraph.graph.facts import Aliases, is_pure, is_view, upstream
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
@@ -39,13 +39,17 @@ class OverlapOptions:
                 raise ValueError(f"overlap {name}={value} is negative; give 0 (off), 1 or more regions")
 
 
-@register("overlap", "exact", options=OverlapOptions(), needs_process_group=True)
+@register(
+    "overlap",
+    "exact",
+    options=OverlapOptions(),
+    after=("bucket_collectives", "bucket_all_reduces"),
+    needs_process_group=True,
+)
 def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> None:
     """Start gathers regions ahead and wait for reductions regions later."""
     before, peak = exposed(step.graph), estimate_memory(step.graph).peak
-    gathers = collectives.parameter_gathers(step)
-    tail = collectives.gradient_tail(step)
-    reductions = collectives.gradient_reductions(step, tail)
+    gathers, reductions = collectives.gathers(step), collectives.reductions(step)
     report.matched = len(gathers) + len(reductions)
     if not report.matched:
         return
@@ -53,7 +57,7 @@ def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> Non
     if options.prefetch:
         _prefetch(step, gathers, options.prefetch)
     if options.delay:
-        sink(step, tail, reductions, options.delay)
+        sink(step, reductions, options.delay)
     report.changed = sum(a is not b for a, b in zip(moved, step.graph.nodes, strict=True))
     report.summary = (
         f"{len(gathers)} gathers {options.prefetch} regions ahead, {len(reductions)} reductions waited for "
@@ -66,16 +70,15 @@ def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> Non
 
 def _prefetch(step: StepGraph, gathers: list[Collective], distance: int) -> None:
     """Start each region's gathers right after the wait for those of the region ``distance`` before."""
-    stretch = collectives.stretches(step.graph)
-    first = {number: node for node, number in reversed(stretch.items())}
-    by_stretch: dict[int, list[list[Collective]]] = {}
+    first = {half: node for node, half in reversed(collectives.halves(step.graph).items())}
+    by_half: dict[str, list[list[Collective]]] = defaultdict(list)
     for region in by_region(gathers):
-        by_stretch.setdefault(region[0].stretch, []).append(region)
+        by_half[region[0].half].append(region)
         for c in region:
             _wait_late(c.wait)
-    for number, regions in by_stretch.items():
+    for half, regions in by_half.items():
         places = [min(c.wait for c in region) for region in regions]
-        start = first[number].prev
+        start = first[half].prev
         for k, region in enumerate(regions):
             place = places[k - distance] if k >= distance else start
             for c in region:
@@ -104,27 +107,21 @@ def _wait_late(wait: fx.Node) -> None:
                 first.prepend(node)
 
 
-def sink(step: StepGraph, tail: set[fx.Node], reductions: list[Collective], distance: int) -> None:
-    """Move the gradients' ``tail`` behind the last reduction of each region.
+def sink(step: StepGraph, reductions: list[Collective], distance: int) -> None:
+    """Move what finishes gradients behind the last reduction of each region.
 
-    With a ``distance``, waits run so many regions later, at most at the end of their stretch, and so does what
-    follows from them: an all-reduce of what a reduce-scatter gave waits twice.
+    With a ``distance``, waits run so many regions later, at most at the end of backward, and so does what follows from
+    them: an all-reduce of what a reduce-scatter gave waits twice.
     """
+    tail = collectives.tail(step)
     regions = [region for r in by_region(reductions) if (region := [c for c in r if c.node.args[0] not in tail])]
-    issued = {c.node for region in regions for c in region}
-    ends = {n: node for node, n in collectives.stretches(step.graph).items() if node not in tail or node in issued}
-    # Where the tail may run: behind each region's last reduction, and at the end of each stretch.
-    places: list[fx.Node] = []
-    place_of: dict[fx.Node, int] = {}
-    limit: list[int] = []
-    for stretch, group in itertools.groupby(sorted(regions, key=lambda r: max(c.node for c in r)), key=_stretch):
-        start = len(places)
-        for region in group:
-            place_of |= dict.fromkeys((c.node for c in region), len(places))
-            places.append(max(c.node for c in region))
-        if ends[stretch] is not places[-1]:
-            places.append(ends[stretch])
-        limit += [len(places) - 1] * (len(places) - start)
+    # Where the tail may run: behind each region's last reduction, and at the end of backward.
+    regions.sort(key=lambda region: max(c.node for c in region))
+    places = [max(c.node for c in region) for region in regions]
+    place_of = {c.node: i for i, region in enumerate(regions) for c in region}
+    *_, end = (node for node in step.nodes("backward") if node not in tail or node in place_of)
+    if end not in places[-1:]:
+        places.append(end)
     aliases = Aliases(step.graph)
     due: dict[fx.Node, tuple[int, int]] = {}  # (place, waits before)
     touched: dict[fx.Node, tuple[int, int]] = {}
@@ -132,9 +129,12 @@ def sink(step: StepGraph, tail: set[fx.Node], reductions: list[Collective], dist
         if node in place_of:
             due[node] = (place_of[node], 0)
             continue
-        place, waits = max(due[n] for n in node.all_input_nodes if n in due)
+        before = [due[n] for n in node.all_input_nodes if n in due]
+        if not before:  # of a collective that stays where it is
+            continue
+        place, waits = max(before)
         if node.target is WAIT:
-            place, waits = min(place + distance, limit[place]), waits + 1
+            place, waits = min(place + distance, len(places) - 1), waits + 1
         roots = {aliases.root(n) for n in (node, *node.all_input_nodes)}
         # What is written stays in order with all that touches it.
         due[node] = max([(place, waits), *(touched[r] for r in roots if r in touched and aliases.writes.get(r))])
@@ -143,7 +143,3 @@ def sink(step: StepGraph, tail: set[fx.Node], reductions: list[Collective], dist
         place = due[node][0]
         places[place].append(node)
         places[place] = node
-
-
-def _stretch(region: list[Collective]) -> int:
-    return region[0].stretch

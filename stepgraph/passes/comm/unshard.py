@@ -1,24 +1,25 @@
 """Gathered parameters: gather each once, and gather again in backward instead of keeping it.
 
-`dedupe_unshards`. Matches: all-gathers of one parameter in one stretch of forward or backward (tied embeddings).
+`dedupe_unshards`. Matches: all-gathers of one parameter in forward, or in backward (tied embeddings).
 Before -> after: two all-gathers -> the first. Exact: a gather is a copy, and no parameter is written in between.
 `reshard_after_forward`. Matches: parameters gathered in forward that backward reads. Before -> after: backward reads
 the forward's gather -> it reads a gather of its own, issued before its first reader. Exact for the same reason.
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.errors import unknown_name
-from stepgraph.graph.collectives import Collective, by_region, erase_chain, parameter_gathers, stretches, upstream
-from stepgraph.graph.facts import is_pure, tensor_bytes
+from stepgraph.graph.collectives import Collective, by_region, gathers, halves
+from stepgraph.graph.edit import erase_unread
+from stepgraph.graph.facts import is_pure, tensor_bytes, upstream
 from stepgraph.graph.provenance import phase_of, provenance, set_provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.target import Target
 
 RESHARD = ("never", "always", "auto")
 
@@ -28,15 +29,15 @@ def dedupe_unshards(step: StepGraph, options: object, report: PassReport) -> Non
     """Gather a parameter that is read in several places once per forward or backward."""
     saved = 0
     first: dict[tuple, fx.Node] = {}
-    for gather in parameter_gathers(step):
+    for gather in gathers(step):
         report.matched += 1
-        key = (gather.stretch, _recipe(gather.node))
+        key = (gather.half, _recipe(gather.node))
         if key not in first:
             first[key] = gather.wait
             continue
         saved += tensor_bytes(gather.node)
         gather.wait.replace_all_uses_with(first[key])
-        erase_chain(step.graph, gather.wait)
+        erase_unread(gather.wait, collectives=True)
         report.changed += 1
     report.summary = f"{report.changed} of {report.matched} gathers repeated, {saved / 2**20:.1f} MiB"
 
@@ -62,22 +63,35 @@ class ReshardOptions:
             raise unknown_name("reshard policy", self.policy, RESHARD)
 
 
-@register("reshard_after_forward", "exact", options=ReshardOptions(), needs_process_group=True)
+def _budget(options: ReshardOptions, target: Target) -> ReshardOptions:
+    known = options.budget_gib or not target.memory
+    return options if known else replace(options, budget_gib=0.9 * target.memory / 2**30)
+
+
+@register(
+    "reshard_after_forward",
+    "exact",
+    options=ReshardOptions(),
+    after=("dedupe_unshards",),
+    needs_process_group=True,
+    from_options=lambda options: {"policy": options.reshard},
+    for_target=_budget,
+)
 def reshard_after_forward(step: StepGraph, options: ReshardOptions, report: PassReport) -> None:
     """Gather parameters again in backward instead of keeping them, by a memory policy."""
-    stretch = stretches(step.graph)
-    groups = [g for g in by_region(parameter_gathers(step)) if phase_of(g[0].node) != "backward"]
-    plans = [[(gather, readers) for gather in g if (readers := _readers(gather, stretch))] for g in groups]
+    half = halves(step.graph)
+    groups = [g for g in by_region(gathers(step)) if g[0].half == "forward"]
+    plans = [[(gather, readers) for gather in g if (readers := _readers(gather, half))] for g in groups]
     report.matched = sum(map(len, plans))
     report.summary = f"policy {options.policy}: {report.matched} gathered parameters kept for backward"
     if not report.matched or not _wanted(step, options, report):
         return
     # Backward starts with what forward ran last: giving that up would gather it again at once.
-    last = {g[0].stretch: g[0].region for g in groups}
+    last = groups[-1][0].region
     freed = 0
     for plan in plans:
         for gather, (made, readers) in plan:
-            if last[gather.stretch] == gather.region:
+            if gather.region == last:
                 continue
             _gather_again(step.graph, gather, made, readers)
             freed += tensor_bytes(gather.node)
@@ -93,10 +107,8 @@ def _wanted(step: StepGraph, options: ReshardOptions, report: PassReport) -> boo
     if options.policy != "auto":
         return options.policy == "always"
     budget = options.budget_gib * 2**30
-    device = step.placeholders("parameter")[0].meta["val"].device
-    if not budget and device.type == "cuda":
-        budget = 0.9 * torch.cuda.get_device_properties(device).total_memory
     if not budget:
+        device = step.placeholders("parameter")[0].meta["val"].device
         report.notes.append(f"no memory budget is known on {device.type}: nothing is gathered again")
         return False
     need = estimate_memory(step.graph).peak
@@ -104,13 +116,13 @@ def _wanted(step: StepGraph, options: ReshardOptions, report: PassReport) -> boo
     return need > budget
 
 
-def _readers(gather: Collective, stretch: dict[fx.Node, int]) -> tuple[list[fx.Node], list[fx.Node]] | None:
+def _readers(gather: Collective, half: dict[fx.Node, str]) -> tuple[list[fx.Node], list[fx.Node]] | None:
     """(what forward makes from the gathered parameter alone, backward's readers of these, in order), if any read."""
     made = [gather.wait]
     seen = set(made)
     for node in made:  # grows
         for user in node.users:
-            forward = user not in seen and is_pure(user) and stretch.get(user) == gather.stretch
+            forward = user not in seen and is_pure(user) and half.get(user) == gather.half
             if forward and seen.issuperset(user.all_input_nodes):
                 made.append(user)
                 seen.add(user)
@@ -119,7 +131,7 @@ def _readers(gather: Collective, stretch: dict[fx.Node, int]) -> tuple[list[fx.N
 
 
 def _gather_again(graph: fx.Graph, gather: Collective, made: list[fx.Node], readers: list[fx.Node]) -> None:
-    """Copies of the gather and of what is made from it, for backward's readers in each stretch."""
+    """Copies of the gather and of what is made from it, for backward's readers."""
     read = [n for n in made if any(user in readers for user in n.users)]
     needed = set(read).union(*map(upstream, read))
     copies: dict[fx.Node, fx.Node] = {}

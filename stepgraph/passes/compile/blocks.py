@@ -14,8 +14,8 @@ from stepgraph.inductor.regional import Piece, Region
 #: Blocks below which no two are alike: what runs beside the first and the last is not what runs beside the others.
 FEWEST = 4
 
-#: A stretch's number (see `collectives.stretches`) and the block that runs there; between the blocks of two stretches,
-#: where no block runs, the number of the second.
+#: 0 in forward, 1 in backward, and the block that runs there; between the blocks of forward and backward, where no
+#: block runs, 1; behind those of backward, 2.
 Part = tuple[int, str | None]
 
 
@@ -53,7 +53,7 @@ def parts(step: StepGraph) -> dict[fx.Node, Part]:
     in which it runs. What the model computes between two blocks belongs to the block before it. The update of a
     parameter belongs to the parameter's block.
     """
-    numbers = collectives.stretches(step.graph)
+    numbers = {node: 0 if half == "forward" else 1 for node, half in collectives.halves(step.graph).items()}
     computing = _computing(step)
     last = {numbers[node]: node for node, block in computing.items() if block is not None}
     result: dict[fx.Node, Part] = {}
@@ -81,8 +81,7 @@ def parts(step: StepGraph) -> dict[fx.Node, Part]:
 def _computing(step: StepGraph) -> dict[fx.Node, str | None]:
     """Nodes whose results depend on the batch, with their block; but for views, collectives, and what only finishes
     gradients: those may run beside other blocks."""
-    movable = (*collectives.COLLECTIVES, collectives.WAIT, *collectives.COPIED)
-    tail = collectives.gradient_tail(step)
+    tail = collectives.tail(step)
     made = set(step.placeholders("batch"))
     found: dict[fx.Node, str | None] = {}
     for node in step.graph.nodes:
@@ -90,6 +89,7 @@ def _computing(step: StepGraph) -> dict[fx.Node, str | None]:
             continue
         made.add(node)
         inside = phase_of(node) in ("forward", "loss", "backward")
-        if inside and node not in tail and node.target not in movable and not is_view(node):
+        movable = node in tail or collectives.stage_of(node) in ("begin", "wait", "end")
+        if inside and not movable and not is_view(node):
             found[node] = step.block_of(node)
     return found

@@ -23,7 +23,7 @@ from stepgraph.costs.roofline import node_seconds
 from stepgraph.errors import unknown_name
 from stepgraph.graph import collectives
 from stepgraph.graph.facts import EXPENSIVE, Aliases, is_pure, is_view, tensor_bytes
-from stepgraph.graph.provenance import phase_of, provenance, set_provenance
+from stepgraph.graph.provenance import phase_of, provenance, role_of, set_provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
@@ -70,7 +70,7 @@ def parse_policy(text: str) -> MemoryPolicy:
     return MemoryPolicy("budget", number, not value.endswith("GiB") and number <= 1)
 
 
-@register("recompute", "exact", options=MemoryPolicy())
+@register("recompute", "exact", options=MemoryPolicy(), from_options=lambda options: vars(parse_policy(options.memory)))
 def recompute(step: StepGraph, options: MemoryPolicy, report: PassReport) -> None:
     """Trade memory for time: recompute forward results in backward by a memory policy."""
     plan = Plan(step)
@@ -121,7 +121,7 @@ class Plan:
         self.phase = {node: phase_of(node) for node in self.nodes}
         self.block = self._blocks()
         gathers = {node for node in self.nodes if node.target is collectives.ALL_GATHER}
-        self.gathers = gathers - {c.node for c in collectives.parameter_gathers(step)} if gathers else gathers
+        self.gathers = {n for n in gathers if (role := role_of(n)) and role.kind == "activation"}
         self.saved: dict[fx.Node, None] = {}
         for node in self.nodes:
             if self._is_forward(node) and any(self.is_backward(user) for user in node.users):

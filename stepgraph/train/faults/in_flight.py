@@ -1,8 +1,8 @@
-"""Which node of the graph a collective belongs to that ranks are waiting in.
+"""Finds the node of the graph whose collective the ranks are waiting in.
 
-torch's flight recorder knows the process group of each collective, when it was issued and whether it is done, and
-nothing of graphs. A step issues each group's collectives in the graph's order: Inductor keeps that order too. So the
-k-th one that a group issued since the step began is the k-th of its nodes.
+torch's flight recorder knows the process group of each collective, when it was issued and whether it is done, but not
+its node. A step issues each group's collectives in the graph's order, which Inductor keeps. So the k-th collective that
+a group issued since the step began is the group's k-th node.
 """
 
 import bisect
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from stepgraph.graph.collectives import WAIT, c10d
+from stepgraph import compat
+from stepgraph.graph.collectives import group_of, is_nccl, stage_of
+from stepgraph.graph.facts import OpOverload
 from stepgraph.graph.provenance import provenance
-
-_NAMESPACE = c10d.name
 
 
 class InFlight(NamedTuple):
-    """A collective that was issued and is not done. ``node``: its node; None if it is no node of the step. ``what``:
-    the operation as the recorder calls it. ``others``: collectives issued after it that are not done either."""
+    """A collective that was issued and is not done. ``node``: its node, or None if it is not one of the step's.
+    ``what``: the recorder's name for the operation. ``others``: how many issued after it are not done either."""
 
     node: fx.Node | None
     what: str
@@ -34,11 +34,11 @@ class InFlight(NamedTuple):
 
 
 def issue_order(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """The collectives of each process group, by its name, in the order in which a step issues them."""
+    """The collectives of each process group, by torch's name of it, in the order in which a step issues them."""
     order: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if getattr(node.target, "namespace", None) == _NAMESPACE and node.target is not WAIT:
-            order[str(node.args[-1])].append(node)
+        if is_nccl(node) and stage_of(node) == "begin":
+            order[compat.group_name(group_of(node))].append(node)
     return dict(order)
 
 
@@ -47,9 +47,9 @@ def first_in_flight(
 ) -> InFlight | None:
     """The earliest of the collectives in ``records`` (see `compat.flight_records`) that is not done; None if all are.
 
-    ``order``: as `issue_order` gives it. ``began_ns``: when the latest steps began to be launched, the earliest first,
-    in nanoseconds since the epoch: on a GPU the next one is, while the host waits for the results of one. A collective
-    that comes where the graph has none, or one of another size, gets no node.
+    ``order``: as `issue_order` gives it. ``began_ns``: when the launch of each of the latest steps began, the earliest
+    first, in nanoseconds since the epoch; there are several because on a GPU the next step is launched before the
+    results of one are read. A collective gets no node if the graph has none in its place, or one of another size.
     """
     numbers: dict[tuple[str, int], int] = defaultdict(int)
     waiting: list[tuple[Mapping[str, Any], fx.Node | None]] = []
@@ -70,13 +70,13 @@ def first_in_flight(
 
 
 def _fits(node: fx.Node, record: Mapping[str, Any]) -> bool:
-    """Whether the record reads as many elements as the node: names differ from backend to backend."""
+    """Whether record and node have equally many input elements; their names depend on the backend."""
     return node.args[0].meta["val"].numel() == sum(map(math.prod, record["input_sizes"]))
 
 
 def describe(node: fx.Node) -> str:
     """``name (operator) of module path, phase, file:line``."""
     found = provenance(node)
-    operator = str(node.target).removeprefix(f"{_NAMESPACE}.").removesuffix(".default")
+    operator = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else str(node.target)
     file, _, line = found.source.rpartition(":")
     return f"{node.name} ({operator}) of {found.path or 'the model'}, {found.phase}, {os.path.basename(file)}:{line}"

@@ -162,7 +162,7 @@ def test_auto_leaves_a_cpu_to_inductor(tools):
 def test_wrong_choices():
     with pytest.raises(ValueError, match="unknown choice of norm 'kernels': did you mean 'kernel'"):
         get("fuse_norm", choice="kernels")
-    with pytest.raises(ValueError, match="norm=kernel with pipeline 'exact'"):
+    with pytest.raises(ValueError, match="norm=kernel with passes=exact"):
         configured("exact", norm="kernel")
     with pytest.raises(ValueError, match="norm=inductor with inductor=off"):
         configured(inductor="off", norm="inductor")

@@ -1,0 +1,70 @@
+"""What each collective of a captured step is for, told where it is known: at the end of the trace.
+
+A collective that gathers what is made from one parameter alone (and constants) gathers that parameter. One that runs in
+backward where autograd works on what forward made from one parameter alone reduces that parameter's gradient; whatever
+reads its result finishes the gradient. All others are of activations.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.capture.lineage import made_from
+from stepgraph.graph.collectives import group_of, operator_of, set_group, stage_of
+from stepgraph.graph.provenance import Role, provenance, role_of, set_role, together
+from stepgraph.graph.step_graph import StepGraph
+
+
+def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: Iterable[torch.Tensor]) -> None:
+    """Name process groups alike on all ranks, and give the collectives of forward, loss and backward their roles.
+
+    ``reducing``: see `Recorder`. ``tensors``: the model's; the meshes of DTensors among them tell the axes.
+    """
+    found = [node for node in step.graph.nodes if stage_of(node) in ("begin", "end", "joined")]
+    if not found:
+        return
+    _name_groups(step, found, tensors)
+    names = {n: s.name.partition("#")[0] for n, s in zip(step.placeholders(), step.inputs, strict=True)}
+    made = made_from(step.graph, set(step.placeholders("parameter")))
+    for node in step.nodes("forward", "loss", "backward"):
+        if role := _role(node, step.axes, names, made, reducing.get(node)):
+            set_role(node, role)
+
+
+def _role(
+    node: fx.Node, axes: Mapping[str, str], names: Mapping[fx.Node, str], made: Mapping[fx.Node, Any], owner: Any
+) -> Role | None:
+    operator = operator_of(node)
+    finished = [provenance(n) for n in node.all_input_nodes if (role := role_of(n)) and role.kind == "reduce"]
+    if operator is None:
+        return together(finished).role if finished else None
+    if operator.stage == "wait":
+        return role_of(node.args[0])
+    axis, gathered = axes[group_of(node)], made[node.all_input_nodes[0]]
+    if operator.kind == "all_gather" and gathered in names:
+        return Role("gather", (names[gathered],), axis)
+    if finished:
+        return together(finished).role._replace(axis=axis)
+    return Role("reduce", (names[owner],), axis) if owner else Role("activation", (), axis)
+
+
+def _name_groups(step: StepGraph, collectives: list[fx.Node], tensors: Iterable[torch.Tensor]) -> None:
+    axes = {dist.group.WORLD.group_name: "world"} | dict(_axes(tensors))
+    for node in collectives:
+        group = compat.process_group(group_of(node))
+        axis = axes.get(group.group_name, group.group_desc)
+        name = compat.name_group(group, axis)
+        set_group(node, name)
+        step.axes[name] = axis
+
+
+def _axes(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """(torch's name of a process group, the axis) of every axis of the tensors' meshes."""
+    for mesh in dict.fromkeys(t.device_mesh for t in tensors if hasattr(t, "device_mesh")):
+        names = mesh.mesh_dim_names or [f"dim_{i}" for i in range(mesh.ndim)]
+        for group, name in zip(mesh.get_all_groups(), names, strict=True):
+            yield group.group_name, name

@@ -1,0 +1,59 @@
+"""Layouts derived from splits over axes of the mesh."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from stepgraph import compat
+from stepgraph.parallel import Mesh, MeshSpec
+from stepgraph.parallel.layout import Layout
+
+
+@pytest.fixture
+def mesh():
+    compat.init_fake_world(7, 8)
+    yield Mesh(MeshSpec.parse("hsdp=2x2,tp=2"), "cpu")
+    dist.destroy_process_group()
+
+
+def layout(mesh, shape, *splits):
+    return Layout(torch.Size(shape), mesh, splits, torch.bfloat16, torch.float32)
+
+
+def test_splits_follow_each_other(mesh):
+    both = layout(mesh, (12, 6), ("tp", 0), ("dp_shard", 0))
+    assert both.local_shape == (3, 6) and both.region == ((9, 12), (0, 6)) and both.rows == 6 and not both.padded
+    assert mesh.names == ("tp", "dp_shard", "dp_replicate")
+    assert both.at_rest() == (Shard(0), Shard(0), Replicate())
+    assert both.unreduced() == (Shard(0), Shard(0), Partial("avg"))
+    assert both.store(torch.zeros(3, 6)).shape == (12, 6)
+
+
+def test_the_last_shard_is_padded(mesh):
+    padded = layout(mesh, (5, 6), ("tp", 1), ("dp_shard", 0))
+    assert padded.local_shape == (3, 3) and padded.region == ((3, 5), (3, 6)) and padded.rows == 5 and padded.padded
+    stored = padded.store(torch.arange(9.0).view(3, 3))
+    assert stored.shape == (6, 6) and padded.without_padding(stored).shape == (5, 6)
+    assert torch.equal(padded.own(stored.to_local()), torch.arange(6.0).view(2, 3))
+    assert padded.at_rest() == (Shard(1), Shard(0), Replicate())
+
+
+def test_what_no_axis_splits(mesh):
+    scalar = layout(mesh, ())
+    assert scalar.local_shape == () and scalar.region == () and not scalar.sharded and not scalar.padded
+    assert scalar.at_rest() == (Replicate(),) * 3
+    assert scalar.unreduced() == (Partial("sum"), Partial("avg"), Partial("avg"))
+    norm = layout(mesh, (6,), ("dp_shard", 0))
+    assert norm.unreduced() == (Partial("sum"), Shard(0), Partial("avg"))
+
+
+def test_a_mesh_is_its_axes_in_order():
+    spec = MeshSpec(2, 3, 4)
+    assert list(spec.sizes.items()) == [("dp_replicate", 2), ("dp_shard", 3), ("tp", 4)]
+    assert (spec.size, spec.dp) == (24, 6) and str(spec) == "hsdp=2x3,tp=4"
+    assert dataclasses.replace(spec, tp=1) == MeshSpec.parse("hsdp=2x3")
+    with pytest.raises(ValueError, match=r"^dp_shard=3 does not divide rows=8; try dp_shard=2 or dp_shard=4$"):
+        spec.check_divides({"rows": 8}, "dp_shard")
