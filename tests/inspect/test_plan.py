@@ -205,6 +205,8 @@ def test_the_command(tmp_path, capsys):
         ("llama3-8b --mesh tp=16", "tp=16 does not divide n_kv_heads=8; try tp=8"),
         ("llama3-8b --mesh fsdp=2 --memry full", "unknown option --memry: did you mean --memory?"),
         ("llama3-8b --mesh fsdp=2 --batch-size 0", "batch_size=0 must be above 0"),
+        ("llama3-8b --mesh fsdp=2 --norm kernel", "norm=kernel changes nothing in a forecast: leave it out"),
+        ("llama3-8b --mesh fsdp=2 --cuda-graph", "cuda_graph=True changes nothing in a forecast: leave it out"),
     ],
 )
 def test_errors_of_use_are_one_line(words, message, capsys):
