@@ -90,7 +90,7 @@ class ReshapedInPlace(nn.Module):
     def view_of_the_same_shape(self, h):
         same = h.view(4, 6)
         same.unsqueeze_(0)
-        return same.sum(0) + h
+        return same.sum(0) * h.t().sum(1)
 
     def equal_views(self, h):
         first, second = h[0], h[0]
