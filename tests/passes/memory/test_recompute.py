@@ -14,8 +14,8 @@ import stepgraph
 from stepgraph.capture import phase_of
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.facts import is_mutating, is_random, tensor_bytes
-from stepgraph.models import Llama3Config
 from stepgraph.graph.program import StepProgram
+from stepgraph.models import Llama3Config
 from stepgraph.passes import configured, get, parse_policy, peak_bytes_by_policy, run_passes
 from stepgraph.passes.memory.recompute import MemoryPolicy, Plan
 
