@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stepgraph.passes.compile.cuda_graph import spanned
+from stepgraph.run.cuda_graph import spanned
 
 WHOLE = torch.arange(2 * 3 * 7.0).view(2, 3, 7)
 
