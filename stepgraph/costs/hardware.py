@@ -37,7 +37,7 @@ class Gpu:
 
     def peak(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of matrix products of ``dtype``, that of fp32 for any other dtype."""
-        return self.flops.get(dtype, self.flops[torch.float32])
+        return self.flops[dtype if dtype in self.flops else torch.float32]
 
     def kernel_seconds(self, flops: int, dtype: torch.dtype, moved: int, *, attention: bool = False) -> float:
         """Seconds of a kernel that runs ``flops`` of ``dtype`` and moves ``moved`` bytes, by the roofline."""
