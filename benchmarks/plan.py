@@ -21,7 +21,7 @@ from stepgraph.config import build
 from stepgraph.config.environment import environment
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import GPUS
-from stepgraph.costs.step import graph_cost, step_cost
+from stepgraph.costs.step import graph_cost
 from stepgraph.inspect.forecast.forecast import SETTINGS, rewrite
 from stepgraph.inspect.forecast.forecast import forecast as forecast_ranks
 from stepgraph.models import next_token_loss
@@ -50,8 +50,8 @@ def of_step(name: str, settings: dict) -> tuple[float, float]:
 
     step = trace_step(model, loss_fn, build.example_batch(config, meta), optimizer, max_grad_norm=1.0).step
     rewrite(step, config, GPU)
-    cost = step_cost([(graph_cost(step, GPU, {}, fused=True), 1)])
-    return cost.peak.total / 2**30, 1e3 * cost.seconds
+    cost = graph_cost(step, GPU, {}, fused=True)
+    return max(moment.total for moment in cost.moments) / 2**30, 1e3 * cost.timeline.step_seconds
 
 
 def compare(file: Path) -> list[dict]:

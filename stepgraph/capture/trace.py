@@ -12,6 +12,7 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
 from stepgraph.capture.fake import fake_mode
+from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.recorder import Recorder
@@ -20,7 +21,7 @@ from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, r
 from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, set_provenance
-from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
+from stepgraph.graph.step_graph import OutputSpec, StepGraph
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -60,37 +61,6 @@ class Traced:
     def state(self) -> list[torch.Tensor]:
         """The live local tensors of `step`'s inputs, in order, those of the batch left out."""
         return [spec.tensor for spec in self.step.inputs if spec.tensor is not None]
-
-
-class _Inputs:
-    """A graph's inputs as they are collected, each with the fake tensor that it is traced with."""
-
-    def __init__(self, mode: compat.FakeTensorMode) -> None:
-        self.mode = mode
-        self.specs: list[InputSpec] = []
-        self.fakes: list[torch.Tensor] = []
-
-    def add(self, kind: str, name: str, tensor: torch.Tensor) -> tuple[slice, Wrapping | None]:
-        """Add the local tensors inside ``tensor``: (where they are, how to wrap them again)."""
-        inner, wrapping = unwrap(tensor.detach())
-        start = len(self.specs)
-        for i, t in enumerate(inner):
-            live = None if kind == "batch" else t
-            self.specs.append(InputSpec(kind, name if len(inner) == 1 else f"{name}#{i}", live))
-            self.fakes.append(_fake(self.mode, t))
-        return slice(start, len(self.specs)), wrapping
-
-    def add_slots(self, slots: Sequence[Slot]) -> list[tuple[slice, Wrapping | None]]:
-        """Add parameters and buffers."""
-        return [self.add("parameter" if s.is_parameter else "buffer", s.name, s.tensor) for s in slots]
-
-    def add_accumulator(self, name: str, param: torch.Tensor) -> int:
-        """Add the sum of the gradients of ``param``, a local fake tensor; where it is."""
-        with self.mode, torch.no_grad():
-            like = gradients.as_accumulated(torch.empty(param.shape, dtype=param.dtype, device=param.device), param)
-        self.specs.append(InputSpec("accumulator", name))
-        self.fakes.append(like)
-        return len(self.specs) - 1
 
 
 def trace_step(
@@ -146,9 +116,9 @@ class _Trace:
 
     def whole(self) -> StepProgram:
         """One graph of forward, loss, backward and update."""
-        inputs = _Inputs(self.mode)
+        inputs = Inputs(self.mode)
         entries = inputs.add_slots(self.slots)
-        groups = _optimizer_inputs(self.update, self.slots, inputs, entries) if self.update else []
+        groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
         batch = self._batch_inputs(inputs)
         outputs: list[OutputSpec] = []
 
@@ -165,7 +135,7 @@ class _Trace:
 
     def accumulation(self) -> StepProgram:
         """The graph of one microbatch, which adds its gradients to accumulators, and the graph of the update."""
-        inputs = _Inputs(self.mode)
+        inputs = Inputs(self.mode)
         entries = inputs.add_slots(self.slots)
         sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in self.trained}
         batch = self._batch_inputs(inputs)
@@ -191,9 +161,9 @@ class _Trace:
     def _update_graph(self, reached: Sequence[int]) -> StepGraph:
         """Clipping and the optimizer's update from accumulated gradients; without an optimizer, the gradients."""
         slots = [self.slots[i] for i in reached]
-        inputs = _Inputs(self.mode)
+        inputs = Inputs(self.mode)
         entries = inputs.add_slots(slots)
-        groups = _optimizer_inputs(self.update, slots, inputs, entries) if self.update else []
+        groups = add_optimizer(self.update, slots, inputs, entries) if self.update else []
         params = [inputs.fakes[where][0] for where, _ in entries]
         sums = [inputs.add_accumulator(slot.name, param) for slot, param in zip(slots, params, strict=True)]
         outputs: list[OutputSpec] = []
@@ -206,7 +176,7 @@ class _Trace:
 
         return self._graph(traced, inputs, outputs)
 
-    def _batch_inputs(self, inputs: _Inputs) -> dict[int, tuple[slice, Wrapping | None]]:
+    def _batch_inputs(self, inputs: Inputs) -> dict[int, tuple[slice, Wrapping | None]]:
         return {i: inputs.add("batch", f"batch.{i}", self.leaves[i]) for i in self.tensor_leaves}
 
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
@@ -304,7 +274,7 @@ class _Trace:
             if self.update:
                 self.update.drop_state(p for p in self.stateless if id(p) not in self.updated)
 
-    def _graph(self, traced: Callable, inputs: _Inputs, outputs: list[OutputSpec]) -> StepGraph:
+    def _graph(self, traced: Callable, inputs: Inputs, outputs: list[OutputSpec]) -> StepGraph:
         """The graph of ``traced``, a function of ``inputs``."""
         start = time.perf_counter()
         with (
@@ -321,30 +291,6 @@ class _Trace:
         record_roles(step, self.recorder.reducing, [slot.tensor for slot in self.slots])
         step.capture_s = time.perf_counter() - start
         return step
-
-
-def _optimizer_inputs(
-    update: AdamWUpdate, slots: Sequence[Slot], inputs: _Inputs, entries: Sequence[tuple[slice, Wrapping | None]]
-) -> list[dict[str, Any]]:
-    """Add the optimizer's state and learning rates to the inputs; per group, what `_record_update` needs."""
-    index_of = {id(slot.tensor): i for i, slot in enumerate(slots)}
-    groups = [{"options": g, "members": [], "paths": {}, "lr": None} for g in update.optimizer.param_groups]
-    for group_index, param in update.owned():
-        if id(param) not in index_of or not param.requires_grad:  # the loss does not reach it, or it is frozen
-            continue
-        group = groups[group_index]
-        state = update.init_state(param, group["options"])
-        i = index_of[id(param)]
-        where = {key: inputs.add("optimizer", f"{slots[i].name}.{key}", state[key])[0] for key in update.keys}
-        # The unfused step count lives on the host, and parameters may differ in it.
-        count = 0.0 if group["options"]["fused"] else float(state["step"])
-        group["members"].append((i, entries[i][0], where, count))
-        group["paths"][i] = slots[i].path
-    for group_index, group in enumerate(groups):
-        if group["members"]:
-            first = inputs.specs[group["members"][0][2]["exp_avg"]][0].tensor
-            group["lr"], _ = inputs.add("lr", f"lr.{group_index}", update.lr_input(group["options"], first.device))
-    return groups
 
 
 def microbatch(leaf: Any, k: int, n: int) -> Any:
@@ -424,15 +370,6 @@ def _mode_of(live: Sequence[torch.Tensor]) -> compat.FakeTensorMode:
     if len(modes) > 1:
         raise CaptureError("the model's fake tensors belong to several fake modes; build it under one")
     return modes.pop() if modes else fake_mode()
-
-
-def _fake(mode: compat.FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, compat.FakeTensor):
-        return tensor.detach()
-    if tensor.device.type == "meta":
-        with mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return mode.from_tensor(tensor, static_shapes=True)
 
 
 def _mesh_of(slots: Sequence[Slot]) -> Any:

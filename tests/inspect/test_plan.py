@@ -159,10 +159,10 @@ def test_fused_kernels_move_and_keep_less(sharded):
 
 
 def test_nothing_overlaps_where_the_wait_follows(sharded):
-    schedule = sharded.schedule
-    assert schedule.exposed_seconds == pytest.approx(sum(c.seconds for c in schedule.collectives))
-    assert schedule.step_seconds == pytest.approx(schedule.compute_seconds + schedule.exposed_seconds)
-    assert sharded.overlapped_seconds < schedule.step_seconds
+    timeline = sharded.timeline
+    assert timeline.exposed_seconds == pytest.approx(sum(c.seconds for c in timeline.collectives))
+    assert timeline.step_seconds == pytest.approx(timeline.compute_seconds + timeline.exposed_seconds)
+    assert sharded.overlapped_seconds < timeline.step_seconds
 
 
 def test_buckets_and_overlap_are_in_the_forecast(sharded):

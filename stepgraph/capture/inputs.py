@@ -1,0 +1,76 @@
+"""The inputs of a graph as they are collected: what each is bound to, and the fake tensor that it is traced with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stepgraph import compat
+from stepgraph.capture import gradients
+from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.state import Slot, Wrapping, unwrap
+from stepgraph.graph.step_graph import InputSpec
+
+
+class Inputs:
+    """The inputs of one graph. ``specs``: what they are bound to. ``fakes``: what they are traced with."""
+
+    def __init__(self, mode: compat.FakeTensorMode) -> None:
+        self.mode = mode
+        self.specs: list[InputSpec] = []
+        self.fakes: list[torch.Tensor] = []
+
+    def add(self, kind: str, name: str, tensor: torch.Tensor) -> tuple[slice, Wrapping | None]:
+        """Add the local tensors inside ``tensor``: (where they are, how to wrap them again)."""
+        inner, wrapping = unwrap(tensor.detach())
+        start = len(self.specs)
+        for i, t in enumerate(inner):
+            live = None if kind == "batch" else t
+            self.specs.append(InputSpec(kind, name if len(inner) == 1 else f"{name}#{i}", live))
+            self.fakes.append(fake(self.mode, t))
+        return slice(start, len(self.specs)), wrapping
+
+    def add_slots(self, slots: Sequence[Slot]) -> list[tuple[slice, Wrapping | None]]:
+        """Add parameters and buffers."""
+        return [self.add("parameter" if s.is_parameter else "buffer", s.name, s.tensor) for s in slots]
+
+    def add_accumulator(self, name: str, param: torch.Tensor) -> int:
+        """Add the sum of the gradients of ``param``, a local fake tensor; where it is."""
+        with self.mode, torch.no_grad():
+            like = gradients.as_accumulated(torch.empty(param.shape, dtype=param.dtype, device=param.device), param)
+        self.specs.append(InputSpec("accumulator", name))
+        self.fakes.append(like)
+        return len(self.specs) - 1
+
+
+def add_optimizer(
+    update: AdamWUpdate, slots: Sequence[Slot], inputs: Inputs, entries: Sequence[tuple[slice, Wrapping | None]]
+) -> list[dict[str, Any]]:
+    """Add the optimizer's state and learning rates to the inputs; per group, what `_record_update` needs."""
+    index_of = {id(slot.tensor): i for i, slot in enumerate(slots)}
+    groups = [{"options": g, "members": [], "paths": {}, "lr": None} for g in update.optimizer.param_groups]
+    for group_index, param in update.owned():
+        if id(param) not in index_of or not param.requires_grad:  # the loss does not reach it, or it is frozen
+            continue
+        group = groups[group_index]
+        state = update.init_state(param, group["options"])
+        i = index_of[id(param)]
+        where = {key: inputs.add("optimizer", f"{slots[i].name}.{key}", state[key])[0] for key in update.keys}
+        # The unfused step count lives on the host, and parameters may differ in it.
+        count = 0.0 if group["options"]["fused"] else float(state["step"])
+        group["members"].append((i, entries[i][0], where, count))
+        group["paths"][i] = slots[i].path
+    for group_index, group in enumerate(groups):
+        if group["members"]:
+            first = inputs.specs[group["members"][0][2]["exp_avg"]][0].tensor
+            group["lr"], _ = inputs.add("lr", f"lr.{group_index}", update.lr_input(group["options"], first.device))
+    return groups
+
+
+def fake(mode: compat.FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, compat.FakeTensor):
+        return tensor.detach()
+    if tensor.device.type == "meta":
+        with mode:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return mode.from_tensor(tensor, static_shapes=True)
