@@ -15,15 +15,16 @@ from stepgraph.graph.provenance import provenance, set_provenance, together
 
 aten = torch.ops.aten
 
-_COLLECTIVES = ("_c10d_functional", "stepgraph")  # namespaces of operators that compute or communicate, no more
+#: Namespaces of collectives, and of ours; none of their operators has another effect, but for writes in their schema.
+_COLLECTIVES = ("_c10d_functional", "stepgraph")
 
 
 class Builder:
     """Adds nodes to the graph of the nodes ``like``, in their name.
 
-    What stands for several belongs to the innermost module that holds them all (see `together`).
-    ``before``, ``after``: the place, with each new node behind the last; without, where the graph inserts
-    (``graph.inserting_before``).
+    What stands for several nodes has the provenance of all (see `provenance.together`). ``before``, ``after``: the
+    place; each new node comes behind the last one. Without a place: where the graph inserts nodes, as inside
+    ``with graph.inserting_before(node)``.
 
         build = Builder(old, before=old)
         new = build(aten.mul.Tensor, x, 2.0)
@@ -34,7 +35,7 @@ class Builder:
         self.place = before if after is None else after.next
 
     def __call__(self, target: Callable, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
-        """A node that calls ``target``; ``like``: stands for this node, unlike the others."""
+        """A node that calls ``target``; ``like``: in the name of this node instead."""
         with self.graph.inserting_before(self.place) if self.place else contextlib.nullcontext():
             node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = fake_value(node)
@@ -67,7 +68,7 @@ def replace(old: fx.Node, new: fx.Node) -> None:
 def erase_unread(*nodes: fx.Node, collectives: bool = False) -> int:
     """Erase those of ``nodes`` that nothing reads, then what only they read; how many.
 
-    Only pure nodes go, and with ``collectives`` those that communicate too: on every rank the same ones.
+    Only pure nodes go, and with ``collectives`` also those that communicate: every rank must then erase the same ones.
     """
     erased: set[fx.Node] = set()
     queue = list(nodes)
