@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from stepgraph.config.environment import environment
 from stepgraph.inductor import fusion_guard
-from tests.inductor import cuda_codegen
+from tests.inductor.choices import cuda_codegen
 
 BF16, FP32 = torch.bfloat16, torch.float32
 REPEATS, CALLS = 7, 10

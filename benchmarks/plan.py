@@ -20,11 +20,8 @@ from stepgraph.capture import trace_step
 from stepgraph.config import build
 from stepgraph.config.environment import environment
 from stepgraph.config.presets import PRESETS
-from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import GPUS
-from stepgraph.costs.memory import memory_over_step
-from stepgraph.costs.roofline import Roofline
-from stepgraph.graph.facts import Aliases
+from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.inspect.forecast.forecast import SETTINGS, rewrite
 from stepgraph.inspect.forecast.forecast import forecast as forecast_ranks
 from stepgraph.models import next_token_loss
@@ -36,7 +33,7 @@ def of_ranks(name: str, settings: dict) -> tuple[float, float]:
     """(GiB allocated at the peak, milliseconds) of the step of ``name`` over a mesh."""
     job = {key: settings[key] for key in (*SETTINGS, "mesh", "reshard") if key in settings}
     found = forecast_ranks(dataclasses.replace(PRESETS[name](), accumulate=1, **job), GPU)
-    return found.peak.total / 2**30, 1e3 * found.schedule.step_seconds
+    return found.peak.total / 2**30, 1e3 * found.timeline.step_seconds
 
 
 def of_step(name: str, settings: dict) -> tuple[float, float]:
@@ -53,10 +50,8 @@ def of_step(name: str, settings: dict) -> tuple[float, float]:
 
     step = trace_step(model, loss_fn, build.example_batch(config, meta), optimizer, max_grad_norm=1.0).step
     rewrite(step, config, GPU)
-    aliases = Aliases(step.graph)
-    fusion = Fusion(step.graph, aliases, fused=True)
-    peak = max(moment.total for moment in memory_over_step(step, aliases, fusion))
-    return peak / 2**30, 1e3 * sum(Roofline(step.graph, aliases, fusion, GPU).seconds.values())
+    cost = step_cost([(graph_cost(step, GPU, {}, fused=True), 1)])
+    return cost.peak.total / 2**30, 1e3 * cost.seconds
 
 
 def compare(file: Path) -> list[dict]:

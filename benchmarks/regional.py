@@ -19,6 +19,7 @@ from pathlib import Path
 import stepgraph
 from stepgraph import passes
 from stepgraph.config import build
+from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
 from stepgraph.config.presets import PRESETS
 from stepgraph.models import next_token_loss
@@ -28,7 +29,7 @@ LENGTH = 2048
 
 def compile_once(preset: str) -> dict[str, float | str]:
     """What the `inductor` pass of this process took and says."""
-    device = build.pick_device("auto")
+    device = pick_device("auto")
     config = PRESETS[preset]()
     config = dataclasses.replace(config, precision="bf16", batch_size=1, seq_len=min(LENGTH, config.seq_len))
     model = build.empty_model(config, device)

@@ -1,4 +1,4 @@
-"""What of its published figures a GPU reaches: the shares that `stepgraph.inspect.gpus` forecasts with.
+"""What a GPU reaches of its published figures: the shares that `stepgraph.costs` forecasts with.
 
 ``torchrun --nproc-per-node N benchmarks/roofline.py OUT.json``: matrix products and attention of Llama 3 8B, a copy,
 and NCCL's collectives over the N GPUs of one machine. Each is repeated for a second, so that the clock

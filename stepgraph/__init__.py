@@ -10,7 +10,8 @@ for batch in data:
 from stepgraph.capture import MasterAdamW
 from stepgraph.errors import CaptureError
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes import StepOptions
 from stepgraph.step import CapturedStep, capture
 
 __version__ = "0.1.0"
-__all__ = ["CaptureError", "CapturedStep", "MasterAdamW", "StepGraph", "capture"]
+__all__ = ["CaptureError", "CapturedStep", "MasterAdamW", "StepGraph", "StepOptions", "capture"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from stepgraph.config.command_line import parse, unknown_option, value_of
+from stepgraph.config.command_line import parse, refuse_idle, unknown_option, value_of
 from stepgraph.errors import unknown_name
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph import parallel
 
             if config.nproc not in (None, 1) and not parallel.launched():
-                from stepgraph.train.faults.launch import launch
+                from stepgraph.train.launch import launch
 
                 return launch(config.nproc, rest, config.max_restarts)
 
@@ -107,8 +107,7 @@ def parse_train(arguments: list[str]) -> "TrainConfig":
         description=f"{TrainConfig.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
     )
     config.validate()
-    if config.passes == "exact" and value_of("--inductor", options) in ("full", "regional"):  # elsewhere a default
-        raise ValueError(f"inductor={config.inductor} compiles nothing with passes=exact: drop one of them")
+    refuse_idle(config, options)
     return config
 
 

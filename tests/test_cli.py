@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes for errors, the parser itself for values."""
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
         ("--no-cuda-grap", "unknown option --no-cuda-grap: did you mean --no-cuda-graph?"),
         ("--model.n-layer 3", "unknown option --model.n-layer: did you mean --model.n-layers?"),
         ("golf --model.max-seq-len 3", "unknown option --model.max-seq-len: did you mean"),
-        ("golf --passes exact --inductor full", "inductor=full compiles nothing with passes=exact: drop one of them"),
+        ("golf --passes exact --inductor full", "inductor=full changes nothing with passes=exact: drop one of them"),
         ("--preset golf", "unknown option --preset: did you mean"),
         ("-x 1", "unknown option -x: see stepgraph"),
         ("--steps 20 golf", "unexpected golf: write stepgraph train [PRESET] [--option VALUE ...]"),
@@ -71,7 +72,7 @@ def test_an_error_answers_before_anything_heavy_is_loaded():
         "from stepgraph import cli\n"
         "try: cli.main(['train', '--lrr', '1'])\n"
         "except SystemExit as stop: print(stop.code)\n"
-        "heavy = ['stepgraph.train.trainer', 'stepgraph.train.records.metrics', 'matplotlib', 'torch._inductor']\n"
+        "heavy = ['stepgraph.train.trainer', 'stepgraph.train.records.folder', 'matplotlib', 'torch._inductor']\n"
         "print([name for name in heavy if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -160,7 +161,7 @@ def install(monkeypatch, name, **functions):
     vars(module).update(functions)
     package, _, leaf = module.__name__.rpartition(".")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
+    monkeypatch.setattr(importlib.import_module(package), leaf, module, raising=False)
 
 
 def exit_status(*arguments):

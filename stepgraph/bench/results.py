@@ -28,7 +28,7 @@ class Row:
     model: str
     """Preset."""
     provider: str
-    """A name of ``providers.PROVIDERS``."""
+    """A name of ``bench.step.providers.PROVIDERS``."""
     step_ms: float | None = None
     """Time of a step, ms: median over the repeats."""
     step_ms_all: list[float] = dataclasses.field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a trace refuses, before, during and after: one line each, naming module path and source line."""
+"""What capture refuses, before, during and after the trace: one line each, with module path and source line."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -8,15 +8,16 @@ import torch
 from torch import nn
 
 from stepgraph import compat
+from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.recorder import Recorder, user_source
-from stepgraph.capture.state import kept_tensors
+from stepgraph.capture.state import Slot, kept_tensors
 from stepgraph.errors import CaptureError
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import StepGraph
 
 
 def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
-    """The batch divides into ``accumulate`` parts."""
+    """Raise unless the batch divides into ``accumulate`` microbatches."""
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate} is not allowed; it counts microbatches, 1 or more")
     for leaf in leaves:
@@ -27,14 +28,25 @@ def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
             )
 
 
+def check_owned(update: AdamWUpdate | None, slots: Sequence[Slot]) -> None:
+    """Every parameter of the optimizer is the model's."""
+    known = {id(slot.tensor) for slot in slots}
+    for _, param in update.owned() if update else ():
+        if id(param) not in known:
+            raise CaptureError(
+                f"the optimizer holds a parameter of shape {list(param.shape)} that the model does not; "
+                "build the optimizer from model.parameters()"
+            )
+
+
 def check_max_norm(max_grad_norm: float | None) -> None:
-    """``max_grad_norm`` is a norm."""
+    """Raise unless ``max_grad_norm`` is None or above 0."""
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0; give None for no clipping")
 
 
 def check_loss(loss: Any) -> None:
-    """``loss`` is a plain floating-point scalar with a backward."""
+    """Raise unless ``loss`` is a plain floating-point scalar that requires a gradient."""
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(f"loss_fn returned a {type(loss).__name__}; it must return a scalar tensor")
     if loss.ndim != 0 or not loss.is_floating_point():
@@ -51,14 +63,14 @@ def check_loss(loss: Any) -> None:
 
 
 def refuse_kept(model: nn.Module, known: set[int]) -> None:
-    """A tensor of this step kept by a module would be stale, and fake, in the next."""
+    """Raise if a module keeps a tensor of the step: it would be fake, and stale in the next step."""
     for key, where in kept_tensors(model).items():
         if key not in known:
             raise CaptureError(f"{where}, which a captured step cannot do; register it as a buffer")
 
 
 def refuse_fake_constants(step: StepGraph) -> None:
-    """A tensor of the step that reached the graph unrecorded would stay without a value for ever."""
+    """Raise if the graph reads a fake tensor that the trace did not record: it would never have a value."""
     for node in step.graph.find_nodes(op="get_attr"):
         value = getattr(step.module, node.target)
         inside = list(value.modules()) if isinstance(value, nn.Module) else []
@@ -77,7 +89,7 @@ def refuse_fake_constants(step: StepGraph) -> None:
 
 @contextlib.contextmanager
 def explained(recorder: Recorder) -> Iterator[None]:
-    """Failures of the trace for want of a tensor's value, told in one line with module path and source line."""
+    """Report failures of the trace for lack of a tensor's value in one line, with module path and source line."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
-"""The fake tensors that a step is traced with: shapes without values, in the memory layout that values will have.
+"""The fake tensors that a step is traced with: shapes without values, in the memory layout of the real tensors.
 
-Optimizers read memory linearly and views depend on its order, so that a trace must know where a gradient comes
-transposed. torch's fake kernels of some operators give another layout than the real ones.
+Optimizers read memory linearly, and views depend on its order, so a trace must know if a gradient is transposed in
+memory. For some operators torch's fake kernels give another layout than the real ones.
 """
 
 import functools
@@ -14,8 +14,8 @@ from stepgraph import compat
 
 aten = torch.ops.aten
 
-#: Operators of which torch's fake kernels give another memory layout than the real ones, where inputs differ in theirs
-#: (2.11 to 2.13). What the real ones go by: the layouts of these arguments in turn; one argument's; or none's.
+#: Operators whose fake kernels give another memory layout than the real ones if the layouts of their inputs differ
+#: (torch 2.11 to 2.13). The real ones follow these arguments in turn, this argument, or none (contiguous).
 _BY_ARGUMENTS = {
     aten.elu_backward.default: ("grad_output", "self_or_result"),
     aten.softplus_backward.default: ("grad_output", "self"),
@@ -40,15 +40,15 @@ _CONTIGUOUS = {
     aten.native_layer_norm_backward.default,
 }
 
-#: On a CPU alone; a GPU's kernel keeps its argument's layout, as the fake one does.
+#: On a CPU only; the GPU kernel keeps its argument's layout, as the fake one does.
 _CONTIGUOUS_ON_CPU = {aten.log_sigmoid_forward.default}
 
 
 def fake_mode() -> compat.FakeTensorMode:
-    """A fake mode for capture: static shapes; real tensors met on the way become constants of the graph."""
+    """A fake mode for capture: static shapes; real tensors that the step reads become constants of the graph."""
     # No shape environment: it would invent symbols for the value of `.item()` and for the size of `nonzero`.
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
-    # Not a class of its own: operators of higher order know the modes that they work under by their class.
+    # Not a subclass: higher-order operators look up the modes that they support by class.
     mode.dispatch = functools.partial(_dispatch, mode, mode.dispatch)
     return mode
 
@@ -56,7 +56,7 @@ def fake_mode() -> compat.FakeTensorMode:
 def _dispatch(
     mode: compat.FakeTensorMode, dispatch: Callable, func: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """What ``dispatch`` gives, the first result in the memory layout that it will have."""
+    """The results of ``dispatch``, the first one in the memory layout that the real kernel gives."""
     made = dispatch(func, types, args, kwargs)
     if not any(func in known for known in (_BY_ARGUMENTS, _LIKE, _CONTIGUOUS, _CONTIGUOUS_ON_CPU)):
         return made

@@ -1,12 +1,12 @@
-"""Values that follow from literals alone, such as positions by ``arange``: a trace may let Python look at them.
+"""Known values: those that follow from literals alone, such as positions by ``arange``, which Python may read.
 
-A step is traced without values, so ``if (positions.diff() != 1).any():`` has no answer in general. It has one where the
-nodes behind the tensor start from no input of the step: they are then computed, on the CPU, when they are asked for.
-Python so takes the branch that it takes in eager: Hugging Face models leave out an attention mask that says no more
+A step is traced without values, so ``if (positions.diff() != 1).any():`` has no answer in general. It has one if the
+tensor depends on no input of the step: its nodes are then computed on the CPU when Python asks for the value. Python
+so takes the same branch as in eager: Hugging Face models, for example, leave out an attention mask that says no more
 than "causal".
 
-Values are not known of random tensors, of uninitialized ones, of those that any operator wrote to in place, of tensors
-that somebody holds outside the step and may change, and of those larger than `LARGEST`.
+Unknown are the values of random and uninitialized tensors, of those that an operator wrote to in place, of those that
+exist outside the step and may change there, and of those larger than `LARGEST`.
 """
 
 import operator
@@ -21,21 +21,21 @@ from stepgraph import compat
 
 aten = torch.ops.aten
 
-#: Elements of the largest tensor that is computed to answer a question.
+#: Elements of the largest tensor that is computed for a value.
 LARGEST = 1 << 24
 
-#: Elements of the largest tensor that is kept for the next question.
+#: Elements of the largest tensor that is kept for the next value.
 _KEPT = 1 << 16
 
 _UNINITIALIZED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
-#: Of their tensor argument only the shape matters.
+#: These read only the shape of their tensor argument.
 _SHAPED = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 
 
 class KnownValues(compat.TorchDispatchMode):
-    """While active inside a trace, operators that give Python a value (``.item()``, ``if tensor:``) give it where it
-    is known; elsewhere they fail as they did. One per trace."""
+    """While active inside a trace, operators that give Python a value (``.item()``, ``if tensor:``) give known values;
+    for others they fail as before. One per trace."""
 
     supports_higher_order_operators = True
 
@@ -52,7 +52,7 @@ class KnownValues(compat.TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if not isinstance(func, torch._ops.OpOverload):  # of higher order: it may write to what it is given
+        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: it may write to its arguments
             self._note_writes((args, kwargs))
         elif func._schema.is_mutable:
             arguments = func._schema.arguments
@@ -88,7 +88,7 @@ class KnownValues(compat.TorchDispatchMode):
             node = pending.pop()
             if node in found:
                 continue
-            made = node.meta.get("val")  # of a list, its elements are nodes of their own
+            made = node.meta.get("val")  # for a list: its elements are nodes of their own
             if isinstance(made, torch.Tensor) and compat.storage_key(made) in self._written:
                 return None
             if node not in self._values:
@@ -128,8 +128,8 @@ def _packet(node: fx.Node) -> str:
 
 
 def _computable(node: fx.Node) -> bool:
-    """Whether the node gives the same values in every step, as far as its inputs do."""
-    if node.op == "get_attr":  # of a literal; what else is read was there before, and may be changed between steps
+    """Whether the node gives the same values in every step if its inputs do."""
+    if node.op == "get_attr":  # a literal; other constants existed before the trace and may change between steps
         literal = all(user.target is aten.lift_fresh_copy.default for user in node.users)
         return literal and compat.constant_of_trace(node.target).untyped_storage().resizable()  # not NumPy's memory
     if node.target is operator.getitem:
@@ -152,7 +152,7 @@ def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     def value(source: fx.Node) -> Any:
         if source in values:
             return compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, values[source])
-        like = source.meta["val"]  # its shape alone matters
+        like = source.meta["val"]  # only its shape matters
         return torch.empty((), dtype=like.dtype).expand(like.shape)
 
     arguments = fx.map_arg((node.args, node.kwargs), value)

@@ -1,4 +1,4 @@
-"""The optimizer inside the graph: AdamW, its state as inputs, its learning rate as a tensor.
+"""The optimizer in the graph: AdamW, with its state and learning rate as inputs.
 
 `MasterAdamW` is the optimizer for bf16 parameters: fp32 master weights and moments. `AdamWUpdate` writes one update
 as graph nodes. The fused kernel works in place on the graph's inputs; the unfused formula is recorded as functional
@@ -46,7 +46,7 @@ class MasterAdamW(torch.optim.AdamW):
             state["master"] = param.detach().to(torch.float32, copy=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``Optimizer.load_state_dict``, which by itself would round fp32 state to the parameters' dtype."""
+        """As ``Optimizer.load_state_dict``, which would round fp32 state to the parameters' dtype."""
         super().load_state_dict(state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -102,7 +102,7 @@ class AdamWUpdate:
 
     ``optimizer``: ``MasterAdamW`` or ``torch.optim.AdamW``. With ``fused=True`` the update is one fused node per
     parameter group. Otherwise it is the formula of torch's unfused AdamW, with the factors that depend on the step in
-    fp64; equal to it bit for bit on CPU, up to the last bit on CUDA, whose addcdiv contracts a multiply-add.
+    fp64: bitwise equal to it on CPU; on CUDA, whose addcdiv fuses a multiply-add, up to the last bit.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), as torch.optim.AdamW computes it.
     """
 
@@ -135,7 +135,7 @@ class AdamWUpdate:
         return [(i, p) for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
 
     def init_state(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The state of ``param``, created as eager's first step would if it does not exist yet."""
+        """The state of ``param``; if there is none, created as in eager's first step."""
         state = self.optimizer.state[param]
         if self.master:
             self.optimizer.init_state(param)
@@ -165,7 +165,7 @@ class AdamWUpdate:
         return torch.zeros((), dtype=dtype, device=device)
 
     def constants(self) -> tuple:
-        """What of the optimizer is baked into the graph: when it changes, the step is captured again."""
+        """The options that are constants of the graph: when one changes, the step is captured again."""
         return tuple(
             (*_options(group).values(), group["fused"], len(group["params"])) for group in self.optimizer.param_groups
         )
@@ -183,7 +183,7 @@ class AdamWUpdate:
     ) -> None:
         """Record the update of one group's local tensors; each result is written into its input.
 
-        ``live_steps``: how many steps each parameter has seen. ``attribute`` is told the module path of what is
+        ``live_steps``: how many steps each parameter has seen. ``attribute`` is called with the module path of what is
         recorded next.
         """
         if group["fused"]:
@@ -237,7 +237,7 @@ def _trace_unfused(
     exp_avg = torch.lerp(state["exp_avg"], grad, 1 - beta1)
     exp_avg_sq = torch.addcmul(state["exp_avg_sq"] * beta2, grad, grad, value=1 - beta2)
     denominator = exp_avg_sq.sqrt() / correction2_sqrt + group["eps"]
-    # addcdiv takes its factor as a number only: its terms in its own order, with the factor as a tensor.
+    # addcdiv takes its factor only as a number: here are its terms, in its order, with the factor as a tensor.
     if param.dtype in (torch.bfloat16, torch.float16):  # addcdiv rounds once, at its end
         step = new_param.float() + exp_avg.float() * neg_step_size / denominator.float()
         new_param = step.to(param.dtype)

@@ -31,7 +31,8 @@ from stepgraph.graph.provenance import KEY, Provenance, provenance
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _STEP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "step.py")
-_SKIPPED = (_TORCH, _HERE, _STEP, contextlib.__file__, compat.__file__)
+_COMPAT = os.path.dirname(compat.__file__) + os.sep
+_SKIPPED = (_TORCH, _HERE, _STEP, _COMPAT, contextlib.__file__)
 
 
 def _is_user_file(filename: str) -> bool:

@@ -1,5 +1,6 @@
 """Training step -> `StepGraph`: one `make_fx` trace over fake tensors of forward, loss, backward, clip and update."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
+from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
 
@@ -38,34 +40,57 @@ def flatten_batch(batch: Any) -> tuple[list[Any], Any]:
 
 @dataclass
 class Traced:
-    """A captured step with the live tensors behind its inputs.
+    """A captured step with what binds it to live tensors.
 
-    ``state``: the live local tensor of every input that is not of the batch, in input order; ``lr`` inputs are
-    tensors of their own that the caller fills. ``landing``: the slots whose gradients the graph returns, and how to
-    wrap them. ``tensor_leaves``: which leaves of the batch are tensors.
+    ``landing``: the slots whose gradients the program returns, and how to wrap them. ``tensor_leaves``: which leaves of
+    the batch are tensors.
     """
 
-    step: StepGraph
-    state: list[torch.Tensor]
+    program: StepProgram
     landing: list[tuple[Slot, Wrapping | None]]
     slots: list[Slot]
     tensor_leaves: list[int]
 
+    @property
+    def step(self) -> StepGraph:
+        """The graph that runs forward and backward."""
+        return self.program.main
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """The live local tensors of `step`'s inputs, in order, those of the batch left out."""
+        return [spec.tensor for spec in self.step.inputs if spec.tensor is not None]
+
 
 class _Inputs:
-    """The graph's inputs as they are collected: specs, live tensors, and which of them rebuild which tensor."""
+    """A graph's inputs as they are collected, each with the fake tensor that it is traced with."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: compat.FakeTensorMode) -> None:
+        self.mode = mode
         self.specs: list[InputSpec] = []
-        self.live: list[torch.Tensor] = []
+        self.fakes: list[torch.Tensor] = []
 
     def add(self, kind: str, name: str, tensor: torch.Tensor) -> tuple[slice, Wrapping | None]:
+        """Add the local tensors inside ``tensor``: (where they are, how to wrap them again)."""
         inner, wrapping = unwrap(tensor.detach())
-        start = len(self.live)
+        start = len(self.specs)
         for i, t in enumerate(inner):
-            self.specs.append(InputSpec(kind, name if len(inner) == 1 else f"{name}#{i}"))
-            self.live.append(t)
-        return slice(start, len(self.live)), wrapping
+            live = None if kind == "batch" else t
+            self.specs.append(InputSpec(kind, name if len(inner) == 1 else f"{name}#{i}", live))
+            self.fakes.append(_fake(self.mode, t))
+        return slice(start, len(self.specs)), wrapping
+
+    def add_slots(self, slots: Sequence[Slot]) -> list[tuple[slice, Wrapping | None]]:
+        """Add parameters and buffers."""
+        return [self.add("parameter" if s.is_parameter else "buffer", s.name, s.tensor) for s in slots]
+
+    def add_accumulator(self, name: str, param: torch.Tensor) -> int:
+        """Add the sum of the gradients of ``param``, a local fake tensor; where it is."""
+        with self.mode, torch.no_grad():
+            like = gradients.as_accumulated(torch.empty(param.shape, dtype=param.dtype, device=param.device), param)
+        self.specs.append(InputSpec("accumulator", name))
+        self.fakes.append(like)
+        return len(self.specs) - 1
 
 
 def trace_step(
@@ -83,102 +108,229 @@ def trace_step(
     computed and the model is unchanged afterwards; only missing optimizer state is created, as eager's first step
     would. Raises `CaptureError` with module path and source line for what cannot be captured.
     """
-    start = time.perf_counter()
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
-    slots = model_slots(model)
-    leaves, spec = flatten_batch(batch)
+    leaves, _ = flatten_batch(batch)
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
-    inputs = _Inputs()
-    entries = [inputs.add("parameter" if s.is_parameter else "buffer", s.name, s.tensor) for s in slots]
-    update = AdamWUpdate(optimizer) if optimizer is not None else None
-    stateless = update.without_state() if update else []
-    groups = _optimizer_inputs(update, slots, inputs) if update else []
-    n_state = len(inputs.live)
-    tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    leaf_entries = {i: inputs.add("batch", f"batch.{i}", leaves[i]) for i in tensor_leaves}
+    trace = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
+    program = trace.whole() if accumulate == 1 else trace.accumulation()
+    return Traced(program, trace.landing, trace.slots, trace.tensor_leaves)
 
-    mode = _mode_of(inputs.live)
-    fakes = [_fake(mode, t) for t in inputs.live]
-    recorder = Recorder(model)
-    outputs: list[OutputSpec] = []
-    landing: list[tuple[Slot, Wrapping | None]] = []
-    updated: set[int] = set()
 
-    def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
-        tensors = []
-        for slot, (where, wrapping) in zip(slots, entries, strict=True):
-            tensor = wrap(flat[where], wrapping)
-            tensors.append(tensor.requires_grad_(slot.tensor.requires_grad))
-        batch_leaves = list(leaves)
-        for i, (where, wrapping) in leaf_entries.items():
-            batch_leaves[i] = wrap(flat[where], wrapping)
-        wanted = [i for i, slot in enumerate(slots) if slot.tensor.requires_grad]
-        watch = recorder.watch_graph(compat.graph_of_trace())
-        kept_before = kept_tensors(model)
+class _Trace:
+    """One capture: what its graphs have in common."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batch: Any,
+        optimizer: torch.optim.Optimizer | None,
+        max_grad_norm: float | None,
+        accumulate: int,
+    ):
+        self.model, self.loss_fn, self.max_grad_norm, self.accumulate = model, loss_fn, max_grad_norm, accumulate
+        self.slots = model_slots(model)
+        leaves, self.spec = flatten_batch(batch)
+        self.leaves = [microbatch(leaf, 0, accumulate) for leaf in leaves]
+        self.tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        self.trained = [i for i, slot in enumerate(self.slots) if slot.tensor.requires_grad]
+        self.update = AdamWUpdate(optimizer) if optimizer is not None else None
+        checks.check_owned(self.update, self.slots)
+        self.stateless = self.update.without_state() if self.update else []
+        self.recorder = Recorder(model)
+        live = [t for slot in self.slots for t in unwrap(slot.tensor.detach())[0]]
+        self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
+        self.landing: list[tuple[Slot, Wrapping | None]] = []
+
+    def whole(self) -> StepProgram:
+        """One graph of forward, loss, backward and update."""
+        inputs = _Inputs(self.mode)
+        entries = inputs.add_slots(self.slots)
+        groups = _optimizer_inputs(self.update, self.slots, inputs, entries) if self.update else []
+        batch = self._batch_inputs(inputs)
+        outputs: list[OutputSpec] = []
+
+        def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
+            tensors = self._tensors(flat, entries)
+            loss, grads, held = self._forward_backward(flat, tensors, batch)
+            with self._in_optimizer():
+                _write_assigned(self.recorder, held, flat)
+                outputs.append(OutputSpec("loss", "loss"))
+                return [loss, *self._finish(flat, tensors, grads, groups, entries, outputs)]
+
+        with self._dropping_state():
+            return StepProgram.plain(self._graph(traced, inputs, outputs))
+
+    def accumulation(self) -> StepProgram:
+        """The graph of one microbatch, which adds its gradients to accumulators, and the graph of the update."""
+        inputs = _Inputs(self.mode)
+        entries = inputs.add_slots(self.slots)
+        sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in self.trained}
+        batch = self._batch_inputs(inputs)
+        reached: list[int] = []
+
+        def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
+            loss, grads, held = self._forward_backward(flat, self._tensors(flat, entries), batch)
+            with self.recorder.watch_graph(compat.graph_of_trace()), torch.no_grad():
+                with self.recorder.in_phase("backward"):
+                    for i, grad in grads.items():
+                        self.recorder.attribute(self.slots[i].path)
+                        flat[sums[i]].add_(grad)
+                with self.recorder.in_phase("optimizer"):
+                    _write_assigned(self.recorder, held, flat)
+            reached.extend(grads)
+            return [loss]
+
+        with self._dropping_state():
+            micro = self._graph(traced, inputs, [OutputSpec("loss", "loss")])
+            _add_early(micro)
+            return StepProgram.accumulation(micro, self._update_graph(reached), self.accumulate)
+
+    def _update_graph(self, reached: Sequence[int]) -> StepGraph:
+        """Clipping and the optimizer's update from accumulated gradients; without an optimizer, the gradients."""
+        slots = [self.slots[i] for i in reached]
+        inputs = _Inputs(self.mode)
+        entries = inputs.add_slots(slots)
+        groups = _optimizer_inputs(self.update, slots, inputs, entries) if self.update else []
+        params = [inputs.fakes[where][0] for where, _ in entries]
+        sums = [inputs.add_accumulator(slot.name, param) for slot, param in zip(slots, params, strict=True)]
+        outputs: list[OutputSpec] = []
+
+        def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
+            tensors = [wrap(flat[where], wrapping) for where, wrapping in entries]
+            grads = {k: flat[place] for k, place in enumerate(sums)}
+            with self._in_optimizer():
+                return self._finish(flat, tensors, grads, groups, entries, outputs, slots)
+
+        return self._graph(traced, inputs, outputs)
+
+    def _batch_inputs(self, inputs: _Inputs) -> dict[int, tuple[slice, Wrapping | None]]:
+        return {i: inputs.add("batch", f"batch.{i}", self.leaves[i]) for i in self.tensor_leaves}
+
+    def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
+        """The stand-ins of parameters and buffers."""
+        return [
+            wrap(flat[where], wrapping).requires_grad_(slot.tensor.requires_grad)
+            for slot, (where, wrapping) in zip(self.slots, entries, strict=True)
+        ]
+
+    def _forward_backward(
+        self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
+        """(loss, gradients by slot, what each place of the model holds after forward: see `_write_assigned`)."""
+        leaves = list(self.leaves)
+        for i, (where, wrapping) in batch.items():
+            leaves[i] = wrap(flat[where], wrapping)
+        kept_before = kept_tensors(self.model)
         with (
-            watch,
-            swapped(model, slots, tensors),
-            recorder.watch_modules(),
+            self.recorder.watch_graph(compat.graph_of_trace()),
+            swapped(self.model, self.slots, tensors),
+            self.recorder.watch_modules(),
             torch.enable_grad(),
             KnownValues() as known,
             compat.transformers_sees_values(known.knows),
         ):
-            microbatches = _microbatches(batch_leaves, spec, accumulate)
-            params = [(slots[i].path, tensors[i]) for i in wanted]
-            loss, grads = _loss_and_grads(recorder, loss_fn, model, microbatches, params)
-            held = [(s, t, holder[key]) for s, t in zip(slots, tensors, strict=True) for holder, key in s.places]
-            checks.refuse_kept(model, {*kept_before, *(id(new) for _, _, new in held)})
-        with recorder.watch_graph(compat.graph_of_trace()), recorder.in_phase("optimizer"), torch.no_grad():
-            _write_assigned(recorder, held, flat)
-            by_index = {i: g for i, g in zip(wanted, grads, strict=True) if g is not None}
-            results = [loss]
-            outputs.append(OutputSpec("loss", "loss"))
-            if max_grad_norm is not None:
-                by_index, norm = gradients.clip(by_index, tensors, max_grad_norm)
-                results.append(norm)
-                outputs.append(OutputSpec("metric", "grad_norm"))
-            if update:
-                updated.update(_record_update(recorder, update, groups, by_index, flat))
-            landed = {i: grad for i, grad in by_index.items() if i not in updated}
-            landing.extend((slots[i], entries[i][1]) for i in landed)
-            outputs.extend(OutputSpec("grad", slots[i].name) for i in landed)
-            results.extend(gradients.unshared(landed.values(), taken=flat))
-        return results
+            params = [(self.slots[i].path, tensors[i]) for i in self.trained]
+            loss, grads = self._loss_and_grads(compat.pytree.tree_unflatten(leaves, self.spec), params)
+            held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
+            checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
+        return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
-    try:
+    def _loss_and_grads(
+        self, batch: Any, params: Sequence[tuple[str, torch.Tensor]]
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Loss and gradients as ``(loss_fn(model, batch) / accumulate).backward()`` gives them.
+
+        Gradients of DTensors come as their local tensors. ``params``: (module path, tensor). A parameter that the loss
+        does not reach has the gradient None.
+        """
+        loss = self.loss_fn(self.model, batch)
+        checks.check_loss(loss)
+        if self.accumulate > 1:
+            loss = loss / self.accumulate
+        seed = torch.ones_like(loss)
+        self.recorder.watch_backward(loss, [p for _, p in params])
+        with self.recorder.in_phase("backward"), torch.no_grad():
+            grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))
+            for i, (path, param) in enumerate(params):
+                self.recorder.attribute(path, param)
+                if grads[i] is not None:
+                    grad = gradients.local(grads[i], param)
+                    grads[i] = gradients.as_accumulated(grad, unwrap(param)[0][0]) if self.accumulate == 1 else grad
+        return loss.detach(), grads
+
+    @contextlib.contextmanager
+    def _in_optimizer(self) -> Iterator[None]:
+        with (
+            self.recorder.watch_graph(compat.graph_of_trace()),
+            self.recorder.in_phase("optimizer"),
+            torch.no_grad(),
+        ):
+            yield
+
+    def _finish(
+        self,
+        flat: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        grads: dict[int, torch.Tensor],
+        groups: list[dict[str, Any]],
+        entries: Sequence[tuple[slice, Wrapping | None]],
+        outputs: list[OutputSpec],
+        slots: Sequence[Slot] | None = None,
+    ) -> list[torch.Tensor]:
+        """Clip, update, and return the norm and the gradients that no update took. ``outputs`` grows with them."""
+        slots = self.slots if slots is None else slots
+        results = []
+        if self.max_grad_norm is not None:
+            grads, norm = gradients.clip(grads, tensors, self.max_grad_norm)
+            results.append(norm)
+            outputs.append(OutputSpec("metric", "grad_norm"))
+        self.updated = _record_update(self.recorder, self.update, groups, grads, flat) if self.update else set()
+        landed = {i: grad for i, grad in grads.items() if i not in self.updated}
+        self.updated = {id(slots[i].tensor) for i in self.updated}
+        self.landing.extend((slots[i], entries[i][1]) for i in landed)
+        outputs.extend(OutputSpec("grad", slots[i].name) for i in landed)
+        return results + gradients.unshared(landed.values(), taken=flat)
+
+    @contextlib.contextmanager
+    def _dropping_state(self) -> Iterator[None]:
+        """Eager gives no optimizer state to parameters that the loss does not reach."""
+        self.updated: set[int] = set()
+        try:
+            yield
+        finally:
+            if self.update:
+                self.update.drop_state(p for p in self.stateless if id(p) not in self.updated)
+
+    def _graph(self, traced: Callable, inputs: _Inputs, outputs: list[OutputSpec]) -> StepGraph:
+        """The graph of ``traced``, a function of ``inputs``."""
+        start = time.perf_counter()
         with (
             torch.no_grad(),
-            mode,
-            compat.trace_context(mode),
+            self.mode,
+            compat.trace_context(self.mode),
             compat.dispatch_flex_attention(),
-            checks.explained(recorder),
+            checks.explained(self.recorder),
         ):
-            module = compat.trace(traced, fakes)
-    finally:  # eager gives no state to parameters that the loss does not reach
-        reached = {id(slots[i].tensor) for i in updated}
-        if update:
-            update.drop_state(p for p in stateless if id(p) not in reached)
-    step = StepGraph(module, inputs.specs, outputs, repeated_blocks(model), _mesh_of(slots))
-    checks.refuse_fake_constants(step)
-    keep = _name_inputs(step, n_state)
-    record_roles(step, recorder.reducing, [slot.tensor for slot in slots])
-    step.capture_s = time.perf_counter() - start
-    return Traced(step, [inputs.live[i] for i in keep if i < n_state], landing, slots, tensor_leaves)
+            module = compat.trace(traced, inputs.fakes)
+        step = StepGraph(module, inputs.specs, outputs, repeated_blocks(self.model), _mesh_of(self.slots))
+        checks.refuse_fake_constants(step)
+        _name_inputs(step)
+        record_roles(step, self.recorder.reducing, [slot.tensor for slot in self.slots])
+        step.capture_s = time.perf_counter() - start
+        return step
 
 
-def _optimizer_inputs(update: AdamWUpdate, slots: Sequence[Slot], inputs: _Inputs) -> list[dict[str, Any]]:
+def _optimizer_inputs(
+    update: AdamWUpdate, slots: Sequence[Slot], inputs: _Inputs, entries: Sequence[tuple[slice, Wrapping | None]]
+) -> list[dict[str, Any]]:
     """Add the optimizer's state and learning rates to the inputs; per group, what `_record_update` needs."""
     index_of = {id(slot.tensor): i for i, slot in enumerate(slots)}
     groups = [{"options": g, "members": [], "paths": {}, "lr": None} for g in update.optimizer.param_groups]
     for group_index, param in update.owned():
-        if id(param) not in index_of:
-            raise CaptureError(
-                f"the optimizer holds a parameter of shape {list(param.shape)} that the model does not; "
-                "build the optimizer from model.parameters()"
-            )
-        if not param.requires_grad:
+        if id(param) not in index_of or not param.requires_grad:  # the loss does not reach it, or it is frozen
             continue
         group = groups[group_index]
         state = update.init_state(param, group["options"])
@@ -186,74 +338,41 @@ def _optimizer_inputs(update: AdamWUpdate, slots: Sequence[Slot], inputs: _Input
         where = {key: inputs.add("optimizer", f"{slots[i].name}.{key}", state[key])[0] for key in update.keys}
         # The unfused step count lives on the host, and parameters may differ in it.
         count = 0.0 if group["options"]["fused"] else float(state["step"])
-        group["members"].append((i, where, count))
+        group["members"].append((i, entries[i][0], where, count))
         group["paths"][i] = slots[i].path
     for group_index, group in enumerate(groups):
         if group["members"]:
-            first = inputs.live[group["members"][0][1]["exp_avg"]][0]
+            first = inputs.specs[group["members"][0][2]["exp_avg"]][0].tensor
             group["lr"], _ = inputs.add("lr", f"lr.{group_index}", update.lr_input(group["options"], first.device))
-    # Local tensors of each parameter: the graph's parameter inputs come first, in slot order.
-    parts, start = [], 0
-    for slot in slots:
-        n = len(unwrap(slot.tensor)[0])
-        parts.append(slice(start, start + n))
-        start += n
-    for group in groups:
-        group["members"] = [(i, parts[i], where, count) for i, where, count in group["members"]]
     return groups
 
 
-def _loss_and_grads(
-    recorder: Recorder,
-    loss_fn: LossFn,
-    model: nn.Module,
-    microbatches: Iterator[Any],
-    params: Sequence[tuple[str, torch.Tensor]],
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Mean loss and summed gradients over the microbatches, as ``(loss_fn(model, mb) / n).backward()`` gives them.
-
-    Gradients of DTensors come as their local tensors.
-
-    ``params``: (module path, tensor). A parameter that the loss does not reach has the gradient None.
-    """
-    total: torch.Tensor | None = None
-    sums: list[torch.Tensor | None] = [None] * len(params)
-    microbatches = list(microbatches)
-    for microbatch in microbatches:
-        loss = loss_fn(model, microbatch)
-        checks.check_loss(loss)
-        if len(microbatches) > 1:
-            loss = loss / len(microbatches)
-        seed = torch.ones_like(loss)
-        recorder.watch_backward(loss, [p for _, p in params])
-        with recorder.in_phase("backward"), torch.no_grad():
-            grads = torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True)
-            for i, (grad, (path, param)) in enumerate(zip(grads, params, strict=True)):
-                recorder.attribute(path, param)
-                if grad is not None:
-                    grad = gradients.local(grad, param)
-                    sums[i] = gradients.as_accumulated(grad, unwrap(param)[0][0]) if sums[i] is None else sums[i] + grad
-        loss = loss.detach()
-        total = loss if total is None else total + loss
-    return total, sums
+def microbatch(leaf: Any, k: int, n: int) -> Any:
+    """Part ``k`` of ``n`` equal ones of a leaf of the batch: tensors are split along their first dimension."""
+    if n == 1 or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        return leaf
+    size = leaf.shape[0] // n
+    return leaf.detach().narrow(0, k * size, size)
 
 
-def _microbatches(leaves: Sequence[Any], spec: Any, n: int) -> Iterator[Any]:
-    """The batch in ``n`` equal parts along the first dimension of every tensor; other values go to each part."""
-    for k in range(n):
-        part = []
-        for leaf in leaves:
-            if n > 1 and isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
-                size = leaf.shape[0] // n
-                leaf = leaf.narrow(0, k * size, size)
-            part.append(leaf)
-        yield compat.pytree.tree_unflatten(part, spec)
+def _add_early(step: StepGraph) -> None:
+    """Move each addition to an accumulator right behind the gradient that it adds, which then need not be kept."""
+    sums = set(step.placeholders("accumulator"))
+    for node in list(step.nodes("backward")):
+        if node.op == "call_function" and node.args and node.args[0] in sums:
+            node.args[1].append(node)
 
 
 def _write_assigned(
     recorder: Recorder, held: Sequence[tuple[Slot, torch.Tensor, torch.Tensor]], flat: Sequence[torch.Tensor]
 ) -> None:
     """Write tensors that forward assigned to buffers into the buffers. ``held``: (slot, its stand-in, what is held)."""
+    for slot, old, _ in held:
+        if old.shape != slot.tensor.shape:
+            raise CaptureError(
+                f"forward reshapes {slot.name} in place, from {list(slot.tensor.shape)} to {list(old.shape)}; "
+                "a captured step cannot change the form of its state, reshape a view of it"
+            )
     assigned = [(slot, old, new) for slot, old, new in held if new is not old]
     for slot, old, new in assigned:
         if new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
@@ -320,17 +439,17 @@ def _mesh_of(slots: Sequence[Slot]) -> Any:
     return next((slot.tensor.device_mesh for slot in slots if hasattr(slot.tensor, "device_mesh")), None)
 
 
-def _name_inputs(step: StepGraph, n_state: int) -> list[int]:
-    """Readable names for placeholders; optimizer state that nothing uses is dropped. The indices kept."""
+def _name_inputs(step: StepGraph) -> None:
+    """Readable names for placeholders; state that nothing uses is dropped, but for the model's own."""
     nodes = step.graph.find_nodes(op="placeholder")
+    whole = any(spec.kind == "batch" for spec in step.inputs)  # else the graph of an update
     keep = []
-    for i, (node, spec) in enumerate(zip(nodes, step.inputs, strict=True)):
-        if spec.kind in ("optimizer", "lr") and not node.users:
+    for node, spec in zip(nodes, step.inputs, strict=True):
+        if not node.users and (not whole or spec.kind in ("optimizer", "lr", "accumulator")):
             step.graph.erase_node(node)
             continue
-        keep.append(i)
+        keep.append(spec)
         path = spec.name.rpartition(".")[0] if spec.kind in ("parameter", "buffer") else ""
         set_provenance(node, Provenance(path, "input", ""))
         compat.rename_node(node, f"{spec.kind}_{spec.name}")
-    step.inputs = [step.inputs[i] for i in keep]
-    return keep
+    step.inputs = keep

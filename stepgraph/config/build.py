@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph import parallel, passes
+from stepgraph import parallel
 from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.hf_weights import load_hf
 from stepgraph.config.train import TrainConfig
-from stepgraph.models import Golf, Llama3, Llama3Config, next_token_loss
-from stepgraph.models.golf.model import TP_PLAN as GOLF_PLAN
-from stepgraph.models.llama3.model import TP_PLAN as LLAMA3_PLAN
+from stepgraph.models import family_of, next_token_loss
 
 _REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -48,7 +46,7 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
     Built on the meta device first, so that it never exists twice, and under a mesh never whole.
     """
     with torch.device("meta"):
-        model = Llama3(config.model) if isinstance(config.model, Llama3Config) else Golf(config.model)
+        model = family_of(config.model).model(config.model)
     bf16 = config.precision == "bf16"
     if bf16 and mesh is None:
         for param in model.parameters():  # buffers (the RoPE tables) stay fp32
@@ -57,7 +55,7 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
         if mesh is None:
             model.to_empty(device=device)
         else:  # fp32 shards, which bf16 training gathers in bf16
-            plan = LLAMA3_PLAN if isinstance(model, Llama3) else GOLF_PLAN
+            plan = family_of(config.model).tp_plan
             dtypes = {"param_dtype": torch.bfloat16 if bf16 else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
             parallel.parallelize(model, mesh, plan, device=device, **dtypes)
     except RuntimeError as failure:
@@ -128,16 +126,6 @@ def build_step(
         optimizer,
         max_grad_norm=clip_at(config),
         accumulate=config.accumulate,
-        passes=passes.configured(
-            config.passes,
-            memory=config.memory,
-            inductor=config.inductor,
-            norm=config.norm,
-            reshard=config.reshard,
-            async_tp=config.async_tp,
-            copy_engines=config.copy_engines,
-            cuda_graph=config.cuda_graph,
-        ),
-        disable=config.disable_pass,
+        passes=config,
         dump=dump,
     )

@@ -9,7 +9,13 @@ import re
 import typing
 from pathlib import Path
 
+from stepgraph.passes import Pass, StepOptions, Target, resolve
+from stepgraph.passes.options import choices
+
 T = typing.TypeVar("T")
+
+#: A machine on which every pass may run.
+ANY = Target("cuda", process_groups=True)
 
 # tyro's words (a pattern over the whole message) -> ours; {usage} is the command's own form.
 _PLAIN = [
@@ -34,7 +40,10 @@ def parse(default: T, options: list[str], *, usage: str, description: str) -> T:
     _check_names(options, default)
     with contextlib.redirect_stderr(io.StringIO()) as box:
         try:
-            return tyro.cli(type(default), prog=usage, description=description, args=options, default=default)
+            append = (tyro.conf.UseAppendAction,)  # a list grows by --name VALUE, given again and again
+            return tyro.cli(
+                type(default), prog=usage, description=description, args=options, default=default, config=append
+            )
         except SystemExit as stop:
             if stop.code == 0:  # --help
                 raise
@@ -50,6 +59,26 @@ def value_of(option: str, options: list[str]) -> str | None:
         elif word == option and position + 1 < len(options):
             value = options[position + 1]
     return value
+
+
+def refuse_idle(options: StepOptions, words: list[str], target: Target = ANY) -> None:
+    """Raises ValueError for an option of the step that ``words`` give although no value of it would change the passes
+    for ``target``. What is off may be said to be off."""
+    passes = resolve(options, (), target)
+    for name, allowed in choices().items():
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        given = any(word.split("=")[0].replace("_", "-") == flag for word in words)
+        others = [dataclasses.replace(options, **{name: other}) for other in allowed if other != value]
+        if given and value != "off" and all(_same(other, passes, target) for other in others):
+            where = "in a forecast: leave it out" if target.simulated else "with passes=exact: drop one of them"
+            raise ValueError(f"{name}={value} changes nothing {where}")
+
+
+def _same(options: StepOptions, passes: list[Pass], target: Target) -> bool:
+    """Whether ``options`` lead to ``passes``, or to none because they do not go together."""
+    with contextlib.suppress(ValueError):
+        return resolve(options, (), target) == passes
+    return True
 
 
 def unknown_option(given: str, allowed: list[str]) -> ValueError:

@@ -1,22 +1,23 @@
-"""Llama 3 weights in and out of the Hugging Face format: safetensors files beside a ``config.json``.
+"""Weights in and out of the Hugging Face format: safetensors files beside a ``config.json``.
 
-Both models keep RoPE in the rotate-half layout, so tensors are renamed and never permuted.
+Tensors are renamed and never permuted: our models keep the layouts of theirs (RoPE rotates halves).
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from stepgraph.models import FAMILIES, HuggingFace
+from stepgraph.models.hf_files import CONFIG, read_json, write_json
 from stepgraph.models.init import Part
-from stepgraph.models.llama3.hf import CONFIG, config_from_hf, config_to_hf, hf_name, read_json, write_json
-from stepgraph.models.llama3.model import Llama3, Llama3Config
 from stepgraph.parallel import layouts, local_parts
 from stepgraph.parallel.ranks import Ranks
 
@@ -28,12 +29,12 @@ _ROWS = 4096  # compared at a time
 _DTYPES = {"F64", "F32", "F16", "BF16"}  # safetensors' names; anything else is a quantized checkpoint
 
 
-def load_hf(model: Llama3, folder: str | os.PathLike[str]) -> None:
-    """Read a Hugging Face Llama 3 checkpoint into ``model`` in place, cast to the model's dtypes.
+def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Read a Hugging Face checkpoint of the same model into ``model`` in place, cast to the model's dtypes.
 
     ``folder`` holds ``config.json`` and ``model.safetensors``, or shards with ``model.safetensors.index.json`` (the
-    single file is read where both exist, as transformers does). The RoPE tables are filled too. Of a parallel model
-    every rank reads its own part alone, and all must call.
+    single file is read where both exist, as transformers does). Buffers that no checkpoint holds, such as RoPE tables,
+    are filled too. Of a parallel model every rank reads only its own part, and all ranks must call.
 
     The model must hold real tensors: a meta model is refused, call ``model.to_empty(device=...)`` first. The
     configuration and every tensor's name, shape and dtype are checked before the first one is written: on
@@ -41,13 +42,14 @@ def load_hf(model: Llama3, folder: str | os.PathLike[str]) -> None:
     unchanged, on every rank.
     """
     folder = Path(folder)
-    _check_model(model, "load_hf")
-    wanted = {hf_name(name): part for name, part in local_parts(model).items()}
+    theirs = _format_of(model, "load_hf")
+    wanted = {theirs.name(name): part for name, part in local_parts(model).items()}
+    tied = theirs.tied(model.config)
 
     def check() -> dict[str, _Header]:
-        _check_same_model(model.config, config_from_hf(folder), folder)
+        _check_same_model(model.config, theirs.read_config(folder), theirs.free, folder)
         found = _read_headers(folder)
-        _check_tensors(wanted, found, folder, tied=model.config.tie_embeddings)
+        _check_tensors(wanted, found, folder, tied=tied and tuple(map(theirs.name, tied)))
         return found
 
     found = _ranks(model).each(check)
@@ -65,8 +67,8 @@ def load_hf(model: Llama3, folder: str | os.PathLike[str]) -> None:
     model.init_buffers()
 
 
-def save_hf(model: Llama3, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write ``model`` as a checkpoint that ``transformers.LlamaForCausalLM.from_pretrained(folder)`` reads.
+def save_hf(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write ``model`` as a checkpoint that ``transformers.AutoModelForCausalLM.from_pretrained(folder)`` reads.
 
     Tensors keep their dtype; those of a parallel model have the dtype that they are used in. More than
     ``max_shard_bytes`` of them are split into shards with an index. ``folder`` is made if needed and must not hold
@@ -78,9 +80,9 @@ def save_hf(model: Llama3, folder: str | os.PathLike[str], *, max_shard_bytes: i
     Raises ``ValueError`` for a folder that is taken and for a model on meta.
     """
     folder, ranks = Path(folder), _ranks(model)
-    _check_model(model, "save_hf")
+    theirs = _format_of(model, "save_hf")
     ranks.first(lambda: _make_folder(folder))
-    params = {hf_name(name): (name, param.detach()) for name, param in model.named_parameters()}
+    params = {theirs.name(name): (name, param.detach()) for name, param in model.named_parameters()}
     found = layouts(model)
     dtypes = {key: found[name].param_dtype if found else param.dtype for key, (name, param) in params.items()}
     parts = local_parts(model)
@@ -97,10 +99,11 @@ def save_hf(model: Llama3, folder: str | os.PathLike[str], *, max_shard_bytes: i
                 tensors[key] = whole.cpu().contiguous()
             del whole
         ranks.first(lambda file=file, tensors=tensors: _write_shard(tensors, folder / file))
-    ranks.first(lambda: _write_rest(model.config, folder, dict(zip(files, shards, strict=True)), sizes, dtypes))
+    config = theirs.write_config(model.config, dtypes[theirs.name("embed.weight")])
+    ranks.first(lambda: _write_rest(config, folder, dict(zip(files, shards, strict=True)), sizes))
 
 
-def _ranks(model: Llama3) -> Ranks:
+def _ranks(model: nn.Module) -> Ranks:
     """The ranks that share ``model``; this one alone for a plain model."""
     return Ranks(alone=not layouts(model))
 
@@ -119,18 +122,12 @@ def _write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
     partial.replace(path)
 
 
-def _write_rest(
-    config: Llama3Config,
-    folder: Path,
-    shards: dict[str, list[str]],
-    sizes: dict[str, int],
-    dtypes: dict[str, torch.dtype],
-) -> None:
+def _write_rest(config: dict[str, Any], folder: Path, shards: dict[str, list[str]], sizes: dict[str, int]) -> None:
     """The index, if there are several files, and the configuration."""
     if len(shards) > 1:
         weight_map = {name: file for file, names in shards.items() for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-    write_json(folder / CONFIG, config_to_hf(config, dtypes[hf_name("embed.weight")]))
+    write_json(folder / CONFIG, config)
 
 
 @dataclass(frozen=True)
@@ -142,9 +139,13 @@ class _Header:
     dtype: str
 
 
-def _check_model(model: nn.Module, caller: str) -> None:
-    if not isinstance(model, Llama3):
-        raise ValueError(f"{caller} takes a Llama3 model, got {type(model).__name__}; build one with Llama3(config)")
+def _format_of(model: nn.Module, caller: str) -> HuggingFace:
+    """The format of ``model``'s family; ``ValueError`` where it has none, or the model holds no tensors of its own."""
+    known = {family.config: family.hugging_face for family in FAMILIES if family.hugging_face}
+    found = known.get(type(getattr(model, "config", None)))
+    if found is None:
+        titles = " or ".join(theirs.title for theirs in known.values())
+        raise ValueError(f"{caller} takes a {titles} model, got {type(model).__name__}; give one from stepgraph.models")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(f"{caller}: {name} is on the meta device; call model.to_empty(device=...) first")
@@ -154,18 +155,18 @@ def _check_model(model: nn.Module, caller: str) -> None:
             raise ValueError(
                 f"{caller}: {name} is a {kind}; give a model of plain, unsharded tensors, or parallelize()"
             )
+    return found
 
 
-def _check_same_model(ours: Llama3Config, theirs: Llama3Config, folder: Path) -> None:
+def _check_same_model(ours: Any, theirs: Any, free: Sequence[str], folder: Path) -> None:
     """Compare what the weights depend on; names and shapes alone would not show another head count or RoPE."""
-    free = {"max_seq_len", "attention"}
     differing = [
         f"{field.name} is {getattr(theirs, field.name)} there and {getattr(ours, field.name)} here"
-        for field in fields(Llama3Config)
+        for field in fields(ours)
         if field.name not in free and getattr(ours, field.name) != getattr(theirs, field.name)
     ]
     if differing:
-        raise ValueError(f"{folder} holds another model: {', '.join(differing)}; build it with config_from_hf(folder)")
+        raise ValueError(f"{folder} holds another model: {', '.join(differing)}; build it from the configuration there")
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
@@ -204,13 +205,15 @@ def _read_header(path: Path) -> dict[str, _Header]:
         raise ValueError(f"{path} is corrupt or truncated ({error}); download it again") from None
 
 
-def _check_tensors(wanted: Mapping[str, Part], found: dict[str, _Header], folder: Path, tied: bool) -> None:
+def _check_tensors(
+    wanted: Mapping[str, Part], found: dict[str, _Header], folder: Path, tied: tuple[str, str] | None
+) -> None:
     missing = [name for name in wanted if name not in found]
     if missing:
-        raise ValueError(f"{folder} lacks {_some(missing)}; give a complete Llama 3 checkpoint of this configuration")
+        raise ValueError(f"{folder} lacks {_some(missing)}; give a complete checkpoint of this configuration")
     unexpected = [name for name in found if name not in wanted]
-    if tied and unexpected == ["lm_head.weight"]:
-        _check_tied_copy(found)
+    if tied and unexpected == [tied[0]]:
+        _check_tied_copy(found, *tied)
     elif unexpected:
         raise ValueError(f"{folder} holds {_some(unexpected)}, which the model lacks; give a checkpoint of this model")
     for name, part in wanted.items():
@@ -227,22 +230,21 @@ def _check_tensors(wanted: Mapping[str, Part], found: dict[str, _Header], folder
             )
 
 
-def _check_tied_copy(found: dict[str, _Header]) -> None:
+def _check_tied_copy(found: dict[str, _Header], head_name: str, embedding_name: str) -> None:
     """Some writers store a tied head beside its embedding; take it only as an exact copy."""
-    head, embedding = found["lm_head.weight"], found["model.embed_tokens.weight"]
+    head, embedding = found[head_name], found[embedding_name]
     with (
         safe_open(head.file, framework="pt", device="cpu") as one,
         safe_open(embedding.file, framework="pt", device="cpu") as other,
     ):
-        copies = one.get_slice("lm_head.weight"), other.get_slice("model.embed_tokens.weight")
+        copies = one.get_slice(head_name), other.get_slice(embedding_name)
         rows = range(0, embedding.shape[0], _ROWS)
         same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
             torch.equal(*(c[i : i + _ROWS] for c in copies)) for i in rows
         )
     if not same:
         raise ValueError(
-            f"{found['lm_head.weight'].file}: lm_head.weight differs from the embedding, but the model ties them; "
-            "use tie_embeddings=False"
+            f"{head.file}: {head_name} differs from the embedding, but the model ties them; use tie_embeddings=False"
         )
 
 

@@ -15,19 +15,18 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from stepgraph import passes
 from stepgraph.errors import unknown_name
-from stepgraph.models import GolfConfig, Llama3Config, llama3_debug
-from stepgraph.models.golf.model import TP_SIZES as GOLF_SIZES
-from stepgraph.models.llama3.model import TP_SIZES as LLAMA3_SIZES
+from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
 from stepgraph.parallel import MeshSpec
+from stepgraph.passes import StepOptions
 
-MODEL_FAMILIES: dict[str, type] = {"llama3": Llama3Config, "golf": GolfConfig}
+#: The shape of a model of any family; the command line has an option for each field of the one that is given.
+ModelConfig = Annotated[typing.Union[tuple(family.config for family in FAMILIES)], tyro.conf.AvoidSubcommands]  # noqa: UP007
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Train a language model from one captured step graph."""
+class _Training:
+    """The options of a run that have nothing to do with the passes over its step; `TrainConfig` has all."""
 
     # -- data ---------------------------------------------------------------------------------------------------------
     data: str = "stdlib"
@@ -103,36 +102,13 @@ class TrainConfig:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
 
-    # -- graph --------------------------------------------------------------------------------------------------------
-    passes: Literal["exact", "default"] = "default"
-    """exact: only passes that stay bitwise equal to eager. default: also those that may round differently."""
 
-    disable_pass: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Leave a pass out, by name."""
+@dataclass(frozen=True)
+class TrainConfig(StepOptions, _Training):
+    """Train a language model from one captured step graph."""
 
     dump_graphs: bool = False
     """Write the graph before and after each pass, as readable text, into the run folder."""
-
-    memory: str = "none"
-    """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all)."""
-
-    inductor: Literal["full", "regional", "off"] = "full"
-    """full: compile the graph with Inductor, up to a minute; regional: only norms, RoPE, SwiGLU; off: nothing."""
-
-    norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
-    """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""
-
-    reshard: Literal["auto", "always", "never"] = "auto"
-    """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not do."""
-
-    async_tp: bool = False
-    """Multiply chunks of the sequence while others travel: collectives of tensor parallelism, inside one machine."""
-
-    copy_engines: bool = False
-    """Gather parameters and reduce gradients by the GPUs' copy engines, not NCCL's kernels: inside one machine."""
-
-    cuda_graph: bool = True
-    """Replay the whole step as one CUDA graph. No effect on a CPU."""
 
     # -- validation, checkpoints and records --------------------------------------------------------------------------
     val_every: int = 50
@@ -157,15 +133,13 @@ class TrainConfig:
     """Continue the run in this folder from its newest checkpoint; its config.json gives the other options' defaults."""
 
     init_from_hf: Path | None = None
-    """Start from the weights in this Hugging Face folder (Llama 3 only)."""
+    """Start from the weights in this folder of a Hugging Face checkpoint of the same model."""
 
     export_hf: Path | None = None
-    """At the end, write the weights to this folder as Hugging Face safetensors (Llama 3 only)."""
+    """At the end, write the weights to this folder as a Hugging Face checkpoint."""
 
     # -- what the preset fixes ----------------------------------------------------------------------------------------
-    model: Annotated[Llama3Config | GolfConfig, tyro.conf.AvoidSubcommands] = dataclasses.field(
-        default_factory=llama3_debug
-    )
+    model: ModelConfig = dataclasses.field(default_factory=llama3_debug)
     """Shape of the model."""
 
     preset: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = "custom"
@@ -200,12 +174,13 @@ class TrainConfig:
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype", "passes", "inductor", "norm", "reshard"):
+        for name in ("schedule", "precision", "device", "reduce_dtype"):
             self._require_choice(name)
         self._validate_length()
         self._validate_mesh()
         self._validate_folders()
-        self._validate_passes()
+        mesh = self.mesh_spec
+        self.validate_step(tp=mesh.tp if mesh else 1, dp_shard=mesh.dp_shard if mesh else 1)
 
     def _validate_length(self) -> None:
         if self.warmup_steps >= self.steps:
@@ -219,12 +194,9 @@ class TrainConfig:
                 f"warmup_steps={self.warmup_steps} and a decay of {self.decay_steps} steps "
                 f"(decay_fraction={self.decay_fraction:g}) exceed steps={self.steps}: try --decay-fraction {largest:g}"
             )
-        # A golf model knows no positions and takes any length.
-        if isinstance(self.model, Llama3Config) and self.seq_len > self.model.max_seq_len:
-            raise ValueError(
-                f"seq_len={self.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}: "
-                f"try --seq-len {self.model.max_seq_len}"
-            )
+        longest = family_of(self.model).longest(self.model)
+        if longest is not None and self.seq_len > longest:
+            raise ValueError(f"seq_len={self.seq_len} exceeds model.max_seq_len={longest}: try --seq-len {longest}")
 
     def _validate_mesh(self) -> None:
         if self.nproc is not None:
@@ -243,7 +215,7 @@ class TrainConfig:
             return
         if self.nproc is not None:
             spec.check_world(self.nproc)
-        sizes = LLAMA3_SIZES if isinstance(self.model, Llama3Config) else GOLF_SIZES
+        sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
 
     def _validate_folders(self) -> None:
@@ -257,25 +229,9 @@ class TrainConfig:
         if self.init_from_hf is not None and not self.init_from_hf.is_dir():
             raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: give a folder with safetensors files")
         for name in ("init_from_hf", "export_hf"):
-            if getattr(self, name) is not None and not isinstance(self.model, Llama3Config):
-                raise ValueError(f"{name} works for Llama 3 models only: choose a llama3 preset or drop it")
-
-    def _validate_passes(self) -> None:
-        passes.parse_policy(self.memory)
-        for name in self.disable_pass:
-            passes.get(name)
-        if self.async_tp and (self.mesh_spec is None or self.mesh_spec.tp == 1):
-            raise ValueError(
-                f"async_tp overlaps tensor parallelism and mesh={self.mesh} has none: add tp=2 to the mesh"
-            )
-        if self.copy_engines and (self.mesh_spec is None or self.mesh_spec.dp_shard == 1):
-            raise ValueError(f"copy_engines serves FSDP and mesh={self.mesh} shards nothing: add fsdp=2 to the mesh")
-        for name in ("async_tp", "copy_engines"):
-            if getattr(self, name) and self.passes == "exact":
-                raise ValueError(
-                    f"{name} adds in another order and passes=exact allows no such thing: drop one of them"
-                )
-        passes.configured(self.passes, inductor=self.inductor, norm=self.norm)
+            if getattr(self, name) is not None and family_of(self.model).hugging_face is None:
+                known = " and ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
+                raise ValueError(f"{name} works for {known} models only: choose a preset of theirs or drop it")
 
     @property
     def decay_steps(self) -> int:
@@ -294,10 +250,9 @@ class TrainConfig:
             raise unknown_name(name, getattr(self, name), allowed)
 
     def to_json(self) -> str:
-        """The configuration as a JSON object, paths as they were given; ``model.family`` names the model's class."""
+        """The configuration as a JSON object, paths as they were given; ``model.family`` names the family of models."""
         values = dataclasses.asdict(self)
-        family = next(name for name, model in MODEL_FAMILIES.items() if type(self.model) is model)
-        values["model"] = {"family": family} | values["model"]
+        values["model"] = {"family": family_of(self.model).name} | values["model"]
         return json.dumps(values, indent=2, default=_path_text, allow_nan=False) + "\n"
 
     @classmethod
@@ -307,10 +262,8 @@ class TrainConfig:
         if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
             raise ValueError("not a run's configuration: it must be a JSON object with a model in it")
         model = dict(values["model"])
-        family = str(model.pop("family", None))
-        if family not in MODEL_FAMILIES:
-            raise unknown_name("model family", family, MODEL_FAMILIES)
-        return _decode(cls, values | {"model": _decode(MODEL_FAMILIES[family], model, "model")}, "configuration")
+        family = family_named(str(model.pop("family", None)))
+        return _decode(cls, values | {"model": _decode(family.config, model, "model")}, "configuration")
 
 
 def _path_text(value: Any) -> str:

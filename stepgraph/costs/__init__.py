@@ -1,1 +1,1 @@
-"""What a step costs: hardware, the roofline of kernels, memory, and the links between ranks."""
+"""What a step costs: hardware, seconds of kernels and of collectives, memory. Passes and the forecast both read it."""

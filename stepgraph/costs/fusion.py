@@ -1,4 +1,4 @@
-"""Which nodes a compiler would make one kernel of: what they pass to each other costs no memory and no traffic."""
+"""Which nodes a compiler would make one kernel of: what they pass to each other takes no memory and no traffic."""
 
 import operator
 
@@ -6,42 +6,27 @@ import torch
 from torch import fx
 
 from stepgraph.graph.collectives import stage_of
-from stepgraph.graph.facts import Aliases, is_mutating, is_overload, is_view
+from stepgraph.graph.facts import Aliases, is_mutating, is_pointwise, is_view, packet
 from stepgraph.graph.provenance import phase_of
 
 aten = torch.ops.aten
 
 #: Operators beside the pointwise ones that a generated kernel computes with what surrounds them.
 _FUSIBLE = {
-    aten._to_copy, aten.clone, aten.sum, aten.mean, aten.amax, aten.where, aten.masked_fill, aten.expand, aten.cat,
-    aten.arange, aten.scalar_tensor, aten.ones_like, aten.zeros_like, aten.full_like, aten.full, aten.pow,
+    aten.sum, aten.mean, aten.amax, aten.where, aten.masked_fill, aten.expand, aten.cat, aten.arange,
+    aten.scalar_tensor, aten.ones_like, aten.zeros_like, aten.full_like, aten.full, aten.pow,
     aten.linalg_vector_norm, aten.gather, aten.stack, aten.silu_backward, aten._log_softmax,
     aten._log_softmax_backward_data,
 }  # fmt: skip
 
 
-def is_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a collective."""
-    return stage_of(node) == "wait"
-
-
-def storage(aliases: Aliases, node: fx.Node) -> fx.Node:
-    """The node that owns the storage of ``node``'s result: waiting for a collective returns what the collective did."""
-    root = aliases.root(node)
-    while is_wait(root):
-        root = aliases.root(root.args[0])
-    return root
-
-
 def is_free(node: fx.Node) -> bool:
     """Whether the node runs nothing."""
-    return node.op != "call_function" or node.target is operator.getitem or is_view(node) or is_wait(node)
+    return node.op != "call_function" or node.target is operator.getitem or is_view(node) or stage_of(node) == "wait"
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    if not is_overload(node) or is_mutating(node):
-        return False
-    return torch.Tag.pointwise in node.target.tags or node.target.overloadpacket in _FUSIBLE
+    return not is_mutating(node) and (is_pointwise(node) or packet(node) in _FUSIBLE)
 
 
 class Fusion:
@@ -55,12 +40,16 @@ class Fusion:
 
     def __init__(self, graph: fx.Graph, aliases: Aliases, fused: bool):
         self._parent: dict[fx.Node, fx.Node] = {}
+        if fused:
+            self._join(graph, aliases)
+
+    def _join(self, graph: fx.Graph, aliases: Aliases) -> None:
         level: dict[fx.Node, int] = {}
         fusible: set[fx.Node] = set()
         for node in graph.nodes:
-            sources = [storage(aliases, source) for source in node.all_input_nodes]
+            sources = [aliases.root(source) for source in node.all_input_nodes]
             level[node] = max((level[s] + (s.op == "call_function" and s not in fusible) for s in sources), default=0)
-            if not fused or is_free(node) or not _is_fusible(node):
+            if is_free(node) or not _is_fusible(node):
                 continue
             fusible.add(node)
             for source in sources:

@@ -1,116 +1,107 @@
-"""GPUs and what joins them: the published figures that a forecast is made of, and the cost of a collective.
+"""GPUs: the published figures of each, the share of them that kernels reach, and the GPU that passes assume."""
 
-Collectives follow an alpha-beta model: a latency by number of ranks and nodes, plus bytes by the slowest link's
-bandwidth. They run on rings, an all-reduce also on a tree between nodes, in the cheaper of two NCCL protocols: Simple,
-which reaches full bandwidth, and LL, which sends a flag with every four bytes of data and so half the bandwidth, at
-lower latency.
-
-Source for the latencies: NCCL 2.27, src/graph/tuning.cc, ``baseLatencies`` and ``hwLatencies``.
-"""
-
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-#: GPUs that NVLink joins: those of one HGX or DGX machine.
+#: GPUs of one HGX or DGX machine, joined by NVLink.
 GPUS_PER_NODE = 8
 
-#: Share of the peaks, of arithmetic and of memory, that the kernels of whole steps reach. Source: steps measured on an
-#: H200 over the forecasts made of peaks alone (benchmarks/h200_golf.json: 48.8 ms to 34.5; h200_llama3-1b.json).
-REACHED = 0.72
+#: Shares of a GPU's published figures that kernels reach: matrix products and attention of its FLOP/s, all others of
+#: its memory bandwidth. Source: an H200 under load, at the shapes of Llama 3 8B (benchmarks/h200_x2_roofline.json):
+#: products run at 674 to 693 TFLOP/s, attention at 494 (535 forward, 479 backward), a copy at 4.25 TB/s.
+PRODUCTS_REACHED, ATTENTION_REACHED, MEMORY_REACHED = 0.69, 0.50, 0.885
+
+#: Seconds that any kernel takes, however little it does, also inside a CUDA graph: starting and draining the GPU.
+LAUNCH_S = 2.5e-6
+
+#: Seconds of a short kernel between products and copies (on H200s one that waits for another rank's flag took 3.4 us),
+#: and of such a flag's way over NVLink.
+SHORT_KERNEL_S, FLAG_S = 4e-6, 5e-6
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of an eight-GPU machine. ``flops``: peak dense FLOP/s of matrix products by dtype. ``memory``: bytes.
-    ``bandwidth``: of memory, bytes/s. ``nvlink``, ``network``: bytes/s of one GPU in one direction."""
+    """One GPU. ``devices``: regular expression that the whole device name, as torch gives it, matches. ``flops``: peak
+    dense FLOP/s of matrix products by dtype. ``memory``: bytes. ``bandwidth``: of memory, bytes/s. ``nvlink``,
+    ``network``: bytes/s of one GPU in one direction. 0: not in the table, because nothing needs it yet."""
 
     name: str
+    devices: str
     flops: dict[torch.dtype, float]
-    memory: float
-    bandwidth: float
-    nvlink: float
-    network: float
+    memory: float = 0.0
+    bandwidth: float = 0.0
+    nvlink: float = 0.0
+    network: float = 0.0
 
     def peak(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of matrix products of ``dtype``, that of fp32 for any other dtype."""
         return self.flops.get(dtype, self.flops[torch.float32])
 
+    def kernel_seconds(self, flops: int, dtype: torch.dtype, moved: int, *, attention: bool = False) -> float:
+        """Seconds of a kernel that runs ``flops`` of ``dtype`` and moves ``moved`` bytes, by the roofline."""
+        arithmetic = flops / self.peak(dtype) / (ATTENTION_REACHED if attention else PRODUCTS_REACHED)
+        return max(arithmetic, self.moving_seconds(moved))
 
-def _gpu(name: str, bf16: float, fp32: float, memory: float, bandwidth: float, nvlink: float, network: float) -> Gpu:
-    flops = {torch.bfloat16: bf16 * 1e12, torch.float16: bf16 * 1e12, torch.float32: fp32 * 1e12}
-    return Gpu(name, flops, memory * 1e9, bandwidth * 1e12, nvlink * 1e9, network * 1e9)
+    def moving_seconds(self, moved: int) -> float:
+        """Seconds to read and write ``moved`` bytes of memory."""
+        return moved / (MEMORY_REACHED * self.bandwidth)
 
 
-#: TFLOP/s without sparsity, GB, TB/s, GB/s in one direction (data sheets give both directions together, and fp32
-#: without TF32). The network is one 400 Gb/s adapter a GPU.
+def _bf16(tflops: float) -> dict[torch.dtype, float]:
+    return {torch.bfloat16: tflops * 1e12, torch.float16: tflops * 1e12}
+
+
+def _server(
+    name: str, devices: str, bf16: float, fp32: float, memory: float, bandwidth: float, nvlink: float, network: float
+) -> Gpu:
+    """TFLOP/s, GB, TB/s, GB/s."""
+    flops = _bf16(bf16) | {torch.float32: fp32 * 1e12}
+    return Gpu(name, devices, flops, memory * 1e9, bandwidth * 1e12, nvlink * 1e9, network * 1e9)
+
+
+#: GPUs of eight-GPU machines, by the name that ``stepgraph plan --gpu`` takes. TFLOP/s without sparsity (data sheets
+#: that give bf16 "with sparsity" are halved; fp32 is without TF32), GB, TB/s, GB/s in one direction (data sheets give
+#: both together). The network is one 400 Gb/s adapter for each GPU.
 GPUS: dict[str, Gpu] = {
     # NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 80 GB, 3.35 TB/s, NVLink 900 GB/s;
     # DGX H100 data sheet: 8 ConnectX-7 of 400 Gb/s.
-    "h100": _gpu("H100 SXM", 989.5, 67, 80, 3.35, 450, 50),
+    "h100": _server("H100 SXM", r"NVIDIA H100 80GB HBM3", 989.5, 67, 80, 3.35, 450, 50),
     # NVIDIA H200 data sheet, SXM: the same at 4.8 TB/s; DGX H200 data sheet: 8 ConnectX-7 of 400 Gb/s. Memory as torch
     # counts it, 139.8 GiB: the data sheet's 141 GB are less than what is there.
-    "h200": _gpu("H200 SXM", 989.5, 67, 150.1, 4.8, 450, 50),
+    "h200": _server("H200 SXM", r"NVIDIA H200", 989.5, 67, 150.1, 4.8, 450, 50),
     # NVIDIA HGX B200 data sheet, per GPU: 4.5 PFLOPS bf16 with sparsity, 75 TFLOPS fp32; DGX B200 data sheet: 1,440 GB
-    # at 64 TB/s in all, NVLink 1.8 TB/s a GPU, 8 adapters of 400 Gb/s.
-    "b200": _gpu("B200", 2250, 75, 180, 8.0, 900, 50),
+    # at 64 TB/s in all, NVLink 1.8 TB/s for each GPU, 8 adapters of 400 Gb/s.
+    "b200": _server("B200", r"NVIDIA B200", 2250, 75, 180, 8.0, 900, 50),
 }
 
-# Seconds: once a collective, a step over NVLink, a step over the network; and the share of bandwidth reached.
-_RING = ((8.4e-6, 3.4e-6, 14.0e-6, 1.0), (6.6e-6, 0.6e-6, 2.7e-6, 0.5))  # Simple, LL
-_TREE = ((8.4e-6, 4.0e-6, 14.0e-6, 1.0), (6.8e-6, 0.6e-6, 5.0e-6, 0.5))
+#: GPUs of which only the bf16 peak is needed, for the MFU. TFLOP/s, dense.
+_OTHERS = (
+    Gpu("A100", r"NVIDIA A100[- ].*", _bf16(312)),  # NVIDIA A100 data sheet, BFLOAT16 Tensor Core
+    Gpu("H100 PCIe", r"NVIDIA H100 PCIe", _bf16(756.5)),  # NVIDIA H100 data sheet, PCIe: 1,513 with sparsity
+    Gpu("L40S", r"NVIDIA L40S", _bf16(362.05)),  # NVIDIA L40S data sheet, BFLOAT16 Tensor Core
+    # NVIDIA Ada GPU Architecture whitepaper, appendix A, peak BF16 tensor TFLOPS with FP32 accumulate
+    Gpu("RTX 4090", r"NVIDIA GeForce RTX 4090", _bf16(165.2)),
+)
+
+#: What passes decide by, and what their notes are forecast for. One GPU for all: every rank and every machine makes the
+#: same graph, and so does a forecast, which has no device. On other GPUs the ratios differ little.
+ASSUMED = GPUS["h200"]
 
 
-def collective_seconds(gpu: Gpu, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
-    """Seconds of a collective of ``kind`` (``all_gather``, ``reduce_scatter``, ``all_reduce``) over ``ranks``.
-
-    ``nbytes``: of the whole tensor, the larger side: what an all-gather returns and what a reduce-scatter takes.
-    """
-    n, nodes = len(ranks), len({rank // GPUS_PER_NODE for rank in ranks})
-    if n == 1:
-        return 0.0
-    rounds = 2 if kind == "all_reduce" else 1
-    # Each rank passes on all parts but one; between nodes, rings use the adapters of all the group's ranks there.
-    over_nvlink = nbytes * (n - 1) / n / gpu.nvlink
-    over_network = nbytes * (nodes - 1) / nodes / (n / nodes * gpu.network)
-    transfer = max(over_nvlink if n > nodes else 0.0, over_network)
-
-    def cheapest(protocols: tuple, steps: float, hops: float) -> float:
-        costs = (base + rounds * (steps * step + hops * hop + transfer / share) for base, step, hop, share in protocols)
-        return min(costs)
-
-    ring = cheapest(_RING, n - nodes, nodes - 1)
-    if kind != "all_reduce":
-        return ring
-    return min(ring, cheapest(_TREE, n / nodes - 1, math.ceil(math.log2(nodes))))
-
-
-_ADA_WHITEPAPER = "NVIDIA Ada GPU Architecture whitepaper, appendix A, peak BF16 tensor TFLOPS with FP32 accumulate"
-
-# (pattern of the whole device name, dense bf16 peak in FLOP/s, Source). Data sheets that give the figure "with
-# sparsity" are halved. A name that matches no row (a MIG slice, a laptop part) has no known peak.
-_BF16_PEAKS: list[tuple[str, float, str]] = [
-    (r"NVIDIA A100[- ].*", 312e12, "NVIDIA A100 data sheet, BFLOAT16 Tensor Core: 312 TFLOPS dense"),
-    (r"NVIDIA H100 80GB HBM3", 989.5e12, "NVIDIA H100 data sheet, SXM: 1,979 TFLOPS with sparsity"),
-    (r"NVIDIA H100 PCIe", 756.5e12, "NVIDIA H100 data sheet, PCIe: 1,513 TFLOPS with sparsity"),
-    (r"NVIDIA H200", 989.5e12, "NVIDIA H200 data sheet, SXM: 1,979 TFLOPS with sparsity"),
-    (r"NVIDIA B200", 2250e12, "NVIDIA HGX B200 data sheet, BF16 of one GPU: 4.5 PFLOPS with sparsity"),
-    (r"NVIDIA L40S", 362.05e12, "NVIDIA L40S data sheet, BFLOAT16 Tensor Core: 362.05 TFLOPS dense"),
-    (r"NVIDIA GeForce RTX 4090", 165.2e12, _ADA_WHITEPAPER),
-]
+def known_gpu(device_name: str) -> Gpu | None:
+    """The GPU whose device torch calls ``device_name``, None where there is none in the table (a MIG slice, a laptop
+    part)."""
+    found = (gpu for gpu in (*GPUS.values(), *_OTHERS) if re.fullmatch(gpu.devices, device_name))
+    return None if " MIG " in device_name else next(found, None)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Peak dense FLOP/s of one device by its vendor, None where unknown. Only bfloat16 matrix products are listed:
     the fp32 peak depends on whether TF32 is allowed."""
-    if dtype is torch.bfloat16 and " MIG " not in device_name:
-        for pattern, peak, _source in _BF16_PEAKS:
-            if re.fullmatch(pattern, device_name):
-                return peak
-    return None
+    gpu = known_gpu(device_name) if dtype is torch.bfloat16 else None
+    return gpu.peak(dtype) if gpu else None
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak: float | None) -> float | None:

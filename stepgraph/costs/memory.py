@@ -1,15 +1,16 @@
-"""What one rank holds in memory over the step, by what it is for.
+"""What one rank holds in memory over the step: how much, and what for.
 
 A static count from shapes, each storage freed after its last use: the allocator's rounding, kernels' and collectives'
 workspaces and the CUDA context are not in it.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
-from stepgraph.costs.fusion import Fusion, is_free, storage
+from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import Aliases, tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance, role_of
@@ -19,7 +20,77 @@ from stepgraph.graph.step_graph import StepGraph
 #: backward. ``temporary``: all else that a step makes.
 KINDS = ("parameters", "optimizer", "inputs", "gradients", "buckets", "activations", "temporary")
 
-_HELD = {"parameter": "parameters", "optimizer": "optimizer"}
+#: Kinds of a graph's inputs that are not ``inputs``.
+HELD = {"parameter": "parameters", "optimizer": "optimizer", "accumulator": "gradients"}
+
+
+def lifetimes(
+    graph: fx.Graph, aliases: Aliases, fusion: Fusion | None = None
+) -> Iterator[tuple[fx.Node, bool, list[fx.Node]]]:
+    """(node, whether its result is memory of its own, the nodes whose memory is free behind it), in order.
+
+    With a ``fusion``, what stays in a kernel's registers takes no memory.
+    """
+    last = aliases.last_use()
+    readers = _readers(graph, aliases) if fusion else {}
+    frees: dict[int, list[fx.Node]] = defaultdict(list)
+    for node, position in aliases.position.items():
+        if node.op != "call_function":
+            continue
+        # What an operator returns in a list belongs to the getitems.
+        made = aliases.root(node) is node and not isinstance(node.meta.get("val"), (list, tuple))
+        if made and fusion and _stays_inside(node, readers.get(node, []), fusion):
+            made = False
+        if made:
+            frees[last[node]].append(node)
+        yield node, made, frees.pop(position, [])
+
+
+def _readers(graph: fx.Graph, aliases: Aliases) -> dict[fx.Node, list[fx.Node]]:
+    """What runs, or leaves the graph, with each storage."""
+    readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if not is_free(node) or node.op == "output":
+            for source in node.all_input_nodes:
+                readers[aliases.root(source)].append(node)
+    return readers
+
+
+def _stays_inside(node: fx.Node, readers: list[fx.Node], fusion: Fusion) -> bool:
+    """Whether the result lives in a kernel's registers only."""
+    kernel = fusion.kernel(node)
+    return bool(readers) and all(reader is not node and fusion.kernel(reader) is kernel for reader in readers)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes the graph needs. ``inputs``: state and batch, held throughout. ``peak``: most bytes alive at once, inputs
+    counted. ``saved``: bytes that forward leaves alive for backward."""
+
+    inputs: int
+    peak: int
+    saved: int
+
+
+def estimate_memory(graph: fx.Graph) -> MemoryEstimate:
+    """Peak memory of running ``graph`` in order, every operator by itself."""
+    aliases = Aliases(graph)
+    kept = {
+        aliases.root(node)
+        for node in graph.nodes
+        if phase_of(node) in ("forward", "loss") and any(phase_of(user) == "backward" for user in node.users)
+    }
+    peak = alive = inputs = sum(tensor_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
+    saved = most_saved = 0
+    for node, made, freed in lifetimes(graph, aliases):
+        if made:
+            alive += tensor_bytes(node)
+            saved += tensor_bytes(node) * (node in kept)
+            peak, most_saved = max(peak, alive), max(most_saved, saved)
+        for root in freed:
+            alive -= tensor_bytes(root)
+            saved -= tensor_bytes(root) * (root in kept)
+    return MemoryEstimate(inputs, peak, most_saved)
 
 
 @dataclass(frozen=True)
@@ -39,27 +110,15 @@ class Moment:
 def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[Moment]:
     """The fullest moment of every stretch of nodes of one phase and repeated block, in order."""
     kind = _kinds(step, aliases)
-    readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    last: dict[fx.Node, int] = {}
-    for node, position in aliases.position.items():
-        for owner in (storage(aliases, node), *(storage(aliases, source) for source in node.all_input_nodes)):
-            last[owner] = position
-        if not is_free(node) or node.op == "output":
-            for source in node.all_input_nodes:
-                readers[storage(aliases, source)].append(node)
     alive = dict.fromkeys(KINDS, 0)
     for node in step.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             alive[kind[node]] += tensor_bytes(node)
-    frees: dict[int, list[fx.Node]] = defaultdict(list)
     moments: list[Moment] = []
     blocks: dict[str | None, str] = {}
-    for node, position in aliases.position.items():
-        if node.op != "call_function":
-            continue
-        if _allocates(node, aliases) and not _stays_inside(node, readers[node], fusion):
+    for node, made, freed in lifetimes(step.graph, aliases, fusion):
+        if made:
             alive[kind[node]] += tensor_bytes(node)
-            frees[last[node]].append(node)
         found = provenance(node)
         path = found.path if found else None
         if path not in blocks:
@@ -69,24 +128,14 @@ def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[
             moments.append(here)
         elif here.total > moments[-1].total:
             moments[-1] = here
-        for root in frees.pop(position, ()):
+        for root in freed:
             alive[kind[root]] -= tensor_bytes(root)
     return moments
 
 
-def _allocates(node: fx.Node, aliases: Aliases) -> bool:
-    return storage(aliases, node) is node and not isinstance(node.meta.get("val"), (list, tuple))
-
-
-def _stays_inside(node: fx.Node, readers: list[fx.Node], fusion: Fusion) -> bool:
-    """Whether the result lives in a kernel's registers only."""
-    kernel = fusion.kernel(node)
-    return bool(readers) and all(reader is not node and fusion.kernel(reader) is kernel for reader in readers)
-
-
 def _kinds(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
     """The kind of every storage."""
-    kinds = {n: _HELD.get(s.kind, "inputs") for n, s in zip(step.placeholders(), step.inputs, strict=True)}
+    kinds = {n: HELD.get(s.kind, "inputs") for n, s in zip(step.placeholders(), step.inputs, strict=True)}
     saved: set[fx.Node] = set()
     into_update: set[fx.Node] = set()
     into_collective: set[fx.Node] = set()
@@ -94,7 +143,7 @@ def _kinds(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
         reader, role = phase_of(node), role_of(node)
         collective = role and role.kind == "reduce" and stage_of(node) == "begin"
         for source in node.all_input_nodes:
-            root = storage(aliases, source)
+            root = aliases.root(source)
             if reader == "backward" and phase_of(root) in ("forward", "loss"):
                 saved.add(root)
             if reader == "optimizer" and phase_of(root) == "backward":
@@ -102,9 +151,9 @@ def _kinds(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
             if reader == "backward" and collective:
                 into_collective.add(root)
     for node in step.graph.nodes:
-        if node.op == "placeholder" or storage(aliases, node) is not node:
+        if node.op == "placeholder" or aliases.root(node) is not node:
             continue
-        roots = [storage(aliases, source) for source in node.all_input_nodes]
+        roots = [aliases.root(source) for source in node.all_input_nodes]
         if node.op == "call_function" and roots and all(kinds.get(r) in ("parameters", "gathered") for r in roots):
             kinds[node] = "gathered"
         elif node in into_update:

@@ -1,4 +1,4 @@
-"""Seconds of every node by the roofline: the larger of its arithmetic and its memory traffic, at what kernels reach.
+"""Seconds of every kernel by the roofline: the longer of its arithmetic and its memory traffic, at what kernels reach.
 
 Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model", 2009.
 """
@@ -8,10 +8,11 @@ from collections import defaultdict
 import torch
 from torch import fx
 
-from stepgraph.costs.fusion import Fusion, is_free, storage
-from stepgraph.costs.hardware import REACHED, Gpu
+from stepgraph.costs.flops import flops, is_attention
+from stepgraph.costs.fusion import Fusion, is_free
+from stepgraph.costs.hardware import ASSUMED, Gpu
 from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END, is_nccl
-from stepgraph.graph.facts import Aliases, flops, is_overload, tensor_bytes, written_arguments
+from stepgraph.graph.facts import Aliases, is_overload, tensor_bytes, written_arguments
 
 aten = torch.ops.aten
 
@@ -20,8 +21,10 @@ _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    value = node.meta["val"]
-    return (value[0] if isinstance(value, (list, tuple)) else value).dtype
+    """The dtype that ``node`` computes in, fp32 where its first result is no tensor."""
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return first.dtype if isinstance(first, torch.Tensor) else torch.float32
 
 
 class Roofline:
@@ -39,18 +42,25 @@ class Roofline:
             if is_free(node) and node.op != "output":
                 continue
             for source in node.all_input_nodes:
-                readers[storage(aliases, source)].append(node)
+                readers[aliases.root(source)].append(node)
         for members in kernels.values():
             work = sum(flops(node) for node in members)
             self.flops += work
-            peak = gpu.peak(_dtype(members[-1])) if work else gpu.peak(torch.float32)
             copied = _copied(members[-1])
             moved = _traffic(members, aliases, readers) if copied is None else copied
-            self.seconds[members[-1]] = max(work / peak, moved / gpu.bandwidth) / REACHED
+            self.seconds[members[-1]] = gpu.kernel_seconds(
+                work, _dtype(members[-1]), moved, attention=any(map(is_attention, members))
+            )
+
+
+def node_seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:
+    """Seconds of ``node`` as a kernel of its own, that reads its inputs whole and writes its results."""
+    moved = tensor_bytes(node) + sum(map(tensor_bytes, node.all_input_nodes))
+    return gpu.kernel_seconds(flops(node), _dtype(node), moved, attention=is_attention(node))
 
 
 def _copied(node: fx.Node) -> int | None:
-    """Bytes that a GPU's processors move for what begins or ends a collective by copy engines; None for other nodes."""
+    """Bytes that kernels move where a collective by copy engines begins or ends; None for other nodes."""
     if node.target is GATHER_BEGIN:
         shards, sizes, dtype, *_ = node.args
         return sum(map(tensor_bytes, shards)) + sum(sizes) * dtype.itemsize
@@ -65,13 +75,13 @@ def _copied(node: fx.Node) -> int | None:
 
 
 def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, list[fx.Node]]) -> int:
-    """Bytes that a kernel reads and writes; what only its own nodes read it does not write."""
+    """Bytes that a kernel reads and writes; it does not write what only its own nodes read."""
     inside = set(members)
     read: dict[fx.Node, int] = {}
     written = 0
     for node in members:
         for source in node.all_input_nodes:
-            root = storage(aliases, source)
+            root = aliases.root(source)
             if root not in inside:
                 # A broadcast reads no more than is there, a slice no more than it shows.
                 part = min(tensor_bytes(source), tensor_bytes(root))

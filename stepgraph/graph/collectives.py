@@ -6,7 +6,7 @@ or what lies outside blocks between two of them (the embedding; the last norm an
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,8 @@ from torch import fx
 import stepgraph.kernels.comm.async_matmul
 import stepgraph.kernels.comm.copy_collectives  # noqa: F401  (both register their operators)
 from stepgraph import compat
-from stepgraph.graph.facts import argument, flops, is_overload, is_view, tensor_bytes
-from stepgraph.graph.provenance import phase_of, provenance, role_of, set_provenance, together
+from stepgraph.graph.facts import argument, tensor_bytes
+from stepgraph.graph.provenance import phase_of, role_of
 from stepgraph.graph.step_graph import StepGraph
 
 c10d = torch.ops._c10d_functional
@@ -193,18 +193,6 @@ def tail(step: StepGraph) -> set[fx.Node]:
     return {node for node, role in found if role and role.kind == "reduce"}
 
 
-def upstream(node: fx.Node) -> set[fx.Node]:
-    """Everything that ``node`` is made from."""
-    seen: set[fx.Node] = set()
-    queue = list(node.all_input_nodes)
-    while queue:
-        current = queue.pop()
-        if current not in seen:
-            seen.add(current)
-            queue += current.all_input_nodes
-    return seen
-
-
 def _collectives(step: StepGraph, kind: str, operators: tuple) -> list[Collective]:
     half = halves(step.graph)
     found: list[Collective] = []
@@ -241,143 +229,3 @@ def by_region(collectives: Iterable[Collective]) -> list[list[Collective]]:
     for c in collectives:
         groups[c.half, c.region].append(c)
     return list(groups.values())
-
-
-def attribute(step: StepGraph, nodes: Sequence[fx.Node], members: Sequence[fx.Node]) -> None:
-    """New ``nodes`` stand for ``members``: see `provenance.together`."""
-    for node in nodes:
-        set_provenance(node, together([provenance(m) for m in members]))
-
-
-def erase_chain(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase ``node`` and what was made for it alone."""
-    queue = [node]
-    while queue:
-        current = queue.pop()
-        if current.op == "call_function" and not current.users:
-            queue += current.all_input_nodes
-            graph.erase_node(current)
-
-
-# What the estimate of exposed communication assumes, for kernels and links of one H200 host: FLOP/s, bytes/s in
-# memory, bytes/s between ranks and seconds that any collective takes. Only shares matter.
-_FLOPS_PER_S, _BYTES_PER_S, _LINK_BYTES_PER_S, LATENCY_S = 700e12, 3.5e12, 350e9, 20e-6
-# Seconds of a flag's way over NVLink, and that every kernel takes however little it does: one that waits for a flag
-# took 3.4 us on H200s.
-_BARRIER_S, _KERNEL_S = 5e-6, 4e-6
-
-
-def seconds(node: fx.Node) -> float:
-    """A rough forecast of the time that the collective takes on one H200 host."""
-    return LATENCY_S + bytes_sent(node) / _LINK_BYTES_PER_S
-
-
-class Pipeline(NamedTuple):
-    """What a product in a pipeline with a collective costs besides the product.
-
-    ``sent``: bytes that this rank receives from the ``ranks - 1`` others while it multiplies. ``copied``: bytes that
-    it moves in its own memory, and ``barriers``: how often ranks wait for a flag. ``kernels``: that chunks and flags
-    take more.
-    """
-
-    group: str
-    ranks: int
-    sent: int
-    copied: int
-    barriers: int
-    kernels: int
-
-    def exposed_seconds(self, compute: float, link: float, memory: float) -> float:
-        """Seconds beyond ``compute``, those of the products; ``link``, ``memory``: bytes/s.
-
-        The other ranks' chunks arrive, or leave, while all chunks but one are multiplied: the pipeline starts with
-        this rank's own chunk, and a reduction ends with it.
-        """
-        hidden = compute * (self.ranks - 1) / self.ranks
-        fixed = self.barriers * _BARRIER_S + self.kernels * _KERNEL_S
-        return fixed + self.copied / memory + max(0.0, self.sent / link - hidden)
-
-
-def pipeline_of(node: fx.Node) -> Pipeline | None:
-    """The pipeline that ``node`` runs; None where it is no product joined with a collective."""
-    if node.target is ALL_GATHER_MATMUL:
-        shard, weights, keep, ranks, group = node.args
-        # Copies run beside the products; of several sequences the whole, put together, is copied once more.
-        size, batch = tensor_bytes(shard), shard.meta["val"].shape[0]
-        whole = 2 * ranks * size if keep and batch > 1 else 0
-        kernels = ranks - 1 + _pieces(ranks, batch, weights)
-        return Pipeline(group, ranks, (ranks - 1) * size, whole, 1, kernels)
-    if node.target is MATMUL_REDUCE_SCATTER:
-        lefts, _, batch, ranks, group = node.args
-        size, kernels = tensor_bytes(node), ranks - 1 + 1 + _pieces(ranks, batch, lefts)
-        return Pipeline(group, ranks, (ranks - 1) * size, (ranks + 1) * size, 1, kernels)  # the sum reads all parts
-    return None
-
-
-def _pieces(ranks: int, batch: int, products: Sequence[fx.Node]) -> int:
-    """Into how many more kernels a pipeline cuts ``products``."""
-    return len(products) * (ranks * batch - 1)
-
-
-def joined_saves(node: fx.Node, bytes_sent: float) -> float:
-    """Seconds that the products and the collective of ``node``, as one pipeline, are forecast to save; ``bytes_sent``:
-    of the collective by itself, see `bytes_sent`."""
-    apart = LATENCY_S + bytes_sent / _LINK_BYTES_PER_S
-    return apart - pipeline_of(node).exposed_seconds(_compute_seconds(node), _LINK_BYTES_PER_S, _BYTES_PER_S)
-
-
-class Builder:
-    """Adds nodes at one place of a graph, with their fake values, in the name of ``members``."""
-
-    def __init__(self, step: StepGraph, members: Sequence[fx.Node]):
-        self.step, self.members = step, members
-
-    def __call__(self, target: Callable, *args: object, like: fx.Node | None = None, **kwargs: object) -> fx.Node:
-        node = self.step.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = target(*values[0], **values[1])
-        attribute(self.step, [node], [like] if like else self.members)
-        return node
-
-
-def exposed(graph: fx.Graph) -> tuple[float, float]:
-    """(seconds that compute waits for communication, seconds of communication), as one step is forecast to run.
-
-    A rough forecast for one H200 host: kernels at the rate of memory or of matrix products, one after the other, and
-    the collectives of each group one after the other beside them. Of products in a pipeline with a collective the
-    first number has what exceeds the product, the second the whole transfer.
-    """
-    now = waited = total = 0.0
-    free: dict[str, float] = defaultdict(float)
-    done: dict[fx.Node, float] = {}
-    for node in graph.nodes:
-        if node.target in (*COLLECTIVES, GATHER_BEGIN, REDUCE_BEGIN):
-            group, took = node.args[-1], seconds(node)
-            done[node] = free[group] = max(now, free[group]) + took
-            total += took
-        elif node.target in (WAIT, GATHER_END, REDUCE_END) and node.args[0] in done:
-            ready = done[node.args[0]]
-            waited += max(0.0, ready - now)
-            now = max(now, ready)
-        elif pipeline := pipeline_of(node):
-            computing = _compute_seconds(node)
-            beyond = pipeline.exposed_seconds(computing, _LINK_BYTES_PER_S, _BYTES_PER_S)
-            now += computing + beyond
-            waited += beyond
-            total += LATENCY_S + pipeline.sent / _LINK_BYTES_PER_S
-        elif is_overload(node) and not is_view(node):
-            now += _compute_seconds(node)
-    return waited, total
-
-
-def _compute_seconds(node: fx.Node) -> float:
-    moved = tensor_bytes(node) + sum(tensor_bytes(n) for n in node.all_input_nodes)
-    return max(moved / _BYTES_PER_S, flops(node) / _FLOPS_PER_S)
-
-
-def exposed_text(before: tuple[float, float], after: tuple[float, float]) -> str:
-    """The line of a report that compares two of `exposed`."""
-    return (
-        f"exposed communication, roughly forecast for one H200 host: {before[0] * 1e3:.2f} ms of {before[1] * 1e3:.2f} "
-        f"before, {after[0] * 1e3:.2f} ms of {after[1] * 1e3:.2f} after"
-    )

@@ -1,16 +1,12 @@
-"""Facts about a flat graph that several passes need: purity, aliasing, mutation, liveness and bytes."""
+"""Questions about one node: what it calls, what that does, and who is beside it."""
 
 import functools
+import importlib
 import operator
-from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
-
-from stepgraph.graph.provenance import phase_of
 
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
@@ -25,11 +21,10 @@ _HIDDEN_VIEWS = {
 }
 
 #: Write into arguments although their schema does not say so: the positions of running mean and variance.
-_HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
+HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
 
 #: Higher-order operators that only compute.
 _PURE_HIGHER_ORDER = {higher_order.flex_attention, higher_order.flex_attention_backward}
-
 
 #: Operators that dominate a step's arithmetic.
 EXPENSIVE = {
@@ -38,19 +33,6 @@ EXPENSIVE = {
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten.sort, aten.topk,
 }  # fmt: skip
-
-#: Attention operators and matrix products over (T, T, head_dim) that each computes: flash attention's backward computes
-#: the scores again. Source: Dao et al., "FlashAttention", 2022, section 3.
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: 2,
-    aten._scaled_dot_product_flash_attention.default: 2,
-    aten._scaled_dot_product_cudnn_attention.default: 2,
-    aten._scaled_dot_product_efficient_attention.default: 2,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
-    aten._scaled_dot_product_flash_attention_backward.default: 5,
-    aten._scaled_dot_product_cudnn_attention_backward.default: 5,
-    aten._scaled_dot_product_efficient_attention_backward.default: 5,
-}
 
 
 # Facts of operators are asked for at every node of a graph by most passes, and schemas are slow to read.
@@ -63,7 +45,7 @@ def _draws(target: OpOverload) -> bool:
 
 @functools.cache
 def _writes(target: OpOverload) -> bool:
-    return target._schema.is_mutable or target in _HIDDEN_WRITES
+    return target._schema.is_mutable or target in HIDDEN_WRITES
 
 
 @functools.cache
@@ -73,14 +55,17 @@ def _views(target: OpOverload) -> bool:
     return shares or target in _HIDDEN_VIEWS
 
 
+# What it calls
+
+
 def is_overload(node: fx.Node) -> bool:
     """Whether the node calls a torch operator (not a higher-order one, not getitem)."""
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether the node draws from a random generator. Attention does only where its dropout is not zero."""
-    return is_overload(node) and _draws(node.target) and argument(node, "dropout_p") != 0
+def packet(node: fx.Node) -> object:
+    """The operator whatever its overload; None for what is no operator."""
+    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
 
 
 def argument(node: fx.Node, name: str) -> Any:
@@ -91,9 +76,24 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws from a random generator. Attention does only where its dropout is not zero."""
+    return is_overload(node) and _draws(node.target) and argument(node, "dropout_p") != 0
+
+
 def is_mutating(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
     return is_overload(node) and _writes(node.target)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result shares storage with its first argument without writing to it."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    return is_overload(node) and _views(node.target)
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -108,19 +108,75 @@ def is_pure(node: fx.Node) -> bool:
     return node.target is operator.getitem or node.target in _PURE_HIGHER_ORDER
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether the node's result shares storage with its first argument without writing to it."""
-    if node.op != "call_function":
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether the node computes each element of its result from the elements at its place in the inputs: casts do,
+    views compute nothing."""
+    if not is_overload(node) or is_view(node):
         return False
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and is_view(source)
-    return is_overload(node) and _views(node.target)
+    return torch.Tag.pointwise in node.target.tags or packet(node) is aten._to_copy
+
+
+# Casts
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node casts a floating-point tensor to a floating-point dtype (see `stays_float`)."""
+    return packet(node) is aten._to_copy and stays_float(node)
+
+
+def stays_float(node: fx.Node) -> bool:
+    """Whether the node makes a floating-point tensor of one on the same device.
+
+    Eight bits do not count: going there is no cast but a quantization, whose rounding is meant.
+    """
+    made, read = node.meta["val"], node.args[0].meta["val"]
+    return made.device == read.device and all(t.is_floating_point() and t.dtype.itemsize > 1 for t in (made, read))
+
+
+def casts_of(node: fx.Node) -> list[fx.Node]:
+    """The casts that ``node`` is the last of, the last first; none where it is no cast."""
+    casts = []
+    while is_cast(node):
+        casts.append(node)
+        node = node.args[0]
+    return casts
+
+
+def without_casts(node: fx.Node) -> fx.Node:
+    """What ``node`` was before all casts."""
+    casts = casts_of(node)
+    return casts[-1].args[0] if casts else node
+
+
+def cast_behind(node: fx.Node) -> fx.Node | None:
+    """The cast that alone reads ``node``, if one does."""
+    user = only_user(node)
+    return user if user is not None and is_cast(user) else None
+
+
+# What is beside it
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The one node that reads ``node``, if there is one."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def getitem_users(node: fx.Node) -> dict[int, fx.Node]:
     """The getitem nodes that take ``node``'s outputs apart, by index."""
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}
+
+
+def upstream(node: fx.Node) -> set[fx.Node]:
+    """Everything that ``node`` is made from."""
+    seen: set[fx.Node] = set()
+    queue = list(node.all_input_nodes)
+    while queue:
+        current = queue.pop()
+        if current not in seen:
+            seen.add(current)
+            queue += current.all_input_nodes
+    return seen
 
 
 def tensor_bytes(node: fx.Node) -> int:
@@ -130,141 +186,8 @@ def tensor_bytes(node: fx.Node) -> int:
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
 
-class Aliases:
-    """Which node owns the storage that each node's result lives in, and where each storage is written.
-
-    ``position[node]``: index in the graph. ``writes[root]``: positions of nodes that write into the root's storage.
-    A multi-output operator's outputs are owned by their getitem nodes.
-    """
-
-    def __init__(self, graph: fx.Graph):
-        self.position: dict[fx.Node, int] = {}
-        self.writes: dict[fx.Node, list[int]] = defaultdict(list)
-        self._root: dict[fx.Node, fx.Node] = {}
-        self._members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for i, node in enumerate(graph.nodes):
-            self.position[node] = i
-            self._root[node] = self._find_root(node)
-            self._members[self._root[node]].append(node)
-            if is_mutating(node):
-                for written in written_arguments(node):
-                    self.writes[self.root(written)].append(i)
-
-    def _find_root(self, node: fx.Node) -> fx.Node:
-        # Waiting for a collective gives back its result; no view, since none may take its place.
-        if is_view(node) or node.target is torch.ops._c10d_functional.wait_tensor.default:
-            return self._root[node.args[0]]
-        # What a writing operator returns is what it wrote only if its schema says so: a loss may come out beside.
-        if is_mutating(node) and isinstance(node.meta.get("val"), torch.Tensor):
-            written = written_arguments(node)
-            if len(written) == 1 and node.target._schema.returns[0].alias_info is not None:
-                return self._root[written[0]]
-        return node
-
-    def root(self, node: fx.Node) -> fx.Node:
-        """The node that owns the storage of ``node``'s result."""
-        return self._root[node]
-
-    def written_between(self, node: fx.Node, first: int, last: int) -> bool:
-        """Whether the storage of ``node`` is written at a position in (first, last)."""
-        return any(first < p < last for p in self.writes.get(self.root(node), ()))
-
-    def reads(self, node: fx.Node, besides: tuple[fx.Node, ...] = ()) -> list[int]:
-        """Positions of the nodes that read any alias of ``node``'s storage, except ``besides``."""
-        members = self._members[self.root(node)]
-        return [self.position[user] for n in members for user in n.users if user not in besides]
-
-    def merge(self, node: fx.Node, root: fx.Node, last: dict[fx.Node, int]) -> None:
-        """``node``'s result now lives in ``root``'s storage; ``last`` (see `last_use`) follows."""
-        old = self._root[node]
-        last[root] = max(last[root], last[old])
-        for member in self._members.pop(old):
-            self._root[member] = root
-            self._members[root].append(member)
-
-    def last_use(self) -> dict[fx.Node, int]:
-        """For every root, the position of the last node that reads any alias of it."""
-        last: dict[fx.Node, int] = {}
-        for node, position in self.position.items():
-            root = self.root(node)
-            last[root] = max(last.get(root, 0), position)
-            for user in node.users:
-                last[root] = max(last[root], self.position[user])
-        return last
-
-
-def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes that ``node`` writes into."""
-    if node.target in _HIDDEN_WRITES:
-        return [node.args[i] for i in _HIDDEN_WRITES[node.target] if isinstance(node.args[i], fx.Node)]
-    written: list[fx.Node] = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(item, fx.Node):
-                written.append(item)
-    return written
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes the graph needs. ``inputs``: state and batch, held throughout. ``peak``: most bytes alive at once, inputs
-    counted. ``saved``: bytes that forward leaves alive for backward."""
-
-    inputs: int
-    peak: int
-    saved: int
-
-
-def estimate_memory(graph: fx.Graph) -> MemoryEstimate:
-    """Peak memory of running ``graph`` in order, each storage freed after its last use.
-
-    A static count from shapes: allocator rounding and kernels' workspaces are not in it.
-    """
-    aliases = Aliases(graph)
-    frees: dict[int, list[fx.Node]] = defaultdict(list)
-    for root, position in aliases.last_use().items():
-        frees[position].append(root)
-    kept = {
-        aliases.root(node)
-        for node in graph.nodes
-        if phase_of(node) in ("forward", "loss") and any(phase_of(user) == "backward" for user in node.users)
-    }
-    peak = alive = inputs = sum(tensor_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
-    saved = saved_peak = 0
-    for node, position in aliases.position.items():
-        if _allocates(node, aliases):
-            alive += tensor_bytes(node)
-            peak = max(peak, alive)
-            if node in kept:
-                saved += tensor_bytes(node)
-                saved_peak = max(saved_peak, saved)
-        for root in frees[position]:
-            if _allocates(root, aliases):
-                alive -= tensor_bytes(root)
-                if root in kept:
-                    saved -= tensor_bytes(root)
-    return MemoryEstimate(inputs, peak, saved_peak)
-
-
-def _allocates(node: fx.Node, aliases: Aliases) -> bool:
-    """Whether the node's result is memory of its own; what an operator returns in a list belongs to the getitems."""
-    multiple = isinstance(node.meta.get("val"), (list, tuple))
-    return node.op == "call_function" and aliases.root(node) is node and not multiple
-
-
-def flops(node: fx.Node) -> int:
-    """Floating-point operations of matrix products and attention that ``node`` runs, 0 for others; causal attention
-    runs half of its scores."""
-    if not is_overload(node):
-        return 0
-    values = fx.map_arg(node.args, lambda n: n.meta["val"])
-    if node.target in _ATTENTION:
-        first = 0 if _ATTENTION[node.target] == 2 else 1  # backward takes the output's gradient first
-        q, k = values[first], values[first + 1]  # (B, H, T, head_dim)
-        product = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
-        return _ATTENTION[node.target] * product // (2 if argument(node, "is_causal") else 1)
-    count = flop_registry.get(node.target.overloadpacket)
-    return count(*values, out_val=node.meta["val"]) if count else 0
+def __getattr__(name: str) -> Any:
+    """The former place of what is in `graph.aliases` now."""
+    if name in ("Aliases", "written_arguments"):
+        return getattr(importlib.import_module("stepgraph.graph.aliases"), name)
+    raise AttributeError(name)

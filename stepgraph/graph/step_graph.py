@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,19 @@ from stepgraph.graph.provenance import phase_of, provenance
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One placeholder. ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr`` or ``batch``.
+    """One placeholder and what it is bound to.
 
+    ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch`` or ``accumulator`` (the sum of a parameter's
+    gradients over microbatches, which calls of a step add to and nobody reads after it).
     ``name``: fully qualified name of the tensor, ``optimizer`` ones as ``<parameter>.<key>``, ``lr`` ones as
-    ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``.
+    ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``, ``accumulator`` ones as their parameter.
+    ``tensor``: the live local tensor. None where a call brings it (``batch``) or a runner allocates it
+    (``accumulator``).
     """
 
     kind: str
     name: str
+    tensor: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class StepGraph:
     mesh of its DTensors, if any. ``axes``: the mesh's axis behind each name that nodes give a process group.
     ``capture_s``: seconds the capture took. ``log``: reports of the passes applied.
     ``executable``: what runs, called with the inputs; terminal passes replace it and leave ``module`` readable.
-    ``runner``: what calls it, with the list of inputs.
+    ``recording``: set where the step shall run as CUDA graphs: the report of the pass that asked for it, which a runner
+    completes. See `stepgraph.run`.
     """
 
     module: fx.GraphModule
@@ -54,14 +60,10 @@ class StepGraph:
     capture_s: float = 0.0
     log: list[Any] = field(default_factory=list)
     executable: Callable[..., Any] = None
-    runner: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = None
+    recording: Any = None
 
     def __post_init__(self) -> None:
         self.executable = self.executable or self.module
-        self.runner = self.runner or self._run
-
-    def _run(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self.executable(*flat)
 
     @property
     def graph(self) -> fx.Graph:

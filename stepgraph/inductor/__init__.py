@@ -1,11 +1,10 @@
-"""What we ask of Inductor: rules for its choices, and regions compiled apart.
+"""Inductor: rules for what it fuses and how it tiles, and regions of a graph compiled apart.
 
-`fusion_guard` bounds the fusion of reductions by registers; `tuned_reductions` gives norms better tiles. A `Region`
-compiles by itself, with its own options.
+`fusion_guard` bounds the fusion of reductions by the registers they need; `tuned_reductions` gives norms better tiles.
+A `Region` is compiled by itself, with its own options.
 """
 
-from stepgraph.inductor.fusion_guard import fusion_guard
-from stepgraph.inductor.reduction_tuning import tuned_reductions
+from stepgraph.inductor.choices.scope import fusion_guard, tuned_reductions
 from stepgraph.inductor.regional import Region, region_of, tag
 
 __all__ = ["Region", "fusion_guard", "region_of", "tag", "tuned_reductions"]

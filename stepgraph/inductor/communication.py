@@ -1,9 +1,9 @@
-"""Keeps communication where passes put it, under Inductor's scheduler.
+"""Keeps communication where the passes put it, through Inductor's scheduling.
 
-Inductor keeps collectives among themselves in the graph's order. It does not know operators of ours that communicate
-to be collectives: they would pass others, and ranks could meet in another order or too late to overlap. And its search
-for the order with the lowest peak of memory starts gathers just before their wait, and waits early. Nor does it know
-that an operator may read its arguments after it has returned.
+Inductor keeps collectives in the graph's order relative to each other. But it does not know that operators of ours
+communicate: it could move them past others, so that ranks meet in another order, or too late to overlap. Its search for
+the order with the lowest peak memory starts gathers just before their wait, and waits early. Nor does it know that an
+operator may read its arguments after it has returned.
 """
 
 from collections.abc import Collection
@@ -15,10 +15,10 @@ parts = compat.inductor()
 
 
 class KeepOrder(parts.CustomSchedulerPass):
-    """Before fusion: every collective, and every operator of ``also``, waits for the one before it to be issued.
+    """Before fusion: every collective, and every operator of ``also``, is scheduled after the one before it.
 
-    ``lasting``: operators that read their arguments after they return. They hold them; here their memory is kept from
-    being written again by what follows in the same piece.
+    ``lasting``: operators that read their arguments after they return. They keep them alive; here Inductor is kept from
+    reusing their memory within the same piece.
     """
 
     def __init__(self, also: Collection[Any], lasting: Collection[Any]):
@@ -37,7 +37,7 @@ class KeepOrder(parts.CustomSchedulerPass):
                     node.add_fake_dep(parts.WeakDep(name, mutating_buf=own, is_fake=True))
             earlier = node
         if nodes:
-            nodes[0].scheduler.compute_ancestors()  # what fusion asks whether two nodes depend on each other
+            nodes[0].scheduler.compute_ancestors()  # what fusion consults for whether two nodes depend on each other
         return nodes
 
     def _communicates(self, node: Any) -> bool:
@@ -52,6 +52,6 @@ class KeepOrder(parts.CustomSchedulerPass):
 
 
 def keep_order(also: Collection[Any], lasting: Collection[Any] = ()) -> dict[str, Any]:
-    """Options of Inductor that keep collectives, and operators of ``also``, in order and near their place, and the
-    arguments of ``lasting`` as they are."""
+    """Options of Inductor that keep collectives, and operators of ``also``, in order and near their place, and do not
+    reuse the memory of the arguments of ``lasting``."""
     return {"reorder_for_peak_memory": False, "_pre_fusion_custom_pass": KeepOrder(also, lasting)}

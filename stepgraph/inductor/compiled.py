@@ -1,4 +1,4 @@
-"""A piece of a graph compiled by Inductor, as a module that gives its arguments up while it runs."""
+"""A piece of a graph compiled by Inductor, as a module that frees its arguments while it runs."""
 
 from typing import Any
 
@@ -25,6 +25,6 @@ class Compiled(torch.nn.Module):
         return self.boxed(list(args))
 
     def boxed(self, args: list[torch.Tensor]) -> Any:
-        """Run on ``args`` and empty the list: each tensor is let go after its last use."""
+        """Run on ``args`` and empty the list, so that each tensor can be freed after its last use."""
         results = self.function(args)
         return results[0] if self.single else results

@@ -3,8 +3,8 @@
 A pass tags nodes with the `Region` they belong to. Before -> after: the nodes of a region -> one call of a compiled
 piece; every other node stays the operator it was. Regions of one structure (operators, arguments, shapes, strides,
 dtypes, devices and options), such as those of a model's equal layers, are compiled once and share the result.
-torch has such a thing (``torch.fx.passes.regional_inductor``); torch 2.11's merges regions, and the options of the
-first one found then serve for all.
+torch's own ``torch.fx.passes.regional_inductor`` merges regions in 2.11, and compiles them all with the options of the
+first.
 """
 
 import operator
@@ -26,9 +26,9 @@ KEY = "stepgraph_region"
 class Region:
     """What a tagged node belongs to; nodes with equal tags are one region.
 
-    ``id``: unlike any other region's of the graph; the name of one of its nodes serves. ``kind``: what it computes
-    (``norm``, ``swiglu``, ``rope``, ``attention``) or where it lies (``forward``), for the report. ``options``: (name,
-    value) pairs for Inductor's configuration, set while this region compiles.
+    ``id``: unique in the graph; the name of one of its nodes serves. ``kind``: what it computes (``norm``, ``swiglu``,
+    ``rope``, ``attention``) or where it lies (``forward``), for the report. ``options``: (name, value) pairs of
+    Inductor's configuration, set while this region compiles.
     """
 
     id: str
@@ -49,8 +49,8 @@ def tag(nodes: Sequence[fx.Node], region: Region) -> None:
 
 @dataclass(eq=False)
 class Piece:
-    """Consecutive nodes of one region and what crosses its border: ``inputs`` in the order of their first use, and
-    those of the nodes that something outside reads (``outputs``)."""
+    """Consecutive nodes of one region, their ``inputs`` in the order of first use, and those of the nodes that are read
+    outside (``outputs``)."""
 
     region: Region
     nodes: list[fx.Node]
@@ -73,10 +73,10 @@ class Compilation:
 
 
 def compile_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict[str, Any]) -> Compilation:
-    """A module like ``module``, which stays as it is, that calls the compiled ``pieces``.
+    """A copy of ``module`` that calls the compiled ``pieces``; ``module`` itself does not change.
 
-    Each piece's nodes follow each other in the graph. ``config``: options for every region, before its own. Raises
-    ``ValueError`` for an option that Inductor does not have.
+    The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
+    Raises ``ValueError`` for an option that Inductor does not have.
     """
     known = compat.inductor_options()
     distinct: dict[tuple, str] = {}
@@ -97,7 +97,7 @@ def compile_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict
 
 
 def structure(piece: Piece) -> tuple:
-    """What two pieces have in common exactly if one compiled function serves both."""
+    """A key that is equal for two pieces exactly if one compiled function serves both."""
     names = {node: f"%{i}" for i, node in enumerate([*piece.inputs, *piece.nodes])}
     return (
         piece.region.kind,

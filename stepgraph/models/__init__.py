@@ -1,6 +1,8 @@
 """Language models as plain ``nn.Module``s that know nothing of graphs or meshes."""
 
-from stepgraph.models.flops import flops_per_token, num_params
+from stepgraph.models.families import FAMILIES, family_named, family_of, flops_per_token
+from stepgraph.models.family import Family, HuggingFace
+from stepgraph.models.flops import num_params
 from stepgraph.models.golf.model import Golf, GolfConfig, golf
 from stepgraph.models.llama3.model import (
     Llama3,
@@ -15,11 +17,16 @@ from stepgraph.models.loss import next_token_loss
 from stepgraph.models.rope import RopeScaling
 
 __all__ = [
+    "FAMILIES",
+    "Family",
     "Golf",
     "GolfConfig",
+    "HuggingFace",
     "Llama3",
     "Llama3Config",
     "RopeScaling",
+    "family_named",
+    "family_of",
     "flops_per_token",
     "golf",
     "llama3_1b",

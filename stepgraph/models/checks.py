@@ -1,4 +1,4 @@
-"""Checks shared by the model configurations: what was given, what is allowed, one fix."""
+"""Checks that the model configurations share; errors say what was given, what is allowed, and one fix."""
 
 
 def check_positive(config: object, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts that both models share."""
+"""Parameter and FLOP counts of dense transformers."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class CountableConfig(Protocol):
-    """What a model configuration must tell for its FLOPs to be counted."""
+    """The part of a model configuration that its FLOP count needs."""
 
     dim: int
     n_layers: int
@@ -15,11 +15,11 @@ class CountableConfig(Protocol):
 
 
 def num_params(model: nn.Module) -> int:
-    """Number of parameters of ``model``, a tied one counted once (meta tensors count like real ones)."""
+    """Number of parameters of ``model``, each tied one counted once; ``model`` may be on the meta device."""
     return sum(param.numel() for param in model.parameters())
 
 
-def flops_per_token(config: CountableConfig, seq_len: int) -> int:
+def dense_flops_per_token(config: CountableConfig, seq_len: int) -> int:
     """Training FLOPs (forward and backward) per token at sequences of ``seq_len``: ``6 N + 12 n_layers dim seq_len``.
 
     ``N`` counts every parameter that multiplies a token: the output head is in, an embedding table that is only looked

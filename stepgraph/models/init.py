@@ -1,6 +1,7 @@
-"""How the models' weights start: every weight is a function of the seed, its parameter's name and its place in it.
+"""Initial weights: every number is a function of the seed, its parameter's name and its position in the parameter.
 
-So whoever holds a part of a parameter can fill that part alone, and gets what a whole model would have there.
+So a rank that holds a shard of a parameter can fill the shard alone, with the numbers that the whole model would have
+there.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-#: Numbers drawn from one state of the generator; a part of a parameter is drawn in the chunks that it touches.
+#: Numbers drawn from one seed of the generator; for a shard, only the chunks that it touches are drawn.
 CHUNK = 2**18
 #: Numbers drawn before they are copied to their parameter: 64 MiB.
 STAGED = 2**24
@@ -21,7 +22,7 @@ STAGED = 2**24
 
 @dataclass(frozen=True)
 class Part:
-    """What one process holds of a parameter: ``tensor`` is ``whole[region]``, with ``region`` as (start, stop) in each
+    """A process's shard of a parameter: ``tensor`` is ``whole[region]``, with ``region`` as (start, stop) in each
     dimension of the whole, whose shape is ``shape``."""
 
     tensor: torch.Tensor
@@ -40,8 +41,8 @@ def init_parameters(
     residual scales) are one.
 
     Numbers are drawn in fp32 on the CPU, by all its cores, and copied: a seed gives the same model on every device.
-    Without one, torch's default CPU generator chooses it. ``parts``: what this process holds of each parameter by name;
-    None: all of it.
+    Without ``seed``, torch's default CPU generator draws one. ``parts``: this process's shard of each parameter, by
+    name; None: it holds all parameters whole.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, section 2.3.
     """
@@ -61,12 +62,12 @@ def init_parameters(
 
 
 def whole_part(param: torch.Tensor) -> Part:
-    """A process that holds all of ``param``."""
+    """The shard of a process that holds all of ``param``."""
     return Part(param, param.shape, tuple((0, size) for size in param.shape))
 
 
 def _threads() -> int:
-    """Threads to draw with: the machine's, shared between the processes that torchrun started on it."""
+    """Threads to draw with: the machine's, divided by the processes that torchrun started on it."""
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
@@ -89,8 +90,8 @@ class _Staging:
         return self._buffers[0][:size]
 
     def copy(self, values: torch.Tensor, target: torch.Tensor, columns: tuple[slice, ...]) -> None:
-        """Copies the columns of ``values``, in the buffer that `take` gave last, to ``target``. Whole rows go to a GPU:
-        it cuts and rounds them faster than the host, and meanwhile the host draws."""
+        """Copies the columns of ``values``, in the buffer that `take` gave last, to ``target``. A GPU gets whole rows:
+        it slices and rounds them faster than the host, which meanwhile draws the next."""
         there = values.to(target.device, non_blocking=True)
         target.copy_(there[(slice(None), *columns)])
         if target.is_cuda:
@@ -99,7 +100,7 @@ class _Staging:
 
 
 def _fill_normal(part: Part, std: float, key: str, pool: ThreadPoolExecutor, staging: _Staging) -> None:
-    """Fill ``part`` with its numbers, N(0, std). Rows are drawn whole, some at a time, and columns cut from them."""
+    """Fill ``part`` with its numbers, N(0, std). Whole rows are drawn, some at a time, and sliced to its columns."""
     (first, last), row = part.region[0], math.prod(part.shape[1:])
     columns = tuple(slice(low, high) for low, high in part.region[1:])
     rows = max(1, STAGED // max(1, row))
@@ -111,7 +112,7 @@ def _fill_normal(part: Part, std: float, key: str, pool: ThreadPoolExecutor, sta
 
 
 def _draw(drawn: torch.Tensor, start: int, end: int, std: float, key: str, pool: ThreadPoolExecutor) -> None:
-    """Draw the numbers of a parameter from its element ``start`` on into ``drawn``, the parameter having ``end``."""
+    """Draw the numbers of a parameter of ``end`` elements, from element ``start`` on, into ``drawn``."""
     stop = start + drawn.numel()
 
     def draw(chunk: int) -> None:
@@ -119,9 +120,9 @@ def _draw(drawn: torch.Tensor, start: int, end: int, std: float, key: str, pool:
         size = min(CHUNK, end - begin)
         low, high = max(start, begin), min(stop, begin + size)
         place = drawn[low - start : high - start]
-        # A chunk that is wanted in part is drawn whole beside it.
+        # A chunk needed only in part is drawn whole, in memory of its own.
         whole = place if high - low == size else torch.empty(size, dtype=torch.float32, device="cpu")
-        # torch's CPU generator takes 32 bits of a seed. Of the million chunks of a model of 405B, a few hundred meet.
+        # torch's CPU generator uses 32 bits of a seed. Of a 405B model's million chunks, a few hundred share a seed.
         digest = hashlib.blake2b(f"{key}/{chunk}".encode(), digest_size=4).digest()
         whole.normal_(0.0, std, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
         if whole is not place:

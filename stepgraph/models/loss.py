@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-IGNORE = -100  # the target that does not count
+IGNORE = -100  # a target that does not count
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

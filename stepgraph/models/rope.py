@@ -56,8 +56,8 @@ def rope_tables(
     """Tables for :func:`apply_rope`: cos and signed sin, each (max_seq_len, 1, head_dim) fp32 on the CPU.
 
     Both halves of a row hold the same angles; in the sin table the first half is negated, which turns the rotation's
-    ``cat(-b, a) * sin`` into ``cat(b, a) * signed_sin`` and saves a pass over memory. Always computed on the CPU, since
-    an angle grows with the position and would carry another device's last-bit difference along.
+    ``cat(-b, a) * sin`` into ``cat(b, a) * signed_sin`` and saves a pass over memory. Always computed on the CPU: a
+    difference in the last bit of another device's frequencies would grow with the position.
     """
     position = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
     angle = torch.outer(position, rope_frequencies(head_dim, theta, scaling))  # (max_seq_len, head_dim / 2)

@@ -1,15 +1,21 @@
-"""The pipeline, the contract of a pass, the runner, and one file per pass."""
+"""The order of passes, their contract, the options of a step, the runner, and one file per pass."""
 
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get
 from stepgraph.passes.memory.recompute import parse_policy
-from stepgraph.passes.order import configured, default, exact
+from stepgraph.passes.options import StepOptions
+from stepgraph.passes.order import chosen, configured, default, exact
 from stepgraph.passes.policies import peak_bytes_by_policy
-from stepgraph.passes.runner import format_report, prepare, run_passes
+from stepgraph.passes.runner import Passes, format_report, prepare, resolve, run_passes
+from stepgraph.passes.target import Target
 
 __all__ = [
     "PASSES",
     "Pass",
     "PassReport",
+    "Passes",
+    "StepOptions",
+    "Target",
+    "chosen",
     "configured",
     "default",
     "exact",
@@ -18,5 +24,6 @@ __all__ = [
     "parse_policy",
     "peak_bytes_by_policy",
     "prepare",
+    "resolve",
     "run_passes",
 ]

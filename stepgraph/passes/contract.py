@@ -8,6 +8,7 @@ import torch
 
 from stepgraph.errors import unknown_name
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.target import Target
 
 Tier = Literal["exact", "numerics"]
 
@@ -18,9 +19,10 @@ class PassReport:
 
     ``matched`` and ``changed`` count what the pass looks for (its ``summary`` says what). ``notes``: anything a
     reader should know. ``skipped``: why it did not run, or None. ``apply_s``: seconds the pass itself ran;
-    ``compile_s``: seconds besides, spent in a compiler, or at the first steps in recording CUDA graphs.
-    ``nodes_before``, ``nodes_after``: operator nodes of the graph. ``terminal``: what runs is no longer the graph, so
-    that no pass may follow in another run of passes.
+    ``compile_s``: seconds on top of that, spent in a compiler, or at the first steps in recording CUDA graphs.
+    ``nodes_before``, ``nodes_after``: operator nodes of the graph. ``provides``: properties that the graph has since.
+    ``terminal``: what runs is no longer the graph, so no pass may follow in another run of passes. ``graph``: which
+    of a step's graphs it was.
     """
 
     name: str
@@ -34,7 +36,9 @@ class PassReport:
     compile_s: float = 0.0
     nodes_before: int = 0
     nodes_after: int = 0
+    provides: tuple[str, ...] = ()
     terminal: bool = False
+    graph: str = ""
 
     def line(self) -> str:
         """The report in one line."""
@@ -52,12 +56,20 @@ class PassReport:
 class Pass:
     """A pass and its declared facts.
 
-    ``apply(step, options, report)`` rewrites the graph in place and fills the report. ``tier``: ``exact`` leaves
-    every result bitwise equal to eager, ``numerics`` may round differently. ``requires``, ``provides``: properties
-    of the graph that must hold before, and hold after. ``terminal``: only terminal passes may follow. ``options``:
-    dataclass of the pass's options. ``optional``: where it cannot run it is skipped, with its reason in the report;
-    the pipelines' passes are, those that a caller names are not. ``prepare(device)``: called before a step on that
-    device is traced, for what takes its time beside the tracing.
+    What it does:
+        ``apply(step, options, report)`` rewrites the graph in place and fills the report; ``options``: a dataclass.
+        ``tier``: ``exact`` leaves every result bitwise equal to eager, ``numerics`` may round differently.
+    When it may run:
+        ``after``: passes that must come before it where both run. ``requires``, ``provides``: properties of the graph
+        that must hold before, and that hold after. ``terminal``: only terminal passes may follow. ``serves``: the later
+        pass without which this one is of no use. ``min_torch``, ``needs_cuda``, ``needs_process_group``: what it
+        needs of the target. ``optional``: where it cannot run it is skipped, with its reason in the report, and
+        without the pass it serves it is left out; so are those that `order.chosen` gives, not those a caller names.
+    How it is set:
+        ``from_options(step_options)``: its own options for a run's `StepOptions`, None where those leave it out.
+        ``for_target(options, target)``: its options, completed with what the target says.
+        ``forecast``: whether a forecast runs it too; False where it decides nothing but kernels.
+        ``prepare(device)``: called before a step on that device is traced, for what can go on beside the tracing.
     """
 
     name: str
@@ -65,13 +77,18 @@ class Pass:
     apply: Callable[[StepGraph, Any, PassReport], None]
     doc: str
     options: Any
+    after: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     terminal: bool = False
+    serves: str | None = None
     min_torch: tuple[int, int] = (2, 11)
     needs_cuda: bool = False
     needs_process_group: bool = False
     optional: bool = False
+    from_options: Callable[[Any], dict[str, Any] | None] = lambda step_options: {}
+    for_target: Callable[[Any, Target], Any] = lambda options, target: options
+    forecast: bool = True
     prepare: Callable[[torch.device], None] | None = None
 
     def with_options(self, **values: Any) -> "Pass":
@@ -100,6 +117,11 @@ def register(name: str, tier: Tier, options: Any = None, **facts: Any) -> Callab
         return apply
 
     return decorate
+
+
+def provided(step: StepGraph) -> set[str]:
+    """Properties that ``step`` has by the passes that ran on it."""
+    return {name for report in step.log for name in report.provides}
 
 
 def get(name: str, **options: Any) -> Pass:

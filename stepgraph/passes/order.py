@@ -1,7 +1,8 @@
-"""The pipelines: which passes run, in which order. Read this list first."""
+"""Which passes run, in which order. Read this list first."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import stepgraph.passes.cleanup.tidy
 import stepgraph.passes.comm.async_tensor_parallel
@@ -11,13 +12,16 @@ import stepgraph.passes.comm.overlap
 import stepgraph.passes.comm.unshard
 import stepgraph.passes.compile.cuda_graph
 import stepgraph.passes.compile.inductor
+import stepgraph.passes.compile.tag
 import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
+import stepgraph.passes.memory.recompute
+import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.norm.fuse
 import stepgraph.passes.optimizer.expand
 import stepgraph.passes.optimizer.inplace  # noqa: F401  (passes register themselves)
 from stepgraph.passes.contract import PASSES, Pass
-from stepgraph.passes.memory import recompute
+from stepgraph.passes.options import StepOptions, choices
 
 #: Every pass in the order it runs. `exact` is this list without the `numerics` tier.
 ORDER = (
@@ -38,69 +42,48 @@ ORDER = (
     "overlap",  # collectives beside compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
+    "tag_regions",  # what regional Inductor compiles
+    "rematerialize",  # what a compiler's kernels carry from forward to backward
     "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch
 )
 
-#: Passes of `ORDER` that run only where they are asked for.
-OPT_IN = ("async_tensor_parallel", "copy_engines")
+
+def chosen(options: StepOptions) -> list[Pass]:
+    """The passes that ``options`` ask for, in order. Raises ``ValueError`` for options that cannot be right.
+
+    The same list serves a run and a forecast: `runner.resolve` fits it to a target.
+    """
+    options.validate_step()
+    found = []
+    for p in (PASSES[name] for name in ORDER):
+        own = p.from_options(options)
+        wanted = own is not None and (options.passes == "default" or p.tier == "exact")
+        if wanted and p.name not in options.disable_pass:
+            found.append(replace(p, optional=True).with_options(**own))
+    return of_use(found)
+
+
+def of_use(passes: Sequence[Pass]) -> list[Pass]:
+    """``passes`` without the optional ones that serve a pass which is not among them."""
+    names = {p.name for p in passes}
+    return [p for p in passes if not p.optional or p.serves is None or p.serves in names]
+
+
+#: Names of ready-made lists: the values of ``StepOptions.passes``.
+PIPELINES = choices()["passes"]
+
+
+def configured(pipeline: str = "default", **options: Any) -> list[Pass]:
+    """The passes of ``StepOptions(pipeline, **options)``."""
+    return chosen(StepOptions(pipeline, **options))
 
 
 def exact() -> list[Pass]:
-    """Passes that leave every result bitwise equal to eager."""
-    return [p for p in default() if p.tier == "exact"]
+    """The passes that leave every result bitwise equal to eager."""
+    return configured("exact")
 
 
 def default() -> list[Pass]:
-    """All passes but `OPT_IN`, each skipped where it cannot run."""
-    return [p for p in _all() if p.name not in OPT_IN]
-
-
-def _all() -> list[Pass]:
-    return [replace(PASSES[name], optional=True) for name in ORDER]
-
-
-PIPELINES: dict[str, Callable[[], list[Pass]]] = {"exact": exact, "default": default}
-
-
-def configured(
-    pipeline: str = "default",
-    *,
-    memory: str = "none",
-    inductor: str = "full",
-    norm: str = "auto",
-    reshard: str = "auto",
-    async_tp: bool = False,
-    copy_engines: bool = False,
-    cuda_graph: bool = True,
-) -> list[Pass]:
-    """A pipeline with the trainer's options applied.
-
-    ``memory``: a policy as `recompute.parse_policy` reads it. ``inductor``: ``full``, ``regional`` (compile norms,
-    rotations, gated products and FlexAttention, and leave the rest as it is) or ``off``. ``norm``: ``auto``,
-    ``kernel``, ``inductor`` or ``eager`` (see `fuse_norm`). ``reshard``: ``auto``, ``always`` or ``never`` gather
-    parameters again in backward. ``async_tp``: overlap collectives of tensor parallelism with matrix products.
-    ``copy_engines``: gather parameters and reduce gradients by the GPUs' copy engines.
-    """
-    if pipeline not in PIPELINES:
-        raise ValueError(f"unknown pipeline {pipeline!r}; allowed: {', '.join(map(repr, PIPELINES))}")
-    if inductor not in ("full", "regional", "off"):
-        raise ValueError(f"unknown inductor mode {inductor!r}; allowed: full, regional, off")
-    if pipeline == "exact" and norm != "auto":
-        raise ValueError(f"norm={norm} with pipeline 'exact', which leaves norms to eager; use pipeline 'default'")
-    if norm == "inductor" and inductor == "off":
-        raise ValueError("norm=inductor with inductor=off; allowed then: norm=auto, kernel or eager")
-    opted = {"async_tensor_parallel": ("async_tp", async_tp), "copy_engines": ("copy_engines", copy_engines)}
-    for option, wanted in opted.values():
-        if pipeline == "exact" and wanted:
-            raise ValueError(f"{option} with pipeline 'exact': it adds in another order; use pipeline 'default'")
-    options = {
-        "recompute": vars(recompute.parse_policy(memory)),
-        "fuse_norm": {"choice": norm, "compiled": inductor != "off"},
-        "inductor": {"mode": inductor},
-        "reshard_after_forward": {"policy": reshard},
-    }
-    dropped = {"expand_optimizer": inductor != "full", "inductor": inductor == "off", "cuda_graph": not cuda_graph}
-    names = {p.name for p in PIPELINES[pipeline]()} | {name for name, (_, wanted) in opted.items() if wanted}
-    chosen = [p for p in _all() if p.name in names and not dropped.get(p.name)]
-    return [p.with_options(**options.get(p.name, {})) for p in chosen]
+    """All passes but those that must be asked for; each is skipped where it cannot run."""
+    return configured("default")

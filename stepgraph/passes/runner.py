@@ -1,49 +1,61 @@
 """Runs passes: checks their contracts first, then applies, lints, times and reports each."""
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PASSES, Pass, PassReport, get
-from stepgraph.passes.order import PIPELINES
+from stepgraph.passes.contract import PASSES, Pass, PassReport, get, provided
+from stepgraph.passes.options import StepOptions
+from stepgraph.passes.order import PIPELINES, chosen, of_use
+from stepgraph.passes.target import Target
+from stepgraph.passes.verify import RecordedValues
+
+#: What a caller may give: a name of a ready-made list, options of a step, or a list of names and configured passes.
+Passes = str | StepOptions | Iterable[str | Pass]
 
 
-def resolve(passes: str | Iterable[str | Pass], disable: Sequence[str] = ()) -> list[Pass]:
-    """The passes to run.
-
-    ``passes``: ``"exact"``, ``"default"``, or a list of names and configured passes.
-    """
-    if not isinstance(passes, str):
-        chosen = [p if isinstance(p, Pass) else get(p) for p in passes]
+def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass]:
+    """The passes to run on ``target``, in order, with what they need to know of it."""
+    if isinstance(passes, StepOptions):
+        found = chosen(passes)
+    elif not isinstance(passes, str):
+        found = [p if isinstance(p, Pass) else get(p) for p in passes]
     elif passes in PIPELINES:
-        chosen = PIPELINES[passes]()
+        found = chosen(StepOptions(passes))
     else:
         raise ValueError(f"unknown pipeline {passes!r}; allowed: {', '.join(map(repr, PIPELINES))} or a list of passes")
     for name in disable:
         get(name)  # refuses an unknown name
-    return [p for p in chosen if p.name not in disable]
+    found = of_use([p for p in found if p.name not in disable])
+    found = [p for p in found if p.forecast or not target.simulated]
+    return [replace(p, options=p.for_target(p.options, target)) for p in found]
 
 
-def prepare(passes: str | Iterable[str | Pass], disable: Sequence[str], device: torch.device) -> None:
+def prepare(passes: Passes, disable: Sequence[str], device: torch.device) -> None:
     """What ``passes`` start before a step on ``device`` is traced. Raises ``ValueError`` as `run_passes` does."""
-    chosen = resolve(passes, disable)
-    check(chosen)
-    for p in chosen:
+    found = resolve(passes, disable, Target(device.type))
+    check(found)
+    for p in found:
         if p.prepare is not None:
             p.prepare(device)
 
 
-def check(passes: Sequence[Pass]) -> None:
-    """Raise ``ValueError`` if the order breaks a contract."""
-    have: set[str] = set()
+def check(passes: Sequence[Pass], have: Iterable[str] = ()) -> None:
+    """Raise ``ValueError`` if the order breaks a contract. ``have``: properties that the graph has already."""
+    have = set(have)
     terminal: Pass | None = None
     seen: set[str] = set()
+    late = {name: p.name for p in reversed(passes) for name in p.after}  # pass -> the first that must come after it
     for p in passes:
         if p.name in seen:
             raise ValueError(f"pass {p.name} is listed twice; list it once")
+        if late.get(p.name) in seen:
+            raise ValueError(f"pass {late[p.name]} must come after {p.name}; list it later")
         seen.add(p.name)
         if terminal and not p.terminal:
             raise ValueError(f"pass {p.name} cannot run after {terminal.name}, which is terminal; put it before")
@@ -55,58 +67,50 @@ def check(passes: Sequence[Pass]) -> None:
         terminal = p if p.terminal else terminal
 
 
-def unusable(p: Pass, step: StepGraph) -> str | None:
-    """Why the pass cannot run here, or None."""
+def unusable(p: Pass, target: Target) -> str | None:
+    """Why the pass cannot run on ``target``, or None."""
     version = tuple(int(x) for x in torch.__version__.split(".")[:2])
     if version < p.min_torch:
         return f"needs torch {p.min_torch[0]}.{p.min_torch[1]} or newer, this is {torch.__version__}"
-    if p.needs_cuda and not any(n.meta["val"].is_cuda for n in step.placeholders()):
+    if p.needs_cuda and target.device != "cuda":
         return "the step has no CUDA tensors"
-    if p.needs_process_group and not torch.distributed.is_initialized():
+    if p.needs_process_group and not target.process_groups:
         return "no process group is initialized"
     return None
 
 
 def run_passes(
     step: StepGraph,
-    passes: str | Iterable[str | Pass] = "default",
+    passes: Passes = "default",
     *,
     disable: Sequence[str] = (),
     dump: Path | None = None,
+    target: Target | None = None,
 ) -> list[PassReport]:
     """Apply ``passes`` to ``step`` in order; reports go to ``step.log`` and are returned.
 
-    ``dump``: folder for the graph's text before the first pass and after each one. Raises ``ValueError`` for unknown
-    names and broken contracts before anything is changed.
+    ``dump``: folder for the graph's text before the first pass and after each one. ``target``: what the step is to run
+    on; None: where its tensors are. Raises ``ValueError`` for unknown names and broken contracts before anything is
+    changed.
     """
-    chosen = resolve(passes, disable)
-    check(chosen)
+    target = target or Target.of(step)
+    found = resolve(passes, disable, target)
+    check(found, provided(step))
     done = next((report.name for report in step.log if report.terminal), None)
-    if chosen and done:
+    if found and done:
         raise ValueError(f"pass {done}, which is terminal, has run on this step already; capture the step again")
-    skipped = {p.name: unusable(p, step) for p in chosen}
-    for p in chosen:
-        if skipped[p.name] and not p.optional:
-            raise ValueError(f"pass {p.name} cannot run: {skipped[p.name]}; leave it out")
+    reports = [PassReport(p.name, p.tier, skipped=unusable(p, target)) for p in found]
+    for p, report in zip(found, reports, strict=True):
+        if report.skipped and not p.optional:
+            raise ValueError(f"pass {p.name} cannot run: {report.skipped}; leave it out")
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "00-captured.txt").write_text(step.text())
-    provided: set[str] = set()
-    for i, p in enumerate(chosen, 1):
-        report = PassReport(p.name, p.tier, nodes_before=sum(1 for _ in step.nodes()), skipped=skipped[p.name])
-        missing = [r for r in p.requires if r not in provided]
-        if missing:
-            report.skipped = report.skipped or f"the pass that provides {missing[0]!r} was skipped"
+    values = RecordedValues(step)
+    for i, (p, report) in enumerate(zip(found, reports, strict=True), 1):
+        _run(p, step, report)
         if report.skipped is None:
-            start = time.perf_counter()
-            p.apply(step, p.options, report)
-            step.graph.lint()
-            report.apply_s = time.perf_counter() - start - report.compile_s
-        if report.skipped is None:  # a pass may find out itself that it cannot run
-            provided |= set(p.provides)
-            report.terminal = p.terminal
-        report.nodes_after = sum(1 for _ in step.nodes())
-        step.log.append(report)
+            values.check(p.name)
         if dump is not None:
             (dump / f"{i:02d}-{p.name}.txt").write_text(step.text())
     if step.executable is step.module:  # else it is there to be read, and its code would be compiled for nobody
@@ -114,10 +118,29 @@ def run_passes(
     return list(step.log)
 
 
+def _run(p: Pass, step: StepGraph, report: PassReport) -> None:
+    """Apply one pass, unless there is a reason to skip it, and add its report to the step's."""
+    report.nodes_before = sum(1 for _ in step.nodes())
+    missing = [r for r in p.requires if r not in provided(step)]
+    if missing:
+        report.skipped = report.skipped or f"the pass that provides {missing[0]!r} was skipped"
+    if report.skipped is None:
+        start = time.perf_counter()
+        p.apply(step, p.options, report)
+        step.graph.lint()
+        report.apply_s = time.perf_counter() - start - report.compile_s
+    if report.skipped is None:  # a pass may find out itself that it cannot run
+        report.provides, report.terminal = p.provides, p.terminal
+    report.nodes_after = sum(1 for _ in step.nodes())
+    step.log.append(report)
+
+
 def format_report(reports: Sequence[PassReport]) -> str:
-    """The numbered pass report, with notes indented below each pass."""
-    lines = []
-    for i, report in enumerate(reports, 1):
-        lines.append(f"{i}. {report.line()}")
-        lines += [f"   {note}" for note in report.notes]
+    """The numbered pass report, graph by graph where a step has several, with notes indented below each pass."""
+    lines, several = [], len({report.graph for report in reports}) > 1
+    for graph, group in itertools.groupby(reports, key=lambda report: report.graph):
+        lines += [f"graph of the {graph}:"] if several else []
+        for i, report in enumerate(group, 1):
+            lines.append(f"{i}. {report.line()}")
+            lines += [f"   {note}" for note in report.notes]
     return "\n".join(lines)

@@ -32,7 +32,8 @@ from stepgraph.train.faults.out_of_memory import memory_advice
 from stepgraph.train.faults.signals import StopSignals
 from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
-from stepgraph.train.records.metrics import Progress, RunFolder, SilentFolder, Summary, format_seconds, require_unused
+from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary, require_unused
+from stepgraph.train.records.progress import Progress, format_seconds
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
 WARMUP_STEPS = 2
@@ -246,14 +247,14 @@ class Run:
         batch = build.example_batch(self.config, self.device)
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
-        self.watch.watches(self.captured.graph)
+        program = self.captured.program
+        self.watch.watches(program)
         self.capture_s = time.perf_counter() - start
-        graph = self.captured.graph
-        phases = ", ".join(f"{phase} {n:,}" for phase, n in graph.count_by_phase().items())
-        self.say(f"graph captured in {graph.capture_s:.1f} s; nodes after passes: {phases}")
+        counts = [f"{phase} {n:,}" for graph in program.graphs.values() for phase, n in graph.count_by_phase().items()]
+        self.say(f"graph captured in {program.capture_s:.1f} s; nodes after passes: {', '.join(counts)}")
         self.say(passes.format_report(self.captured.report))
         self.say(f"ready after {self.capture_s:.1f} s, of it compile {self._compile_s():.1f} s")
-        self.folder.write_graph(graph.text())
+        self.folder.write_graph(program.text())
         self._write_passes()
 
     def _steps(self) -> None:

@@ -17,6 +17,8 @@ from stepgraph.models import loss as loss_module
 from stepgraph.models.llama3 import model as llama3
 
 aten = torch.ops.aten
+#: Folders whose frames are no user's source line.
+NOT_THE_USERS = tuple(os.path.join(os.path.dirname(stepgraph.__file__), room, "") for room in ("capture", "compat"))
 TINY = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=61, max_seq_len=32)
 
 
@@ -26,7 +28,7 @@ def llama(fused):
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     batch = {"tokens": ids, "targets": ids}
     step = stepgraph.capture(model, next_token_loss, batch, optimizer, max_grad_norm=1.0, accumulate=2, passes=[])
-    return model, step.graph
+    return model, step
 
 
 def hugging_face(make):
@@ -45,7 +47,7 @@ def hugging_face(make):
     step = stepgraph.capture(
         model.train(), lambda m, b: m(**b).loss, batch, optimizer, max_grad_norm=1.0, accumulate=2, passes=[]
     )
-    return model, step.graph
+    return model, step
 
 
 GRAPHS = {
@@ -57,26 +59,34 @@ GRAPHS = {
 
 
 @functools.cache
-def captured(name):
-    """Model and graph; every test only reads them."""
+def program(name):
+    """Model and captured step; every test only reads them."""
     return GRAPHS[name]()
+
+
+def captured(name, graph="microbatch"):
+    model, step = program(name)
+    return model, step.graphs[graph]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_every_node_is_attributed(name):
-    model, graph = captured(name)
+    model, step = program(name)
     paths = dict(model.named_modules())
-    found = [provenance(node) for node in graph.nodes()]
-    assert all(f is not None for f in found)
+    found = []
+    for graph, phases in (("microbatch", {"forward", "loss", "backward"}), ("update", {"optimizer"})):
+        here = [provenance(node) for node in step.graphs[graph].nodes()]
+        assert all(f is not None for f in here)
+        assert {f.phase for f in here} == phases
+        assert sum(step.graphs[graph].count_by_phase().values()) == len(here)
+        found += here
     assert {f.path for f in found} <= paths.keys()
-    assert {f.phase for f in found} == {"forward", "loss", "backward", "optimizer"}
-    assert sum(graph.count_by_phase().values()) == len(found)
     for f in found:
         file, _, line = f.source.rpartition(":")
         assert os.path.isfile(file), f
         assert linecache.getline(file, int(line)).strip(), f
         assert os.sep + "torch" + os.sep not in file
-        assert not file.startswith(os.path.dirname(stepgraph.__file__) + "/capture")
+        assert not file.startswith(NOT_THE_USERS)
 
 
 def leaf_products(graph, phase, path):
@@ -88,14 +98,14 @@ def test_backward_products_belong_to_their_layer():
     model, graph = captured("llama-fused")
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            assert len(leaf_products(graph, "forward", path)) == 2, path  # one per microbatch
+            assert len(leaf_products(graph, "forward", path)) == 1, path
             backward = leaf_products(graph, "backward", path)
-            assert len(backward) == 4, path  # gradients of input and weight
+            assert len(backward) == 2, path  # gradients of input and weight
             weight = tuple(module.weight.shape)
             shapes = sorted(tuple(n.meta["val"].shape) for n in backward)
-            assert sum(s in (weight, weight[::-1]) for s in shapes) >= 2, path
+            assert sum(s in (weight, weight[::-1]) for s in shapes) >= 1, path
     products = [n for n in graph.nodes("backward") if n.target is aten.mm.default]
-    assert len(products) == 4 * sum(isinstance(m, nn.Linear) for m in model.modules())
+    assert len(products) == 2 * sum(isinstance(m, nn.Linear) for m in model.modules())
 
 
 def test_norms_and_attention_in_backward_belong_to_their_modules():
@@ -104,7 +114,7 @@ def test_norms_and_attention_in_backward_belong_to_their_modules():
         for name in ("attn_norm", "mlp_norm", "attn", "mlp"):
             assert any(provenance(n).path == f"layers.{i}.{name}" for n in graph.nodes("backward")), name
     attention = [n for n in graph.nodes("backward") if "attention" in str(n.target)]
-    assert [provenance(n).path for n in attention] == ["layers.1.attn", "layers.0.attn"] * 2
+    assert [provenance(n).path for n in attention] == ["layers.1.attn", "layers.0.attn"]
     assert {graph.block_of(n) for n in attention} == {"layers.0", "layers.1"}
 
 
@@ -121,25 +131,30 @@ def test_source_lines_are_the_models():
 
 
 def test_updates_belong_to_the_modules_of_their_parameters():
-    model, graph = captured("llama-unfused")
+    model, graph = captured("llama-unfused", "update")
     updated = {provenance(n).path for n in graph.nodes("optimizer") if n.target is aten.lerp.Scalar}
     assert updated == {path for path, module in model.named_modules() if list(module.parameters(recurse=False))}
 
 
-def test_each_microbatch_is_attributed_alike():
-    _, graph = captured("llama-fused")
-    counts = Counter((str(n.target), *provenance(n)) for n in graph.nodes("forward"))
-    assert all(n % 2 == 0 for n in counts.values())
+def test_additions_to_accumulators_belong_to_their_parameters():
+    model, graph = captured("llama-fused")
+    sums = {n.args[0].name: provenance(n) for n in graph.nodes("backward") if n.target is aten.add_.Tensor}
+    assert len(sums) == len(list(model.parameters()))
+    assert sums["accumulator_layers_0_mlp_up_proj_weight"].path == "layers.0.mlp.up_proj"
 
 
 def test_inputs_are_named():
     model, graph = captured("llama-fused")
-    named = {s.name for s in graph.inputs if s.kind == "parameter"}
-    assert named == dict(model.named_parameters()).keys()
-    kinds = [s.kind for s in graph.inputs]
-    assert kinds.count("batch") == 2
-    assert kinds.count("lr") == 1
-    assert kinds.count("optimizer") == 3 * len(named)
+    _, update = captured("llama-fused", "update")
+    named = dict(model.named_parameters()).keys()
+    assert {s.name for s in graph.inputs if s.kind == "parameter"} == named
+    assert {s.name for s in graph.inputs if s.kind == "accumulator"} == named
+    assert Counter(s.kind for s in graph.inputs)["batch"] == 2
+    counts = Counter(s.kind for s in update.inputs)
+    assert counts["lr"] == 1
+    assert counts["optimizer"] == 3 * len(named)
+    assert counts["accumulator"] == len(named)
+    assert "batch" not in counts
     names = [n.name for n in graph.placeholders("parameter")]
     assert "parameter_layers_0_mlp_up_proj_weight" in names
 
@@ -152,5 +167,6 @@ def test_text_reads_line_by_line():
     assert product.startswith("mm: float32[32, 32] = aten.mm(")
     assert "# forward layers.0.attn.q_proj model.py:" in product
     assert lines[-1].startswith("return ")
-    assert lines[-1].endswith("# loss:loss, metric:grad_norm")
+    assert lines[-1].endswith("# loss:loss")
+    assert captured("llama-fused", "update")[1].text().splitlines()[-1].endswith("# metric:grad_norm")
     assert max(map(len, lines)) < 1200

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stepgraph.config.hf_weights import config_from_hf, load_hf, save_hf
+from stepgraph.config.hf_weights import load_hf, save_hf
 from stepgraph.models import Golf, GolfConfig, Llama3, Llama3Config, RopeScaling
+from stepgraph.models.llama3.hf import config_from_hf
 
 SMALL = Llama3Config(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=64, rope_theta=500_000.0
@@ -284,7 +285,7 @@ def test_a_broken_index_is_refused(sharded):
         ({"rope_theta": 10_000.0}, ["rope_theta is 500000.0 there and 10000.0 here"]),
         ({"rope_scaling": SCALING}, ["rope_scaling is None there"]),
         ({"norm_eps": 1e-6}, ["norm_eps is 1e-05 there and 1e-06 here"]),
-        ({"n_layers": 3}, ["n_layers is 2 there and 3 here", "config_from_hf"]),
+        ({"n_layers": 3}, ["n_layers is 2 there and 3 here", "build it from the configuration there"]),
         ({"tie_embeddings": True}, ["tie_embeddings is False there and True here"]),
     ],
 )
@@ -329,7 +330,7 @@ def test_only_a_real_llama3_model_is_taken(checkpoint, tmp_path):
     for act, folder in [(load_hf, checkpoint), (save_hf, tmp_path / "out")]:
         with pytest.raises(ValueError, match=r"embed\.weight is on the meta device; call model\.to_empty"):
             act(meta, folder)
-        with pytest.raises(ValueError, match=r"takes a Llama3 model, got Golf; build one with Llama3\(config\)"):
+        with pytest.raises(ValueError, match=r"takes a Llama 3 model, got Golf; give one from stepgraph\.models"):
             act(golf, folder)
     assert not (tmp_path / "out").exists()
 

@@ -110,10 +110,10 @@ def test_a_damaged_configuration_is_refused(change, message):
         ({"reshard": "always"}, "reshard=always is about ranks and there is no mesh: add --mesh"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype=bf16 is about ranks"),
         ({"norm": "inductor", "inductor": "off"}, "norm=inductor with inductor=off"),
-        ({"async_tp": True}, "async_tp overlaps tensor parallelism and mesh=None has none: add tp=2"),
+        ({"async_tp": True}, "async_tp overlaps tensor parallelism and there is none: add tp=2"),
         (
             {"async_tp": True, "mesh": "tp=2", "model": PRESETS["llama3-1b"]().model, "passes": "exact"},
-            "passes=exact allows no such thing",
+            "async_tp sums in another order, which passes=exact forbids",
         ),
         ({"resume": Path("no/such/run")}, "not a run folder"),
         ({"init_from_hf": Path("no/such/model")}, "not a folder"),

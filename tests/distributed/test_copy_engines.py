@@ -164,35 +164,54 @@ def test_what_is_replaced(check):
     in_fake_world(0, 4, check)
 
 
+def linear_step():
+    model, batch = torch.nn.Linear(3, 1), torch.ones(2, 3)
+    step = stepgraph.capture(model, lambda model, batch: model(batch).sum(), batch)
+    return step, batch, step._current.runner
+
+
 def test_a_step_that_is_broken_off_is_forgotten():
     """What it began would be taken for what the next step begins, and its flags for theirs."""
-    memory, model, batch = object(), torch.nn.Linear(3, 1), torch.ones(2, 3)
-    step = stepgraph.capture(model, lambda model, batch: model(batch).sum(), batch)
-    copy_collectives._begun["gather", "a group"].append(object())
-    exchange._workspaces["a group", ("gather", 0)] = memory
-    groups = {"a group"}
-    before = exchange.age(groups)
+    memory, groups = mock.Mock(turns=1), frozenset({"a group"})
+    step, batch, runner = linear_step()
+    session = runner.session
+    session.under_way["gather", "a group"].append(object())
+    session.workspaces["a group", ("gather", 0)] = memory
+    before = session.age(groups)
     with (
-        mock.patch.object(step._current, "exchanging", groups),
-        mock.patch.object(exchange, "fence"),
-        mock.patch.object(step.graph, "runner", side_effect=MemoryError),
+        mock.patch.object(runner, "groups", {"step": groups}),
+        mock.patch.object(runner, "runners", {"step": mock.Mock(side_effect=MemoryError)}),
         pytest.raises(MemoryError),
     ):
         step(batch)
-    assert copy_collectives.under_way() == [] and not exchange._workspaces
-    assert exchange._broken.pop() is memory  # others may still write there
-    assert exchange.age(groups) == before + 1  # what CUDA graphs recorded with it does not run again
+    assert copy_collectives.under_way(session) == [] and not session.workspaces
+    assert session.broken == [memory]  # others may still write there
+    assert session.age(groups) == before + 1  # what CUDA graphs recorded with it does not run again
 
 
 def test_a_step_that_exchanges_nothing_leaves_exchanges_alone():
     """One rank may run it by itself."""
-    held, model, batch = mock.Mock(turns=2, turn=1), torch.nn.Linear(3, 1), torch.ones(2, 3)
-    step = stepgraph.capture(model, lambda model, batch: model(batch).sum(), batch)
-    with mock.patch.dict(exchange._workspaces, {("a group", None): held}, clear=True):
+    held = mock.Mock(turns=2, turn=1)
+    step, batch, runner = linear_step()
+    runner.session.workspaces["a group", None] = held
+    step(batch)
+    with (
+        mock.patch.object(runner, "runners", {"step": mock.Mock(side_effect=MemoryError)}),
+        pytest.raises(MemoryError),
+    ):
         step(batch)
-        with mock.patch.object(step.graph, "runner", side_effect=MemoryError), pytest.raises(MemoryError):
-            step(batch)
-        assert exchange._workspaces and held.turn == 1 and not held.memory.barrier.called
+    assert runner.session.workspaces and held.turn == 1 and not held.memory.barrier.called
+
+
+def test_each_step_has_a_session_of_its_own():
+    """Operators use the session of the step that runs, and outside any step the process's own."""
+    (_, batch, one), (_, _, other) = linear_step(), linear_step()
+    assert one.session is not other.session
+    seen = []
+    with mock.patch.object(one, "runners", {"step": lambda flat: seen.append(exchange.current()) or []}):
+        one.program.graphs["step"].outputs = []
+        one([batch])
+    assert seen == [one.session] and exchange.current() not in (one.session, other.session)
 
 
 @pytest.mark.parametrize("place", [None, ("gather", 0)])
@@ -208,17 +227,17 @@ def test_places_in_memory(place):
     with (
         mock.patch.object(exchange.compat, "symmetric_memory", return_value=(None, memory)) as made,
         mock.patch.object(torch.cuda, "Stream"),
-        mock.patch.dict(exchange._workspaces, clear=True),
     ):
-        held = exchange._workspace(group, 16, torch.device("cpu"), place)
-        assert exchange._workspace(group, 8, torch.device("cpu"), place) is held
+        session = exchange.Session()
+        held = session.workspace(group, 16, torch.device("cpu"), place)
+        assert session.workspace(group, 8, torch.device("cpu"), place) is held
         turns = [held.take_turn() for _ in range(3)]
-        exchange.fence({"another"})
+        session.fence({"another"})
         assert held.turn == 1 - (place is not None)
-        exchange.fence({"a group"})
+        session.fence({"a group"})
         turns.append(held.take_turn())
-        larger = exchange._workspace(group, 32, torch.device("cpu"), place)
-        assert larger is not held and exchange._outgrown.pop() == (("a group", place), held)
+        larger = session.workspace(group, 32, torch.device("cpu"), place)
+        assert larger is not held and session.outgrown.pop() == (("a group", place), held)
     assert turns == ([0, 1, 0, 0] if place is None else [0, 0, 0, 0])
     assert memory.barrier.call_count == (place is None)
     for turn in sorted(set(turns)):
@@ -232,16 +251,17 @@ def test_places_in_memory(place):
 
 def test_what_ends_is_not_taken_for_what_begins():
     """A part of the step on the host may end one and begin another."""
-    group = mock.Mock()
+    group = mock.Mock(group_name="a group")
     with (
-        mock.patch.object(copy_collectives.compat, "process_group", group),
-        mock.patch.object(copy_collectives, "begin"),
+        mock.patch.object(copy_collectives.compat, "process_group", return_value=group),
+        mock.patch.object(exchange.Session, "begin"),
+        exchange.Session() as session,
     ):
         seen = []
         for _ in range(3):
             copy_collectives._begin("gather", "a group", torch.ones(1))
-            seen.append(copy_collectives.under_way())
-            copy_collectives._begun["gather", "a group"].pop(0)
+            seen.append(copy_collectives.under_way(session))
+            copy_collectives._oldest("gather", "a group")
     assert len({tuple(serials) for serials in seen}) == 3 and all(seen)
 
 
@@ -249,5 +269,5 @@ def test_asked_for():
     names = [p.name for p in configured(copy_engines=True)]
     assert names.index("overlap") < names.index("copy_engines") < names.index("inductor")
     assert "copy_engines" not in [p.name for p in configured()]
-    with pytest.raises(ValueError, match=r"^copy_engines with pipeline 'exact': it adds in another order"):
+    with pytest.raises(ValueError, match=r"^copy_engines sums in another order, which passes=exact forbids"):
         configured("exact", copy_engines=True)

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or told to stop in vain: real ranks, real signals, and what is left of the run."""
+"""Ranks that are killed, stopped, or do not stop when told: real ranks, real signals, and what is left of the run."""
 
 import os
 import signal
@@ -78,9 +78,9 @@ def test_a_hung_collective_and_a_killed_rank_end_the_ranks_and_are_named(corpus,
     with Job([], tmp_path, *words) as job:
         job.wait_for(job.out, "\nstep 8/")
         stopped = job.kill(1, signal.SIGSTOP)
-        job.wait_for(job.err, "has come no further")
+        job.wait_for(job.err, "made no progress")
         os.kill(stopped, signal.SIGKILL)
-        (line,) = [text for text in job.err.read_text().splitlines() if "has come no further" in text]
+        (line,) = [text for text in job.err.read_text().splitlines() if "made no progress" in text]
         assert line.startswith("error: rank 0 (") and "--comm-timeout 4" in line and f"pid {stopped}) was in" in line
         if "): step " in line:  # not the vote between two steps
             node = line.partition("it waits in ")[2].partition(" ")[0]
@@ -145,7 +145,7 @@ def test_a_rank_that_cannot_heed_sigterm_ends_itself(tmp_path):
         on_processes(2, _wait_in_vain, (str(tmp_path),))
     assert ended.value.exit_code == 1 and ended.value.error_index == 0
     assert (tmp_path / "error.txt").read_text() == (
-        "step 5 does not heed SIGTERM: it waits in all_reduce of process group default_pg"
+        "step 5 did not stop after SIGTERM: it waits in all_reduce of process group default_pg"
     )
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 import stepgraph
 from stepgraph import compat
 from stepgraph.capture import phase_of
+from stepgraph.costs.memory import estimate_memory
+from stepgraph.costs.timeline import exposed
 from stepgraph.graph import collectives
-from stepgraph.graph.facts import estimate_memory
 from stepgraph.parallel import next_token_loss
 from stepgraph.passes import run_passes
 from stepgraph.passes.contract import get
@@ -164,7 +165,7 @@ def test_order(graph):
     for k in range(len(scatters) - 2):  # waited for once the next is started, and before the one after that
         assert position[scatters[k + 1][0].node] < position[scatters[k][0].wait] < position[scatters[k + 2][0].node]
     unordered = graph("fsdp=4", passes(prefetch=0, delay=0))
-    before, after = collectives.exposed(unordered.graph), collectives.exposed(step.graph)
+    before, after = exposed(unordered.graph), exposed(step.graph)
     assert after[0] < before[0] and after[1] == pytest.approx(before[1])
 
 

@@ -7,7 +7,7 @@ import torch
 
 import stepgraph
 from stepgraph.capture import trace_step
-from stepgraph.graph.facts import estimate_memory
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.kernels.loss.split import softmax_parts, split_gradient_
 from stepgraph.parallel import MeshSpec, cross_entropy, next_token_loss
 from stepgraph.passes import configured, get, run_passes

@@ -24,9 +24,9 @@ def test_a_hung_and_a_killed_rank_end_the_ranks_and_are_named(corpus, tmp_path, 
     with Job([], tmp_path, *words, "--out", tmp_path / "run") as job:
         job.wait_for(job.out, "\nstep 20/")
         stopped = job.kill(1, signal.SIGSTOP)
-        job.wait_for(job.err, "has come no further")
+        job.wait_for(job.err, "made no progress")
         os.kill(stopped, signal.SIGKILL)
-        (line,) = [text for text in job.err.read_text().splitlines() if "has come no further" in text]
+        (line,) = [text for text in job.err.read_text().splitlines() if "made no progress" in text]
         assert line.startswith("error: rank 0 (") and "--comm-timeout 10" in line and f"pid {stopped}) was in" in line
         if options == ["--no-cuda-graph"] and "): step " in line:  # launched one by one, and not the vote between two
             node = line.partition("it waits in ")[2].partition(" ")[0]

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepgraph
 from stepgraph.capture import trace_step
-from stepgraph.graph.facts import estimate_memory
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured, peak_bytes_by_policy
 
@@ -392,7 +392,7 @@ def test_memory_policies_lower_the_real_peak():
         optimizer = adamw(model)
         if not estimates:
             estimates = peak_bytes_by_policy(
-                trace_step(model, next_token_loss, batch, optimizer, max_grad_norm=1.0).step
+                trace_step(model, next_token_loss, batch, optimizer, max_grad_norm=1.0).program
             )
         passes = configured("exact", memory=memory, cuda_graph=False)
         step = stepgraph.capture(model, next_token_loss, batch, optimizer, max_grad_norm=1.0, passes=passes)

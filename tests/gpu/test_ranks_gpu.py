@@ -12,9 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepgraph
 from stepgraph.capture import gradients
-from stepgraph.graph import collectives
 from stepgraph.graph.provenance import provenance
-from stepgraph.kernels.comm import copy_collectives, exchange
+from stepgraph.kernels.comm import exchange
 from stepgraph.kernels.comm.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.llama3.model import TP_PLAN
@@ -152,12 +151,13 @@ def check_compiled(mesh, passes=None, broken_off=None):
     )
     for i in range(5 if broken_off is None else broken_off + 4):
         if i == broken_off:  # as a step that raised leaves it: memory is made anew, graphs are recorded again
-            program = step.graph.runner.program
-            copy_collectives.abandon(collectives.exchanging(step.graph.graph))
+            recorded = step._current.runner.runners["step"]
+            program = recorded.program
+            step._session.forget(recorded.groups)
         loss, _ = eager_step(eager, loss_fn, batch_of(mesh, i), optimizer)
         torch.testing.assert_close(step(batch_of(mesh, i)), loss, rtol=5e-3, atol=5e-3)
     assert step.report[-1].summary.startswith("1 CUDA graph, 0 nodes")
-    assert broken_off is None or (program and step.graph.runner.program and step.graph.runner.program is not program)
+    assert broken_off is None or (program and recorded.program and recorded.program is not program)
     return step
 
 
@@ -181,13 +181,13 @@ def check_turns(mesh):
                 found += all_gather_matmul(shard, [weight], True, group)
             return found
 
-        exchange.fence({group.group_name})
+        exchange.current().fence({group.group_name})
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        exchange.fence({group.group_name})
+        exchange.current().fence({group.group_name})
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             found = run()
         recorded.append((graph, shard, weight, found, count))
@@ -196,7 +196,7 @@ def check_turns(mesh):
         shard.normal_()
         if (step + group.rank()) % ranks:
             torch.cuda._sleep(20_000_000)
-        exchange.fence({group.group_name})
+        exchange.current().fence({group.group_name})
         graph.replay()
         for i in range(count):
             parts = [torch.empty_like(shard) for _ in range(ranks)]

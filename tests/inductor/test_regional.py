@@ -153,8 +153,8 @@ def test_models_train_as_eager(name, dtype):
     for key, value in exact.items():
         error, eagers = ((g[key] - value).norm() / value.norm() for g in (grads, eager))
         assert error <= 2 * eagers + floor, f"{key}: {error:.1e}, eager {eagers:.1e}"
-    report = next(r for r in step.report if r.name == "inductor")
-    assert f"regions: attention found nothing, {counts}" in report.notes
+    tags, report = (next(r for r in step.report if r.name == name) for name in ("tag_regions", "inductor"))
+    assert f"regions: attention found nothing, {counts}" in tags.notes
     assert report.compile_s > 0 and "compiled pieces of" in report.summary
 
 
@@ -162,16 +162,16 @@ def test_two_runs_are_bitwise_equal_and_so_is_what_lies_outside():
     """With no kind to look for, the regional mode changes nothing at all."""
     torch.manual_seed(0)
     model = llama()
-    regional = [get("inductor", mode="regional", regions=("swiglu",))]
+    regional = [get("tag_regions", kinds=("swiglu",)), get("inductor", mode="regional")]
     first, second = (gradients(model, next_token_loss, regional) for _ in range(2))
-    untouched = gradients(model, next_token_loss, [get("inductor", mode="regional", regions=())])
+    untouched = gradients(model, next_token_loss, [get("inductor", mode="regional")])
     eager = gradients(model, next_token_loss, None)
     for (a_loss, a, _), (b_loss, b, _) in ((first, second), (untouched, eager)):
         assert a_loss == b_loss and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_layers_share_what_was_compiled():
-    step = gradients(llama(n_layers=4), next_token_loss, [get("inductor", mode="regional")])[2]
+    step = gradients(llama(n_layers=4), next_token_loss, ["tag_regions", get("inductor", mode="regional")])[2]
     calls = step.graph.executable.graph.find_nodes(op="call_module")
     modules = {id(getattr(step.graph.executable, call.target)) for call in calls}
     assert len(calls) == 42 and len(modules) == 11  # 16 rotations of 4 forms, 8 products of 2, 18 norms of 5
@@ -185,7 +185,7 @@ from stepgraph.passes import get
 
 for mode in sys.argv[1:]:
     name, *autotune = mode.split(",")
-    passes = [get("inductor", mode=name, max_autotune=bool(autotune))]
+    passes = ["tag_regions", get("inductor", mode=name, max_autotune=bool(autotune))]
     batch = torch.randn(8, 16)
     step = stepgraph.capture(nn.RMSNorm(16), lambda model, batch: model(batch).square().mean(), batch, passes=passes)
     step(batch)

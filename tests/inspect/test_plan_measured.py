@@ -12,6 +12,7 @@ from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import GPUS
 from stepgraph.inspect.forecast.forecast import forecast
 from stepgraph.parallel import MeshSpec
+from stepgraph.passes import PASSES
 
 
 def measured(config) -> int:
@@ -63,6 +64,7 @@ def test_fused(monkeypatch):
     kernels leave in memory are those that the forecast counts."""
     from stepgraph.passes.compile import inductor
 
+    monkeypatch.setitem(PASSES, "rematerialize", dataclasses.replace(PASSES["rematerialize"], needs_cuda=False))
     monkeypatch.setattr(inductor, "_on_cuda", lambda step: True)
     monkeypatch.setattr(inductor, "needs_host", lambda node: None)
     config = a_run(precision="bf16", inductor="full", batch_size=16)

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 
-def interpreted(child: str, folder: Path, cases: Sequence[Any]) -> Any:
-    """What the program ``child`` beside the tests, which runs kernels in the interpreter, gives for ``cases``."""
-    program = Path(__file__).with_name(child)
+def interpreted(program: Path, folder: Path, cases: Sequence[Any]) -> Any:
+    """The results of ``program``, which runs kernels in the interpreter, for ``cases``; files go to ``folder``."""
     torch.save(cases, folder / "cases.pt")
-    root = os.pathsep.join([str(program.parents[2]), os.environ.get("PYTHONPATH", "")])
+    root = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, program, folder / "cases.pt", folder / "results.pt"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": root}, timeout=300)
     if "only 0-dimensional arrays can be converted to Python scalars" in done.stderr:

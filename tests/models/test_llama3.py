@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepgraph import models
-from stepgraph.config.hf_weights import hf_name
 from stepgraph.models import Llama3, Llama3Config, RopeScaling, num_params
+from stepgraph.models.llama3.hf import hf_name
 from stepgraph.models.llama3.model import causal_block_mask
 from stepgraph.models.rope import rope_frequencies, rope_tables
 

@@ -18,8 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import stepgraph
 from stepgraph.capture import InputSpec, OutputSpec, Provenance, StepGraph, Traced, set_provenance, trace_step
 from stepgraph.graph.facts import is_view
+from stepgraph.graph.program import StepProgram
+from stepgraph.kernels.comm.exchange import Session
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import PassReport, run_passes
+from stepgraph.run import Accumulators, ProgramRunner
 
 STEPS = 10
 TINY = Llama3Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=37, max_seq_len=16)
@@ -262,29 +265,46 @@ def eager_records(case: Case, model: nn.Module, batches: Sequence[dict]) -> list
 def copied(step: StepGraph) -> StepGraph:
     """A copy whose graph may be rewritten."""
     module = fx.GraphModule(step.module, copy.deepcopy(step.graph))
-    return replace(step, module=module, executable=None, runner=None, log=[])
+    return replace(step, module=module, executable=None, recording=None, log=[])
 
 
-def captured_records(name: str, step: StepGraph, steps: int = STEPS) -> list[Record]:
-    """What ``step``, a rewritten copy of the case's captured step, gives after each step from the same start."""
+def rebound(program: StepProgram) -> tuple[StepProgram, dict[tuple[str, str], torch.Tensor]]:
+    """The program over copies of its state, which graphs share as before; the copies by kind and name."""
+    copies: dict[tuple[str, str], torch.Tensor] = {}
+    graphs = {}
+    for name, step in program.graphs.items():
+        for spec in step.inputs:
+            if spec.tensor is not None and (spec.kind, spec.name) not in copies:
+                copies[spec.kind, spec.name] = spec.tensor.detach().clone()
+        inputs = [replace(spec, tensor=copies.get((spec.kind, spec.name))) for spec in step.inputs]
+        graphs[name] = replace(step, inputs=inputs)
+    return StepProgram(graphs, program.schedule), copies
+
+
+def captured_records(name: str, step: StepGraph | StepProgram, steps: int = STEPS) -> list[Record]:
+    """What a rewritten copy of the case's captured program (or of its main graph) gives after each step."""
     _, traced, optimizer, batches = prepared(name)
-    state = [tensor.detach().clone() for tensor in traced.state]
-    names = {spec.name: t for spec, t in zip(step.inputs, state, strict=False) if spec.kind in ("parameter", "buffer")}
-    for spec, tensor in zip(step.inputs, state, strict=False):
-        if spec.kind == "lr":
-            tensor.fill_(optimizer.param_groups[int(spec.name.removeprefix("lr."))]["lr"])
+    if isinstance(step, StepGraph):
+        main = traced.program.schedule[0].graph
+        step = StepProgram(traced.program.graphs | {main: step}, traced.program.schedule)
+    program, state = rebound(step)
+    names = {key: t for (kind, key), t in state.items() if kind in ("parameter", "buffer")}
+    for (kind, key), tensor in state.items():
+        if kind == "lr":
+            tensor.fill_(optimizer.param_groups[int(key.removeprefix("lr."))]["lr"])
+    run = ProgramRunner(program, traced.tensor_leaves, Session(), Accumulators())
+    landing = [slot.name for slot, _ in traced.landing]
     records = []
     torch.manual_seed(2)
     for i in range(steps):
-        with torch.no_grad():
-            results = step.runner([*state, *batches[i % len(batches)].values()])
-            record = {}
-            for spec, value in zip(step.outputs, results, strict=True):
-                record[f"grad {spec.name}" if spec.kind == "grad" else spec.name] = value.clone()
-            if optimizer is None:
-                for spec, value in zip(step.outputs, results, strict=True):
-                    if spec.kind == "grad":
-                        names[spec.name].add_(value, alpha=-0.05)
+        results = run(list(batches[i % len(batches)].values()))
+        grads = dict(zip(landing, results.gradients, strict=True))
+        record = {"loss": results.loss.clone()} | {key: value.clone() for key, value in results.metrics.items()}
+        record |= {f"grad {key}": grad.clone() for key, grad in grads.items()}
+        if optimizer is None:
+            with torch.no_grad():
+                for key, grad in grads.items():
+                    names[key].add_(grad, alpha=-0.05)
         record |= {n: t.clone() for n, t in names.items()}
         record["generator"] = torch.get_rng_state()
         records.append(record)
@@ -301,12 +321,14 @@ def compare(expected: list[Record], actual: list[Record]) -> None:
 
 
 def check_bitwise(name: str, passes: str | Iterable, steps: int = STEPS) -> StepGraph:
-    """Run ``passes`` on a case and compare ``steps`` steps with eager, bit for bit; the rewritten step."""
+    """Run ``passes`` on a case and compare ``steps`` steps with eager, bit for bit; the rewritten main graph."""
     expected, traced, _, _ = prepared(name)
-    step = copied(traced.step)
-    run_passes(step, passes)
-    compare(expected[:steps], captured_records(name, step, steps))
-    return step
+    passes = passes if isinstance(passes, str) else list(passes)
+    program = StepProgram({k: copied(g) for k, g in traced.program.graphs.items()}, traced.program.schedule)
+    for graph in program.graphs.values():
+        run_passes(graph, passes)
+    compare(expected[:steps], captured_records(name, program, steps))
+    return program.main
 
 
 def called(step: Any) -> list[str]:

@@ -10,9 +10,23 @@ import torch
 
 import stepgraph
 from stepgraph.capture import set_provenance
-from stepgraph.passes import PASSES, Pass, configured, default, exact, format_report, get, prepare, run_passes
+from stepgraph.passes import (
+    PASSES,
+    Pass,
+    StepOptions,
+    Target,
+    chosen,
+    configured,
+    default,
+    exact,
+    format_report,
+    get,
+    prepare,
+    resolve,
+    run_passes,
+)
 from stepgraph.passes.contract import NoOptions, register
-from stepgraph.passes.order import OPT_IN, ORDER
+from stepgraph.passes.order import ORDER
 
 aten = torch.ops.aten
 
@@ -48,6 +62,8 @@ def refused(step, passes, match, **options):
         ([make("late", requires=("compiled",)), "inductor"], "late requires 'compiled'; put inductor before it"),
         ([make("new", min_torch=(3, 0))], r"new cannot run: needs torch 3\.0 or newer, this is"),
         ([make("ranks", needs_process_group=True)], "no process group is initialized"),
+        ([make("first", after=("dead_code",)), "dead_code"], "first must come after dead_code; list it later"),
+        (["cuda_graph", "inductor"], "cuda_graph must come after inductor; list it later"),
     ],
 )
 def test_broken_contracts_change_nothing(step, passes, match):
@@ -63,9 +79,9 @@ def test_unknown_option_is_refused():
         get("recompute", polcy="full")
     with pytest.raises(ValueError, match="unknown option of pass dead_code"):
         get("dead_code", hard=True)
-    with pytest.raises(ValueError, match="unknown pipeline 'fast'"):
+    with pytest.raises(ValueError, match="unknown passes 'fast': did you mean 'default'"):
         configured("fast")
-    with pytest.raises(ValueError, match="unknown inductor mode 'on'; allowed"):
+    with pytest.raises(ValueError, match="unknown inductor 'on': did you mean 'regional'"):
         configured(inductor="on")
 
 
@@ -92,20 +108,75 @@ def test_no_pass_follows_a_terminal_one_in_another_run(step):
         run_passes(step, ["dead_code"])
 
 
+#: Passes that run only where an option asks for them.
+ASKED_FOR = ("async_tensor_parallel", "copy_engines", "tag_regions")
+
+
 def test_pipelines_skip_what_cannot_run_and_say_why(step):
     reports = run_passes(step, "default", disable=["inductor"])
-    assert [r.name for r in reports] == [name for name in ORDER if name not in ("inductor", *OPT_IN)]
+    for_inductor = [name for name in ORDER if PASSES[name].serves == "inductor"]
+    assert [r.name for r in reports] == [n for n in ORDER if n not in ("inductor", *for_inductor, *ASKED_FOR)]
     lines = {r.name: r.line() for r in reports}
     assert lines["cuda_graph"] == "cuda_graph [exact]: skipped, the step has no CUDA tensors"
-    assert lines["expand_optimizer"] == "expand_optimizer [numerics]: skipped, the step has no CUDA tensors"
+    assert lines["fuse_loss"] == "fuse_loss [numerics]: skipped, the step has no CUDA tensors"
 
 
 def test_pipelines_list_every_registered_pass_once():
     assert sorted(ORDER) == sorted(PASSES)
-    assert [p.name for p in default()] == [name for name in ORDER if name not in OPT_IN]
-    assert [p.name for p in exact()] == [n for n in ORDER if PASSES[n].tier == "exact"]
+    assert [p.name for p in default()] == [name for name in ORDER if name not in ASKED_FOR]
+    assert [p.name for p in exact()] == [n for n in ORDER if PASSES[n].tier == "exact" and not PASSES[n].serves]
     assert {p.tier for p in PASSES.values()} == {"exact", "numerics"}
     assert all(p.doc for p in PASSES.values())
+
+
+def test_facts_name_passes_that_exist():
+    for p in PASSES.values():
+        assert {*p.after, *([p.serves] if p.serves else [])} <= set(PASSES), p.name
+        assert p.terminal or not any(PASSES[name].terminal for name in p.after), p.name
+
+
+def test_capture_takes_the_record_of_options(tools):
+    model, batch = tools.llama(n_layers=1), tools.tokens()[0]
+    options = StepOptions("exact", memory="full", disable_pass=("dead_code",))
+    step = stepgraph.capture(model, tools.next_token_loss, batch, passes=options)
+    assert [r.name for r in step.report] == [p.name for p in exact() if p.name != "dead_code"]
+    assert next(r for r in step.report if r.name == "recompute").summary.startswith("policy full")
+    with pytest.raises(ValueError, match="unknown norm 'kernels': did you mean 'kernel'"):
+        stepgraph.capture(model, tools.next_token_loss, batch, passes=StepOptions(norm="kernels"))
+
+
+def test_a_run_and_a_forecast_take_the_same_passes(monkeypatch):
+    """One that is new is in both, but for one that says it chooses kernels alone; options say whether it runs."""
+    new = make("new", from_options=lambda options: {} if options.memory == "full" else None)
+    kernels = make("kernels", tier="numerics", forecast=False)
+    for p in (new, kernels):
+        monkeypatch.setitem(PASSES, p.name, p)
+    monkeypatch.setattr("stepgraph.passes.order.ORDER", (*ORDER[:3], "new", "kernels", *ORDER[3:]))
+    forecast = Target("cuda", 2**30, 8, process_groups=True, simulated=True)
+    for memory in ("full", "none"):
+        options = StepOptions(memory=memory, async_tp=True, copy_engines=True)
+        run = [p.name for p in resolve(options, (), dataclasses.replace(forecast, simulated=False))]
+        assert run == [p.name for p in chosen(options)]
+        assert ("new" in run) == (memory == "full") and "kernels" in run
+        named = [p.name for p in resolve(options, (), forecast)]
+        assert named == [name for name in run if PASSES[name].forecast] and len(named) < len(run) - 1
+
+
+def test_the_target_completes_what_the_options_leave_open():
+    options = StepOptions(async_tp=True, copy_engines=True)
+    target = Target("cuda", 2**30, ranks_per_machine=4, process_groups=True)
+    found = {p.name: p.options for p in resolve(options, (), target)}
+    assert found["reshard_after_forward"].budget_gib == 0.9
+    assert found["copy_engines"].ranks_per_machine == found["async_tensor_parallel"].ranks_per_machine == 4
+    (mine,) = resolve([get("reshard_after_forward", budget_gib=3.0)], (), target)
+    assert mine.options.budget_gib == 3.0
+
+
+def test_a_forecast_runs_what_needs_a_gpu_on_a_cpu(step):
+    seen = []
+    p = make("gpu", lambda step, options, report: seen.append(report.name), needs_cuda=True)
+    run_passes(step, [p], target=Target("cuda", simulated=True))
+    assert seen == ["gpu"]
 
 
 def test_configured_sets_the_trainers_options():

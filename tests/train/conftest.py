@@ -16,8 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import stepgraph
 from stepgraph import cli
-from stepgraph.train.checkpoint.checkpointer import Checkpointer
-from tests.train.checkpoint_cases import build, seed_all, train
 
 #: Some hundred kB of text that every machine has, as documents of one file.
 MODULES = ("argparse", "ast", "dataclasses", "difflib", "inspect", "pathlib", "pickle", "tarfile", "typing")
@@ -131,16 +129,3 @@ def trainer(tmp_path_factory) -> Trainer:
     corpus = tmp_path_factory.mktemp("corpus") / "text.txt"
     corpus.write_text("<|endoftext|>".join(path.read_text(encoding="utf-8") for path in files if path.is_file()))
     return Trainer(corpus)
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """A run folder with steps 1 and 2 and the state as it was at step 2."""
-    seed_all(0)
-    state = build(1)
-    checkpointer = Checkpointer(tmp_path / "run" / "checkpoints")
-    train(state, 1)
-    checkpointer.save(1, state)
-    train(state, 1)
-    checkpointer.save(2, state)
-    return checkpointer, state

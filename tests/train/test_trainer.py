@@ -15,7 +15,7 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.models import next_token_loss
 from stepgraph.train.data import PackedLoader, open_data, validation_batches
 from stepgraph.train.learning_rate import lr_at
-from stepgraph.train.records.metrics import Summary
+from stepgraph.train.records.folder import Summary
 from stepgraph.train.trainer import Run
 
 PROGRESS = re.compile(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from stepgraph.config import build
-from stepgraph.config.device import memory_bytes
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import next_token_loss
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
@@ -168,52 +167,6 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run_before_the_save(trai
     )
     assert failed(trainer, tmp_path / "run")["train_loss_nats"] > 0
     assert trainer.checkpoints(tmp_path / "run") == []
-
-
-GPU_SAYS = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
-CPU_SAYS = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 21474836480 bytes. Error"
-
-
-@pytest.mark.parametrize(
-    ("failure", "peaks", "options", "advice"),
-    [
-        (torch.OutOfMemoryError(GPU_SAYS), (2.0, 0.8, 0.5), [], "try --memory selective"),
-        (RuntimeError(CPU_SAYS), (2.0, 1.5, 0.5), [], "try --memory full"),
-        (torch.OutOfMemoryError(GPU_SAYS), (0.5, 0.4, 0.3), ["--memory", "selective"], "try --memory full"),
-        (RuntimeError(CPU_SAYS), (2.0, 1.5, 1.2), [], "no other policy fits: lower --batch-size"),
-        (
-            torch.OutOfMemoryError(GPU_SAYS),
-            (2.0, 1.5, 0.5),
-            ["--memory", "full", "--batch-size", 1],
-            "no other policy fits: lower --seq-len",
-        ),
-    ],
-    ids=["gpu", "cpu", "selective", "none fits", "full"],
-)
-def test_out_of_memory_says_what_was_asked_for_and_what_would_fit(
-    failure, peaks, options, advice, trainer, tmp_path, monkeypatch, capsys
-):
-    def fail(self):
-        raise failure
-
-    total = memory_bytes(torch.device("cpu"))
-    sizes = dict(zip(("none", "selective", "full"), (int(share * total) for share in peaks), strict=True))
-    monkeypatch.setattr(Run, "_launch", fail)
-    monkeypatch.setattr("stepgraph.passes.peak_bytes_by_policy", lambda step: sizes)
-    assert trainer.here(*ONE_LAYER, *options, "--out", tmp_path / "run") == 1
-    error = one_line(capsys)
-    assert re.match(r"error: out of memory: asked for 20\.00? GiB; the step's estimated peak by --memory, of ", error)
-    assert f"selective {sizes['selective'] / 2**30:.1f} GiB" in error and error.endswith(f"; {advice}\n")
-    assert failed(trainer, tmp_path / "run")["error"] in error
-
-
-def test_out_of_memory_with_the_true_estimate(trainer, tmp_path, monkeypatch, capsys):
-    def fail(self):
-        raise torch.OutOfMemoryError(GPU_SAYS)
-
-    monkeypatch.setattr(Run, "_launch", fail)
-    assert trainer.here("--out", tmp_path / "run") == 1
-    assert "try --memory selective" in one_line(capsys)  # this tiny model fits, and selective asks for less
 
 
 def test_a_disk_that_takes_no_more_is_one_line_and_earlier_checkpoints_stay(trainer, tmp_path, monkeypatch, capsys):

@@ -35,9 +35,9 @@ class NormRow:
     dtype: str
     """Of x, y and their gradients: bf16, fp16 or fp32."""
     provider: str
-    """A name of ``norm_providers.PROVIDERS``."""
+    """A name of ``bench.norm.providers.PROVIDERS``."""
     timing: str
-    """``do_bench``, ``graph`` or ``wall``: see ``norm_timing``."""
+    """``do_bench``, ``graph`` or ``wall``: see ``bench.norm.timing``."""
     ms: float | None = None
     """Median time of a call, ms."""
     gbps: float | None = None

@@ -1,4 +1,4 @@
-"""One provider in a process of its own, told over stdin what to do next: ``python -m stepgraph.bench.child``.
+"""One provider in a process of its own, told over stdin what to do next: ``python -m stepgraph.bench.step.child``.
 
 Its memory, allocator, compile caches and Dynamo are thus its own. The first line of stdin is the job; each further line
 is a request. Every answer is one line of JSON on what was stdout; all else that is printed goes to stderr.
@@ -77,7 +77,7 @@ def make_parts(config: TrainConfig, device: torch.device) -> Parts:
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision != "fp32"):
             return next_token_loss(model, batch)
 
-    return Parts(model, loss_fn, batch, optimizer)
+    return Parts(model, loss_fn, batch, optimizer, config)
 
 
 class Run:

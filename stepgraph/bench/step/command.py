@@ -12,48 +12,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import tyro
 
-from stepgraph.bench.arguments import provider_names
+from stepgraph.bench.arguments import DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
 from stepgraph.bench.results import Row, check_losses, finite, write
 from stepgraph.bench.step.child import BATCH_SEED, FIRST_STEPS
-from stepgraph.bench.step.providers import DEFAULT, MAX_GRAD_NORM, PROVIDERS
+from stepgraph.bench.step.providers import DEFAULT, PROVIDERS
 from stepgraph.bench.table import section
-from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
-from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import peak_flops
-from stepgraph.errors import unknown_name
-from stepgraph.models import GolfConfig, Llama3Config, flops_per_token
-
-#: Small and constant: at a preset's own peak rate, without its warm-up, a few steps on one batch are chaotic, and
-#: rounding alone would drive the providers' losses apart.
-LEARNING_RATE = 1e-4
+from stepgraph.models import flops_per_token
+from stepgraph.passes import StepOptions
 
 #: What runs in a provider's process.
 CHILD = [sys.executable, "-m", "stepgraph.bench.step.child"]
 
 
 @dataclass(frozen=True)
-class StepOptions:
-    """Measure a training step under each provider: same model, weights and batch, a process each."""
+class StepBench(BenchOptions):
+    """Measure a training step under each provider: same model, weights and batch, a process each.
+
+    --passes to --cuda-graph are for stepgraph's providers; bf16-autocast and bf16 both mean autocast.
+    """
 
     providers: str = ",".join(DEFAULT)
-    """Names with commas between: see PROVIDERS in bench/providers.py."""
-
-    batch_size: int = 8
-    """Sequences in the batch."""
-
-    seq_len: int = 256
-    """Tokens in a sequence."""
-
-    precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
-    """As in stepgraph train; the matrix products of both bf16 are under autocast."""
+    """Names with commas between."""
 
     steps: int = 10
     """Steps in a repeat; its result is their median."""
@@ -61,29 +48,8 @@ class StepOptions:
     repeats: int = 5
     """Repeats; on a CPU the providers take turns, one repeat each."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is cuda where there is a GPU, otherwise cpu."""
-
-    json: Path | None = None
-    """Write the record to this file; stepgraph bench report reads it."""
-
-    model: Annotated[Llama3Config | GolfConfig, tyro.conf.AvoidSubcommands] = dataclasses.field(
-        default_factory=lambda: PRESETS["llama3-debug"]().model
-    )
-    """Shape of the model."""
-
-    preset: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = "llama3-debug"
-    """Name of the preset that the options started from."""
-
-    @classmethod
-    def of_preset(cls, name: str) -> "StepOptions":
-        """The options whose model and batch are the preset's."""
-        preset = PRESETS[name]()
-        sizes = {"batch_size": preset.batch_size, "seq_len": preset.seq_len}
-        return cls(preset=name, model=preset.model, precision=preset.precision, **sizes)
-
     def names(self) -> list[str]:
-        """The providers, in order. Raises ValueError for an unknown one."""
+        """The providers, in order."""
         return provider_names(self.providers, PROVIDERS)
 
     def config(self) -> TrainConfig:
@@ -91,18 +57,7 @@ class StepOptions:
         for name in ("steps", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        require_folder(self.json)
-        config = dataclasses.replace(
-            PRESETS[self.preset](),
-            model=self.model,
-            precision=self.precision,
-            batch_size=self.batch_size,
-            seq_len=self.seq_len,
-            lr=LEARNING_RATE,
-            max_grad_norm=MAX_GRAD_NORM,
-        )
-        config.validate()
-        return config
+        return self.run()
 
 
 def main(argv: list[str]) -> int:
@@ -135,21 +90,16 @@ def main(argv: list[str]) -> int:
     return int(any(row.error or row.disagreement for row in rows))
 
 
-def parse_step(argv: list[str]) -> list[StepOptions]:
+def parse_step(argv: list[str]) -> list[StepBench]:
     """One set of options for every preset that ``argv`` starts with, the other words applied to each.
 
     Raises ValueError, in one line, for an unknown preset, option or provider and for a bad value.
     """
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    presets, words = list(dict.fromkeys(argv[:count])) or ["llama3-debug"], argv[count:]
-    for preset in presets:
-        if preset not in PRESETS:
-            raise unknown_name("preset", preset, PRESETS)
+    presets, words = list(dict.fromkeys(argv[:count])) or [DEFAULT_PRESET], argv[count:]
+    defaults = [of_preset(StepBench, preset) for preset in presets]
     usage = "stepgraph bench step [PRESET ...]"
-    text = f"{StepOptions.__doc__} Presets: {', '.join(PRESETS)}. Providers: {', '.join(PROVIDERS)}."
-    jobs = [parse(StepOptions.of_preset(preset), words, usage=usage, description=text) for preset in presets]
-    jobs[0].names()
-    return jobs
+    return [parse_options(default, words, usage, PROVIDERS) for default in defaults]
 
 
 def describe(config: TrainConfig, env: dict[str, Any]) -> dict[str, Any]:
@@ -167,10 +117,10 @@ def describe(config: TrainConfig, env: dict[str, Any]) -> dict[str, Any]:
         "flops_per_token": flops_per_token(config.model, config.seq_len),
         "peak_flops": peak_flops(env["gpus"][0], dtype) if env["gpus"] else None,
         "model": dataclasses.asdict(config.model),
-    }
+    } | {field.name: getattr(config, field.name) for field in dataclasses.fields(StepOptions)}
 
 
-def measure(config: TrainConfig, options: StepOptions, device: torch.device) -> Iterator[list[Row]]:
+def measure(config: TrainConfig, options: StepBench, device: torch.device) -> Iterator[list[Row]]:
     """Rows of the providers, as they are done. On a CPU all their processes live at once and take turns, starting with
     another one in each repeat, so that what else the machine does falls on all alike. On a GPU, whose memory they could
     not share, they run one after another."""
@@ -179,7 +129,7 @@ def measure(config: TrainConfig, options: StepOptions, device: torch.device) -> 
         yield _measure_together(config, options, device, group)
 
 
-def _measure_together(config: TrainConfig, options: StepOptions, device: torch.device, names: list[str]) -> list[Row]:
+def _measure_together(config: TrainConfig, options: StepBench, device: torch.device, names: list[str]) -> list[Row]:
     job = {"config": config.to_json(), "device": str(device)}
     with contextlib.ExitStack() as stack:
         lanes = [stack.enter_context(Lane(Row(model=config.preset, provider=name))) for name in names]

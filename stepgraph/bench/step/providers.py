@@ -3,6 +3,7 @@
 All do the same: loss, backward, clip the gradients' total norm, update with torch's fused AdamW.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,19 +14,21 @@ from torch import nn
 
 import stepgraph
 from stepgraph import passes
+from stepgraph.bench.arguments import MAX_GRAD_NORM
 from stepgraph.inductor import fusion_guard, tuned_reductions
-
-MAX_GRAD_NORM = 1.0
+from stepgraph.passes import StepOptions
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step is made of, the same for every provider. ``loss_fn(model, batch)`` gives an fp32 scalar."""
+    """What a step is made of, the same for every provider. ``loss_fn(model, batch)`` gives an fp32 scalar;
+    ``options``: of stepgraph's step."""
 
     model: nn.Module
     loss_fn: Callable[[nn.Module, Any], torch.Tensor]
     batch: dict[str, torch.Tensor]
     optimizer: torch.optim.Optimizer
+    options: StepOptions
 
 
 class Step(Protocol):
@@ -78,11 +81,14 @@ class CompiledStep(EagerStep):
 class CapturedStep:
     """``stepgraph.capture`` of the whole step."""
 
-    def __init__(self, parts: Parts, passes: Any):
+    def __init__(self, parts: Parts, max_autotune: bool = False, **options: Any):
+        chosen = passes.chosen(dataclasses.replace(parts.options, **options))
+        if max_autotune:
+            chosen = [p.with_options(max_autotune=True) if p.name == "inductor" else p for p in chosen]
         self.batch = parts.batch
         start = time.perf_counter()
         self.step = stepgraph.capture(
-            parts.model, parts.loss_fn, parts.batch, parts.optimizer, max_grad_norm=MAX_GRAD_NORM, passes=passes
+            parts.model, parts.loss_fn, parts.batch, parts.optimizer, max_grad_norm=MAX_GRAD_NORM, passes=chosen
         )
         # Tracing and passes. CUDA graphs are recorded later, so this is the time to tell the compilers apart.
         self.capture_s = time.perf_counter() - start - self.compile_s
@@ -96,12 +102,8 @@ class CapturedStep:
         return self.step(self.batch)
 
 
-def _autotuned() -> list[passes.Pass]:
-    """The default pipeline with Inductor's autotuning, the counterpart of ``compile-max-autotune``."""
-    return [p.with_options(max_autotune=True) if p.name == "inductor" else p for p in passes.configured("default")]
-
-
-#: Name -> the step made of the parts. `stepgraph` is `stepgraph.capture` as it is by default; `compile-guard` and
+#: Name -> the step made of the parts. `stepgraph` is `stepgraph.capture` with the options given, the others of its
+#: name change one of them (`stepgraph-max-autotune`: the counterpart of `compile-max-autotune`); `compile-guard` and
 #: `compile-tuned` are torch.compile under the rules of `stepgraph.inductor`.
 PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "eager": EagerStep,
@@ -110,13 +112,13 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "compile-no-mix-order": lambda parts: CompiledStep(parts, options={"triton.mix_order_reduction": False}),
     "compile-guard": lambda parts: CompiledStep(parts, options=fusion_guard().options),
     "compile-tuned": lambda parts: CompiledStep(parts, options=(fusion_guard() | tuned_reductions()).options),
-    "stepgraph": lambda parts: CapturedStep(parts, passes.configured("default")),
-    "stepgraph-norm-kernel": lambda parts: CapturedStep(parts, passes.configured("default", norm="kernel")),
-    "stepgraph-norm-inductor": lambda parts: CapturedStep(parts, passes.configured("default", norm="inductor")),
-    "stepgraph-norm-eager": lambda parts: CapturedStep(parts, passes.configured("default", norm="eager")),
-    "stepgraph-regional": lambda parts: CapturedStep(parts, passes.configured("default", inductor="regional")),
-    "stepgraph-exact": lambda parts: CapturedStep(parts, passes.configured("exact")),
-    "stepgraph-max-autotune": lambda parts: CapturedStep(parts, _autotuned()),
+    "stepgraph": CapturedStep,
+    "stepgraph-norm-kernel": lambda parts: CapturedStep(parts, norm="kernel"),
+    "stepgraph-norm-inductor": lambda parts: CapturedStep(parts, norm="inductor"),
+    "stepgraph-norm-eager": lambda parts: CapturedStep(parts, norm="eager"),
+    "stepgraph-regional": lambda parts: CapturedStep(parts, inductor="regional"),
+    "stepgraph-exact": lambda parts: CapturedStep(parts, passes="exact"),
+    "stepgraph-max-autotune": lambda parts: CapturedStep(parts, max_autotune=True),
 }
 
 DEFAULT = ("eager", "compile", "compile-max-autotune", "stepgraph", "stepgraph-exact")

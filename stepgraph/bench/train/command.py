@@ -1,6 +1,5 @@
 """``stepgraph bench train``: a training step over a mesh of this machine's devices, ours and torchtitan's in turn."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -10,82 +9,43 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-import tyro
 
 from stepgraph import parallel
-from stepgraph.bench.arguments import provider_names
+from stepgraph.bench.arguments import DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
 from stepgraph.bench.results import write
-from stepgraph.bench.step.command import LEARNING_RATE, describe
+from stepgraph.bench.step.command import describe
 from stepgraph.bench.train.providers import BATCH_SEED, PROVIDERS
 from stepgraph.bench.train.rank import TRACED_STEPS, WARMUP_STEPS
 from stepgraph.bench.train.results import TrainRow, check_losses
 from stepgraph.bench.train.table import train_section
-from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
-from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
-from stepgraph.errors import unknown_name
-from stepgraph.models import GolfConfig, Llama3Config, flops_per_token
+from stepgraph.models import flops_per_token
 
 #: What torchrun starts as each rank.
 RANK = ["-m", "stepgraph.bench.train.rank"]
 
-#: Options that mean what they mean in ``stepgraph train``.
-SETTINGS = (
-    *("mesh", "seq_len", "batch_size", "precision", "memory", "reshard", "reduce_dtype", "inductor", "norm"),
-    *("async_tp", "copy_engines", "cuda_graph", "disable_pass", "model", "steps"),
-)
-
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainBench(BenchOptions):
     """Measure a training step over several devices: same model, mesh, batch and precision, one provider after another.
 
-    --help shows the preset's own sizes as defaults.
+    --help shows the preset's own sizes as defaults. --memory and --reshard are for every provider (torchtitan has no
+    memory budget); --passes to --cuda-graph besides are for stepgraph's step: torchtitan compiles block by block.
     """
 
     mesh: str = "fsdp=1"
     """Ranks, all on this machine, as in fsdp=2,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, and tp=N."""
 
-    seq_len: int = 256
-    """Tokens in a sequence."""
-
-    batch_size: int = 8
-    """Sequences in the batch of one data-parallel rank."""
-
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: fp32 shards and AdamW state, gathered and computed in bf16."""
 
-    memory: str = "none"
-    """Activations to recompute: none, full or selective; ours also budget=40GiB or budget=0.5 (a share of all)."""
-
-    reshard: Literal["auto", "always", "never"] = "auto"
-    """Gather parameters again in backward. auto: each provider's own choice (torchtitan's: always, but the last)."""
-
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
-
-    inductor: Literal["full", "regional", "off"] = "full"
-    """Ours: full, regional or off, as in stepgraph train. torchtitan always compiles block by block."""
-
-    norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
-    """Ours: how norms run, as in stepgraph train."""
-
-    async_tp: bool = False
-    """Ours: matrix products in a pipeline with collectives of tensor parallelism, as in stepgraph train."""
-
-    copy_engines: bool = False
-    """Ours: gather parameters and reduce gradients by copy engines, as in stepgraph train."""
-
-    cuda_graph: bool = True
-    """Ours: replay the whole step as one CUDA graph."""
-
-    disable_pass: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Ours: leave a pass out, by name."""
 
     providers: str = ",".join(PROVIDERS)
     """Names with commas between. One that is not installed, or cannot do this work, is reported as such."""
@@ -93,54 +53,23 @@ class TrainOptions:
     steps: int = 20
     """Steps that are timed; the result is their median."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is cuda where there is a GPU, otherwise cpu."""
-
     timeout: float = 600.0
     """Seconds after which a provider is given up."""
-
-    json: Path | None = None
-    """Write the record to this file, after each provider; stepgraph bench report reads it."""
 
     traces: Path | None = None
     """Keep rank 0's profiler trace of each provider in this folder, as PROVIDER.json.gz. GPUs only."""
 
-    model: Annotated[Llama3Config | GolfConfig, tyro.conf.AvoidSubcommands] = dataclasses.field(
-        default_factory=lambda: PRESETS["llama3-debug"]().model
-    )
-    """Shape of the model."""
-
-    preset: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = "llama3-debug"
-    """Name of the preset that the options started from."""
-
-    @classmethod
-    def of_preset(cls, name: str) -> "TrainOptions":
-        """The options whose model, batch and precision are the preset's; no activation is recomputed."""
-        preset = PRESETS[name]()
-        taken = {field: getattr(preset, field) for field in ("model", "batch_size", "seq_len", "precision", "inductor")}
-        return cls(preset=name, **taken)
-
     def names(self) -> list[str]:
-        """The providers, in order. Raises ValueError for an unknown one."""
+        """The providers, in order."""
         return provider_names(self.providers, PROVIDERS)
 
     def config(self) -> TrainConfig:
         """The run whose step is measured. Raises ValueError, in one line, for an option that cannot be right."""
         if self.timeout <= 0:
             raise ValueError(f"timeout={self.timeout} must be above 0")
-        require_folder(self.json)
         if self.traces is not None and not self.traces.is_dir():
             raise ValueError(f"traces={self.traces} is no folder; make it first")
-        config = dataclasses.replace(
-            PRESETS[self.preset](),
-            **{name: getattr(self, name) for name in SETTINGS},
-            lr=LEARNING_RATE,
-            schedule="constant",
-            warmup_steps=0,
-            max_grad_norm=1.0,
-        )
-        config.validate()
-        return config
+        return self.run("mesh", "reduce_dtype", "steps", schedule="constant", warmup_steps=0)
 
 
 def main(argv: list[str]) -> int:
@@ -153,9 +82,7 @@ def main(argv: list[str]) -> int:
     if device.type == "cuda" and ranks > there:
         raise ValueError(f"mesh {config.mesh} has {ranks} ranks, this machine {there} GPUs: choose a smaller --mesh")
     env = environment()
-    chosen = describe(config, env) | {
-        name: getattr(config, name) for name in SETTINGS if name not in ("model", "steps")
-    }
+    chosen = describe(config, env) | {"mesh": config.mesh, "reduce_dtype": config.reduce_dtype}
     settings: dict[str, Any] = {
         "benchmark": "train",
         "device": device.type,
@@ -177,21 +104,17 @@ def main(argv: list[str]) -> int:
     return int(any(row.error or row.disagreement for row in rows))
 
 
-def parse_train(argv: list[str]) -> TrainOptions:
+def parse_train(argv: list[str]) -> TrainBench:
     """The options in ``argv``, after a preset. Raises ValueError, in one line, for an unknown preset, option or
     provider and for a bad value."""
     named = bool(argv) and not argv[0].startswith("-")
-    preset, words = (argv[0], argv[1:]) if named else ("llama3-debug", argv)
-    if preset not in PRESETS:
-        raise unknown_name("preset", preset, PRESETS)
-    text = f"{TrainOptions.__doc__} Presets: {', '.join(PRESETS)}. Providers: {', '.join(PROVIDERS)}."
-    options = parse(TrainOptions.of_preset(preset), words, usage="stepgraph bench train [PRESET]", description=text)
-    options.names()
-    return options
+    preset, words = (argv[0], argv[1:]) if named else (DEFAULT_PRESET, argv)
+    default = of_preset(TrainBench, preset, "inductor")
+    return parse_options(default, words, "stepgraph bench train [PRESET]", PROVIDERS)
 
 
 def measure(
-    name: str, config: TrainConfig, options: TrainOptions, device: torch.device, peak_flops: float | None
+    name: str, config: TrainConfig, options: TrainBench, device: torch.device, peak_flops: float | None
 ) -> TrainRow:
     """The row of the provider ``name``."""
     row = TrainRow(model=config.preset, provider=name, environment=dict(PROVIDERS[name].environment))
@@ -216,7 +139,7 @@ def measure(
 
 
 def run_ranks(
-    name: str, config: TrainConfig, options: TrainOptions, device: torch.device, folder: Path
+    name: str, config: TrainConfig, options: TrainBench, device: torch.device, folder: Path
 ) -> tuple[dict[str, Any], str | None]:
     """Starts the provider's ranks with torchrun and waits for them: figures of a `TrainRow`, and what went wrong."""
     job, log = folder / "job.json", folder / "log"

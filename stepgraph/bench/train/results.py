@@ -18,7 +18,7 @@ class TrainRow:
     model: str
     """Name of the preset."""
     provider: str
-    """A name of ``train_providers.PROVIDERS``."""
+    """A name of ``bench.train.providers.PROVIDERS``."""
     step_ms: float | None = None
     """Median time of a step, ms; a step takes as long as on its slowest rank."""
     step_ms_all: list[float] | None = None

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from stepgraph.config.train import TrainConfig
-from stepgraph.models import Llama3, Llama3Config
+from stepgraph.models import Llama3, Llama3Config, family_of
 from stepgraph.models.init import Part
 
 #: The release that this drives; others name their parts differently.
@@ -48,7 +48,7 @@ def unavailable(config: TrainConfig, device: torch.device) -> str | None:
     reasons = {
         f"{installed} is installed: pip install torchtitan=={VERSION}": installed != VERSION,
         "it needs a GPU": device.type != "cuda",
-        "it has no such model: choose a llama3 preset": not isinstance(model, Llama3Config),
+        "it has no such model: choose a llama3 preset": family_of(model).name != "llama3",
         "it cannot tie the head to the embedding: add --model.no-tie-embeddings": getattr(
             model, "tie_embeddings", False
         ),

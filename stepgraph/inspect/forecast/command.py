@@ -12,17 +12,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.config.command_line import parse, require_folder, value_of
+from stepgraph.config.command_line import parse, refuse_idle, require_folder, value_of
 from stepgraph.config.presets import PRESETS
-from stepgraph.costs.hardware import GPUS, REACHED
+from stepgraph.costs.hardware import ATTENTION_REACHED, GPUS, MEMORY_REACHED, PRODUCTS_REACHED
 from stepgraph.costs.memory import KINDS
 from stepgraph.costs.timeline import Collective
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, forecast
+from stepgraph.passes import StepOptions, Target
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(StepOptions):
     """Forecast memory, communication and time of a preset's training step on a cluster, from its captured graph."""
 
     mesh: str = "fsdp=8"
@@ -43,20 +44,11 @@ class PlanOptions:
     accumulate: int = 1
     """Microbatches in a step."""
 
-    memory: str = "none"
-    """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all)."""
-
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
 
     inductor: Literal["full", "off"] = "full"
     """full: operators between matrix products count as fused; off: each counts by itself."""
-
-    async_tp: bool = False
-    """As in stepgraph train: chunks of the sequence are multiplied while others travel between ranks of a machine."""
-
-    copy_engines: bool = False
-    """As in stepgraph train: FSDP's gathers and reductions take no processors, between ranks of a machine."""
 
     json: Path | None = None
     """Write everything to this file: memory block by block, and every collective."""
@@ -71,10 +63,8 @@ def main(argv: list[str]) -> int:
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     config = PRESETS[name]()
-    mode = "off" if config.inductor == "off" else "full"
-    defaults = {key: getattr(config, key) for key in SETTINGS if key != "inductor"}
     options = parse(
-        PlanOptions(**defaults, inductor=mode),
+        PlanOptions(**{key: getattr(config, key) for key in SETTINGS}),
         words,
         usage="stepgraph plan PRESET",
         description=f"{PlanOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {name}.",
@@ -84,8 +74,11 @@ def main(argv: list[str]) -> int:
     if options.gpu not in GPUS:
         raise ValueError(f"unknown gpu {options.gpu!r}: choose one of {', '.join(sorted(GPUS))}")
     require_folder(options.json)
-    chosen = {key: getattr(options, key) for key in SETTINGS}
-    result = forecast(dataclasses.replace(config, mesh=options.mesh, **chosen), GPUS[options.gpu])
+    gpu, chosen = GPUS[options.gpu], {key: getattr(options, key) for key in SETTINGS}
+    config = dataclasses.replace(config, mesh=options.mesh, **chosen)
+    config.validate()
+    refuse_idle(config, words, Target.forecast(gpu))
+    result = forecast(config, gpu)
     show(result, Console(highlight=False, soft_wrap=True))
     if options.json is not None:
         options.json.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -94,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 def show(result: Forecast, console: Console) -> None:
     """Print the forecast."""
-    config, gpu, schedule = result.config, result.gpu, result.schedule
+    config, gpu, timeline = result.config, result.gpu, result.timeline
     console.print(
         f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
         f"batch {config.accumulate} x {config.batch_size} x {config.seq_len} a data-parallel rank, {config.precision}, "
@@ -108,18 +101,21 @@ def show(result: Forecast, console: Console) -> None:
         + (f"{_size(left)} to spare" if left >= 0 else f"does not fit, {_size(-left)} too much")
         + "\n"
     )
-    console.print(_collective_table(schedule.collectives))
+    console.print(_collective_table(timeline.collectives))
     console.print(
-        f"step {_time(schedule.step_seconds)}: computing {_time(schedule.compute_seconds)}, "
-        f"exposed communication {_time(schedule.exposed_seconds)} "
-        f"({schedule.exposed_seconds / schedule.step_seconds:.1%} of the step)"
+        f"step {_time(timeline.step_seconds)}: computing {_time(timeline.compute_seconds)}, "
+        f"exposed communication {_time(timeline.exposed_seconds)} "
+        f"({timeline.exposed_seconds / timeline.step_seconds:.1%} of the step)"
     )
     console.print(
-        f"{result.tokens / schedule.step_seconds:,.0f} tokens/s in all, "
-        f"{result.tokens / schedule.step_seconds / config.mesh_spec.size:,.0f} a GPU, MFU {result.mfu:.1%}; "
+        f"{result.tokens / timeline.step_seconds:,.0f} tokens/s in all, "
+        f"{result.tokens / timeline.step_seconds / config.mesh_spec.size:,.0f} a GPU, MFU {result.mfu:.1%}; "
         f"{_time(result.overlapped_seconds)} if all communication were overlapped"
     )
-    console.print(f"Kernels at {REACHED:.0%} of the published peaks, as measured on an H200; links at theirs.")
+    console.print(
+        f"Matrix products at {PRODUCTS_REACHED:.0%} and attention at {ATTENTION_REACHED:.0%} of the published FLOP/s, "
+        f"other kernels at {MEMORY_REACHED:.1%} of the memory bandwidth, as measured on an H200."
+    )
 
 
 def _memory_table(result: Forecast) -> Table:

@@ -14,15 +14,14 @@ from stepgraph.capture import trace_step
 from stepgraph.capture.fake import fake_mode
 from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
-from stepgraph.costs.fusion import Fusion
-from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
-from stepgraph.costs.memory import Moment, memory_over_step
-from stepgraph.costs.roofline import Roofline
-from stepgraph.costs.timeline import Schedule, simulate
-from stepgraph.graph.facts import Aliases
+from stepgraph.costs import links
+from stepgraph.costs.hardware import Gpu
+from stepgraph.costs.memory import Moment
+from stepgraph.costs.step import graph_cost, step_cost
+from stepgraph.costs.timeline import Timeline
+from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.models.flops import flops_per_token
-from stepgraph.passes.memory.rematerialize import rematerialize
+from stepgraph.models import flops_per_token
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Forecast:
     capture_s: float
     plan_s: float
     moments: list[Moment]
-    schedule: Schedule
+    timeline: Timeline
     flops: int
     model_flops: float
     tokens: int
@@ -50,16 +49,16 @@ class Forecast:
     def mfu(self) -> float:
         """Model FLOPs utilization in [0, 1], of the peak that the precision allows."""
         dtype = torch.float32 if self.config.precision == "fp32" else torch.bfloat16
-        return self.model_flops / self.schedule.step_seconds / self.gpu.peak(dtype)
+        return self.model_flops / self.timeline.step_seconds / self.gpu.peak(dtype)
 
     @property
     def overlapped_seconds(self) -> float:
         """Seconds of the step if every collective ran beside computation: the longest of computation and of each
         process group's collectives."""
         by_axis: dict[str, float] = defaultdict(float)
-        for collective in self.schedule.collectives:
+        for collective in self.timeline.collectives:
             by_axis[collective.axis] += collective.seconds
-        return max(self.schedule.compute_seconds, *by_axis.values(), 0.0)
+        return max(self.timeline.compute_seconds, *by_axis.values(), 0.0)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values; bytes and seconds."""
@@ -74,32 +73,32 @@ class Forecast:
             "plan_s": self.plan_s,
             "peak_bytes": self.peak.total,
             "memory": [dataclasses.asdict(moment) | {"total": moment.total} for moment in self.moments],
-            "step_s": self.schedule.step_seconds,
-            "compute_s": self.schedule.compute_seconds,
-            "exposed_s": self.schedule.exposed_seconds,
+            "step_s": self.timeline.step_seconds,
+            "compute_s": self.timeline.compute_seconds,
+            "exposed_s": self.timeline.exposed_seconds,
             "overlapped_step_s": self.overlapped_seconds,
-            "tokens_per_s": self.tokens / self.schedule.step_seconds,
+            "tokens_per_s": self.tokens / self.timeline.step_seconds,
             "mfu": self.mfu,
             "flops": self.flops,
             "model_flops": self.model_flops,
-            "collectives": [dataclasses.asdict(collective) for collective in self.schedule.collectives],
+            "collectives": [dataclasses.asdict(collective) for collective in self.timeline.collectives],
         }
 
 
 #: Options of a run that a forecast depends on.
 SETTINGS = (
-    *("precision", "seq_len", "batch_size", "accumulate", "memory", "reduce_dtype", "inductor"),
-    *("async_tp", "copy_engines"),
+    *("precision", "seq_len", "batch_size", "accumulate", "reduce_dtype"),
+    *(field.name for field in dataclasses.fields(passes.StepOptions)),
 )
 
 
 def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
     """The forecast of ``config``'s step, with its mesh, on ``gpu``.
 
-    Rank 0's step is captured, with the passes that stay exact, as the CPU runs it: its collectives and shapes are the
-    GPU's. Attention is one operator there as here. Where ``config`` compiles, nodes between matrix products count as
-    fused. Nothing is computed or allocated, and no rank but this process exists. Raises ``ValueError`` for a
-    configuration without a mesh or that cannot be, and inside a process group.
+    Rank 0's step is captured as the CPU runs it: its collectives and shapes are the GPU's, and attention is one
+    operator there as here. The passes are those of a run. Where ``config`` compiles, nodes between matrix products
+    count as fused. Nothing is computed or allocated, and no rank but this process exists. Raises ``ValueError`` for a
+    configuration that has no mesh or cannot be right, and inside a process group.
     """
     spec = config.mesh_spec
     if spec is None:
@@ -111,19 +110,21 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
     compat.init_fake_world(0, spec.size)
     try:
         mesh = parallel.Mesh(spec, "cpu")
-        step = _captured(config, mesh)
-        rewrite(step, config, gpu)
-        aliases = Aliases(step.graph)
-        fusion = Fusion(step.graph, aliases, config.inductor == "full")
-        roofline = Roofline(step.graph, aliases, fusion, gpu)
+        program = _captured(config, mesh)
+        for step in program.graphs.values():
+            rewrite(step, config, gpu)
+        groups = links.groups({name: mesh.axis(name).get_group() for name in mesh.names})
+        cost = step_cost(
+            [(graph_cost(step, gpu, groups, fused=config.compiles_all), n) for step, n in program.counted()]
+        )
         return Forecast(
             config,
             gpu,
-            nodes=sum(1 for _ in step.nodes()),
-            capture_s=step.capture_s,
-            moments=memory_over_step(step, aliases, fusion),
-            schedule=simulate(step.graph, roofline.seconds, mesh, gpu),
-            flops=roofline.flops,
+            nodes=sum(1 for step in program.graphs.values() for _ in step.nodes()),
+            capture_s=program.capture_s,
+            moments=cost.moments,
+            timeline=cost.timeline,
+            flops=cost.flops,
             model_flops=flops_per_token(config.model, config.seq_len) * config.tokens_per_step / spec.size,
             tokens=config.tokens_per_step,
             plan_s=time.perf_counter() - start,
@@ -133,22 +134,11 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
 
 
 def rewrite(step: StepGraph, config: TrainConfig, gpu: Gpu) -> None:
-    """Run the passes that decide what a step on a GPU keeps and moves. Kernels themselves are left to the roofline."""
-    chosen = passes.configured("exact", memory=config.memory, reshard=config.reshard, cuda_graph=False)
-    budget = {"reshard_after_forward": {"budget_gib": 0.9 * gpu.memory / 2**30}}
-    chosen = [p.with_options(**budget.get(p.name, {})) for p in chosen]
-    if config.passes == "default":
-        chosen.append(dataclasses.replace(passes.get("fuse_loss"), needs_cuda=False))
-    if config.async_tp:
-        chosen.append(passes.get("async_tensor_parallel", ranks_per_machine=GPUS_PER_NODE))
-    if config.copy_engines:
-        chosen.append(passes.get("copy_engines", ranks_per_machine=GPUS_PER_NODE))
-    passes.run_passes(step, chosen, disable=config.disable_pass)
-    if config.inductor == "full":
-        rematerialize(step)
+    """Run the passes that ``config`` asks for as a step on ``gpu`` would, but for those that only choose kernels."""
+    passes.run_passes(step, config, target=passes.Target.forecast(gpu))
 
 
-def _captured(config: TrainConfig, mesh: parallel.Mesh) -> StepGraph:
+def _captured(config: TrainConfig, mesh: parallel.Mesh) -> StepProgram:
     device = torch.device("cpu")
     with fake_mode():
         model = build.empty_model(config, device, mesh)
@@ -157,4 +147,4 @@ def _captured(config: TrainConfig, mesh: parallel.Mesh) -> StepGraph:
     loss = build.build_loss(config, device, mesh)
     return trace_step(
         model, loss, batch, optimizer, max_grad_norm=build.clip_at(config), accumulate=config.accumulate
-    ).step
+    ).program

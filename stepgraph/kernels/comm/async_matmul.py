@@ -1,11 +1,11 @@
-"""Matrix products that run while a collective brings their operand, or takes their result, chunk by chunk.
+"""Matrix products pipelined, chunk by chunk, with the collective that gathers their operand or reduces their result.
 
     all_gather_matmul      gather the sequence over the ranks of a group, times one or several matrices
     matmul_reduce_scatter  the sum of one or several products, summed over ranks, each of which keeps its part
 
-A rank multiplies its own chunk while it sends it, and the others' as they come; or first what others need, and its own
-part while that is sent (see `exchange`). Sums over ranks are taken in the order of ranks, in fp32, and rounded once.
-In CUDA graphs that run again they need `exchange.fence` before each run.
+To gather, a rank multiplies its own chunk while it sends it, and the others' as they arrive. To reduce, it first
+computes what the others need, and its own part while that is sent (see `exchange`). Sums over ranks are taken in the
+order of ranks, in fp32, and rounded once. In a CUDA graph that is replayed they need `Session.fence` before each run.
 
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", 2023.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import register_flop_formula
 
 from stepgraph import compat
-from stepgraph.kernels.comm.exchange import begin
+from stepgraph.kernels.comm.exchange import current
 
 Tensor = torch.Tensor
 
@@ -82,7 +82,7 @@ def _gather(shard: Tensor, weights: list[Tensor], keep: bool, group_size: int, g
             for i in range(batch):
                 torch.mm(part[i], weight, out=product[i, rank])
 
-    ranks = begin(compat.process_group(group_name), shard)
+    ranks = current().begin(compat.process_group(group_name), shard)
     for peer in reversed(ranks.others):  # who takes this part first
         ranks.send(peer, shard)
     if keep:
@@ -110,7 +110,7 @@ def _scatter(lefts: list[Tensor], rights: list[Tensor], batch: int, group_size: 
                 chunk[i].addmm_(part[i, rank], right)
         return chunk
 
-    ranks = begin(compat.process_group(group_name), own)
+    ranks = current().begin(compat.process_group(group_name), own)
     for peer in reversed(ranks.others):
         ranks.send(peer, produce(peer, torch.empty_like(own)))
     produce(ranks.rank, own)

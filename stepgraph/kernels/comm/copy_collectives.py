@@ -12,15 +12,13 @@ first end first.
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from stepgraph import compat
-from stepgraph.kernels.comm import exchange
-from stepgraph.kernels.comm.exchange import Ranks, begin
+from stepgraph.kernels.comm.exchange import Ranks, Session, current
 
 Tensor = torch.Tensor
 
@@ -48,37 +46,33 @@ class _Begun(NamedTuple):
     """What this rank gathers, (ranks, n) each, its own row filled in."""
 
 
-#: Collectives under way, by kind and torch's name of the group, the oldest first.
-_begun: dict[tuple[str, str], list[_Begun]] = defaultdict(list)
 _serials = itertools.count()
 
 
 def _begin(kind: str, group_name: str, like: Tensor, wholes: Sequence[Tensor] = ()) -> Ranks:
-    begun_first = _begun[kind, compat.group_name(group_name)]
-    taken = {begun.number for begun in begun_first}
+    group, session = compat.process_group(group_name), current()
+    under_way = session.under_way[kind, group.group_name]
+    taken = {begun.number for begun in under_way}
     number = next(i for i in range(len(taken) + 1) if i not in taken)
-    ranks = begin(compat.process_group(group_name), like, (kind, number))
-    begun_first.append(_Begun(next(_serials), number, ranks, list(wholes)))
+    ranks = session.begin(group, like, (kind, number))
+    under_way.append(_Begun(next(_serials), number, ranks, list(wholes)))
     return ranks
 
 
-def under_way() -> list[int]:
+def _oldest(kind: str, group_name: str) -> _Begun:
+    """Of the collectives under way, the one that began first, which now ends."""
+    return current().under_way[kind, compat.process_group(group_name).group_name].pop(0)
+
+
+def under_way(session: Session) -> list[int]:
     """Which collectives are under way, by numbers that never come again."""
-    return [begun.serial for begun_first in _begun.values() for begun in begun_first]
+    return [begun.serial for collectives in session.under_way.values() for begun in collectives]
 
 
-def abandon(groups: Collection[str]) -> None:
-    """Forget what is under way in ``groups``, on all their ranks: the step was broken off."""
-    for kind, name in list(_begun):
-        if name in groups:
-            del _begun[kind, name]
-    exchange.forget(groups)
-
-
-def join() -> None:
+def join(session: Session) -> None:
     """Let the current stream wait for all copies under way: a CUDA graph may not end before what it began."""
-    for begun_first in _begun.values():
-        for begun in begun_first:
+    for collectives in session.under_way.values():
+        for begun in collectives:
             begun.ranks.join()
 
 
@@ -98,7 +92,7 @@ def _gather_begin(
 
 
 def _gather_end(token: Tensor, sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> list[Tensor]:
-    _, _, ranks, wholes = _begun["gather", compat.group_name(group_name)].pop(0)
+    _, _, ranks, wholes = _oldest("gather", group_name)
     pieces: list[tuple[Tensor, Tensor]] = []
     for rank in ranks.others:
         part = ranks.take(rank)
@@ -131,7 +125,7 @@ def _reduce_begin(grads: list[Tensor], group_size: int, group_name: str) -> Tens
 def _reduce_end(
     token: Tensor, grads: list[Tensor], mean: bool, dtype: torch.dtype, group_size: int, group_name: str
 ) -> Tensor:
-    _, _, ranks, _ = _begun["reduce", compat.group_name(group_name)].pop(0)
+    _, _, ranks, _ = _oldest("reduce", group_name)
     rows = _rows(grads, group_size)
     sizes = [row.shape[1] for row in rows]
     taken = {peer: ranks.take(peer).split(sizes) for peer in ranks.others}

@@ -1,6 +1,6 @@
 """How the ranks of a group hand each other one tensor each while they compute.
 
-    ranks = begin(group, like)
+    ranks = current().begin(group, like)
     ranks.send(peer, part)      # as many elements as like, of its dtype, which stay as they are until the end
     ...                         # compute
     theirs = ranks.take(peer)   # waits for it; to be read until the end
@@ -11,11 +11,14 @@ NVLink, without multicast), on a stream beside the current one. Flags follow the
 would wait until a matrix product leaves it a processor. On a CPU parts go point to point over the group, gloo's.
 In a CUDA graph sends are a branch beside the kernels that wait for others': that the branches do run beside each other
 is what CUDA does, and torch's pipelines rely on too, not what it promises.
+
+Memory, flags and what is under way belong to a `Session`, which a captured step owns and enters to run.
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +30,6 @@ Tensor = torch.Tensor
 Place = tuple[str, int]
 _Key = tuple[str, Place | None]
 
-_count = 0
 #: Channels of symmetric memory's signals: the part of a rank has come, one for each turn; where it goes is free again;
 #: a step begins.
 _COME, _FREE, _STEP = (0, 1), 2, 3
@@ -62,31 +64,6 @@ class Ranks(ABC):
         """Wait for what is still under way, and let go what was taken."""
 
 
-def begin(group: dist.ProcessGroup, like: Tensor, place: Place | None = None) -> Ranks:
-    """Exchange tensors like ``like``. All ranks of ``group`` begin, and finish, in the same order.
-
-    Exchanges that are under way while others begin have a ``place``, which no other has at the same time. Those without
-    one follow each other.
-    """
-    global _count
-    _count += 1
-    return _Symmetric(group, like, place) if like.is_cuda else _PointToPoint(group, like)
-
-
-def fence(groups: Collection[str]) -> None:
-    """Where a step begins, on all ranks of the ``groups`` that it exchanges in: those without a place count their turns
-    from here, so that a CUDA graph that recorded them may run again and again."""
-    for (name, _), workspace in (*_workspaces.items(), *_outgrown):
-        if name in groups and workspace.turns > 1:
-            workspace.turn = 0
-            workspace.memory.barrier(_STEP)
-
-
-def begun() -> int:
-    """How many exchanges have begun."""
-    return _count
-
-
 class _PointToPoint(Ranks):
     """Over gloo: what will be taken is awaited from the beginning."""
 
@@ -115,6 +92,10 @@ class _PointToPoint(Ranks):
             work.wait()
 
 
+#: Memory of all workspaces for as long as the process lasts: where a session ended, other ranks may still write.
+_kept: list[Any] = []
+
+
 class _Workspace:
     """Memory on every rank with a place for the part of each other, and flags; all of it within reach of all.
 
@@ -124,7 +105,8 @@ class _Workspace:
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, turns: int):
         self.nbytes, self.ranks, self.turns, self.turn = nbytes, group.size(), turns, 0
-        self.held, self.memory = compat.symmetric_memory(turns * (self.ranks - 1) * nbytes, group.group_name, device)
+        held, self.memory = compat.symmetric_memory(turns * (self.ranks - 1) * nbytes, group.group_name, device)
+        _kept.append((held, self.memory))
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.one = torch.ones(1, dtype=torch.int32, device=device)
         for peer in range(self.ranks):
@@ -144,52 +126,12 @@ class _Workspace:
         return self.memory.get_signal_pad(holder, (1,), torch.int32, channel * self.ranks + sender)
 
 
-#: By group and place.
-_workspaces: dict[_Key, _Workspace] = {}
-#: Those that larger ones took the place of: CUDA graphs that recorded them still use them.
-_outgrown: list[tuple[_Key, _Workspace]] = []
-#: Those of steps that were broken off, in which others may still write.
-_broken: list[_Workspace] = []
-_ages: Counter[str] = Counter()
-
-
-def _workspace(group: dist.ProcessGroup, nbytes: int, device: torch.device, place: Place | None) -> _Workspace:
-    key = (group.group_name, place)
-    held = _workspaces.get(key)
-    if held is None or held.nbytes < nbytes:
-        if held is not None:
-            _outgrown.append((key, held))
-        if place is not None:  # what comes to one number of a name will come to the others
-            named = (
-                w.nbytes for (name, other), w in _workspaces.items() if other and (name, other[0]) == (key[0], place[0])
-            )
-            nbytes = max(nbytes, *named, 0)
-        held = _workspaces[key] = _Workspace(group, nbytes, device, 2 if place is None else 1)
-    return held
-
-
-def forget(groups: Collection[str]) -> None:
-    """Begin with new memory in ``groups``, on all their ranks: after a step that was broken off, flags are not what
-    they should be."""
-    _ages.update(groups)
-    lost = [(key, workspace) for key, workspace in (*_workspaces.items(), *_outgrown) if key[0] in groups]
-    _broken.extend(workspace for _, workspace in lost)
-    for key in [key for key in _workspaces if key[0] in groups]:
-        del _workspaces[key]
-    _outgrown[:] = [(key, workspace) for key, workspace in _outgrown if key[0] not in groups]
-
-
-def age(groups: Collection[str]) -> int:
-    """How often memory of ``groups`` was forgotten: what recorded it at another age must not run again."""
-    return sum(_ages[group] for group in groups)
-
-
 class _Symmetric(Ranks):
     """Over symmetric memory."""
 
-    def __init__(self, group: dist.ProcessGroup, like: Tensor, place: Place | None):
+    def __init__(self, group: dist.ProcessGroup, like: Tensor, workspace: _Workspace, place: Place | None):
         super().__init__(group, like)
-        self.workspace = _workspace(group, -(-like.nbytes // 16) * 16, like.device, place)
+        self.workspace = workspace
         self.turn, self.answers = self.workspace.take_turn(), place is not None
         self.side = self.workspace.stream
         self.sent: list[Tensor] = []  # kept until it is sent
@@ -227,3 +169,87 @@ class _Symmetric(Ranks):
         if self.answers:
             for peer in self.others:
                 self.workspace.memory.put_signal(peer, _FREE)
+
+
+class Session:
+    """The exchanges of one captured step: symmetric memory by group and place, and what is under way.
+
+    Entered while the step runs; its operators use the session that was entered last.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many exchanges have begun."""
+        self.workspaces: dict[_Key, _Workspace] = {}
+        self.outgrown: list[tuple[_Key, _Workspace]] = []
+        """Those that larger ones took the place of: CUDA graphs that recorded them still use them."""
+        self.broken: list[_Workspace] = []
+        """Those of steps that were broken off, in which others may still write."""
+        self.under_way: dict[tuple[str, str], list[Any]] = defaultdict(list)
+        """Collectives under way, by kind and group, the oldest first: see `copy_collectives`."""
+        self._ages: Counter[str] = Counter()
+
+    def __enter__(self) -> "Session":
+        _entered.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _entered.remove(self)
+
+    def begin(self, group: dist.ProcessGroup, like: Tensor, place: Place | None = None) -> Ranks:
+        """Exchange tensors like ``like``. All ranks of ``group`` begin, and finish, in the same order.
+
+        Exchanges that are under way while others begin have a ``place``, which no other has at the same time. Those
+        without one follow each other.
+        """
+        self.count += 1
+        if not like.is_cuda:
+            return _PointToPoint(group, like)
+        return _Symmetric(group, like, self.workspace(group, -(-like.nbytes // 16) * 16, like.device, place), place)
+
+    def fence(self, groups: Collection[str]) -> None:
+        """Where a call begins, on all ranks of the ``groups`` that it exchanges in: exchanges without a place count
+        their turns from here, so that a CUDA graph that recorded them may run again and again."""
+        for (name, _), workspace in (*self.workspaces.items(), *self.outgrown):
+            if name in groups and workspace.turns > 1:
+                workspace.turn = 0
+                workspace.memory.barrier(_STEP)
+
+    def forget(self, groups: Collection[str]) -> None:
+        """Begin with new memory in ``groups``, on all their ranks: after a step that was broken off, flags are not what
+        they should be, and what is under way would be taken for what the next step begins."""
+        self._ages.update(groups)
+        for kind, name in list(self.under_way):
+            if name in groups:
+                del self.under_way[kind, name]
+        self.broken += [w for (name, _), w in (*self.workspaces.items(), *self.outgrown) if name in groups]
+        self.workspaces = {key: w for key, w in self.workspaces.items() if key[0] not in groups}
+        self.outgrown = [(key, w) for key, w in self.outgrown if key[0] not in groups]
+
+    def age(self, groups: Collection[str]) -> int:
+        """How often memory of ``groups`` was forgotten: what recorded it at another age must not run again."""
+        return sum(self._ages[group] for group in groups)
+
+    def workspace(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, place: Place | None) -> _Workspace:
+        """The memory for parts of ``nbytes`` at ``place``, made or made larger where it must be."""
+        key = (group.group_name, place)
+        held = self.workspaces.get(key)
+        if held is None or held.nbytes < nbytes:
+            if held is not None:
+                self.outgrown.append((key, held))
+            if place is not None:  # what comes to one number of a name will come to the others
+                named = [
+                    w.nbytes for (name, p), w in self.workspaces.items() if p and (name, p[0]) == (key[0], place[0])
+                ]
+                nbytes = max(nbytes, *named, 0)
+            held = self.workspaces[key] = _Workspace(group, nbytes, device, 2 if place is None else 1)
+        return held
+
+
+#: Sessions that were entered; the first is that of operators called outside any captured step.
+_entered = [Session()]
+
+
+def current() -> Session:
+    """The session that was entered last."""
+    return _entered[-1]

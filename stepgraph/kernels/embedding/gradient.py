@@ -1,8 +1,8 @@
-"""The gradient of an embedding's table: for every row, the sum of the gradients of the places that looked it up.
+"""The gradient of an embedding's table: for every row, the sum of the gradients of the positions that looked it up.
 
     dW_v = sum of g_i over i with index_i = v
 
-Adding atomically, as Inductor does, leaves other bits every time. Here the places are sorted by index, as torch's own
+Atomic additions, as Inductor makes, are not deterministic. Here the positions are sorted by index, as torch's own
 operator sorts them, and each row is added up in a fixed order.
 """
 
@@ -24,14 +24,14 @@ def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: i
 
     Args:
         grad: (..., D), fp32, bf16 or fp16, on a CPU fp64 too. Added up in fp32 (fp64), and rounded once.
-        indices: (...) int64 or int32: the row that each place looked up, in [0, num_weights), as the lookup demands.
+        indices: (...) int64 or int32: the row that each position looked up, in [0, num_weights).
         num_weights: rows of the table.
         padding_idx: the row that gets no gradient; -1: every row does.
 
     Returns:
         (num_weights, D), contiguous, in the dtype of ``grad``; rows that nothing looked up are zero.
 
-    The sums have a fixed order: equal inputs give equal bits. The host does not wait.
+    Deterministic: sums are taken in a fixed order. The host does not wait for the GPU.
     """
     if grad.is_cuda:
         from stepgraph.kernels.embedding import gradient_triton as embedding_triton

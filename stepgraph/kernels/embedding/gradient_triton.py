@@ -1,14 +1,14 @@
-"""The Triton kernels of `embedding`: places sorted by row of the table, in chunks that programs add up in order.
+"""The Triton kernels of `gradient`: positions sorted by row of the table, in chunks that programs add up in order.
 
-Sorted, a row's places are a run. A run inside a chunk is written straight to its row. One that crosses chunks leaves a
-partial sum in each, in fp32, and the program of the chunk where it begins adds those up: no row is written twice.
+Sorted, the positions of a row are a run. A run inside a chunk is written straight to its row. A run that crosses chunks
+leaves an fp32 partial sum in each, which the program of the chunk where it begins adds up: no row is written twice.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-#: Sorted places that a program adds up, and how many of them it loads at once.
+#: Sorted positions that a program adds up, and how many of them it loads at once.
 CHUNK, AHEAD = 32, 8
 #: Partial sums that a program of the second kernel loads at once.
 PARTIALS = 16
@@ -19,13 +19,13 @@ def _chunk_kernel(
     grad, order, rows, out, partial, N, D, num_weights, padding,
     CHUNK: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Block ``program_id(1)`` of chunk ``program_id(0)``: its runs to ``out``, and what is left at its two ends to
-    ``partial[2 * chunk]``, where a run came from before, and ``partial[2 * chunk + 1]``, where one began."""
+    """Block ``program_id(1)`` of chunk ``program_id(0)``: whole runs go to ``out``. The sum of a run that began before
+    the chunk goes to ``partial[2 * chunk]``, that of one that goes on after it to ``partial[2 * chunk + 1]``."""
     chunk = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < D
     first = chunk * CHUNK
-    # No row is -1: it stands for what lies before the first place and after the last.
+    # No row is -1: it stands for what lies before the first position and after the last.
     previous = tl.load(rows + first - 1, mask=first > 0, other=-1)
     row = tl.load(rows + first)
     own = False  # whether the run began in this chunk
@@ -96,7 +96,7 @@ def join_configuration(D: int) -> tuple[int, int]:
 
 
 def launch(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
-    """As `embedding.embedding_backward`."""
+    """As `gradient.embedding_backward`."""
     D, N = grad.shape[-1], indices.numel()
     out = grad.new_zeros(num_weights, D)
     if not N or not out.numel():

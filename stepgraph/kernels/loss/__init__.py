@@ -1,1 +1,1 @@
-"""Cross entropy with its gradient, whole or over a vocabulary that ranks share."""
+"""Cross entropy and its gradient, over a whole vocabulary or one that is sharded over ranks."""

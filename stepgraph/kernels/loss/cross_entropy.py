@@ -1,10 +1,10 @@
-"""Cross entropy and its gradient in one visit to the logits.
+"""Cross entropy and its gradient in one kernel.
 
     loss_i = logsumexp(x_i) - x_i[t_i]        dx_ij = (softmax(x_i)_j - [j == t_i]) * grad
 
-Who holds the whole training step knows the gradient that will come in before the loss is computed. So one kernel reads
-each row of logits and writes the gradient over it: two passes over the largest tensor of the step, where a forward and
-a backward kernel make three, and no second tensor of its size.
+In a whole-step graph the incoming gradient is known before the loss is computed. So one kernel reads each row of logits
+and overwrites it with its gradient: two passes over the largest tensor of the step, where separate forward and backward
+kernels make three, and no second tensor of its size.
 """
 
 import torch
@@ -41,7 +41,7 @@ def cross_entropy_(
     Returns:
         The loss, an fp32 scalar.
 
-    The sums have a fixed order: equal inputs give equal bits.
+    Deterministic: sums are taken in a fixed order.
     """
     if logits.is_cuda:
         from stepgraph.kernels.loss import cross_entropy_triton

@@ -1,4 +1,4 @@
-"""The Triton kernel of `cross_entropy`: one program a row, the second pass served from registers or L2."""
+"""The Triton kernel of `cross_entropy`: one program per row, the second pass from registers or the L2 cache."""
 
 import torch
 import triton
@@ -50,7 +50,7 @@ def _kernel(logits, targets, scale, losses, stride, V, ignore, BLOCK: tl.constex
 
 
 def configuration(V: int) -> tuple[int, int]:
-    """(BLOCK, warps) for rows of ``V`` logits: few warps with much to do each, so that several programs share an SM and
+    """(BLOCK, warps) for rows of ``V`` logits: few warps with much work each, so that several programs share an SM and
     one computes while another waits for memory."""
     block = min(max(triton.next_power_of_2(V), 128), 8192)
     return block, min(max(block // 1024, 1), 4)

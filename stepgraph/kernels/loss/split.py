@@ -1,11 +1,11 @@
-"""Cross entropy over a vocabulary that ranks share: what one rank computes of its own columns.
+"""Cross entropy over a vocabulary sharded over ranks: what a rank computes from its own columns.
 
     highest_i = max_j x_ij        total_i = sum_j exp(x_ij - highest_i)
     dx_ij = (exp(x_ij - log_sum_i) - [j == column_i]) * slope_i
 
-Ranks exchange ``highest`` and ``total``, two numbers a row; with the row's ``log_sum`` over all columns the gradient
-follows from the logits once more, and is written over them. Two visits to the largest tensor of the step and no second
-tensor of its size, in place of a maximum, a sum and a gradient that each cast it to fp32 anew.
+Ranks exchange ``highest`` and ``total``, two numbers per row. With the row's ``log_sum`` over all columns, the gradient
+is computed from the logits and overwrites them. That is two kernels over the largest tensor of the step and no second
+tensor of its size, in place of a maximum, a sum and a gradient that each cast it to fp32 again.
 """
 
 import torch
@@ -31,7 +31,7 @@ def gradient_reference(
 
 @torch.library.custom_op("stepgraph::softmax_parts", mutates_args=())
 def softmax_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum and sum of exponentials of each row, in one visit.
+    """Maximum and sum of exponentials of each row, in one pass.
 
     Args:
         logits: (M, V), fp32, bf16 or fp16, rows contiguous. Computed in fp32.
@@ -39,7 +39,7 @@ def softmax_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         ``highest`` (M,) and ``total`` (M,), the sum of ``exp(x - highest)``, both fp32. A row of -inf has total 0.
 
-    The sums have a fixed order: equal inputs give equal bits.
+    Deterministic: sums are taken in a fixed order.
     """
     if logits.is_cuda:
         from stepgraph.kernels.loss import split_triton as cross_entropy_split_triton

@@ -1,4 +1,4 @@
-"""The Triton kernels of `cross_entropy_split`: a program for each row's sums, one for each block of the gradient."""
+"""The Triton kernels of `split`: one program per row for the sums, one per block for the gradient."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _parts_kernel(logits, highest, total, stride, V, BLOCK: tl.constexpr):
-    """Row ``program_id(0)``: its maximum, and its sum of exponentials in base 2, the hardware's, below that maximum."""
+    """Row ``program_id(0)``: its maximum, and its sum of exponentials, relative to it and in base 2, the hardware's."""
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * stride
     columns = tl.arange(0, BLOCK)
@@ -53,11 +53,11 @@ def gradient_configuration(V: int) -> tuple[int, int]:
 
 
 def launch_parts(logits: torch.Tensor, config: tuple[int, int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `cross_entropy_split.softmax_parts`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
+    """As `split.softmax_parts`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
     _check(logits)
     rows, V = logits.shape
     highest = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    total = torch.empty_like(highest)  # an operator's outputs share no memory
+    total = torch.empty_like(highest)  # outputs of an operator may not share memory
     block, warps = config or configuration(V)
     if rows:
         _parts_kernel[(rows,)](logits, highest, total, logits.stride(0), V, BLOCK=block, num_warps=warps)
@@ -71,7 +71,7 @@ def launch_gradient(
     slope: torch.Tensor,
     config: tuple[int, int] | None = None,
 ) -> None:
-    """As `cross_entropy_split.split_gradient_`. ``config``: (BLOCK, warps), see `gradient_configuration`."""
+    """As `split.split_gradient_`. ``config``: (BLOCK, warps), see `gradient_configuration`."""
     _check(logits)
     rows, V = logits.shape
     block, warps = config or gradient_configuration(V)

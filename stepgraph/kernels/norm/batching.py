@@ -1,9 +1,10 @@
-"""``torch.func.vmap`` of the operators.
+"""``torch.func.vmap`` rules of the operators.
 
-A batch of inputs under one weight is only more rows. A batch of weights, or a gradient per sample of the batch, is a
-norm with per-head weights: the batch goes where heads are, before the last dimension.
+A batch of inputs that share a weight is just more rows. A batch of weights, or a gradient per sample, is a norm with
+per-head weights: the batch dimension becomes the head dimension, before the last.
 
-`norm`, `norm_backward`, `norm_pair`, `norm_pair_backward` are the rules, given the operator to call on what they fold.
+`norm`, `norm_backward`, `norm_pair` and `norm_pair_backward` are the rules; each folds the batch into its inputs, calls
+the operator it is given, and unfolds the outputs.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ Optional = Tensor | None
 
 
 def _move(tensor: Optional, dim: int | None, size: int, to: int) -> Optional:
-    """The batch dimension ``dim`` of ``tensor`` moved to ``to``; made by expansion if it has none."""
+    """The batch dimension ``dim`` of ``tensor`` moved to ``to``; expanded if it has none."""
     if tensor is None:
         return None
     if dim is None:
@@ -24,12 +25,12 @@ def _move(tensor: Optional, dim: int | None, size: int, to: int) -> Optional:
 
 
 class _Fold:
-    """Where the batch goes among the rows of x, and the way back.
+    """Folds the batch into the rows of x, and unfolds it again.
 
     Args:
         size: of the batch.
-        dims: of x, without the batch.
-        weight_dims: of the weight, without the batch, if there is one weight for each of the batch; else None.
+        dims: number of dimensions of x, without the batch.
+        weight_dims: the same of the weight if each sample has a weight of its own; else None.
     """
 
     def __init__(self, size: int, dims: int, weight_dims: int | None) -> None:
@@ -53,20 +54,20 @@ class _Fold:
         return tensor
 
     def weight(self, tensor: Optional, dim: int | None) -> Optional:
-        """weight or bias with the batch folded in, if there is one for each of the batch."""
+        """weight or bias with the batch folded in, if each sample has its own."""
         if tensor is None or not self.per_sample:
             return tensor
         tensor = _move(tensor, dim, self.size, 0)
         return tensor.flatten(0, 1) if self.heads else tensor
 
     def rows_back(self, tensor: Optional, heads: int) -> tuple[Optional, int | None]:
-        """An output with rows like x, and where its batch is."""
+        """An output with rows like x, unfolded, and its batch dimension."""
         if tensor is None:
             return None, None
         return (tensor.unflatten(self.at, (self.size, heads)) if self.heads else tensor), self.at
 
     def weight_back(self, tensor: Optional, heads: int) -> tuple[Optional, int | None]:
-        """A gradient of weight or bias, and where its batch is."""
+        """A gradient of weight or bias, unfolded, and its batch dimension."""
         if tensor is None:
             return None, None
         return (tensor.unflatten(0, (self.size, heads)) if self.heads else tensor), 0

@@ -1,8 +1,8 @@
-"""The sum over rows of few of them, in one launch: what is left to add up where programs have summed a part each.
+"""Sum over a few rows in one launch: the last stage of a reduction in which each program summed a part.
 
     y_c = sum_r x_rc
 
-torch's own sum takes some three times as long for it, and a cast is a launch more.
+torch's own sum takes about three times as long here, and a cast is another launch.
 """
 
 import torch
@@ -13,7 +13,7 @@ _WARPS = 8
 def column_sum(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(R, C) float32, contiguous -> (C,) in ``dtype``: added in float32 in a fixed order, and rounded once.
 
-    An operator, ``torch.ops.stepgraph.column_sum``; on a CPU torch's sum. It has no gradient of its own.
+    The operator ``torch.ops.stepgraph.column_sum``; on a CPU it is torch's sum. It has no gradient.
     """
     return torch.ops.stepgraph.column_sum(x, dtype)
 

@@ -1,9 +1,9 @@
 """Gradients of the operators, and the two entry points `norm` and `norm_pair` that public functions call.
 
-In plain eager the entry points call the backend from a `torch.autograd.Function` and leave the dispatcher out, which
-saves most of the time of a call. Whoever watches operators (the compiler, fake tensors, DTensor, dispatch modes) sees
-the operators of ``torch.ops.stepgraph``. Transforms of ``torch.func``, which gradients registered for operators do
-not know, get an autograd function around the operator. All ways share every formula below.
+In plain eager the entry points call the backend from a `torch.autograd.Function` and bypass the dispatcher, which is
+most of the cost of a call. The compiler, fake tensors, DTensor and dispatch modes get the operators of
+``torch.ops.stepgraph``. Transforms of ``torch.func`` do not support gradients registered for operators, so they get an
+autograd function around the operator. All three paths share the formulas below.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from stepgraph.kernels.norm.spec import Norm
 Tensor = torch.Tensor
 Optional = Tensor | None
 
-#: Tensor types that no one has overridden. Others (DTensor, fake tensors) must go through the dispatcher.
+#: Plain tensor types. Subclasses (DTensor, fake tensors) must go through the dispatcher.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 def _is_plain(x: Tensor, a: Optional, b: Optional, c: Optional) -> bool:
-    """Whether a call on these tensors may leave the dispatcher out."""
+    """Whether a call on these tensors may bypass the dispatcher."""
     return (
         in_plain_eager()
         and type(x) in _PLAIN
@@ -51,7 +51,7 @@ def _differentiable(name: str, setup_context: Callable, backward: Callable) -> C
         return (Transformed.apply if in_function_transform() else operator)(*arguments)
 
     def batch(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        # Not the operator itself: another transform may wait outside this one.
+        # Not the operator itself: this transform may be nested in another one.
         return getattr(batching, name)(call, info, in_dims, *arguments)
 
     class Transformed(torch.autograd.Function):
@@ -81,14 +81,14 @@ def _save(ctx: Any, norm: Norm, x: Tensor, weight: Optional, residual: Optional,
 
 
 def _backward(norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional, *rest):
-    # With gradients enabled, somebody asks for the second derivative, which the operator has.
+    # Gradients are enabled: a second derivative is wanted, and only the operator has one.
     if _is_plain(dy, h, weight, dh) and not torch.is_grad_enabled():
         return operators.backward(norm, dy, h, weight, mean, rstd, dh, *rest)
     return _dispatched_backward(dy, h, weight, mean, rstd, dh, *operators.options(norm), *rest)
 
 
 def _as(gradient: Optional, dtype: torch.dtype) -> Optional:
-    """``gradient`` in ``dtype``; `torch.Tensor.to` takes a microsecond to find that it has nothing to do."""
+    """``gradient`` in ``dtype``; `torch.Tensor.to` takes a microsecond even when there is nothing to convert."""
     return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
 
 
@@ -109,7 +109,7 @@ def _gradients(ctx: Any, dy: Optional, dh: Optional) -> tuple[Optional, Optional
 
 
 class _Direct(torch.autograd.Function):
-    """`norm` without the dispatcher: y, then h, values and scale where there are any."""
+    """`norm` without the dispatcher: y, then h, values and scale if the call has them."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, norm):
@@ -118,7 +118,7 @@ class _Direct(torch.autograd.Function):
         if norm.quantized:
             ctx.mark_non_differentiable(y, scale)
             return operators.carrier(x), h, y, scale
-        # h is an output even where nobody asked for it: a second derivative goes through it.
+        # h is always an output: a second derivative goes through it.
         return y if h is None else (y, h)
 
     @staticmethod
@@ -126,21 +126,21 @@ class _Direct(torch.autograd.Function):
         return *_gradients(ctx, dy, dh), None
 
 
-# What `apply` of Python does first has been asked by `_is_plain` already, and takes microseconds.
+# Python's `apply` first repeats checks that `_is_plain` has made, which takes microseconds.
 _apply = super(torch.autograd.Function, _Direct).apply
 
 
 def norm(
     norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, prenorm: bool
 ) -> tuple[Optional, Optional, Optional, Optional]:
-    """``(y, h, values, scale)``: y, or if ``norm.quantized`` the carrier of its gradient beside values and scale.
+    """``(y, h, values, scale)``; if ``norm.quantized``, y is the carrier of the gradient of values and scale.
 
     h is None without a residual, and may be None unless ``prenorm``. Raises ``ValueError`` as `spec.check` does.
     """
     needs_grad = _any_needs_grad(x, weight, bias, residual)
     if not _is_plain(x, weight, bias, residual):
         sharding.check(x=x)
-        # A transform hides from the tensors whether a gradient is wanted outside it.
+        # Inside a transform the tensors do not tell whether a gradient is wanted outside it.
         keep_h = prenorm or needs_grad or in_function_transform()
         y, h, _, _, values, scale = _dispatched(x, weight, bias, residual, *operators.options(norm), keep_h)
         return y, h, values, scale
@@ -230,12 +230,12 @@ def _operator_backward_pair(ctx, dyq, dyk, *_):
 _dispatched_pair = _differentiable("norm_pair", _operator_setup_pair, _operator_backward_pair)
 
 
-# Second derivatives, and all after them: the formulas of the reference, differentiated by torch. The statistics are
-# computed anew, because they depend on h; those that the operator got are constants.
+# Second and higher derivatives: torch differentiates the reference's formulas. The statistics are recomputed from h,
+# on which they depend; those that the operator was given are constants.
 
 
 def _vjp(function: Any, inputs: list[Optional], cotangents: tuple[Optional, ...]) -> list[Optional]:
-    """Gradients of ``function`` of a list with Nones, for outputs with Nones."""
+    """Gradients of ``function``; its inputs and its outputs may be None."""
     given = [i for i, tensor in enumerate(inputs) if tensor is not None]
 
     def of_given(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -245,7 +245,7 @@ def _vjp(function: Any, inputs: list[Optional], cotangents: tuple[Optional, ...]
         return tuple(output for output in function(*arguments) if output is not None)
 
     outputs, vjp = torch.func.vjp(of_given, *(inputs[i] for i in given))
-    # Outputs that are None have no cotangent either: those that remain match one to one.
+    # Outputs that are None have no cotangent: the others match one to one.
     gradients = vjp(tuple(torch.zeros_like(o) if c is None else c for o, c in zip(outputs, cotangents, strict=True)))
     result: list[Optional] = [None] * len(inputs)
     for i, gradient in zip(given, gradients, strict=True):

@@ -1,4 +1,4 @@
-"""Public functions: RMS and layer norm, q and k in one launch, fp8 output. CUDA tensors run kernels, others torch.
+"""Public functions: RMS and layer norm, q and k in one launch, fp8 output; kernels on CUDA, plain torch elsewhere.
 
 Common to all, with ``x`` (..., N) float16, bfloat16 or float32 and any strides whose last is 1:
 
@@ -8,9 +8,9 @@ Common to all, with ``x`` (..., N) float16, bfloat16 or float32 and any strides 
     eps           added to the mean square or variance; None is the machine epsilon of the dtype computed in (float32)
     weight_offset added to the weight in float32; 1.0 for weights stored as a difference from one (Gemma)
 
-Computed in float32, rounded once at the end. Gradients are bitwise equal from run to run, and may be differentiated
-again (by torch, slowly); there is no forward mode. Float64 works where no kernel runs. Autocast does not change dtypes:
-say ``out_dtype``.
+Computed in float32, rounded once at the end. Gradients are bitwise reproducible, and may be differentiated again
+(by torch, slowly); forward mode is not supported. Float64 works except on CUDA. Autocast has no effect: pass
+``out_dtype``.
 """
 
 from typing import NamedTuple
@@ -97,12 +97,12 @@ def qk_norm(
 
 
 class Quantized(NamedTuple):
-    """Rows in float8_e4m3fn, about ``values * scale[..., None]``, and what their gradient travels through.
+    """Rows in float8_e4m3fn, y = ``values * scale[..., None]`` up to rounding, and a carrier of their gradient.
 
-    Autograd casts the gradient of a tensor to that tensor's dtype: a gradient for ``values`` would be rounded to fp8,
-    or NaN. The gradient that the norm takes is that of ``carrier``, which stands for the dequantized y in a backward
-    (straight-through). `dequantize` adds it, being zero. An ``autograd.Function`` that consumes values and scale (an
-    fp8 matrix product) takes the carrier as one more input, and returns the gradient of the dequantized y for it.
+    Autograd casts a gradient to the dtype of its tensor, so a gradient of ``values`` would be rounded to fp8, or NaN.
+    Backward therefore goes through ``carrier``, zeros that stand for the dequantized y (straight-through estimator):
+    `dequantize` adds it. An ``autograd.Function`` that consumes values and scale, such as an fp8 matrix product, takes
+    the carrier as one more input and returns the gradient of the dequantized y for it.
     """
 
     values: Tensor
@@ -110,7 +110,7 @@ class Quantized(NamedTuple):
     scale: Tensor
     """(...) float32, per row: amax / 448; no gradient."""
     carrier: Optional
-    """(..., N), dtype of x, zeros with no memory behind them; None where no gradient is needed."""
+    """(..., N), dtype of x, zeros that take no memory; None if no gradient is needed."""
 
 
 def _norm_fp8(
@@ -155,7 +155,7 @@ def layer_norm_fp8(
 
 
 def dequantize(quantized: Quantized) -> Tensor:
-    """``values * scale`` in the dtype of x (float32 where no gradient is needed); its gradient is that of the norm."""
+    """``values * scale`` in the dtype of x (float32 if no gradient is needed); its gradient is that of the norm."""
     values, scale, carrier = quantized
     y = values.to(torch.float32) * scale[..., None]
     return y if carrier is None else y.to(carrier.dtype) + carrier

@@ -1,4 +1,4 @@
-"""`RMSNorm` and `LayerNorm`: the modules of torch with our forward, same constructor, same ``state_dict``."""
+"""`RMSNorm` and `LayerNorm`: torch's modules, constructors and ``state_dict`` included, on this package's kernels."""
 
 from typing import Any
 

@@ -3,8 +3,8 @@
     norm, norm_backward              one tensor: RMS or layer norm, with residual, bias, per-head weight, fp8 output
     norm_pair, norm_pair_backward    q and k in one launch
 
-An output that a call does not have is None, as in ``aten.native_layer_norm_backward``. Gradients are in `derivatives`,
-vmap in `batching`, DTensor in `sharding`. The formulas, and what the tensors hold, are in `spec`.
+Outputs that a call does not produce are None, as in ``aten.native_layer_norm_backward``. Gradients are in
+`derivatives`, vmap in `batching`, DTensor in `sharding`, the formulas and the meaning of each tensor in `spec`.
 """
 
 import functools
@@ -18,8 +18,8 @@ from stepgraph.kernels.norm.spec import Norm, check, check_pair, math_dtype
 Tensor = torch.Tensor
 Optional = Tensor | None
 
-# The dtype first: DTensor remembers how it sharded a call by the arguments from the first integer on, and a dtype
-# counts as one. What a norm returns also depends on its kind, so that must come after it.
+# The dtype first: DTensor caches how it sharded a call under the arguments from the first integer on, and a dtype
+# counts as one. The outputs depend on the kind too, so it must come after the dtype.
 _NORM = "ScalarType out_dtype, str kind, float eps, float weight_offset"
 
 torch.library.define(
@@ -67,20 +67,20 @@ def from_options(out_dtype: torch.dtype, kind: str, eps: float, weight_offset: f
 
 
 def rows(gradient: Tensor) -> Tensor:
-    """``gradient`` with last stride 1, as backends want it: what autograd sends may be expanded or transposed."""
+    """``gradient`` with last stride 1, as backends need it; autograd may send it expanded or transposed."""
     return gradient if gradient.stride(-1) == 1 or gradient.shape[-1] == 1 else gradient.contiguous()
 
 
 def carrier(x: Tensor) -> Tensor:
-    """A tensor of the shape and dtype of ``x`` that takes no memory: what gradients of an fp8 output travel through.
+    """Zeros of the shape and dtype of ``x`` that take no memory: they carry the gradient of an fp8 output.
 
-    Autograd would cast the gradient of an fp8 tensor to fp8. Zeros, so that it can be added to what it stands for.
+    Autograd would cast the gradient of the fp8 tensor itself to fp8. See `functional.Quantized`.
     """
     return x.new_zeros(()).expand(x.shape)
 
 
-# Each of the four: empty inputs here, the rest in the backend. `_like_*` make outputs of the right shapes and zeros,
-# which are the fake implementation, and right for no rows at all.
+# Each of the four handles empty inputs here and leaves the rest to the backend. `_like_*` make zeros of the outputs'
+# shapes: the fake implementation, and the right result for inputs without rows.
 
 
 def _like_forward(
@@ -99,7 +99,7 @@ def forward(
 ) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
     """``(y, h, mean, rstd, scale)`` from the backend of the device. Raises ``ValueError`` as `check` does.
 
-    The backend for CUDA checks when it makes a plan: again and again would take longer than all its other work.
+    The CUDA backend checks only when it makes a plan: checking every call would take longer than the rest of it.
     """
     if x.is_cuda and x.numel():
         return _triton().forward(norm, x, weight, bias, residual, keep_h)
@@ -187,7 +187,7 @@ def backward_pair(
     return run(norm, rows(dyq), rows(dyk), q, k, wq, wk, rstd_q, rstd_k, need_dx, need_dw)
 
 
-# The operators. A backward called through the dispatcher may come from anyone, so its shapes are checked too.
+# The operators. Anyone may call a backward through the dispatcher, so its shapes are checked too.
 
 
 def _check_gradients(

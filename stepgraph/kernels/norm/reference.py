@@ -1,6 +1,6 @@
 """The norms in plain torch, on any device: the backend for CPU tensors, and what the kernels are compared with.
 
-The contract and the formulas are in `spec`. Every line is differentiable: the second derivative is taken through here.
+The contract and the formulas are in `spec`. Every line is differentiable: second derivatives go through here.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """How DTensor runs the operators: rows may be sharded, the normalized dimension may not.
 
-Rows sharded: each rank normalizes its own; the gradients of weight and bias are partial sums. Heads sharded, under
-per-head weights: weights are sharded alike, and so are their gradients.
+With sharded rows each rank normalizes its own, and the gradients of weight and bias are partial sums. With sharded
+heads and per-head weights, the weights and their gradients are sharded like the heads.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def _refuse_hidden(**tensors) -> None:
 
 
 def check(**tensors: torch.Tensor) -> None:
-    """Raise ``ValueError`` for a DTensor whose last dimension is sharded; from inside DTensor it would come wrapped."""
+    """Raise ``ValueError`` for a DTensor sharded in its last dimension; raised inside DTensor it would come wrapped."""
     _refuse_hidden(**{name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)})
 
 

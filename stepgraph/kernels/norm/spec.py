@@ -1,8 +1,9 @@
-"""The one description of a normalization that every file of this room shares, and the checks of user input.
+"""What a normalization is, for every file of this folder, and the checks of user input.
 
-A backend is a module with the four functions below: `reference` (plain torch, any device), `triton_norm` (CUDA). A
-row is the last dimension of ``x``, of length ``N``; there are ``M = numel / N`` rows. A backend is never called with
-``M == 0``, and its arguments have passed `check`. ``math`` is float32, or float64 where ``x`` is (reference only).
+Backends, `reference` (plain torch, any device) and `triton.single` with `triton.pair` (CUDA), have the four functions
+below. A row is the last dimension of ``x``, of length ``N``; there are ``M = numel / N`` rows. A backend is never
+called with ``M == 0``, and its arguments have passed `check`. ``math`` is float32, or float64 where ``x`` is (reference
+only).
 
 forward(norm, x, weight, bias, residual, keep_h) -> (y, h, mean, rstd, scale)
     x         (..., N), or (..., H, N) with per-head weights; last stride 1 (or N == 1), any other strides

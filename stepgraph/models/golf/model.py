@@ -1,4 +1,4 @@
-"""The small fast transformer of pytorch issue 179423, where Inductor lost time in the norms' backward.
+"""The small, fast transformer of pytorch issue 179423, in which Inductor lost time in the norms' backward.
 
 Eleven blocks of width 512, every norm without a weight, grouped-query attention with normalized queries and keys, a
 squared leaky ReLU, and no position embedding: the causal mask alone tells positions apart.
@@ -16,7 +16,7 @@ from torch import nn
 from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.init import Part, init_parameters
 
-#: How the model splits over tensor-parallel ranks: module -> style. Data for whoever applies it, not used here.
+#: The tensor-parallel plan: module -> style. Not used here; `stepgraph.parallel` applies it.
 TP_PLAN = {
     "embed": "embedding",
     "layers.*.attn_norm": "sequence_gather",
@@ -36,7 +36,7 @@ TP_SIZES = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 
 @dataclass(frozen=True)
 class GolfConfig:
-    """Shape of a golf model; the defaults are the issue's. Raises ``ValueError`` for a shape that cannot be built."""
+    """Shape of a golf model, by default the pytorch issue's. Raises ``ValueError`` for a shape that cannot be built."""
 
     dim: int = 512  # width of the residual stream
     n_layers: int = 11  # number of blocks
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H, T, head_dim)
         k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H_kv, T, head_dim)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H_kv, T, head_dim)
-        # The issue repeats k and v for each query head; grouped attention computes the same without the copies.
+        # The pytorch issue's code repeats k and v for each query head; grouped attention needs no copies.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gqa)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -155,5 +155,5 @@ class Golf(nn.Module):
 
 
 def golf() -> GolfConfig:
-    """The issue's own settings: 35.9M parameters."""
+    """The settings of the pytorch issue: 35.9M parameters."""
     return GolfConfig()

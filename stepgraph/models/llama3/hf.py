@@ -1,16 +1,14 @@
-"""What a Hugging Face Llama 3 checkpoint says beside its tensors: their names, and ``config.json``."""
+"""Names of the tensors, and ``config.json``, of a Hugging Face Llama 3 checkpoint."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stepgraph.models.hf_files import CONFIG, read_json
 from stepgraph.models.llama3.model import Llama3Config
 from stepgraph.models.rope import RopeScaling
-
-CONFIG = "config.json"
 
 # Ours -> Hugging Face's. Inside a block, "layers.7.attn" becomes "model.layers.7.self_attn", and so on.
 _OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -98,7 +96,7 @@ def config_to_hf(config: Llama3Config, dtype: torch.dtype) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_seq_len,
         },
         "tie_word_embeddings": config.tie_embeddings,
-        # Which ids begin and end a text is the tokenizer's to say; the defaults would be Llama 2's.
+        # The tokenizer defines which ids begin and end a text; the defaults would be Llama 2's.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -121,23 +119,3 @@ def _rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
         original_max_seq_len=rope["original_max_position_embeddings"],
     )
     return {"rope_theta": theta, "rope_scaling": scaling}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; ``ValueError`` where the file is missing or holds none."""
-    if not path.exists():
-        raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object; download it again")
-    return value
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file aside and give it its name when it is whole."""
-    partial = path.with_name(f"{path.name}.part")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)

@@ -1,4 +1,4 @@
-"""Llama 3 as a plain ``nn.Module``: it knows nothing of graphs, meshes or tokenizers.
+"""Llama 3 as a plain ``nn.Module``, independent of graphs, meshes and tokenizers.
 
 Source: "The Llama 3 Herd of Models", 2024, section 3.2; Hugging Face's ``LlamaForCausalLM`` for the RoPE layout.
 """
@@ -19,7 +19,7 @@ from stepgraph.models.rope import RopeScaling, apply_rope, rope_tables
 
 AttentionName = Literal["sdpa", "flex"]
 
-#: How the model splits over tensor-parallel ranks: module -> style. Data for whoever applies it, not used here.
+#: The tensor-parallel plan: module -> style. Not used here; `stepgraph.parallel` applies it.
 TP_PLAN = {
     "embed": "embedding",
     "layers.*.attn_norm": "sequence_gather",
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         q = apply_rope(self.q_proj(x).view(B, T, -1, self.head_dim), cos, signed_sin)  # (B, T, H, head_dim)
         k = apply_rope(self.k_proj(x).view(B, T, -1, self.head_dim), cos, signed_sin)  # (B, T, H_kv, head_dim)
         v = self.v_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H_kv, head_dim)
-        # Views, not copies: the attention kernels read any strides and answer in the layout of q.
+        # Views, not copies: the attention kernels read any strides, and their output has the layout of q.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
         if block_mask is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gqa)
@@ -175,7 +175,7 @@ class Llama3(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Fill the RoPE tables alone: what a model from meta needs when its weights come from a checkpoint."""
+        """Fill only the RoPE tables: for a model built on meta whose weights come from a checkpoint."""
         if self.rope_cos.is_meta:
             return
         config = self.config

@@ -1,5 +1,7 @@
 """Clean-up: literal constants, views that change nothing, repeated casts and views, dead code. All exact."""
 
+import operator
+
 import torch
 from torch import fx
 
@@ -58,7 +60,7 @@ def remove_noop_views(step: StepGraph, options: object, report: PassReport) -> N
         if not is_view(node) or not is_overload(node):
             continue
         report.matched += 1
-        base = _same_view(node)
+        base = None if _reshaped_in_place(node) else _same_view(node)
         if base is not None and not (node in returned and base.op == "placeholder"):
             node.replace_all_uses_with(base)
             step.graph.erase_node(node)
@@ -68,23 +70,34 @@ def remove_noop_views(step: StepGraph, options: object, report: PassReport) -> N
 
 def _same_view(node: fx.Node) -> fx.Node | None:
     """The furthest node up the chain of views that is the same view of the storage."""
-    value, found, current = node.meta["val"], None, node
+    layout, found, current = _layout(node.meta["val"]), None, node
+    if layout is None:  # several views at once, which no one tensor can stand for
+        return None
     while is_view(current) and isinstance(current.args[0], fx.Node):
         current = current.args[0]
-        if _layout(current.meta.get("val")) == _layout(value) and not _reshaped_in_place(current):
+        if _layout(current.meta.get("val")) == layout and not _reshaped_in_place(current):
             found = current
     return found
 
 
 def _layout(value: object) -> tuple | None:
+    """Where in its storage a tensor lies and how it is read; None for anything but one tensor, equal to no layout."""
     if not isinstance(value, torch.Tensor):
         return None
     return value.shape, value.stride(), value.storage_offset(), value.dtype, value.is_conj(), value.is_neg()
 
 
 def _reshaped_in_place(node: fx.Node) -> bool:
-    """Whether an operator such as ``unsqueeze_`` changes the shape of the very tensor that ``node`` makes."""
-    return any(is_overload(user) and torch.Tag.inplace_view in user.target.tags for user in node.users)
+    """Whether an operator such as ``unsqueeze_`` changes the shape of the very tensor, or one of those, that ``node``
+    makes."""
+    return any(
+        torch.Tag.inplace_view in user.target.tags if is_overload(user) else _is_part(user) and _reshaped_in_place(user)
+        for user in node.users
+    )
+
+
+def _is_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem
 
 
 @register("dedupe_casts", "exact")
@@ -116,7 +129,7 @@ def dedupe_casts(step: StepGraph, options: object, report: PassReport) -> None:
         key = (node.target, str(node.args), str(node.kwargs), phase_of(node))
         first = seen.get(key)
         written = cast and first and aliases.written_between(node.args[0], aliases.position[first], here)
-        if first is None or written or _reshaped_in_place(first):
+        if first is None or written or _reshaped_in_place(first) or _reshaped_in_place(node):
             seen[key] = node
             continue
         node.replace_all_uses_with(first)
@@ -133,7 +146,8 @@ def _before_casts(node: fx.Node, aliases: Aliases) -> fx.Node | None:
     source, value = node.args[0], node.meta["val"]
     while not aliases.written_between(source, aliases.position[source], len(aliases.position)):
         given = source.meta["val"]
-        if given.dtype == value.dtype and given.device == value.device and given.stride() == value.stride():
+        form = [(v.dtype, v.device, v.stride(), v.is_conj(), v.is_neg()) for v in (given, value)]
+        if form[0] == form[1]:
             return source
         widened = source.target in _CASTS and _holds(given.dtype, source.args[0].meta["val"].dtype)
         if not widened or set(source.kwargs) - {"dtype"}:

@@ -17,14 +17,16 @@ Models", 2023; in torch, `torch.ops.symm_mem.fused_all_gather_matmul` and its li
 import math
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from stepgraph.costs.timeline import exposed, exposed_text, joining_saves
 from stepgraph.graph import collectives
-from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, Builder, erase_chain
-from stepgraph.graph.facts import Aliases, is_pure
+from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import Aliases, is_pure, upstream
 from stepgraph.graph.provenance import phase_of, role_of, set_role
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
@@ -43,10 +45,17 @@ class AsyncTensorParallelOptions:
     ranks_per_machine: int = 0
 
 
-@register("async_tensor_parallel", "numerics", options=AsyncTensorParallelOptions(), needs_process_group=True)
+@register(
+    "async_tensor_parallel",
+    "numerics",
+    options=AsyncTensorParallelOptions(),
+    needs_process_group=True,
+    from_options=lambda options: {} if options.async_tp else None,
+    for_target=lambda own, target: replace(own, ranks_per_machine=own.ranks_per_machine or target.ranks_per_machine),
+)
 def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, report: PassReport) -> None:
     """Multiply chunks of the sequence while other chunks are gathered or reduced."""
-    before = collectives.exposed(step.graph)
+    before = exposed(step.graph)
     joined: dict[str, list[float]] = {}
     left: Counter[str] = Counter()
     aliases = Aliases(step.graph)
@@ -72,7 +81,7 @@ def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, 
         report.notes.append(f"{kind}: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB received by each rank")
     report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
     if report.changed:
-        report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+        report.notes.append(exposed_text(before, exposed(step.graph)))
 
 
 def _flat_views(node: fx.Node) -> list[fx.Node]:
@@ -120,15 +129,15 @@ def _join_gather(
     keep = readers != set(products)
     for need in sorted(set().union(*movable.values())):
         place.prepend(need)
-    build = Builder(step, products)
+    build = Builder(*products)
     with step.graph.inserting_before(place):
         if not shard.meta["val"].is_contiguous():
             shard = build(aten.clone.default, shard, memory_format=torch.contiguous_format)
         rows = build(aten.view.default, shard, [math.prod(shape[:dim]), math.prod(shape[dim:-1]), shape[-1]])
         weights = [p.args[1] for p in products]
         joined = build(collectives.ALL_GATHER_MATMUL, rows, weights, keep, ranks, group)
-        if not options.unprofitable and collectives.joined_saves(joined, collectives.bytes_sent(node)) <= 0:
-            erase_chain(step.graph, joined)
+        if not options.unprofitable and joining_saves(joined, node) <= 0:
+            erase_unread(joined, collectives=True)
             return "too small for a pipeline to pay"
         results = [build(operator.getitem, joined, i) for i in range(keep + len(products))]
         if keep:
@@ -140,7 +149,7 @@ def _join_gather(
     if keep:
         whole.replace_all_uses_with(gathered)
     for view in reversed(views):
-        erase_chain(step.graph, view)
+        erase_unread(view, collectives=True)
     return joined, len(products)
 
 
@@ -150,7 +159,7 @@ def _multiplies_rows(node: fx.Node, views: list[fx.Node]) -> bool:
 
 def _before(weight: fx.Node, place: fx.Node, aliases: Aliases) -> set[fx.Node] | None:
     """What must move before ``place`` so that ``weight`` is there; None where something cannot."""
-    needed = {n for n in {*collectives.upstream(weight), weight} if n.op == "call_function" and not n < place}
+    needed = {n for n in {*upstream(weight), weight} if n.op == "call_function" and not n < place}
     gathers = (ALL_GATHER, WAIT)
     fits = all(n.target in gathers or (is_pure(n) and not aliases.writes.get(aliases.root(n))) for n in needed)
     return needed if fits and place not in needed else None
@@ -169,16 +178,16 @@ def _join_scatter(
     products = _terms(whole, shape[-1]) if dim < len(shape) - 1 else None
     if products is None:
         return "not of products alone"
-    build = Builder(step, products)
+    build = Builder(*products)
     with step.graph.inserting_before(node):
         sides = ([p.args[i] for p in products] for i in (0, 1))
         joined = build(collectives.MATMUL_REDUCE_SCATTER, *sides, math.prod(shape[:dim]), ranks, group)
-        if not options.unprofitable and collectives.joined_saves(joined, collectives.bytes_sent(node)) <= 0:
-            erase_chain(step.graph, joined)
+        if not options.unprofitable and joining_saves(joined, node) <= 0:
+            erase_unread(joined, collectives=True)
             return "too small for a pipeline to pay"
         result = build(aten.view.default, joined, list(wait.meta["val"].shape), like=wait)
     wait.replace_all_uses_with(result)
-    erase_chain(step.graph, wait)
+    erase_unread(wait, collectives=True)
     return joined, len(products)
 
 

@@ -19,18 +19,11 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
-from stepgraph.graph.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
-    WAIT,
-    Builder,
-    Collective,
-    by_region,
-    erase_chain,
-    group_size,
-)
+from stepgraph.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, Collective, by_region, group_size
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import upstream
 from stepgraph.graph.provenance import role_of, set_role
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.comm.overlap import sink
@@ -39,7 +32,7 @@ from stepgraph.passes.contract import PassReport, register
 aten = torch.ops.aten
 
 
-@register("bucket_collectives", "exact", needs_process_group=True)
+@register("bucket_collectives", "exact", after=("dedupe_unshards", "reshard_after_forward"), needs_process_group=True)
 def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> None:
     """One flat all-gather, reduce-scatter or all-reduce for each region of the model."""
     found = _bucket(step, report, lambda c: not _reorders_sums(c))
@@ -70,7 +63,7 @@ def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], 
     report.matched = sum(map(wanted, [*gathers, *reductions]))
     if not report.matched:
         return [*gathers, *reductions]
-    before = collectives.exposed(step.graph)
+    before = exposed(step.graph)
     counts: dict[str, list[int]] = defaultdict(list)
     # Gradients are finished behind the last reduction of their region, where the bucket will be.
     sink(step, reductions, distance=0)
@@ -80,7 +73,7 @@ def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], 
             counts[members[0].node.target.name()].append(sum(c.wait.meta["val"].nbytes for c in members))
             report.changed += len(members)
             for c in members:
-                erase_chain(step.graph, c.wait)
+                erase_unread(c.wait, collectives=True)
     report.summary = f"{report.changed} of {report.matched} collectives in {sum(map(len, counts.values()))} buckets"
     for name, sizes in counts.items():
         report.notes.append(
@@ -88,7 +81,7 @@ def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], 
             f"the largest {max(sizes) / 2**20:.1f}"
         )
     if report.changed:
-        report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+        report.notes.append(exposed_text(before, exposed(step.graph)))
     return [*gathers, *reductions]
 
 
@@ -104,11 +97,11 @@ def _buckets(found: list[Collective]) -> list[list[Collective]]:
 
 
 def _gather(step: StepGraph, members: list[Collective]) -> None:
-    graph, build = step.graph, Builder(step, [c.node for c in members])
+    graph, build = step.graph, Builder(*(c.node for c in members))
     first = members[0].node
     # What the others gather is made from parameters alone, and is made before the bucket.
     for c in members[1:]:
-        for node in sorted(collectives.upstream(c.node)):
+        for node in sorted(upstream(c.node)):
             if node.op == "call_function" and node > first:
                 first.prepend(node)
     shards = [c.node.args[0] for c in members]
@@ -128,7 +121,7 @@ def _gather(step: StepGraph, members: list[Collective]) -> None:
 
 
 def _reduce(step: StepGraph, members: list[Collective]) -> None:
-    graph, build = step.graph, Builder(step, [c.node for c in members])
+    graph, build = step.graph, Builder(*(c.node for c in members))
     last = members[-1].node
     scatters = last.target is REDUCE_SCATTER
     inputs = [c.node.args[0] for c in members]

@@ -12,13 +12,15 @@ which they begin. Best after `overlap`, which says when they do.
 
 import operator
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
-from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, Builder, Collective, erase_chain, spans_machines
+from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, Collective, spans_machines
+from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import Aliases, argument
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
@@ -35,12 +37,20 @@ class CopyEnginesOptions:
     ranks_per_machine: int = 0
 
 
-@register("copy_engines", "numerics", options=CopyEnginesOptions(), needs_process_group=True)
+@register(
+    "copy_engines",
+    "numerics",
+    options=CopyEnginesOptions(),
+    after=("bucket_collectives", "bucket_all_reduces", "overlap"),
+    needs_process_group=True,
+    from_options=lambda options: {} if options.copy_engines else None,
+    for_target=lambda own, target: replace(own, ranks_per_machine=own.ranks_per_machine or target.ranks_per_machine),
+)
 def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassReport) -> None:
     """Move parameters and gradients beside compute without taking processors from it."""
     found = [c for c in collectives.gathers(step) + collectives.reductions(step) if c.node.target in _REPLACE]
     report.matched = len(found)
-    before = collectives.exposed(step.graph)
+    before = exposed(step.graph)
     left: Counter[str] = Counter()
     kept: dict[tuple, list[Collective]] = defaultdict(list)
     for c in sorted(found, key=lambda c: c.node):
@@ -72,13 +82,13 @@ def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassRepor
             report.notes.append(f"{text}, of {', '.join(sorted(dtypes))}")
             report.changed += len(sizes)
     for node in replaced:
-        erase_chain(step.graph, node)
+        erase_unread(node, collectives=True)
     report.summary = f"{report.changed} of {report.matched} gathers and reductions by copy engines"
     if moved:
         report.notes.append(f"{moved} gathers begin behind the next product that is in a pipeline with a collective")
     report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
     if report.changed:
-        report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+        report.notes.append(exposed_text(before, exposed(step.graph)))
 
 
 def _unfit(node: fx.Node) -> str | None:
@@ -134,7 +144,7 @@ def _uncast(node: fx.Node, aliases: Aliases, until: int) -> fx.Node:
 def _gather(step: StepGraph, c: Collective, shards: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
     """(what begins in place of the gather of ``shards``, what is not needed any more)."""
     bucket, ranks, group = c.node.args
-    dtype, build = bucket.meta["val"].dtype, Builder(step, [c.node])
+    dtype, build = bucket.meta["val"].dtype, Builder(c.node)
     sizes = [shard.meta["val"].numel() for shard in shards]
     old = _copies(c.wait, ranks, sizes)
     if old is None:
@@ -182,7 +192,7 @@ def _copies(wait: fx.Node, ranks: int, sizes: list[int]) -> list[fx.Node] | None
 def _reduce(step: StepGraph, c: Collective, grads: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
     """(what begins in place of the reduction of ``grads``, what is not needed any more)."""
     _, operation, ranks, group = c.node.args
-    build, result = Builder(step, [c.node]), c.wait.meta["val"]
+    build, result = Builder(c.node), c.wait.meta["val"]
     with step.graph.inserting_before(c.node):
         begun = build(collectives.REDUCE_BEGIN, grads, ranks, group)
     with step.graph.inserting_before(c.wait):

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from stepgraph.costs.memory import estimate_memory
+from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
-from stepgraph.graph.collectives import WAIT, Collective, by_region, upstream
-from stepgraph.graph.facts import Aliases, estimate_memory, is_pure, is_view
+from stepgraph.graph.collectives import WAIT, Collective, by_region
+from stepgraph.graph.facts import Aliases, is_pure, is_view, upstream
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
@@ -37,10 +39,16 @@ class OverlapOptions:
                 raise ValueError(f"overlap {name}={value} is negative; give 0 (off), 1 or more regions")
 
 
-@register("overlap", "exact", options=OverlapOptions(), needs_process_group=True)
+@register(
+    "overlap",
+    "exact",
+    options=OverlapOptions(),
+    after=("bucket_collectives", "bucket_all_reduces"),
+    needs_process_group=True,
+)
 def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> None:
     """Start gathers regions ahead and wait for reductions regions later."""
-    before, peak = collectives.exposed(step.graph), estimate_memory(step.graph).peak
+    before, peak = exposed(step.graph), estimate_memory(step.graph).peak
     gathers, reductions = collectives.gathers(step), collectives.reductions(step)
     report.matched = len(gathers) + len(reductions)
     if not report.matched:
@@ -56,7 +64,7 @@ def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> Non
         f"{options.delay} regions later"
     )
     after = estimate_memory(step.graph).peak
-    report.notes.append(collectives.exposed_text(before, collectives.exposed(step.graph)))
+    report.notes.append(exposed_text(before, exposed(step.graph)))
     report.notes.append(f"peak memory about {peak / 2**20:.1f} MiB before, {after / 2**20:.1f} after")
 
 

@@ -7,17 +7,19 @@ the forward's gather -> it reads a gather of its own, issued before its first re
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.errors import unknown_name
-from stepgraph.graph.collectives import Collective, by_region, erase_chain, gathers, halves, upstream
-from stepgraph.graph.facts import estimate_memory, is_pure, tensor_bytes
+from stepgraph.graph.collectives import Collective, by_region, gathers, halves
+from stepgraph.graph.edit import erase_unread
+from stepgraph.graph.facts import is_pure, tensor_bytes, upstream
 from stepgraph.graph.provenance import phase_of, provenance, set_provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.target import Target
 
 RESHARD = ("never", "always", "auto")
 
@@ -35,7 +37,7 @@ def dedupe_unshards(step: StepGraph, options: object, report: PassReport) -> Non
             continue
         saved += tensor_bytes(gather.node)
         gather.wait.replace_all_uses_with(first[key])
-        erase_chain(step.graph, gather.wait)
+        erase_unread(gather.wait, collectives=True)
         report.changed += 1
     report.summary = f"{report.changed} of {report.matched} gathers repeated, {saved / 2**20:.1f} MiB"
 
@@ -61,7 +63,20 @@ class ReshardOptions:
             raise unknown_name("reshard policy", self.policy, RESHARD)
 
 
-@register("reshard_after_forward", "exact", options=ReshardOptions(), needs_process_group=True)
+def _budget(options: ReshardOptions, target: Target) -> ReshardOptions:
+    known = options.budget_gib or not target.memory
+    return options if known else replace(options, budget_gib=0.9 * target.memory / 2**30)
+
+
+@register(
+    "reshard_after_forward",
+    "exact",
+    options=ReshardOptions(),
+    after=("dedupe_unshards",),
+    needs_process_group=True,
+    from_options=lambda options: {"policy": options.reshard},
+    for_target=_budget,
+)
 def reshard_after_forward(step: StepGraph, options: ReshardOptions, report: PassReport) -> None:
     """Gather parameters again in backward instead of keeping them, by a memory policy."""
     half = halves(step.graph)
@@ -92,10 +107,8 @@ def _wanted(step: StepGraph, options: ReshardOptions, report: PassReport) -> boo
     if options.policy != "auto":
         return options.policy == "always"
     budget = options.budget_gib * 2**30
-    device = step.placeholders("parameter")[0].meta["val"].device
-    if not budget and device.type == "cuda":
-        budget = 0.9 * torch.cuda.get_device_properties(device).total_memory
     if not budget:
+        device = step.placeholders("parameter")[0].meta["val"].device
         report.notes.append(f"no memory budget is known on {device.type}: nothing is gathered again")
         return False
     need = estimate_memory(step.graph).peak

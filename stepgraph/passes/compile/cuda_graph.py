@@ -5,254 +5,49 @@ Exact: the same kernels run in the same order. Preconditions: CUDA tensors. Stat
 graph's static memory; the batch is copied into static buffers. A node that needs the host ends one graph and
 starts another around it; the report names it. Collectives are recorded too: each waits for what it reads and is waited
 for by streams' events, and the first step, which is not recorded, opens their communicators and workspaces.
+
+The pass says where the graphs begin and end; `stepgraph.run.cuda_graph` records and replays them.
 """
 
-import functools
-import time
-import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Set
 
-import torch
 from torch import fx
 
-from stepgraph import compat
-from stepgraph.graph.collectives import exchanging
-from stepgraph.graph.facts import Aliases
-from stepgraph.graph.partition import Program, describe, needs_host, split
+from stepgraph.graph.partition import describe, needs_host, split
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.kernels.comm import copy_collectives, exchange
 from stepgraph.passes.contract import PassReport, register
 
 
-@register("cuda_graph", "exact", terminal=True, needs_cuda=True)
+@register(
+    "cuda_graph",
+    "exact",
+    after=("inductor",),
+    terminal=True,
+    needs_cuda=True,
+    from_options=lambda options: {} if options.cuda_graph else None,
+    forecast=False,  # launches take no time in a forecast
+)
 def cuda_graph(step: StepGraph, options: object, report: PassReport) -> None:
     """Record the step as CUDA graphs: the first call runs it plainly, the second records, later ones replay."""
     report.matched = sum(1 for _ in step.nodes())
-    step.runner = GraphRunner(step, report)
+    step.recording = report
+    split_at_host(step)
 
 
-class GraphRunner:
-    """Runs a step through CUDA graphs. Call it with the graph's inputs; the state among them must keep its place.
+def split_at_host(step: StepGraph, waiting: Set[str] = frozenset()) -> fx.GraphModule:
+    """``step.executable`` in pieces with the ``group`` "device", each to become one CUDA graph, or "host"; the report
+    says which nodes stay on the host and why. ``waiting``: names of nodes that were seen to wait for the GPU."""
+    reasons: dict[fx.Node, str] = {}
 
-    Every call is one true step: the first runs node by node without recording (kernels are chosen, workspaces
-    allocated, and nodes that wait for the GPU noticed), the second records each piece and replays it at once, later
-    ones replay.
-    """
+    def group(node: fx.Node) -> str:
+        reason = "it waits for the GPU" if node.name in waiting else needs_host(node)
+        if reason:
+            reasons[node] = reason
+        return "host" if reason else "device"
 
-    def __init__(self, step: StepGraph, report: PassReport):
-        self.step, self.report = step, report
-        self.batch = [i for i, spec in enumerate(step.inputs) if spec.kind == "batch"]
-        writes, placeholders = Aliases(step.graph).writes, step.placeholders()
-        self.written = [i for i in self.batch if writes.get(placeholders[i])]
-        self.waiting: set[str] = set()  # names of nodes that were seen to wait for the GPU
-        self._split()
-        self.exchanging = exchanging(step.graph)
-        self.age = exchange.age(self.exchanging)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Nothing is recorded, nor ran before."""
-        self.warm = False
-        self.program: list[_Piece] = []
-        self.static: list[torch.Tensor] = []
-        self.spans: list[torch.Tensor] = []  # the memory of the batch among them
-        self.outputs: Sequence[torch.Tensor] = ()
-
-    def _split(self) -> None:
-        reasons: dict[fx.Node, str] = {}
-
-        def group(node: fx.Node) -> str:
-            reason = "it waits for the GPU" if node.name in self.waiting else needs_host(node)
-            if reason:
-                reasons[node] = reason
-            return "host" if reason else "device"
-
-        self.module = split(self.step.executable, group)
-        self.report.notes = [f"outside the CUDA graph: {describe(node)}: {reason}" for node, reason in reasons.items()]
-        pieces = sum(piece.group == "device" for piece in self.module.children())
-        self.report.changed = self.report.matched - len(reasons)
-        self.report.summary = f"{pieces} CUDA graph{'s' * (pieces != 1)}, {len(reasons)} nodes on the host"
-
-    def __call__(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if self.age != exchange.age(self.exchanging):  # a step was broken off: what was recorded waits for other flags
-            self._forget()
-        if not self.warm:
-            self.age = exchange.age(self.exchanging)
-            results = self._warm_up(flat)
-            self.warm = True
-            return results
-        if not self.program:
-            start = time.perf_counter()
-            results = self._record(flat)
-            self.report.compile_s += time.perf_counter() - start
-            return results
-        for span, i in zip(self.spans, self.batch, strict=True):
-            span.copy_(spanned(flat[i]), non_blocking=True)
-        for piece in self.program:
-            piece.replay()
-        self._give_back(flat)
-        return [value.clone() for value in self.outputs]
-
-    def _give_back(self, flat: Sequence[torch.Tensor]) -> None:
-        """What the step wrote into its batch goes to the caller's tensors, as in eager."""
-        for i in self.written:  # their elements alone: what lies between is not the step's
-            flat[i].copy_(self.static[i], non_blocking=True)
-
-    def _warm_up(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the step once on a stream of its own, and split around the nodes that waited for the GPU.
-
-        They are found here, because a recording that fails leaves torch's random generator unusable.
-        """
-        stream = _recording_stream(torch.cuda.current_device())
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            results, waiting = run_watched(self.step.executable, flat)
-            results = [value.clone() for value in results]
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the recording's pool cannot use what the warm-up leaves cached
-        if waiting:
-            self.waiting = waiting
-            self._split()
-        return results
-
-    def _record(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        self.static = list(flat)
-        # Kernels know the batch's strides, also those of slices and of expanded tensors.
-        self.spans = [spanned(flat[i]).clone() for i in self.batch]
-        for span, i in zip(self.spans, self.batch, strict=True):
-            self.static[i] = span.as_strided(flat[i].shape, flat[i].stride())
-        pool = torch.cuda.graph_pool_handle()
-        values: dict[fx.Node, Any] = {}
-        inputs = iter(self.static)
-        program: list[_Piece] = []
-        for node in self.module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(inputs)
-            elif node.op == "get_attr":
-                values[node] = getattr(self.module, node.target)
-            elif node.op == "call_module":
-                piece = _Piece(getattr(self.module, node.target), fx.map_arg(node.args, values.__getitem__))
-                values[node] = piece.record(pool)
-                program.append(piece)
-            elif node.op == "call_function":  # getitem of a piece's results
-                values[node] = node.target(*fx.map_arg(node.args, values.__getitem__))
-            else:
-                self.outputs = fx.map_arg(node.args[0], values.__getitem__)
-        self.program = program
-        self._give_back(flat)
-        return [value.clone() for value in self.outputs]
-
-
-def spanned(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory from the first to the last element of ``tensor``, flat, with what lies between its elements."""
-    if not tensor.numel():
-        return tensor.new_empty(0)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((last + 1,), (1,))
-
-
-@functools.cache
-def _recording_stream(device: int) -> torch.cuda.Stream:
-    """The stream of ``device`` for warming up and recording: cuBLAS keeps a workspace (32 MiB) for every stream."""
-    return torch.cuda.Stream(device)
-
-
-def run_watched(module: fx.GraphModule, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], set[str]]:
-    """Run ``module`` node by node: (its results, names of the nodes that made the host wait for the GPU).
-
-    torch's own check (``torch.cuda.set_sync_debug_mode``) tells, as a warning.
-    """
-    waiting: set[str] = set()
-    current = ""
-
-    def on_node(node: fx.Node) -> None:
-        nonlocal current
-        current = node.name
-
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        show = warnings.showwarning
-
-        def listen(message: Warning | str, *rest: Any, **kwargs: Any) -> None:
-            if "synchronizing CUDA operation" in str(message):
-                waiting.add(current)
-            else:
-                show(message, *rest, **kwargs)
-
-        warnings.showwarning = listen
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            return Program(module, on_node)(flat), waiting
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-
-
-class _Piece:
-    """A piece of the step between two visits to the host: a recorded CUDA graph, or host code run as it is."""
-
-    def __init__(self, module: fx.GraphModule, args: Sequence[Any]):
-        self.module, self.args = module, list(args)
-        self.run = Program(module)
-        self.graph = torch.cuda.CUDAGraph() if module.group == "device" else None
-        self.results: Any = None
-
-    def record(self, pool: Any) -> Any:
-        """Record the piece (or just run it) and run it once. Its results stay where later replays write them."""
-        if self.graph is None:
-            # Later pieces read these tensors in place, so each replay copies its new results into them.
-            before = copy_collectives.under_way(), exchange.begun()
-            self.results = self.run(self.args)
-            if (copy_collectives.under_way(), exchange.begun()) != before:
-                raise RuntimeError(
-                    "a part of the step waits for the GPU and communicates by copy engines, as CUDA graphs around it "
-                    "do; leave out the passes async_tensor_parallel and copy_engines, or cuda_graph"
-                )
-            _wait_for_collectives(self.results)
-            return self.results
-        torch.cuda.synchronize()
-        stream = _recording_stream(torch.cuda.current_device())
-        try:
-            # Other threads may go on: NCCL's watchdog asks after events of earlier collectives.
-            with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self.results = self.run(self.args)
-                _wait_for_collectives(self.results)
-        except RuntimeError as error:
-            nodes = [n.name for n in self.module.graph.nodes if n.op == "call_function"]
-            span = f"nodes {nodes[0]} to {nodes[-1]}" if nodes else "a compiled piece"
-            reason = _first_of(error).splitlines()[0]
-            raise RuntimeError(
-                f"{span} cannot be recorded as a CUDA graph: {reason}; leave out the pass cuda_graph"
-            ) from error
-        self.graph.replay()
-        return self.results
-
-    def replay(self) -> None:
-        if self.graph is not None:
-            self.graph.replay()
-            return
-        fresh = self.run(self.args)
-        _wait_for_collectives(fresh)
-        olds, news = (r if isinstance(r, (tuple, list)) else (r,) for r in (self.results, fresh))
-        for old, new in zip(olds, news, strict=True):
-            if old is not new:
-                spanned(old).copy_(spanned(new))
-
-
-def _wait_for_collectives(results: Any) -> None:
-    """Wait, on the GPU, for collectives whose results a later piece would wait for: a graph may not end before what it
-    began, and nothing outside may wait for what is recorded. Does nothing for other tensors."""
-    if torch.distributed.is_initialized():
-        copy_collectives.join()
-        for tensor in compat.pytree.tree_leaves(results):
-            if isinstance(tensor, torch.Tensor):
-                torch.ops._c10d_functional.wait_tensor(tensor)
-
-
-def _first_of(error: BaseException) -> str:
-    """The message of what went wrong first: the end of a recording that failed fails too."""
-    while isinstance(error.__context__, RuntimeError):
-        error = error.__context__
-    return str(error).strip() or type(error).__name__
+    module, report = split(step.executable, group), step.recording
+    report.notes = [f"outside the CUDA graph: {describe(node)}: {reason}" for node, reason in reasons.items()]
+    pieces = sum(piece.group == "device" for piece in module.children())
+    report.changed = report.matched - len(reasons)
+    report.summary = f"{pieces} CUDA graph{'s' * (pieces != 1)}, {len(reasons)} nodes on the host"
+    return module

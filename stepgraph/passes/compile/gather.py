@@ -1,27 +1,28 @@
-"""Finds an order of a graph in which the nodes of every region follow each other, so that each can become one call.
+"""Reorders a graph so that the nodes of every region stand together and each region can become one call.
 
-A region whose nodes depend on one another through a node outside cannot be one call: its parts are called one after
-the other. Two regions that wait for each other are such a case too, since a gathered region counts as one node. What
-a node waits for: what it reads, an earlier write to what it reads, an earlier read of what it writes; and nodes with
-other effects (random numbers, collectives, operators that are not torch's) keep their order among themselves.
+A node waits for what it reads, for an earlier write to what it reads, and for an earlier read of what it writes; nodes
+with other effects (random numbers, collectives, operators that are not torch's) keep their order among themselves.
+Where a node of a region waits for another one of it through a node outside, the region cannot be one call: it is cut
+into parts, which are called one after the other. So are two regions that wait for each other, since a gathered region
+counts as one node.
 """
 
 import operator
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
-from stepgraph.graph.facts import Aliases, is_mutating, is_pure, is_random, is_view, written_arguments
+from stepgraph.graph.aliases import Aliases, written_arguments
+from stepgraph.graph.facts import is_mutating, is_pointwise, is_pure, is_random, is_view
 from stepgraph.inductor.regional import KEY, Piece, Region, region_of
 
 _EFFECTS = "effects"
 
 
 def gather(graph: fx.Graph) -> tuple[list[Piece], list[str]]:
-    """Reorder ``graph`` and return (the pieces that are worth a call, what the reader of a report should know).
+    """Reorder ``graph`` and return (the pieces that are worth compiling, notes for the report).
 
-    Tags that no piece came of are removed.
+    Tags of other nodes are removed.
     """
     order = _Order(graph)
     regions, notes = _regions(graph, order.aliases)
@@ -68,7 +69,7 @@ def _regions(graph: fx.Graph, aliases: Aliases) -> tuple[dict[Region, list[fx.No
 def _fuses(piece: Piece) -> bool:
     """Whether compiling can gain: a lone cheap operator is one kernel in eager as well."""
     working = [n for n in piece.nodes if n.target is not operator.getitem and not is_view(n)]
-    return len(working) > 1 or any(torch.Tag.pointwise not in getattr(n.target, "tags", ()) for n in working)
+    return len(working) > 1 or not all(map(is_pointwise, working))
 
 
 class _Order:

@@ -3,9 +3,9 @@
 Full. Matches: every operator of the forward, loss and backward phases that Inductor can take, and parameter updates
 that `expand_optimizer` wrote out. Before -> after: consecutive operators -> one compiled piece, cut where one of the
 model's repeated blocks follows another (see `blocks`); pieces of one structure are compiled once.
-Regional. Matches: the regions that `regions` finds and those that passes before tagged. Before -> after: a region ->
-one compiled piece, shared by all regions of its structure; every other node stays, bit for bit.
-Tier numerics: fused kernels round differently from eager's. Preconditions: a flat graph; run last but for CUDA graphs.
+Regional. Matches: the regions that `tag_regions` and other passes before tagged. Before -> after: a region -> one
+compiled piece, shared by all regions of its structure; every other node stays, bit for bit.
+Tier numerics: fused kernels round differently from eager's. Preconditions: a flat graph; only `cuda_graph` may follow.
 Collectives keep their order and places: the compiled code issues them, and waits, as the passes before decided.
 Random operators keep eager's generator, so the random state advances as in eager. Inductor keeps what it compiled on
 disk, under a key of the graph and all options, so that a later run loads it.
@@ -21,19 +21,17 @@ import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.errors import unknown_name
 from stepgraph.graph import collectives
+from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import Aliases, argument, is_mutating, is_view, written_arguments
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
-from stepgraph.graph.partition import Program, describe, needs_host
+from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.inductor.regional import Piece, compile_pieces
+from stepgraph.inductor.regional import Piece, compile_pieces, region_of
 from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
-from stepgraph.passes.compile.regions import MATCHERS, tag_regions
-from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.memory.rematerialize import rematerialize
+from stepgraph.passes.contract import PassReport, provided, register
 
 aten = torch.ops.aten
 _INDEX_PUTS = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_put_.default)
@@ -41,18 +39,14 @@ _INDEX_PUTS = (aten.index_put.default, aten._unsafe_index_put.default, aten.inde
 
 @dataclass(frozen=True)
 class InductorOptions:
-    """``mode``: compile all, or regions only. ``regions``: the kinds to look for; what other passes tagged is
-    compiled in any case. ``rules``: on a GPU, fuse and tile reductions by `stepgraph.inductor`'s guard and tuning.
-    ``max_autotune``: let Inductor time its choices while it compiles (minutes, on a GPU).
-    ``rematerialize``: on a GPU, carry the fewest bytes from forward to backward (see `rematerialize`); a CPU would pay
-    for computing again. ``cut_blocks``: cut between repeated blocks, of which there are four or more;
-    without, kernels may span two of them, and the time to compile grows with their number."""
+    """``mode``: compile all, or only the regions that are tagged. ``rules``: on a GPU, fuse and tile reductions by
+    `stepgraph.inductor`'s guard and tuning. ``max_autotune``: let Inductor time its choices while it compiles (minutes,
+    on a GPU). ``cut_blocks``: cut between repeated blocks, of which there are four or more; without, kernels may span
+    two of them, and the time to compile grows with their number."""
 
     mode: Literal["full", "regional"] = "full"
-    regions: tuple[str, ...] = tuple(MATCHERS)
     rules: bool = True
     max_autotune: bool = False
-    rematerialize: bool = True
     cut_blocks: bool = True
 
 
@@ -62,7 +56,15 @@ def _start_workers(device: torch.device) -> None:
 
 
 @register(
-    "inductor", "numerics", options=InductorOptions(), provides=("compiled",), terminal=True, prepare=_start_workers
+    "inductor",
+    "numerics",
+    options=InductorOptions(),
+    after=("tag_regions", "rematerialize"),
+    provides=("compiled",),
+    terminal=True,
+    from_options=lambda options: {"mode": options.inductor} if options.inductor != "off" else None,
+    forecast=False,  # what its kernels move is what `costs.fusion` makes of the graph
+    prepare=_start_workers,
 )
 def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> None:
     """Compile forward and backward, or regions of them, with Inductor."""
@@ -102,37 +104,21 @@ def _drop_empty_operands(graph: fx.Graph) -> None:
             node.update_arg(0, operands)
             continue
         dense = node.meta["val"].is_contiguous()
-        with graph.inserting_before(node):
-            copy = graph.call_function(
-                aten.clone.default,
-                (operands[0],),
-                {"memory_format": torch.contiguous_format if dense else torch.preserve_format},
-            )
-        copy.meta = dict(node.meta)
-        node.replace_all_uses_with(copy)
-        graph.erase_node(node)
+        layout = torch.contiguous_format if dense else torch.preserve_format
+        replace(node, Builder(node, before=node)(aten.clone.default, *operands, memory_format=layout))
 
 
 def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
-    unknown = [kind for kind in options.regions if kind not in MATCHERS]
-    if unknown:
-        raise unknown_name("kind of region", unknown[0], MATCHERS)
-    found = tag_regions(step, options.regions)
-    if options.rematerialize and _on_cuda(step):
-        _rematerialize(step, report, regions=True)
-    pieces, notes = gather(step.graph)
-    counts = ", ".join(f"{kind} {count or 'found nothing'}" for kind, count in found.items())
-    report.notes += [f"regions: {counts}", *notes]
-    report.matched = sum(found.values())
+    report.matched = len({region for node in step.graph.nodes if (region := region_of(node))})
+    pieces, report.notes = gather(step.graph)
+    if not report.matched:
+        report.notes.append("no region is tagged: tag_regions, listed before it, looks for them")
     report.changed = sum(len(piece.nodes) for piece in pieces)
     _compile(step, pieces, config, report)
 
 
 def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
-    on_cuda = _on_cuda(step)
-    rematerialized = options.rematerialize and on_cuda
-    if rematerialized:
-        _rematerialize(step, report, regions=False)
+    on_cuda, rematerialized = _on_cuda(step), "rematerialized" in provided(step)
     left: dict[fx.Node, str] = {}
     aliased = _Aliased(step.graph)
 
@@ -151,7 +137,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         return "forward" if rematerialized and phase_of(node) == "forward" else "step"
 
     pieces = consecutive(step, kind, cut=options.cut_blocks)
-    report.notes += [f"left to eager: {describe(node)}: {reason}" for node, reason in left.items()]
+    report.notes = [f"left to eager: {describe(node)}: {reason}" for node, reason in left.items()]
     report.matched = sum(1 for _ in step.nodes())
     report.changed = sum(len(piece.nodes) for piece in pieces)
     _compile(step, pieces, config, report)
@@ -165,7 +151,6 @@ def _compile(step: StepGraph, pieces: list[Piece], config: dict[str, Any], repor
             f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
         )
     step.executable = result.module
-    step.runner = Program(result.module)
 
 
 def _needs_gpu(node: fx.Node) -> str | None:
@@ -205,14 +190,6 @@ class _Aliased:
 
 def _on_cuda(step: StepGraph) -> bool:
     return any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
-
-
-def _rematerialize(step: StepGraph, report: PassReport, *, regions: bool) -> None:
-    again, before, after = rematerialize(step, regions=regions)
-    report.notes.append(
-        f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
-        f"{after / 2**20:.0f} of {before / 2**20:.0f} MiB"
-    )
 
 
 @contextlib.contextmanager

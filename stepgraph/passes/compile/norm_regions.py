@@ -1,17 +1,16 @@
 """Finds the nodes of every norm, with its pointwise neighbours, as a region for the compiler.
 
-A norm announces itself by an ``rsqrt`` or by torch's fused operators; its other nodes are those of the same module and
-phase that hang together with it. Its backward announces itself by reading the forward's ``rsqrt``.
+A norm is recognized by an ``rsqrt`` or by torch's fused operators, its backward by reading the forward's ``rsqrt``. Its
+other nodes are those of the same module and phase that are connected to it.
 """
 
 import operator
 from collections import defaultdict
 from collections.abc import Iterator
 
-import torch
 from torch import fx
 
-from stepgraph.graph.facts import aten, is_random, is_view
+from stepgraph.graph.facts import aten, is_cast, is_pointwise, is_random, is_view
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import region_of
@@ -22,15 +21,7 @@ _FUSED = {
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
 }
-_FUSIBLE = _FUSED | {
-    aten._to_copy.default,
-    aten.sum.dim_IntList,
-    aten.mean.dim,
-    aten.var.correction,
-    aten.var_mean.correction,
-}
-#: Taken along in front of a norm: residual additions, sums of gradients, casts.
-_TAKEN_BEFORE = {aten.add.Tensor, aten._to_copy.default}
+_REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.var.correction, aten.var_mean.correction}
 
 
 def norms(step: StepGraph) -> Iterator[list[fx.Node]]:
@@ -42,9 +33,9 @@ def norms(step: StepGraph) -> Iterator[list[fx.Node]]:
             modules[found.path, found.phase].append(node)
     position = {node: i for i, node in enumerate(step.graph.nodes)}
     for nodes in modules.values():
-        if any(map(_announces, nodes)):
+        if any(map(_marks_a_norm, nodes)):
             for part in _connected(nodes):
-                if any(map(_announces, part)):
+                if any(map(_marks_a_norm, part)):
                     yield sorted(_trimmed(_with_neighbours(part)), key=position.__getitem__)
 
 
@@ -53,17 +44,17 @@ def _is_fusible(node: fx.Node) -> bool:
         return _is_fusible(node.args[0])
     if is_random(node):
         return False
-    return node.target in _FUSIBLE or is_view(node) or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return node.target in _FUSED or node.target in _REDUCTIONS or is_view(node) or is_pointwise(node)
 
 
-def _announces(node: fx.Node) -> bool:
+def _marks_a_norm(node: fx.Node) -> bool:
     if node.target in _FUSED or node.target is aten.rsqrt.default:
         return True
     return phase_of(node) == "backward" and any(i.target is aten.rsqrt.default for i in node.all_input_nodes)
 
 
 def _connected(nodes: list[fx.Node]) -> list[set[fx.Node]]:
-    """The sets of ``nodes`` that hang together: one reads the other, or both read one computed tensor."""
+    """The connected sets of ``nodes``: one reads the other, or both read one computed tensor."""
     leader: dict[fx.Node, fx.Node] = {node: node for node in nodes}
 
     def find(node: fx.Node) -> fx.Node:
@@ -83,13 +74,15 @@ def _connected(nodes: list[fx.Node]) -> list[set[fx.Node]]:
 
 
 def _with_neighbours(nodes: set[fx.Node]) -> set[fx.Node]:
-    """``nodes`` and what the compiler takes along for nothing: additions and casts before them, casts behind."""
+    """``nodes`` and what the compiler takes along for nothing: before them residual additions, sums of gradients and
+    casts, behind them casts."""
     phase = phase_of(next(iter(nodes)))
     grown, queue = set(nodes), list(nodes)
     while queue:
         node = queue.pop()
-        before = [n for n in node.all_input_nodes if n.target in _TAKEN_BEFORE and n.args[0].op == "call_function"]
-        behind = [n for n in node.users if n.target is aten._to_copy.default] if node in nodes else []
+        before = [n for n in node.all_input_nodes if n.target is aten.add.Tensor or is_cast(n)]
+        before = [n for n in before if n.args[0].op == "call_function"]
+        behind = [n for n in node.users if is_cast(n)] if node in nodes else []
         for neighbour in (*before, *behind):
             if neighbour not in grown and phase_of(neighbour) == phase and region_of(neighbour) is None:
                 grown.add(neighbour)

@@ -1,4 +1,4 @@
-"""Tags the regions that a compiler makes fast while all else stays eager: rotations, gated products, norms, attention.
+"""Tags the regions that regional compilation takes: rotations, gated products, norms, attention. All else stays eager.
 
 Matches, forward and backward, by operators and dataflow:
 - ``rope``: ``x * cos + rotate(x) * sin``, where ``rotate`` swaps the halves of the last dimension (and negates one, or
@@ -7,7 +7,8 @@ Matches, forward and backward, by operators and dataflow:
 - ``norm``: what one module computes around an ``rsqrt`` or torch's fused norms, with the residual addition and casts
   before and casts behind. The backward is what reads the forward's ``rsqrt``, or torch's fused backward.
 - ``attention``: FlexAttention, on a GPU; Inductor compiles its backward for GPUs only.
-Before -> after: nodes -> the same nodes, tagged. Nodes that are tagged already keep their tags.
+Before -> after: nodes -> the same nodes, tagged; what is tagged already keeps its tag. Tier: that of `inductor`, which
+compiles what is tagged. Preconditions: a flat graph with phases.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
-from stepgraph.graph.facts import argument, aten, higher_order
+from stepgraph.graph.facts import argument, aten, cast_behind, casts_of, higher_order, without_casts
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import Region, region_of, tag
@@ -58,22 +59,18 @@ def _rotation_around(swapped: fx.Node, source: fx.Node) -> list[fx.Node]:
         path.append(total)
     reached = {swapped, *path}
     straight = next((a for a in total.args if isinstance(a, fx.Node) and a not in reached), None)
-    product, casts = _uncast(straight)
+    product = straight and without_casts(straight)
     if product is None or product.target is not aten.mul.Tensor:
         return []
     # What the other product must be of. Forward: x itself. Backward: g, where the source is g * sin.
-    base, source_casts = _uncast(source)
-    backward = base.target is aten.mul.Tensor and not _reads(product, base)
-    bases = [_uncast(n)[0] for n in base.all_input_nodes] if backward else [base]
-    factors = [n for n in product.all_input_nodes if _uncast(n)[0] in bases]
+    base = without_casts(source)
+    backward = base.target is aten.mul.Tensor and base not in map(without_casts, product.all_input_nodes)
+    bases = [without_casts(n) for n in base.all_input_nodes] if backward else [base]
+    factors = [n for n in product.all_input_nodes if without_casts(n) in bases]
     if not factors:
         return []
-    before = [*source_casts, *([base] if backward else []), *_uncast(factors[0])[1]]
-    return [*path, *casts, product, *before, *_casts_behind(total)]
-
-
-def _reads(node: fx.Node, source: fx.Node) -> bool:
-    return any(_uncast(n)[0] is source for n in node.all_input_nodes)
+    before = [*casts_of(source), *([base] if backward else []), *casts_of(factors[0])]
+    return [*path[:-1], *casts_of(straight), product, *before, *_with_cast(total)]
 
 
 def _swapped_halves(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
@@ -129,14 +126,14 @@ def swiglus(step: StepGraph) -> Iterator[list[fx.Node]]:
     """The nodes of each product with a SiLU, and of each backward of one."""
     for node in step.nodes("forward", "backward"):
         if node.target is aten.silu.default:
-            activation = [node, *_casts_behind(node)]
+            activation = _with_cast(node)
             products = [u for u in activation[-1].users if _product(u) and u not in activation]
             if products and products[0].meta["val"].shape == node.meta["val"].shape:
-                yield [*activation, products[0], *_casts_behind(products[0])]
+                yield [*activation, *_with_cast(products[0])]
         elif node.target is aten.silu_backward.default:
-            product, casts = _uncast(node.args[0])
+            product = without_casts(node.args[0])
             if _product(product):
-                yield [product, *casts, node, *_other_product(product, node.args[1])]
+                yield [product, *casts_of(node.args[0]), node, *_other_product(product, node.args[1])]
 
 
 def _other_product(product: fx.Node, gate: fx.Node) -> list[fx.Node]:
@@ -146,14 +143,14 @@ def _other_product(product: fx.Node, gate: fx.Node) -> list[fx.Node]:
             if user is product or not _product(user):
                 continue
             for factor in user.all_input_nodes:
-                activation, _ = _uncast(factor)
+                activation = without_casts(factor)
                 if activation.target is aten.silu.default and activation.args[0] is gate:
-                    return [user, *_casts_behind(user)]
+                    return _with_cast(user)
     return []
 
 
-def _product(node: fx.Node | None) -> bool:
-    return node is not None and node.target is aten.mul.Tensor and len(node.all_input_nodes) == 2
+def _product(node: fx.Node) -> bool:
+    return node.target is aten.mul.Tensor and len(node.all_input_nodes) == 2
 
 
 def attentions(step: StepGraph) -> Iterator[list[fx.Node]]:
@@ -163,19 +160,10 @@ def attentions(step: StepGraph) -> Iterator[list[fx.Node]]:
             yield [node]
 
 
-def _uncast(node: fx.Node | None) -> tuple[fx.Node | None, list[fx.Node]]:
-    """(what ``node`` was before its casts, those)."""
-    casts = []
-    while node is not None and node.target is aten._to_copy.default:
-        casts.append(node)
-        node = node.args[0]
-    return node, casts
-
-
-def _casts_behind(node: fx.Node) -> list[fx.Node]:
-    """The cast that ``node`` goes through, if it is the only one to read it."""
-    (only, *others) = node.users or (None,)
-    return [only] if only is not None and not others and only.target is aten._to_copy.default else []
+def _with_cast(node: fx.Node) -> list[fx.Node]:
+    """``node``, and the cast that it goes through if nothing else reads it."""
+    cast = cast_behind(node)
+    return [node] if cast is None else [node, cast]
 
 
 #: Kind -> what finds the nodes of each of its regions, in the order in which they claim nodes.

@@ -3,7 +3,7 @@
 Matches: ``_log_softmax`` of a (M, V) tensor read only by ``nll_loss_forward`` and by the backward of that same loss,
 where the gradient that comes in does not depend on the loss's value. Before -> after: cast, log softmax, loss, loss
 backward, softmax backward, cast back -> ``stepgraph::cross_entropy_(logits)``. Where ranks share the
-vocabulary (tensor parallelism), see `fuse_split_loss`.
+vocabulary (tensor parallelism), see `split`.
 Tier numerics: the kernel sums in another order, and its result is rounded once. Preconditions: a CUDA GPU, class
 indices as targets, no class weights, mean or sum.
 """
@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph.graph.facts import Aliases, getitem_users, is_pure, is_view, tensor_bytes
-from stepgraph.graph.provenance import provenance, set_provenance
+import stepgraph.kernels.loss.cross_entropy  # noqa: F401  (defines torch.ops.stepgraph)
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import getitem_users, is_cast, is_pure, is_view, only_user, tensor_bytes
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.kernels.loss.cross_entropy import cross_entropy_
 from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.loss import split as fuse_split_loss
+from stepgraph.passes.loss import split
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # torch's numbers for the reductions
@@ -42,7 +43,7 @@ def fuse_loss(step: StepGraph, options: object, report: PassReport) -> None:
         if isinstance(found, str):
             report.notes.append(f"{node.name} stays as it is: {found}")
             continue
-        _erase_unread(step.graph, found.rewrite(aliases))
+        found.rewrite(aliases)
         report.changed += 1
         saved += tensor_bytes(found.logits) if found.private else 0
     what = f"{report.changed} of {report.matched} cross entropies" if report.matched else "no cross entropy found to be"
@@ -51,57 +52,39 @@ def fuse_loss(step: StepGraph, options: object, report: PassReport) -> None:
 
 @dataclass
 class _Loss:
-    """The nodes of one loss. ``logits``: before the cast to fp32. ``slopes``: their gradient, after the cast back.
-    ``private``: nothing else reads the logits, and their rows are contiguous."""
+    """The nodes of one loss. ``logits``: before the cast to fp32. ``gradient``: that of the logits, after the cast
+    back. ``private``: nothing else reads the logits, and their rows are contiguous."""
 
     logits: fx.Node
     softmax: fx.Node
     forward: fx.Node
     backward: fx.Node
-    slopes: fx.Node
+    gradient: fx.Node
     private: bool
 
-    def rewrite(self, aliases: Aliases) -> list[fx.Node]:
-        """Put the operator in their place; the nodes that may have no reader left."""
+    def rewrite(self, aliases: Aliases) -> None:
+        """Put the operator in their place."""
         _, targets, _, reduction, ignore = self.forward.args
         before = getitem_users(self.forward)[0]
-        with self.forward.graph.inserting_before(self.forward):
-            logits = self.logits
-            if not self.private:
-                logits = self._call(aten.clone.default, logits, memory_format=torch.contiguous_format)
-            logits = self._shaped_as(logits, self.softmax)
-            grad = self._cast(self._early(self.backward.args[0], aliases.position), torch.float32)
-            loss = self._call(cross_entropy_._opoverload, logits, targets, grad, reduction == _MEAN, ignore)
-            loss = self._cast(loss, before.meta["val"].dtype)
-            slopes = self._shaped_as(logits, self.slopes)
-        before.replace_all_uses_with(loss)
-        self.slopes.replace_all_uses_with(slopes)
-        return [self.slopes, *getitem_users(self.forward).values(), self.forward]
+        build, logits = Builder(self.forward, before=self.forward), self.logits
+        if not self.private:
+            logits = build(aten.clone.default, logits, memory_format=torch.contiguous_format)
+        logits = build.view(logits, self.softmax.meta["val"].shape)
+        grad = build.cast(self._early(self.backward.args[0], build, aliases.position), torch.float32)
+        loss = build(torch.ops.stepgraph.cross_entropy_.default, logits, targets, grad, reduction == _MEAN, ignore)
+        before.replace_all_uses_with(build.cast(loss, before.meta["val"].dtype))
+        self.gradient.replace_all_uses_with(build.view(logits, self.gradient.meta["val"].shape))
+        erase_unread(*getitem_users(self.forward).values(), self.gradient)
 
-    def _early(self, grad: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
+    def _early(self, grad: fx.Node, build: Builder, position: dict[fx.Node, int]) -> fx.Node:
         """``grad``, computed before the loss is."""
         if grad.target is aten.ones_like.default and position[grad] > position[self.forward]:
             value = grad.meta["val"]
-            return self._call(aten.full.default, list(value.shape), 1.0, dtype=value.dtype, device=value.device)
+            return build(aten.full.default, list(value.shape), 1.0, dtype=value.dtype, device=value.device)
         if position[grad] < position[self.forward]:
             return grad
-        args, kwargs = fx.map_arg((grad.args, grad.kwargs), lambda n: self._early(n, position))
-        return self._call(grad.target, *args, **kwargs)
-
-    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return node if node.meta["val"].dtype == dtype else self._call(aten._to_copy.default, node, dtype=dtype)
-
-    def _shaped_as(self, node: fx.Node, other: fx.Node) -> fx.Node:
-        shape = other.meta["val"].shape
-        return node if node.meta["val"].shape == shape else self._call(aten.view.default, node, list(shape))
-
-    def _call(self, target: torch._ops.OpOverload, *args: object, **kwargs: object) -> fx.Node:
-        node = self.forward.graph.call_function(target, args, kwargs)
-        values, options = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.logits.meta["val"].fake_mode, torch.no_grad():
-            node.meta["val"] = target(*values, **options)
-        set_provenance(node, provenance(self.forward))
-        return node
+        args, kwargs = fx.map_arg((grad.args, grad.kwargs), lambda n: self._early(n, build, position))
+        return build(grad.target, *args, **kwargs)
 
 
 def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
@@ -122,7 +105,7 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
         return "its backward belongs to another loss"
     if total is not None and set(total.users) != {backward}:
         return "the number of rows is read elsewhere"
-    logits, slopes, reader = _ends(softmax, last)
+    logits, gradient, reader = _ends(softmax, last)
     rows, targets = softmax.meta["val"], forward.args[1].meta["val"]
     if softmax.args[1] not in (1, -1) or rows.ndim != 2 or rows.dtype not in _DTYPES:
         return f"logits of {rows.ndim} dimensions in {rows.dtype}"
@@ -136,11 +119,11 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     members = [n for n in aliases.position if aliases.root(n) is root]
     used = {user for member in members for user in member.users if not is_view(user)}
     private = root.op == "call_function" and logits.meta["val"].is_contiguous() and used == {reader}
-    return _Loss(logits, softmax, forward, backward, slopes, private)
+    return _Loss(logits, softmax, forward, backward, gradient, private)
 
 
 #: What a loss begins with, and how the rest of it is found.
-_FIRST = {aten._log_softmax.default: _match, aten.amax.default: fuse_split_loss.match}
+_FIRST = {aten._log_softmax.default: _match, aten.amax.default: split.match}
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -157,14 +140,11 @@ def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     cast, back = softmax.args[0], last
     while cast.target in _RESHAPES and len(cast.users) == 1:
         cast = cast.args[0]
-    while back.target is not aten._to_copy.default and len(back.users) == 1:
-        (user,) = back.users
-        if user.target not in (aten._to_copy.default, *_RESHAPES):
-            break
+    while not is_cast(back) and (user := only_user(back)) and (is_cast(user) or user.target in _RESHAPES):
         back = user
-    if cast.target is aten._to_copy.default and len(cast.users) == 1 and back.target is aten._to_copy.default:
+    if is_cast(cast) and len(cast.users) == 1 and is_cast(back):
         before, after = cast.args[0].meta["val"], back.meta["val"]
-        if before.dtype in _DTYPES and (before.dtype, before.device) == (after.dtype, last.meta["val"].device):
+        if before.dtype in _DTYPES and before.dtype == after.dtype:
             return cast.args[0], back, cast
     return softmax.args[0], last, softmax
 
@@ -178,14 +158,3 @@ def _known_before(node: fx.Node, loss: fx.Node, aliases: Aliases) -> bool:
         return False
     sources = node.all_input_nodes
     return all(_known_before(s, loss, aliases) and not aliases.written_between(s, at[loss], at[node]) for s in sources)
-
-
-def _erase_unread(graph: fx.Graph, ends: list[fx.Node]) -> None:
-    """Take out ``ends`` and what only they read."""
-    erased: set[fx.Node] = set()
-    while ends:
-        node = ends.pop(0)
-        if node not in erased and not node.users and is_pure(node):
-            ends += node.all_input_nodes
-            graph.erase_node(node)
-            erased.add(node)

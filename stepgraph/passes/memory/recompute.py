@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from stepgraph.costs import links
+from stepgraph.costs.roofline import node_seconds
 from stepgraph.errors import unknown_name
 from stepgraph.graph import collectives
 from stepgraph.graph.facts import EXPENSIVE, Aliases, is_pure, is_view, tensor_bytes
@@ -32,9 +34,6 @@ POLICIES = ("none", "selective", "full", "budget")
 #: A chain of cheap operators longer than this is cut by keeping a result: a residual stream without declared blocks
 #: would otherwise be recomputed from the embedding up.
 MAX_CHAIN = 12
-
-# Relative cost of recomputing: seconds on a card of about 700 TFLOP/s and 3.5 TB/s. Only ratios matter.
-_FLOPS_PER_S, _BYTES_PER_S = 700e12, 3.5e12
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def parse_policy(text: str) -> MemoryPolicy:
     return MemoryPolicy("budget", number, not value.endswith("GiB") and number <= 1)
 
 
-@register("recompute", "exact", options=MemoryPolicy())
+@register("recompute", "exact", options=MemoryPolicy(), from_options=lambda options: vars(parse_policy(options.memory)))
 def recompute(step: StepGraph, options: MemoryPolicy, report: PassReport) -> None:
     """Trade memory for time: recompute forward results in backward by a memory policy."""
     plan = Plan(step)
@@ -233,7 +232,7 @@ class Plan:
         marked, full = self.checkpointed(), self.dropped("full")
         if self.kept_bytes(full) > limit:
             return None
-        order = sorted(full - marked, key=lambda n: self._seconds(n) / max(tensor_bytes(n), 1))
+        order = sorted(full - marked, key=self._cost)
         low, high = 0, len(order)
         while low < high:
             middle = (low + high) // 2
@@ -254,21 +253,15 @@ class Plan:
         packet = getattr(target, "overloadpacket", None)
         return packet in EXPENSIVE or isinstance(target, torch._ops.HigherOrderOperator)
 
+    def _cost(self, node: fx.Node) -> tuple[float, int, int]:
+        """The order in which results are given up: seconds per byte, in three digits; of equal ones the largest, and
+        then the first, so that every rank chooses the same."""
+        size = tensor_bytes(node)
+        return float(f"{self._seconds(node) / max(size, 1):.3g}"), -size, self.aliases.position[node]
+
     def _seconds(self, node: fx.Node) -> float:
-        if node in self.gathers:
-            return collectives.seconds(node)
-        op = self.operator(node)
-        moved = tensor_bytes(op) + sum(tensor_bytes(s) for s in op.all_input_nodes)
-        flops = 0
-        if self.is_expensive(node):
-            shapes = [s.meta["val"].shape for s in op.all_input_nodes if isinstance(s.meta.get("val"), torch.Tensor)]
-            inner = shapes[0][-1] if shapes and len(shapes[0]) else 1
-            result = op.meta["val"]
-            first = result[0] if isinstance(result, (list, tuple)) else result
-            flops = 2 * first.numel() * inner
-            if "attention" in str(op.target):
-                flops = 4 * first.numel() * shapes[1][-2]
-        return flops / _FLOPS_PER_S + moved / _BYTES_PER_S
+        """Seconds to compute ``node`` again, as a kernel of its own."""
+        return links.seconds(node) if node in self.gathers else node_seconds(self.operator(node))
 
     def kept(self, dropped: set[fx.Node]) -> set[fx.Node]:
         """The roots kept for backward when ``dropped`` are computed again: a dropped one needs its sources."""

@@ -6,10 +6,12 @@ memory traffic. Before -> after: backward reads ``silu(g)`` that forward wrote -
 again (matrix products, attention, random numbers) to what backward reads is cut at results whose bytes sum to the
 least. Exact, since the same operators run on the same values. Kept in any case: reductions, whose kernels are not free
 to fuse, what backward hands to a matrix product or attention, which would have to be written anyway, and what leaves a
-repeated block.
+repeated block. Preconditions: Inductor comes after it, on a GPU.
 Source: the idea of torch's min-cut partitioner (He and Yu, Transcending Runtime-Memory Tradeoffs in Checkpointing by
 being Fusion Aware, 2023), here on the step's own phases.
 """
+
+from dataclasses import dataclass
 
 import networkx as nx
 import torch
@@ -20,14 +22,43 @@ from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import region_of, tag
+from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.memory.recompute import Plan
+
+
+@dataclass(frozen=True)
+class RematerializeOptions:
+    """``regions``: only what a tagged region made and only such regions read in backward, which then compute it
+    themselves; outside nothing is fused."""
+
+    regions: bool = False
+
+
+@register(
+    "rematerialize",
+    "exact",
+    options=RematerializeOptions(),
+    after=("recompute", "fuse_norm", "fuse_loss", "tag_regions"),
+    provides=("rematerialized",),
+    serves="inductor",
+    needs_cuda=True,  # a CPU would pay for computing again
+    from_options=lambda options: {"regions": options.inductor == "regional"} if options.inductor != "off" else None,
+)
+def carry_least(step: StepGraph, options: RematerializeOptions, report: PassReport) -> None:
+    """Carry the fewest bytes from forward to backward, and compute the rest again inside backward's kernels."""
+    again, before, after = rematerialize(step, regions=options.regions)
+    report.matched = report.changed = again
+    report.summary = (
+        f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
+        f"{after / 2**20:.0f} of {before / 2**20:.0f} MiB"
+    )
 
 
 def rematerialize(step: StepGraph, *, regions: bool = False) -> tuple[int, int, int]:
     """Rewrite the step; (nodes computed again, bytes carried before, bytes carried after).
 
-    The loss counts as backward: its gradient follows at once and shares its kernels. ``regions``: only what a tagged
-    region made and only such regions read in backward, which then compute it themselves; outside nothing is fused.
+    The loss counts as backward: its gradient follows at once and shares its kernels. ``regions``: as in
+    `RematerializeOptions`.
     """
     plan = Plan(step, forward=("forward",))
     before = plan.kept_bytes(set())

@@ -1,6 +1,6 @@
-"""Proves that the operators around a root ``rsqrt(mean(x^2) + eps)``, in whatever spelling, are a norm.
+"""Proves that the operators around a root ``rsqrt(mean(x^2) + eps)``, however they are written, are a norm.
 
-What follows from the root is read as polynomials (see `norm_values`): only a node that equals
+What follows from the root is read as polynomials (see `values`): only a node that equals
 ``xhat * (weight + offset) + bias`` is an output, only one that equals a derivative of the norm is a gradient. Where
 anything else reads what lies between, the norm is left alone.
 """
@@ -8,11 +8,12 @@ anything else reads what lies between, the norm is left alone.
 import torch
 from torch import fx
 
+from stepgraph.graph.facts import packet
 from stepgraph.graph.provenance import phase_of
 from stepgraph.passes.norm import algebra
 from stepgraph.passes.norm.algebra import Polynomial
 from stepgraph.passes.norm.found import Found, Gradient, Refused
-from stepgraph.passes.norm.values import Values, before_widening, is_cast, packet, value_of
+from stepgraph.passes.norm.values import Values, before_widening, is_copy, value_of
 
 aten = torch.ops.aten
 
@@ -173,7 +174,7 @@ class Composite:
 
     def _cast_before_weight(self, y: fx.Node) -> bool:
         """Whether xhat is rounded before it is scaled, as Hugging Face does."""
-        return any(is_cast(n) and value_of(n).dtype != value_of(n.args[0]).dtype for n in y.all_input_nodes
+        return any(is_copy(n) and value_of(n).dtype != value_of(n.args[0]).dtype for n in y.all_input_nodes
                    if n in self.values.known and self.values.is_full(n))  # fmt: skip
 
     # Backward

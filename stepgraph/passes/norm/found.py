@@ -1,4 +1,4 @@
-"""What is known of a norm in a graph, and what beside it can go into one operator with it."""
+"""A norm found in a graph, and the casts and sums beside it that one operator can compute with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from stepgraph.graph.facts import only_user, packet
 from stepgraph.kernels.norm.spec import DTYPES
-from stepgraph.passes.norm.values import before_widening, is_cast, packet, value_of
+from stepgraph.passes.norm.values import before_widening, is_copy, value_of
 
 aten = torch.ops.aten
 
@@ -68,14 +69,10 @@ def _is_narrowing(node: fx.Node) -> bool:
     return made != read and torch.promote_types(made, read) == read and made in DTYPES
 
 
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
 def _reshaped(dw: fx.Node | None) -> fx.Node | None:
     """What alone reads ``dw``, in another shape or dtype."""
-    while dw is not None and (user := _only_user(dw)):
-        if not is_cast(user) and packet(user) not in (aten.view, aten._unsafe_view, aten.squeeze):
+    while dw is not None and (user := only_user(dw)):
+        if not is_copy(user) and packet(user) not in (aten.view, aten._unsafe_view, aten.squeeze):
             break
         dw = user
     return dw
@@ -105,16 +102,16 @@ def complete(norms: Sequence[Found]) -> None:
 
 def _rounded(node: fx.Node, taken: set[fx.Node]) -> fx.Node:
     """The cast to a narrower dtype that alone reads ``node``, if there is one: the operator rounds once."""
-    while (user := _only_user(node)) and user not in taken and is_cast(user) and _is_narrowing(user):
+    while (user := only_user(node)) and user not in taken and is_copy(user) and _is_narrowing(user):
         node = user
     return node
 
 
 def _with_stream(dx: fx.Node, taken: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
     """``(sum, dh)`` where ``sum`` alone reads ``dx``, perhaps cast to a wider dtype."""
-    user = _only_user(dx)
-    if user is not None and is_cast(user):
-        dx, user = user, _only_user(user)
+    user = only_user(dx)
+    if user is not None and is_copy(user):
+        dx, user = user, only_user(user)
     if user is None or user in taken:
         return None
     dh = _added(user, dx)

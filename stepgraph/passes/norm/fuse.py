@@ -1,6 +1,6 @@
 """RMS and layer norms by the way that is fastest for each: our kernels, Inductor, or eager's.
 
-Matches: every norm of rows, forward and backward, fused or composite (see `norm_match`). Before -> after, where our
+Matches: every norm of rows, forward and backward, fused or composite (see `match`). Before -> after, where our
 kernels are chosen: the residual add, the norm and its casts -> ``stepgraph::norm``; its backward and the addition of
 the residual stream's gradient -> ``stepgraph::norm_backward``; the norms of queries and keys -> one operator. Where
 Inductor is chosen the graph stays, and the norm with its pointwise neighbours is marked as a region; where eager is
@@ -14,22 +14,22 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import fx
 
+from stepgraph.costs.norms import Traffic, cost
 from stepgraph.errors import unknown_name
-from stepgraph.graph.facts import Aliases, is_overload, is_view, tensor_bytes
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.facts import is_pointwise, tensor_bytes
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import KEY, Region
 from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.norm import pairs as norm_pairs
-from stepgraph.passes.norm.cost import Traffic, cost
+from stepgraph.passes.norm import pairs
 from stepgraph.passes.norm.found import Found, added
 from stepgraph.passes.norm.match import find
 from stepgraph.passes.norm.rewrite import Rewriter, unsupported
-from stepgraph.passes.norm.values import packet, value_of
+from stepgraph.passes.norm.values import value_of
 
 Choice = Literal["auto", "kernel", "inductor", "eager"]
 
@@ -39,8 +39,8 @@ _NOTES = 8
 
 @dataclass(frozen=True)
 class FuseNormOptions:
-    """``choice``: how norms run; ``auto`` takes the cheapest for each (see `norm_cost`), and on a CPU leaves them as
-    they are. ``compiled``: whether Inductor comes after, so that it can be chosen."""
+    """``choice``: how norms run; ``auto`` takes the cheapest for each (see `stepgraph.costs.norms`), and
+    on a CPU leaves them as they are. ``compiled``: whether Inductor comes after, so that it can be chosen."""
 
     choice: Choice = "auto"
     compiled: bool = True
@@ -50,7 +50,13 @@ class FuseNormOptions:
             raise unknown_name("choice of norm", self.choice, get_args(Choice))
 
 
-@register("fuse_norm", "numerics", options=FuseNormOptions())
+@register(
+    "fuse_norm",
+    "numerics",
+    options=FuseNormOptions(),
+    from_options=lambda options: {"choice": options.norm, "compiled": options.inductor != "off"},
+    forecast=False,  # a norm's kernel moves what the roofline counts, whichever it is
+)
 def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> None:
     """Run each RMS and layer norm by our kernels, Inductor or eager, whichever is fastest."""
     norms, left = [], []
@@ -119,8 +125,8 @@ def _rewrite(step: StepGraph, kernels: list[Found], aliases: Aliases) -> str:
     """Put our operators in; what they took in with them, in words."""
     rewriter = Rewriter(step, kernels, aliases)
     paired: set[int] = set()
-    for q, k in norm_pairs.pairs(kernels):
-        if norm_pairs.rewrite(rewriter, q, k, aliases):
+    for q, k in pairs.find(kernels):
+        if pairs.rewrite(rewriter, q, k, aliases):
             paired |= {id(q), id(k)}
     residuals = gradients = 0
     for found in kernels:
@@ -151,7 +157,7 @@ def _traffic(found: Found) -> Traffic:
         if gradient.dh is not None:
             backward += tensor_bytes(gradient.dh)
             apart += 2 * tensor_bytes(gradient.dx)
-    return Traffic(value_of(x).numel() // width, width, forward, backward, apart, _neighbours(found, reads))
+    return Traffic(width, forward, backward, apart, _neighbours(found, reads))
 
 
 def _neighbours(found: Found, reads: tuple[fx.Node, ...]) -> int:
@@ -162,19 +168,12 @@ def _neighbours(found: Found, reads: tuple[fx.Node, ...]) -> int:
     """
     inside = set(found.nodes) | {found.x}
     made = [n for n in (*reads, found.gradient.dy if found.gradient else None) if n is not None]
-    saved = sum(2 * tensor_bytes(n) for n in made if _is_pointwise(n) and set(n.users) <= inside)
+    saved = sum(2 * tensor_bytes(n) for n in made if is_pointwise(n) and set(n.users) <= inside)
     results = [*found.outputs, found.gradient.dx if found.gradient else None]
     for node in results:
-        if node is not None and node.users and all(_is_pointwise(user) for user in node.users):
+        if node is not None and node.users and all(is_pointwise(user) for user in node.users):
             saved += 2 * tensor_bytes(node)
     return saved
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    """Whether Inductor makes the node's result element by element from tensors of its size."""
-    if not is_overload(node) or is_view(node):
-        return False
-    return torch.Tag.pointwise in node.target.tags or packet(node) is torch.ops.aten._to_copy
 
 
 # Marks
@@ -184,7 +183,7 @@ def _mark_region(found: Found, i: int) -> None:
     """Mark the norm with its pointwise neighbours, forward and backward apart."""
     nodes = set(found.nodes)
     for node in found.nodes:
-        nodes |= {n for n in (*node.all_input_nodes, *node.users) if _is_pointwise(n)}
+        nodes |= {n for n in (*node.all_input_nodes, *node.users) if is_pointwise(n)}
     for node in nodes:
         if phase_of(node) != "optimizer":
             part = "backward" if phase_of(node) == "backward" else "forward"

@@ -1,18 +1,18 @@
 """Finds norms in a step graph: forward, and the backward that belongs to it.
 
-A fused operator (``native_layer_norm``, ``_fused_rms_norm``) says itself what it is, and its backward reads its
-statistics. A composite norm is proved from its root (see `norm_composite`). Names and module types play no part.
+A fused operator (``native_layer_norm``, ``_fused_rms_norm``) is known by its name, and its backward by reading its
+statistics. A composite norm is proved from its root (see `composite`). Names and types of modules play no part.
 """
 
 import torch
 from torch import fx
 
-from stepgraph.graph.facts import argument, getitem_users
+from stepgraph.graph.facts import argument, getitem_users, packet
 from stepgraph.graph.provenance import phase_of
 from stepgraph.kernels.norm.spec import default_eps
 from stepgraph.passes.norm.composite import ROOTS, Composite, normalized
 from stepgraph.passes.norm.found import Found, Gradient, Refused, complete
-from stepgraph.passes.norm.values import packet, value_of
+from stepgraph.passes.norm.values import value_of
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ _FUSED_BACKWARD = (aten._fused_rms_norm_backward, aten.native_layer_norm_backwar
 
 
 def find(graph: fx.Graph) -> list[Found | Refused]:
-    """Every norm of ``graph`` in order, and what looked like one."""
+    """Every norm of ``graph``, and what looked like one but is none, in order."""
     recomputed: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         if "recomputes" in node.meta:

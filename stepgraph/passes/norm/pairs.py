@@ -1,25 +1,28 @@
-"""The norms of queries and keys of one attention: which belong together, and one operator for both.
+"""One operator for the norms of the queries and the keys of an attention.
 
-Before -> after: ``q' = norm(q)``, ``k' = norm(k)`` -> ``stepgraph::norm_pair(q, k)``, and the same in backward.
-Between the two, the graph computes what the second one reads; that is moved before the first.
+Before -> after: ``q' = norm(q)``, ``k' = norm(k)`` -> ``stepgraph::norm_pair(q, k)``, and the same in backward. What
+the second norm needs of the nodes between the two moves before the first.
 """
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from stepgraph.graph.facts import EXPENSIVE, Aliases, is_pure
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.edit import Builder
+from stepgraph.graph.facts import EXPENSIVE, is_pure, packet
 from stepgraph.passes.norm.found import Found
-from stepgraph.passes.norm.rewrite import Rewriter, inverse, order_of, ours
-from stepgraph.passes.norm.values import packet, value_of
+from stepgraph.passes.norm.rewrite import Rewriter, inverse, order_of, ours, permuted
+from stepgraph.passes.norm.values import value_of
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.bmm, aten.baddbmm)
 
 
-def pairs(norms: Sequence[Found]) -> list[tuple[Found, Found]]:
-    """The norms that one operator can compute two by two."""
+def find(norms: Sequence[Found]) -> list[tuple[Found, Found]]:
+    """The pairs of norms that one operator can compute."""
     by_attention: dict[fx.Node, list[Found]] = {}
     for found in norms:
         if found.kind == "rms" and found.bias is None and len(found.outputs) == 1 and value_of(found.x).ndim > 2:
@@ -80,51 +83,62 @@ def rewrite(rewriter: Rewriter, q: Found, k: Found, aliases: Aliases) -> bool:
         backward = _between(needed, at, sooner, aliases)
     if forward is None or backward is None:
         return False
-    options = value_of(q.outputs[0]).dtype, "rms", q.eps, q.offset
     for node in forward:
         place.prepend(node)
-    outputs = [q.outputs[0], k.outputs[0]]
-    with rewriter.graph.inserting_before(place):
-        x, weights = _inputs(rewriter, [q.x, k.x], outputs), [rewriter.weight(f.weight, place) for f in (q, k)]
-        node = rewriter.call(ours.norm_pair.default, *x, *weights, *options, like=place)
-        saved = q.gradient or rewriter.read_later & {q.root, k.root}
-        parts = [rewriter.part(node, i, place) for i in range(4 if saved else 2)]
-        statistics = _restored(rewriter, parts[2:], outputs)
-        for f, rstd in zip((q, k), statistics, strict=False):
-            rewriter.statistics[f.root] = None, rstd
-        for old, new in zip(outputs, _restored(rewriter, parts[:2], outputs), strict=True):
-            rewriter.replace(old, new)
+    statistics = _rewrite_forward(rewriter, q, k, place)
     if q.gradient:
         for node in backward:
             at.prepend(node)
-        gradients = [q.gradient, k.gradient]
-        dx = [g.dx for g in gradients]
-        with rewriter.graph.inserting_before(at):
-            sides = [[g.dy for g in gradients], [g.x for g in gradients], statistics]
-            dy, x, statistics = (_inputs(rewriter, side, dx) for side in sides)
-            weights = [rewriter.weight(f.weight, at) for f in (q, k)]
-            needs = True, q.gradient.dw is not None
-            node = rewriter.call(
-                ours.norm_pair_backward.default, *dy, *x, *weights, *statistics, *options, *needs, like=at
-            )
-            new = _restored(rewriter, [rewriter.part(node, i, at) for i in range(2)], dx)
-            if q.gradient.dw is not None:
-                new += [rewriter.part(node, i, at) for i in (2, 3)]
-            for old, result in zip([*dx, *(g.dw for g in gradients)], new, strict=False):
-                rewriter.replace(old, rewriter.shaped(result, old))
+        _rewrite_backward(rewriter, q, k, statistics, at)
     for found in (q, k):
         rewriter.erase(found)
     return True
 
 
-def _inputs(rewriter: Rewriter, nodes: list[fx.Node], like: list[fx.Node]) -> list[fx.Node]:
+def _options(q: Found) -> tuple:
+    return value_of(q.outputs[0]).dtype, "rms", q.eps, q.offset
+
+
+def _rewrite_forward(rewriter: Rewriter, q: Found, k: Found, place: fx.Node) -> list[fx.Node]:
+    """Compute both norms before ``place``; their statistics."""
+    build, outputs = Builder(place, before=place), [q.outputs[0], k.outputs[0]]
+    x = _inputs(build, rewriter, [q.x, k.x], outputs)
+    weights = [rewriter.weight(build, f.weight) for f in (q, k)]
+    node = build(ours.norm_pair.default, *x, *weights, *_options(q))
+    saved = q.gradient or rewriter.read_later & {q.root, k.root}
+    parts = [build(operator.getitem, node, i) for i in range(4 if saved else 2)]
+    statistics = _restored(build, parts[2:], outputs)
+    for f, rstd in zip((q, k), statistics, strict=False):
+        rewriter.statistics[f.root] = None, rstd
+    for old, new in zip(outputs, _restored(build, parts[:2], outputs), strict=True):
+        rewriter.replace(old, new)
+    return statistics
+
+
+def _rewrite_backward(rewriter: Rewriter, q: Found, k: Found, statistics: list[fx.Node], place: fx.Node) -> None:
+    """Compute both norms' gradients before ``place``."""
+    build, gradients = Builder(place, before=place), [q.gradient, k.gradient]
+    dx = [g.dx for g in gradients]
+    sides = [[g.dy for g in gradients], [g.x for g in gradients], statistics]
+    dy, x, statistics = (_inputs(build, rewriter, side, dx) for side in sides)
+    weights = [rewriter.weight(build, f.weight) for f in (q, k)]
+    needs = True, q.gradient.dw is not None
+    node = build(ours.norm_pair_backward.default, *dy, *x, *weights, *statistics, *_options(q), *needs)
+    new = _restored(build, [build(operator.getitem, node, i) for i in range(2)], dx)
+    if q.gradient.dw is not None:
+        new += [build(operator.getitem, node, i) for i in (2, 3)]
+    for old, result in zip([*dx, *(g.dw for g in gradients)], new, strict=False):
+        rewriter.replace_shaped(build, old, result)
+
+
+def _inputs(build: Builder, rewriter: Rewriter, nodes: list[fx.Node], like: list[fx.Node]) -> list[fx.Node]:
     """``nodes`` with their dimensions in the order in which ``like`` lie in memory."""
-    return [rewriter.permuted(rewriter.now(n), order_of(m), m) for n, m in zip(nodes, like, strict=True)]
+    return [permuted(build, rewriter.now(n), order_of(m), like=m) for n, m in zip(nodes, like, strict=True)]
 
 
-def _restored(rewriter: Rewriter, nodes: list[fx.Node], like: list[fx.Node]) -> list[fx.Node]:
+def _restored(build: Builder, nodes: list[fx.Node], like: list[fx.Node]) -> list[fx.Node]:
     """The inverse of `_inputs`."""
-    return [rewriter.permuted(n, inverse(order_of(m)), m) for n, m in zip(nodes, like, strict=False)]
+    return [permuted(build, n, inverse(order_of(m)), like=m) for n, m in zip(nodes, like, strict=False)]
 
 
 def _between(needed: list[fx.Node | None], place: fx.Node, first: Found, aliases: Aliases) -> list[fx.Node] | None:

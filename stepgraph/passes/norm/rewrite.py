@@ -11,14 +11,12 @@ on that: the operators then run on the dimensions in that order.
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from stepgraph import compat
-from stepgraph.graph.facts import Aliases, is_pure
-from stepgraph.graph.provenance import provenance, set_provenance
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.norm import operators  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.kernels.norm.spec import DTYPES
@@ -90,6 +88,14 @@ def inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
+def permuted(build: Builder, node: fx.Node | None, order: Sequence[int], like: fx.Node | None = None) -> fx.Node | None:
+    """``node`` with its dimensions in ``order``; for one dimension less, those before the last."""
+    if node is None:
+        return None
+    order = [d for d in order if d < value_of(node).ndim]
+    return node if order == sorted(order) else build(aten.permute.default, node, order, like=like)
+
+
 class Rewriter:
     """Puts operators in place of ``norms``, which are in the order of the graph."""
 
@@ -111,45 +117,29 @@ class Rewriter:
         return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Every reader of ``old`` reads ``new``."""
+        """Every reader of ``old`` reads ``new``; what then is unread goes at the end, in `erase` and `sweep`."""
         old.replace_all_uses_with(new)
         self._moved[old] = new
 
-    def call(self, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-        """A new node at the graph's insertion point, with the provenance of ``like``."""
-        node = self.graph.call_function(target, args, kwargs)
-        values, options = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = next(v for v in _flat(values) if isinstance(v, torch.Tensor)).fake_mode
-        with mode, torch.no_grad():
-            node.meta["val"] = target(*values, **options)
-        set_provenance(node, provenance(like))
-        return node
+    def replace_shaped(self, build: Builder, old: fx.Node, new: fx.Node) -> None:
+        """The same, with ``new`` in shape and dtype of ``old``."""
+        viewed = build.view(new, value_of(old).shape, like=old)
+        self.replace(old, build.cast(viewed, value_of(old).dtype, like=old))
 
-    def part(self, node: fx.Node, index: int, like: fx.Node) -> fx.Node:
-        """One result of ``node``."""
-        return self.call(operator.getitem, node, index, like=like)
-
-    def permuted(self, node: fx.Node | None, order: Sequence[int], like: fx.Node) -> fx.Node | None:
-        """``node`` with its dimensions in ``order``; for one dimension less, those before the last."""
-        if node is None:
-            return None
-        order = [d for d in order if d < value_of(node).ndim]
-        return node if order == sorted(order) else self.call(aten.permute.default, node, order, like=like)
-
-    def weight(self, node: fx.Node | None, like: fx.Node) -> fx.Node | None:
+    def weight(self, build: Builder, node: fx.Node | None) -> fx.Node | None:
         """The weight in the shape that the operators take."""
         node = self.now(node)
-        if node is None or _form(node)[0] == value_of(node).shape:
-            return node
-        return self.call(aten.view.default, node, list(_form(node)[0]), like=like)
+        return None if node is None else build.view(node, _form(node)[0])
 
-    def shaped(self, node: fx.Node, old: fx.Node) -> fx.Node:
-        """``node`` in shape and dtype of ``old``, which it replaces."""
-        if value_of(node).shape != value_of(old).shape:
-            node = self.call(aten.view.default, node, list(value_of(old).shape), like=old)
-        if value_of(node).dtype != value_of(old).dtype:
-            node = self.call(aten._to_copy.default, node, dtype=value_of(old).dtype, like=old)
-        return node
+    def erase(self, found: Found) -> None:
+        """Take out what nothing reads any more of the norm, what it writes in place included."""
+        for node in reversed(found.nodes):
+            if not node.users:
+                self.graph.erase_node(node)
+
+    def sweep(self) -> None:
+        """Take out the casts and sums that only erased nodes read."""
+        erase_unread(*self.graph.nodes)
 
     # Norms
 
@@ -166,14 +156,13 @@ class Rewriter:
             self.statistics[found.root] = self.statistics[found.original.root]
             return False
         first, *again = found.outputs
-        order = order_of(first)
-        branches = self._residual(found, order)
+        branches = self._residual(found, order_of(first))
         if branches is None:
-            self._norm(found, first, self.now(found.x), None, first)
+            self._norm(found, first, self.now(found.x), None)
         else:
-            self._norm(found, first, *branches, self.now(found.x))
+            self._norm(found, first, *branches)
         for y in again:
-            self._norm(found, y, self.now(found.x), None, y)
+            self._norm(found, y, self.now(found.x), None)
         return branches is not None
 
     def _residual(self, found: Found, order: list[int]) -> tuple[fx.Node, fx.Node] | None:
@@ -189,19 +178,20 @@ class Rewriter:
             return None
         return sides
 
-    def _norm(self, found: Found, y: fx.Node, x: fx.Node, residual: fx.Node | None, place: fx.Node) -> None:
-        order = order_of(y)
-        with self.graph.inserting_before(place):
-            weight, bias = self.weight(found.weight, y), self.weight(found.bias, y)
-            node = self.call(
-                ours.norm.default, self.permuted(x, order, y), weight, bias, self.permuted(residual, order, y),
-                value_of(y).dtype, found.kind, found.eps, found.offset, residual is not None, like=y,
-            )  # fmt: skip
-            back = inverse(order)
-            results = {i: self.permuted(self.part(node, i, y), back, y) for i in self._wanted(found, y, residual)}
+    def _norm(self, found: Found, y: fx.Node, x: fx.Node, residual: fx.Node | None) -> None:
+        """Norm of ``x``, plus the ``residual`` if given: its sum then stands for ``found.x``."""
+        place = y if residual is None else self.now(found.x)
+        build, order = Builder(y, before=place), order_of(y)
+        weight, bias = self.weight(build, found.weight), self.weight(build, found.bias)
+        node = build(
+            ours.norm.default, permuted(build, x, order), weight, bias, permuted(build, residual, order),
+            value_of(y).dtype, found.kind, found.eps, found.offset, residual is not None,
+        )  # fmt: skip
+        wanted, back = self._wanted(found, y, residual), inverse(order)
+        results = {i: permuted(build, build(operator.getitem, node, i), back) for i in wanted}
         self.replace(y, results[0])
         if residual is not None:
-            self.replace(self.now(found.x), results[1])
+            self.replace(place, results[1])
         if found.root not in self.statistics and 3 in results:
             self.statistics[found.root] = results.get(2), results[3]
 
@@ -214,42 +204,25 @@ class Rewriter:
 
     def _backward(self, found: Found) -> None:
         gradient = found.gradient
-        like = gradient.dx or gradient.results()[0]
         order = order_of(gradient.dx or gradient.dy)
-        dy, x, dh = self.now(gradient.dy), self.now(gradient.x), self.now(gradient.dh)
         mean, rstd = self.statistics[found.root]
-        with self._after([n for n in (dy, x, dh, mean, rstd) if n is not None], gradient.results()):
-            dy, x, mean, rstd, dh = (self.permuted(n, order, like) for n in (dy, x, mean, rstd, dh))
-            dtype = value_of(gradient.dx).dtype if gradient.dx else value_of(found.x).dtype
-            node = self.call(
-                ours.norm_backward.default, dy, x, self.weight(found.weight, like), mean, rstd, dh,
-                dtype, found.kind, found.eps, found.offset, dtype,
-                *(n is not None for n in (gradient.dx, gradient.dw, gradient.db)), like=like,
-            )  # fmt: skip
-            back = inverse(order)
-            for i, old in enumerate((gradient.dx, gradient.dw, gradient.db)):
-                if old is not None:
-                    part = self.part(node, i, old)
-                    part = self.permuted(part, back, old) if i == 0 else part
-                    self.replace(old, self.shaped(part, old))
-
-    def _after(self, inputs: list[fx.Node], results: list[fx.Node]) -> Any:
-        """Insert before the first of ``results`` that comes after all ``inputs``."""
-        later = [n for n in sorted(results) if n > max(inputs)]
-        return self.graph.inserting_before(later[0]) if later else self.graph.inserting_after(max(inputs))
-
-    def erase(self, found: Found) -> None:
-        """Take out what nothing reads any more."""
-        for node in reversed(found.nodes):
-            if not node.users:
-                self.graph.erase_node(node)
-
-    def sweep(self) -> None:
-        """Take out the casts and sums that only erased nodes read."""
-        for node in reversed(list(self.graph.nodes)):
-            if not node.users and is_pure(node):
-                self.graph.erase_node(node)
+        dy, x, dh = self.now(gradient.dy), self.now(gradient.x), self.now(gradient.dh)
+        reads = [n for n in (dy, x, mean, rstd, dh) if n is not None]
+        build = Builder(gradient.results()[0], before=_place_after(max(reads), gradient.results()))
+        dy, x, mean, rstd, dh = (permuted(build, n, order) for n in (dy, x, mean, rstd, dh))
+        dtype = value_of(gradient.dx).dtype if gradient.dx else value_of(found.x).dtype
+        parts = (gradient.dx, gradient.dw, gradient.db)
+        node = build(
+            ours.norm_backward.default, dy, x, self.weight(build, found.weight), mean, rstd, dh,
+            dtype, found.kind, found.eps, found.offset, dtype, *(n is not None for n in parts),
+        )  # fmt: skip
+        for i, old in enumerate(parts):
+            if old is not None:
+                part = build(operator.getitem, node, i, like=old)
+                part = permuted(build, part, inverse(order), like=old) if i == 0 else part
+                self.replace_shaped(build, old, part)
 
 
-def _flat(values: Any) -> list[Any]:
-    return compat.pytree.tree_leaves(values)
+def _place_after(node: fx.Node, results: list[fx.Node]) -> fx.Node:
+    """The node before which to compute what reads ``node``: the first of ``results`` after it."""
+    return min((n for n in results if n > node), default=node.next)

@@ -1,7 +1,7 @@
 """Reads operators of a graph as polynomials in one tensor ``x``, its row statistics, weights and gradients.
 
-See `norm_algebra` for the polynomials. A node is read if everything it is made of is: ``x``, what was declared besides
-(the gradient that comes in), weights, and numbers. Whatever else it is made of makes it foreign.
+See `algebra` for the polynomials. A node can be read if it is made of ``x``, of other tensors that were declared (such
+as the incoming gradient), of weights and of numbers alone; any other node is foreign.
 """
 
 import heapq
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
+from stepgraph.graph.facts import packet, stays_float
 from stepgraph.passes.norm import algebra
 from stepgraph.passes.norm.algebra import NotAlgebra, Polynomial
 
@@ -18,13 +19,8 @@ aten = torch.ops.aten
 #: How far from known nodes an operand may lie. The longest way seen, in a hand-written layer norm's backward, is 6.
 _REACH = 10
 
-CASTS = {aten._to_copy, aten.clone, aten.detach, aten.alias, aten.contiguous}
+_COPIES = {aten._to_copy, aten.clone, aten.detach, aten.alias, aten.contiguous}
 _VIEWS = {aten.view, aten._unsafe_view, aten.expand, aten.unsqueeze, aten.squeeze, aten.reshape}
-
-
-def packet(node: fx.Node) -> object:
-    """The operator whatever its overload; None for what is no operator."""
-    return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
 
 
 def value_of(node: fx.Node) -> torch.Tensor:
@@ -32,21 +28,14 @@ def value_of(node: fx.Node) -> torch.Tensor:
     return node.meta["val"]
 
 
-def is_cast(node: fx.Node) -> bool:
-    """Whether the node copies a floating-point tensor into another one, on the same device.
-
-    To and from eight bits is no cast but a quantization, whose rounding is meant.
-    """
-    if packet(node) not in CASTS:
-        return False
-    made, read = value_of(node), value_of(node.args[0])
-    floats = all(t.is_floating_point() and t.dtype.itemsize > 1 for t in (made, read))
-    return floats and made.device == read.device
+def is_copy(node: fx.Node) -> bool:
+    """Whether the node casts, copies or passes on a floating-point tensor."""
+    return packet(node) in _COPIES and stays_float(node)
 
 
 def before_widening(node: fx.Node) -> fx.Node:
-    """The tensor that casts to wider dtypes started from."""
-    while is_cast(node) and torch.promote_types(value_of(node.args[0]).dtype, value_of(node).dtype) == (
+    """The tensor that copies, into wider dtypes or the same, started from."""
+    while is_copy(node) and torch.promote_types(value_of(node.args[0]).dtype, value_of(node).dtype) == (
         value_of(node).dtype
     ):
         node = node.args[0]
@@ -149,7 +138,7 @@ class Values:
     def _is_transparent_column(self, node: fx.Node) -> bool:
         """Whether to look behind a column: at what was cast, at a weight plus a number, and at sums over rows."""
         kind = packet(node)
-        if kind in _VIEWS or kind is aten.sum or is_cast(node):
+        if kind in _VIEWS or kind is aten.sum or is_copy(node):
             return True
         number = any(isinstance(a, (int, float)) for a in node.args)
         return kind in (aten.add, aten.rsub, aten.sub) and number
@@ -274,8 +263,8 @@ def _neg(values: Values, node: fx.Node, reach: int) -> Polynomial:
     return algebra.multiply(algebra.constant(-1), *values.elementwise(node, node.args[:1], reach))
 
 
-def _cast(values: Values, node: fx.Node, reach: int) -> Polynomial:
-    if not is_cast(node):
+def _copy(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    if not is_copy(node):
         raise NotAlgebra
     return values.elementwise(node, node.args[:1], reach)[0]
 
@@ -285,7 +274,7 @@ def _in_place(rule: Rule) -> Rule:
 
     def in_place(values: Values, node: fx.Node, reach: int) -> Polynomial:
         written = node.args[0]
-        if written.op != "call_function" or len(written.users) != 1 or packet(written) in (*_VIEWS, *CASTS):
+        if written.op != "call_function" or len(written.users) != 1 or packet(written) in (*_VIEWS, *_COPIES):
             raise NotAlgebra
         return rule(values, node, reach)
 
@@ -328,6 +317,6 @@ _RULES: dict[object, Rule] = {
     aten.mean: lambda values, node, reach: values.reduced(node, reach, mean=True),
     aten.sum: lambda values, node, reach: values.reduced(node, reach, mean=False),
     aten.var: _variance,
-    **dict.fromkeys(CASTS, _cast),
+    **dict.fromkeys(_COPIES, _copy),
     **dict.fromkeys(_VIEWS, lambda values, node, reach: values.same_elements(node, reach)),
 }

@@ -10,21 +10,32 @@ Source: the formula of torch's fused AdamW (Loshchilov and Hutter 2019), evaluat
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import is_cast
 from stepgraph.graph.marks import COMPILE
-from stepgraph.graph.provenance import phase_of, provenance, set_provenance
+from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
 aten = torch.ops.aten
+_NORMS = (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)
 
 
-@register("expand_optimizer", "numerics", needs_cuda=True)
+@register(
+    "expand_optimizer",
+    "numerics",
+    after=("inplace_update",),
+    serves="inductor",
+    needs_cuda=True,
+    from_options=lambda options: {} if options.inductor == "full" else None,
+    forecast=False,  # the roofline counts the update as one pass over its tensors already
+)
 def expand_optimizer(step: StepGraph, options: object, report: PassReport) -> None:
     """Write clipping and AdamW as arithmetic that Inductor fuses into one kernel per parameter."""
     updates = [n for n in step.nodes("optimizer") if n.target is aten._fused_adamw_.tensor_lr]
@@ -40,13 +51,25 @@ def expand_optimizer(step: StepGraph, options: object, report: PassReport) -> No
     )
 
 
+class _Compiled(Builder):
+    """Adds nodes that Inductor compiles, for the update of the parameter of the module ``path``."""
+
+    def __init__(self, update: fx.Node, path: str):
+        super().__init__(update, before=update)
+        self.origin = self.origin._replace(path=path)
+
+    def __call__(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().__call__(target, *args, **kwargs)
+        node.meta[COMPILE] = True
+        return node
+
+
 class _Expansion:
     """The expansion of one ``_fused_adamw_`` node."""
 
     def __init__(self, step: StepGraph, update: fx.Node):
-        self.update, self.graph, self.origin = update, update.graph, provenance(update)
+        self.update, self.options = update, update.kwargs
         self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, _, self.steps = update.args
-        self.options = update.kwargs
         self.rounding = self._rounding()
         names = dict(zip(step.placeholders(), (spec.name for spec in step.inputs), strict=True))
         #: Where each parameter is; of a master weight, the parameter that it is rounded into.
@@ -59,101 +82,80 @@ class _Expansion:
                 return user
         return None
 
-    def _call(self, target: Callable, *args: Any, compile: bool = True, **kwargs: Any) -> fx.Node:
-        """A new node at the insertion point with its fake value, from where the update came."""
-        node = self.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.params[0].meta["val"].fake_mode, torch.no_grad():
-            node.meta["val"] = target(*values[0], **values[1])
-        set_provenance(node, self.origin)
-        if compile:
-            node.meta[COMPILE] = True
-        return node
-
     def write(self) -> None:
         """Replace the update by arithmetic."""
         sources = [self._before_clip(grad) for grad in self.grads]
-        with self.graph.inserting_before(self.update):
-            factors = self._factors()
-            for i, (param, (grad, scale)) in enumerate(zip(self.params, sources, strict=True)):
-                self.origin = provenance(self.update)._replace(path=self.paths[i])
-                self._update_one(i, param, grad, scale, factors)
-        self.graph.erase_node(self.update)
-        if self.rounding is not None:
-            self.graph.erase_node(self.rounding)
-        for unscaled, (grad, scale) in zip(self.grads, sources, strict=True):
-            if scale is not None:
-                _leave_unscaled(grad)
-            if unscaled is not grad and not unscaled.users:  # the conversion to fp32
-                self.graph.erase_node(unscaled)
+        factors = self._factors()
+        for i, (grad, clip) in enumerate(sources):
+            self._update_one(i, grad, clip.args[1] if clip else None, factors)
+        for done in (self.update, self.rounding):
+            if done is not None:
+                done.graph.erase_node(done)
+        for grad, clip in sources:
+            if clip is not None:
+                _leave_unscaled(grad, clip)
+        erase_unread(*(converted for converted in self.grads if is_cast(converted)))
 
     def _before_clip(self, grad: fx.Node) -> tuple[fx.Node, fx.Node | None]:
         """The gradient itself, and what clips it in place if nothing but this update reads it afterwards."""
-        converted = grad.target is aten._to_copy.default and phase_of(grad) == "optimizer"  # to fp32, for the masters
+        converted = is_cast(grad) and phase_of(grad) == "optimizer"  # to fp32, for the masters
         source = grad.args[0] if converted else grad
         clip = next((u for u in source.users if u.target is aten._foreach_mul_.Tensor), None)
-        readers = [u for u in source.users if phase_of(u) in ("optimizer", "output")]
-        allowed = {clip, self.update, grad}
-        norms = {u for u in readers if u.target in (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)}
-        if clip is None or any(u not in allowed | norms for u in readers):
+        known = (clip, self.update, grad)
+        others = [u for u in source.users if phase_of(u) in ("optimizer", "output") and u not in known]
+        if clip is None or any(u.target not in _NORMS for u in others):
             return grad, None
-        return source, clip.args[1]
+        return source, clip
 
-    def _factors(self) -> dict[str, Sequence[fx.Node] | fx.Node]:
+    def _factors(self) -> dict[str, Any]:
         """Scalars of every parameter, computed for all at once: fp64, rounded to fp32 at the end."""
-        call = lambda target, *args, **kwargs: self._call(target, *args, compile=False, **kwargs)  # noqa: E731
-        lr = call(aten._to_copy.default, self.options["lr"], dtype=torch.float64)
-        steps = call(aten._to_copy.default, call(aten.stack.default, list(self.steps)), dtype=torch.float64)
+        build, options = Builder(self.update, before=self.update), self.options
+        lr = build(aten._to_copy.default, options["lr"], dtype=torch.float64)
+        steps = build(aten._to_copy.default, build(aten.stack.default, list(self.steps)), dtype=torch.float64)
 
         def correction(beta: float) -> fx.Node:
-            return call(aten.rsub.Scalar, call(aten.pow.Scalar, beta, steps), 1.0)
+            return build(aten.rsub.Scalar, build(aten.pow.Scalar, beta, steps), 1.0)
 
         def rounded(node: fx.Node) -> fx.Node:
-            return call(aten._to_copy.default, node, dtype=torch.float32)
+            return build(aten._to_copy.default, node, dtype=torch.float32)
 
         def spaced(node: fx.Node) -> list[fx.Node]:
             # Each at a multiple of 16 bytes: what reads them is then of one structure, and compiled once.
-            rows = call(aten.repeat.default, call(aten.unsqueeze.default, rounded(node), 1), [1, 4])
-            scalars = call(aten.unbind.int, call(aten.select.int, rows, 1, 0))
-            return [call(operator.getitem, scalars, i) for i in range(len(self.steps))]
+            rows = build(aten.repeat.default, build(aten.unsqueeze.default, rounded(node), 1), [1, 4])
+            scalars = build(aten.unbind.int, build(aten.select.int, rows, 1, 0))
+            return [build(operator.getitem, scalars, i) for i in range(len(self.steps))]
 
-        decay = rounded(call(aten.rsub.Scalar, call(aten.mul.Tensor, lr, self.options["weight_decay"]), 1.0))
+        decay = rounded(build(aten.rsub.Scalar, build(aten.mul.Tensor, lr, options["weight_decay"]), 1.0))
         return {
-            "step_size": spaced(call(aten.div.Tensor, lr, correction(self.options["beta1"]))),
-            "root": spaced(call(aten.sqrt.default, correction(self.options["beta2"]))),
+            "step_size": spaced(build(aten.div.Tensor, lr, correction(options["beta1"]))),
+            "root": spaced(build(aten.sqrt.default, correction(options["beta2"]))),
             "decay": decay,
         }
 
-    def _update_one(self, i: int, param: fx.Node, grad: fx.Node, scale: fx.Node | None, factors: dict) -> None:
-        call, options = self._call, self.options
-
-        def fp32(node: fx.Node) -> fx.Node:
-            same = node.meta["val"].dtype == torch.float32
-            return node if same else call(aten._to_copy.default, node, dtype=torch.float32)
-
-        g = fp32(grad)
+    def _update_one(self, i: int, grad: fx.Node, scale: fx.Node | None, factors: dict[str, Any]) -> None:
+        build, options = _Compiled(self.update, self.paths[i]), self.options
+        state = self.exp_avgs[i], self.exp_avg_sqs[i], self.params[i]
+        g = build.cast(grad, torch.float32)
         if scale is not None:
-            g = call(aten.mul.Tensor, g, scale)
+            g = build(aten.mul.Tensor, g, scale)
         if options["maximize"]:
-            g = call(aten.neg.default, g)
-        m, v, p = fp32(self.exp_avgs[i]), fp32(self.exp_avg_sqs[i]), fp32(param)
-        m = call(aten.add.Tensor, m, call(aten.mul.Tensor, call(aten.sub.Tensor, g, m), 1 - options["beta1"]))
-        squares = call(aten.mul.Tensor, call(aten.mul.Tensor, g, g), 1 - options["beta2"])
-        v = call(aten.add.Tensor, call(aten.mul.Tensor, v, options["beta2"]), squares)
-        root = call(aten.div.Tensor, call(aten.sqrt.default, v), factors["root"][i])
-        delta = call(aten.div.Tensor, m, call(aten.add.Tensor, root, options["eps"]))
-        decayed = call(aten.mul.Tensor, p, factors["decay"])
-        p = call(aten.sub.Tensor, decayed, call(aten.mul.Tensor, delta, factors["step_size"][i]))
-        call(aten.copy_.default, self.exp_avgs[i], m)
-        call(aten.copy_.default, self.exp_avg_sqs[i], v)
-        call(aten.copy_.default, param, p)
+            g = build(aten.neg.default, g)
+        m, v, p = (build.cast(node, torch.float32) for node in state)
+        m = build(aten.add.Tensor, m, build(aten.mul.Tensor, build(aten.sub.Tensor, g, m), 1 - options["beta1"]))
+        squares = build(aten.mul.Tensor, build(aten.mul.Tensor, g, g), 1 - options["beta2"])
+        v = build(aten.add.Tensor, build(aten.mul.Tensor, v, options["beta2"]), squares)
+        root = build(aten.div.Tensor, build(aten.sqrt.default, v), factors["root"][i])
+        delta = build(aten.div.Tensor, m, build(aten.add.Tensor, root, options["eps"]))
+        decayed = build(aten.mul.Tensor, p, factors["decay"])
+        p = build(aten.sub.Tensor, decayed, build(aten.mul.Tensor, delta, factors["step_size"][i]))
+        for old, new in zip(state, (m, v, p), strict=True):
+            build(aten.copy_.default, old, new)
         if self.rounding is not None:
-            call(aten.copy_.default, self.rounding.args[0][i], p)
+            build(aten.copy_.default, self.rounding.args[0][i], p)
 
 
-def _leave_unscaled(grad: fx.Node) -> None:
+def _leave_unscaled(grad: fx.Node, clip: fx.Node) -> None:
     """Take ``grad`` out of the ``_foreach_mul_`` that clips it."""
-    clip = next(u for u in grad.users if u.target is aten._foreach_mul_.Tensor)
     rest = [g for g in clip.args[0] if g is not grad]
     if rest:
         clip.update_arg(0, rest)

@@ -1,9 +1,15 @@
 """In-place update: the optimizer and clipping write where their inputs lie.
 
 Matches: functional operators of the optimizer phase whose result is copied into an input of the graph, or whose
-first argument is dead afterwards. Before -> after: ``copy_(m, lerp(m, g, w))`` -> ``lerp_(m, g, w)``;
-``mul(g, c)`` with g dead after -> ``mul_(g, c)``.
-Exact: in-place operators run the same kernels. Preconditions: nothing reads the old value later.
+first argument is dead afterwards: memory that the graph allocated, or a gradient accumulator, which is reset before
+the next step. Before -> after:
+
+    copy_(m, lerp(m, g, w))               ->  lerp_(m, g, w)
+    mul(g, c), g dead after it            ->  mul_(g, c)
+    _foreach_mul([g, ...], c), the same   ->  _foreach_mul_([g, ...], c)
+
+Tier exact: in-place operators run the same kernels. Preconditions: nothing reads the old value later, and every
+accumulator is a tensor of its own.
 """
 
 from collections import Counter
@@ -11,7 +17,9 @@ from collections import Counter
 import torch
 from torch import fx
 
-from stepgraph.graph.facts import Aliases, getitem_users, is_overload, tensor_bytes
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.edit import Builder, replace
+from stepgraph.graph.facts import getitem_users, is_overload, tensor_bytes
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
@@ -47,26 +55,20 @@ def _foreach_mul(step: StepGraph, node: fx.Node, report: PassReport) -> int:
     grads, factor = node.args
     report.matched += len(grads)
     items = getitem_users(node)
-    aliases = Aliases(step.graph)
-    last = aliases.last_use()
-    readers = Counter(aliases.root(g) for g in (*grads, factor))
+    scratch = _Scratch(step)
+    root = scratch.aliases.root
+    readers = Counter(root(g) for g in (*grads, factor))
     dead = [
         k
         for k, grad in enumerate(grads)
-        if k in items
-        and _same_form(items[k], grad)
-        and _is_dead_after(aliases, last, grad, node)
-        and readers[aliases.root(grad)] == 1
+        if k in items and _same_form(items[k], grad) and scratch.dies_in(node, grad) and readers[root(grad)] == 1
     ]
     if not dead:
         return 0
     rest = [k for k in range(len(grads)) if k not in set(dead)]
-    with step.graph.inserting_before(node):
-        new = step.graph.call_function(aten._foreach_mul_.Tensor, ([grads[k] for k in dead], factor))
-    new.meta.update(node.meta, val=None)
+    Builder(node, before=node)(aten._foreach_mul_.Tensor, [grads[k] for k in dead], factor)
     for k in dead:
-        items[k].replace_all_uses_with(grads[k])
-        step.graph.erase_node(items[k])
+        replace(items[k], grads[k])
     for place, k in enumerate(rest):
         items[k].update_arg(1, place)
     node.update_arg(0, [grads[k] for k in rest])
@@ -77,10 +79,19 @@ def _foreach_mul(step: StepGraph, node: fx.Node, report: PassReport) -> int:
     return sum(tensor_bytes(grads[k]) for k in dead)
 
 
-def _is_dead_after(aliases: Aliases, last: dict[fx.Node, int], value: fx.Node, node: fx.Node) -> bool:
-    """Whether ``node`` is the last to read the storage of ``value``, which the graph itself allocated."""
-    root = aliases.root(value)
-    return root.op == "call_function" and last[root] <= aliases.position[node]
+class _Scratch:
+    """Memory that a node may write over: what the graph allocated, and gradient accumulators."""
+
+    def __init__(self, step: StepGraph):
+        self.aliases = Aliases(step.graph)
+        self.last = self.aliases.last_use()
+        self.accumulators = set(step.placeholders("accumulator"))
+
+    def dies_in(self, node: fx.Node, value: fx.Node) -> bool:
+        """Whether ``value`` lies in such memory and ``node`` is the last to read it."""
+        root = self.aliases.root(value)
+        owned = root.op == "call_function" or root in self.accumulators
+        return owned and self.last[root] <= self.aliases.position[node]
 
 
 def _chains(step: StepGraph, report: PassReport) -> int:
@@ -125,8 +136,8 @@ def _same_form(a: fx.Node, b: fx.Node) -> bool:
 def _dead_first_arguments(step: StepGraph, report: PassReport) -> int:
     """``op(x, ...)`` in the optimizer phase whose ``x`` dies there -> ``op_(x, ...)``."""
     saved = 0
-    aliases = Aliases(step.graph)
-    last = aliases.last_use()
+    scratch = _Scratch(step)
+    root = scratch.aliases.root
     for node in list(step.graph.nodes):
         if phase_of(node) != "optimizer" or node.target not in _IN_PLACE:
             continue
@@ -134,11 +145,11 @@ def _dead_first_arguments(step: StepGraph, report: PassReport) -> int:
         if not isinstance(value, fx.Node) or not _same_form(node, value) or node.meta["val"].ndim == 0:
             continue
         report.matched += 1
-        others = {aliases.root(a) for a in node.all_input_nodes if a is not value}
-        if aliases.root(value) in others or not _is_dead_after(aliases, last, value, node):
+        others = {root(a) for a in node.all_input_nodes if a is not value}
+        if root(value) in others or not scratch.dies_in(node, value):
             continue
         node.target = _IN_PLACE[node.target]
-        aliases.merge(node, aliases.root(value), last)
+        scratch.aliases.merge(node, root(value), scratch.last)
         saved += tensor_bytes(node)
         report.changed += 1
     return saved

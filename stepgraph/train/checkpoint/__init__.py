@@ -1,1 +1,1 @@
-"""Checkpoints: written aside, renamed whole, read on any mesh."""
+"""Checkpoints: written atomically, checked on loading, and readable on any mesh."""

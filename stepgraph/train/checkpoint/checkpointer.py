@@ -7,15 +7,15 @@ On disk, ``RUN/checkpoints/step-00000100/`` holds
     rank-00000.json           random number streams and data position, one file per rank
     manifest.json             format, step, versions, the model's tensors, each file's size and SHA-256
 
-**A crash** (kill -9, power cut) leaves what was there before. A checkpoint is written into a temporary sibling folder,
-every file and folder is synced to disk, and one atomic rename gives it its name. Deleting works backwards: rename away,
-then remove. Leftover temporary folders are removed at the next save.
+**A crash** (kill -9, power cut) leaves the earlier checkpoints intact. A checkpoint is written to a temporary folder
+beside them, every file and folder is synced to disk, and one atomic rename gives it its name. Deleting works the other
+way round: rename, then remove. Leftover temporary folders are removed at the next save.
 
 **No code runs on loading.** Everything but the tensors is JSON. DCP stores each tensor with ``torch.save`` and reads it
 with ``weights_only=True``; its pickled index is read by an unpickler with a short list of allowed names.
 
-**Nothing is half loaded.** Manifest, sizes, checksums, fingerprint and optimizer groups are checked before any tensor
-changes.
+**Loading changes everything or nothing.** Manifest, sizes, checksums, the model's tensors and optimizer groups are
+checked before any tensor changes.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ PARTS = ("model", "optimizer", "loader", "schedule", "trainer")
 
 _MANIFEST = "manifest.json"
 _TEMPORARY = ".tmp-"
-# `.replaced` is the older of two checkpoints of one step, in the moment between the two renames that swap them.
+# `.replaced` is the older of two checkpoints of one step, between the two renames that swap them.
 _STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
@@ -66,9 +66,9 @@ class Checkpointer:
 
     ``state`` is a dict with ``"model"`` (a module) and any of ``"optimizer"``, ``"loader"`` (an object with
     ``state_dict`` and ``load_state_dict``), ``"schedule"`` and ``"trainer"`` (plain dicts of numbers, strings, lists,
-    tuples, dicts with string keys, small tensors). The RNG streams of torch, CUDA, numpy and Python go along by
-    themselves. ``mesh``: the run's mesh as text. Tensors are saved in their true shapes and load on any mesh; streams
-    and data positions are those of one rank each, and of their mesh.
+    tuples, dicts with string keys, small tensors). The RNG states of torch, CUDA, numpy and Python are always included.
+    ``mesh``: the run's mesh as text. Tensors are saved in their true shapes and load on any mesh; each rank's RNG state
+    and data position load on the same mesh only.
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int = 3, mesh: str | None = None) -> None:
@@ -109,7 +109,7 @@ class Checkpointer:
             raise OSError(f"cannot write checkpoint {target}: {error}; earlier checkpoints are intact") from error
         finally:
             if ranks.rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)  # only there after a failure; gives the disk space back
+                shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure; frees the disk space
         return target
 
     def latest(self) -> Path | None:
@@ -117,10 +117,10 @@ class Checkpointer:
         return _newest(self.folder)
 
     def load(self, path: str | os.PathLike, state: dict, *, rng: bool = True) -> None:
-        """Load ``path`` (as :func:`resolve` takes it) in place into the parts in ``state``; with ``rng``, the streams.
+        """Load ``path`` (as :func:`resolve` takes it) in place into the parts of ``state``; with ``rng``, RNG states.
 
-        A part that the checkpoint has and ``state`` lacks is left out, so ``{"model": model}`` with ``rng=False`` reads
-        the weights alone. Optimizer state that does not exist yet is created.
+        Parts that ``state`` lacks are not loaded, so ``{"model": model}`` with ``rng=False`` reads the weights alone.
+        Optimizer state that does not exist yet is created.
 
         Errors: ValueError, one line each: no checkpoint there, a damaged one (the file, and which earlier one is
         usable), another model (the first tensor that differs), other optimizer groups, another number of ranks.
@@ -143,7 +143,7 @@ class Checkpointer:
         try:
             manifest = ranks.first(lambda: _verify(path, contents=False))
         except _DamagedError:
-            return True  # loading it will say what is wrong
+            return True  # loading it will report the error
         return (manifest["ranks"], manifest.get("mesh")) == (ranks.world, self.mesh)
 
     def _start(self, temporary: Path) -> None:
@@ -152,7 +152,7 @@ class Checkpointer:
             shutil.rmtree(stale)
         for replaced in self.folder.glob("*.replaced"):
             if not replaced.with_suffix("").exists():
-                replaced.rename(replaced.with_suffix(""))  # a crash came between the two renames of a swap
+                replaced.rename(replaced.with_suffix(""))  # a crash between the two renames of a swap
         temporary.mkdir()
 
     def _commit(self, temporary: Path, target: Path, manifest: dict) -> None:
@@ -167,7 +167,7 @@ class Checkpointer:
         temporary.rename(target)
         sync(self.folder)
         sync(self.folder.parent)  # the first save made the folder itself
-        # Deleting starts only now that the new one is safe; it stays even among later steps of a run continued from it.
+        # Only now that the new one is safe is anything deleted, and never it, even if the folder has later steps.
         earlier = [path for path in _checkpoints(self.folder) if path != target and path.suffix != ".replaced"]
         for path in [*self.folder.glob("*.replaced"), *earlier[self.keep - 1 :]]:
             self._remove(path)
@@ -217,7 +217,7 @@ def resolve(path: str | os.PathLike) -> Path:
 
 
 class _DamagedError(ValueError):
-    """A checkpoint folder that is not what its manifest says; the message names the file."""
+    """A checkpoint folder that does not match its manifest; the message names the file."""
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -238,7 +238,7 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _advice(damaged: Path) -> str:
-    """What to load instead: the newest checkpoint before ``damaged`` in its folder whose every byte is right."""
+    """What to load instead of ``damaged``: the newest earlier checkpoint beside it that passes every check."""
     siblings = _checkpoints(damaged.parent)
     for path in siblings[siblings.index(damaged) + 1 :] if damaged in siblings else ():
         with contextlib.suppress(_DamagedError):
@@ -262,7 +262,7 @@ def _verify(path: Path, *, contents: bool, rank: int = 0, world: int = 1) -> dic
 
 
 def _render(manifest: dict) -> bytes:
-    """The manifest's only valid bytes: JSON with its own SHA-256, so that any changed byte shows."""
+    """The bytes of the manifest: JSON with its own SHA-256, so that any changed byte is detected."""
     body = json.dumps(manifest, indent=1)
     return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), **manifest}, indent=1).encode()
 
@@ -322,7 +322,7 @@ def _collect(state: dict, rank: int) -> tuple[dict[str, torch.Tensor], dict[str,
 def _plan_load(
     path: Path, manifest: dict, state: dict, rng: bool, ranks: Ranks
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """The tensors DCP reads into, and a function that restores the rest; raises before anything of them has changed."""
+    """The tensors DCP reads into, and a function that restores the rest; raises before anything has changed."""
     live, trim = model_tensors(state["model"]), Trim(state["model"])
     model = {name: trim(name, tensor) for name, tensor in live.items()}
     here = describe_tensors(model)
@@ -353,7 +353,7 @@ def _plan_load(
         except ValueError as error:
             raise ValueError(f"checkpoint {path} does not fit: {error}") from error
         targets |= slots
-    if "loader" in state:  # first of all changes: a loader over other data refuses here
+    if "loader" in state:  # changed first: a loader over other data raises here
         state["loader"].load_state_dict(decode(own["loader"]))
 
     def finish() -> None:

@@ -1,7 +1,7 @@
 """How a checkpoint reaches the disk and comes back: synced files, torch.distributed.checkpoint (DCP), and the ranks.
 
-DCP's index ``.metadata`` is a pickle that DCP itself would load without limits; here an unpickler reads it that knows
-DCP's own plain data classes, refuses any other name, and takes no entry but tensors.
+DCP's index ``.metadata`` is a pickle, which DCP itself would load without restriction. Here a restricted unpickler
+reads it: only DCP's own plain data classes are allowed, and only tensors as entries.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class _IndexReader(dcp.FileSystemReader):
 
 @contextlib.contextmanager
 def _one_process_is_fine() -> Iterator[None]:
-    """Drops DCP's one warning that there is no process group, which is a supported way to run here."""
+    """Silences DCP's warning that there is no process group, which is supported here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"torch\.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield
@@ -84,7 +84,7 @@ def _one_process_is_fine() -> Iterator[None]:
 def dcp_save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Write this rank's part of ``tensors`` and, on rank 0, the index; the caller syncs them. Errors: OSError.
 
-    DCP's own ``sync_files`` calls fsync on the index before Python's buffer is flushed, so its end may never get there.
+    DCP's own ``sync_files`` calls fsync on the index before Python's buffer is flushed, so its end may get lost.
     """
     try:
         with _one_process_is_fine():
@@ -110,7 +110,7 @@ def dcp_load(tensors: dict[str, torch.Tensor], folder: Path) -> None:
 def _unwrapped(error: dcp.CheckpointException) -> BaseException:
     """The first rank's own error; Ctrl-C stays Ctrl-C.
 
-    A full disk reaches torch.save as OSError and leaves it as RuntimeError (`unexpected pos`): the OSError is wanted.
+    torch.save turns the OSError of a full disk into a RuntimeError (`unexpected pos`): the OSError is wanted.
     """
     cause = next(iter(error.failures.values()))[0]
     reason = cause if isinstance(cause, Exception) else None

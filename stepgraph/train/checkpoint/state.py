@@ -1,10 +1,10 @@
 """What a checkpoint holds, in memory: model and optimizer tensors by name, JSON for the rest, the RNG streams.
 
 Every large tensor gets one stable name (``model.layers.0.wq.weight``, ``optimizer.layers.0.wq.weight.exp_avg``) and
-goes through ``torch.distributed.checkpoint``; everything else becomes JSON. torch's own ``get_optimizer_state_dict``
-and ``set_optimizer_state_dict`` are not used: they create missing state by running ``optimizer.step()`` on zero
-gradients, and loading replaces the state and learning rate tensors whose addresses a captured step keeps. Here a layout
-saved beside the tensors says which state to create, and tensors that exist are filled in place.
+goes through ``torch.distributed.checkpoint``; everything else becomes JSON. torch's ``get_optimizer_state_dict`` and
+``set_optimizer_state_dict`` are not used: they create missing state by running ``optimizer.step()`` on zero gradients,
+and loading replaces the state and learning rate tensors whose addresses a captured step keeps. Here a layout saved
+beside the tensors says which state to create, and existing tensors are filled in place.
 """
 
 import base64
@@ -19,11 +19,11 @@ from stepgraph.parallel import layouts
 
 # Names that torch.compile and activation checkpointing insert; wrapped and plain models share checkpoints.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-# How torch.optim computes the update, not what it computes: these stay as this run chose them.
+# How torch.optim computes the update, not what it computes: this run's own choice holds.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
-# ---- JSON that gives back what it was given ----
+# ---- values as JSON, exactly ----
 
 
 def encode(value: object, where: str) -> object:
@@ -108,7 +108,7 @@ def describe_tensors(tensors: dict[str, Tensor]) -> dict[str, list]:
 
 
 def first_difference(saved: dict[str, list], here: dict[str, list]) -> str:
-    """A phrase on the first tensor whose name, shape or dtype differs between a checkpoint and a model."""
+    """Describes the first tensor whose name, shape or dtype differs between a checkpoint and a model."""
     for name, (shape, dtype) in saved.items():
         if name not in here:
             return f"{name!r} with shape {tuple(shape)} is in the checkpoint and not in the model"
@@ -157,10 +157,10 @@ def describe_optimizer(
 def plan_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str], layout: dict, trim: Trim
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
-    """Tensors to read the saved state into, and a function that, once they are read, completes the restore.
+    """Tensors to read the saved state into, and a function to call once they are read, which completes the restore.
 
-    State that exists is read in place; state that a never-stepped optimizer lacks is created, and belongs to the
-    optimizer only after the second call. Nothing is changed before that.
+    Existing state is read in place. State that a never-stepped optimizer lacks is created, and given to the optimizer
+    only by that function; nothing of the optimizer changes before.
     Errors: ValueError when class or parameter groups differ.
     """
     if layout["class"] != type(optimizer).__name__:

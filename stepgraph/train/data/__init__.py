@@ -1,4 +1,4 @@
-"""The data room: what ``--data`` and ``--tokenizer`` name, and the batches a training step reads."""
+"""Data: the sources and tokenizers that ``--data`` and ``--tokenizer`` name, and the batches of a training step."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DataBundle:
-    """An opened source, its tokenizer, and one line for people that says how much text there is."""
+    """An opened source, its tokenizer, and a one-line description of how much text there is."""
 
     source: Source
     tokenizer: Tokenizer
@@ -38,6 +38,6 @@ def open_data(data: str = "stdlib", tokenizer: str = "bytes", *, text_field: str
     Raises:
         ValueError: one line; an unknown form, or a missing, empty or corrupt file.
     """
-    opened = open_tokenizer(tokenizer)  # first: it is quick, and a wrong name should not wait for a large file
+    opened = open_tokenizer(tokenizer)  # first: a wrong name should not wait for a large file
     source = open_source(data, text_field)
     return DataBundle(source, opened, source.describe())

@@ -1,6 +1,6 @@
-"""The formats of ``--data``: text, JSON lines, parquet, Hugging Face datasets (each read lazily); ``open_source``.
+"""The formats of ``--data``: text, JSON lines, parquet and Hugging Face datasets, all read lazily.
 
-Every way a file can be wrong ends in a ValueError of one line that names the file, the place and a fix.
+Whatever is wrong with a file raises a one-line ValueError that names the file, the place and a fix.
 """
 
 import array
@@ -66,8 +66,8 @@ class TextFile(Source):
 class JsonLines(Source):
     """A file with a JSON object per line, the document in one field of it; blank lines are passed over.
 
-    Only the byte offset and number of each line are in memory. A line is parsed when it is read, so a bad line far
-    into a large file is refused when the run comes to it.
+    Only the byte offset and number of each line are in memory. Lines are parsed when they are read, so a bad line far
+    into a large file raises only when the run reaches it.
     """
 
     def __init__(self, path: Path, text_field: str):
@@ -107,7 +107,7 @@ class JsonLines(Source):
 
 
 class Parquet(Source):
-    """One text column of a parquet file; one row group at a time is in memory, and shuffling goes group by group."""
+    """One text column of a parquet file; one row group at a time is in memory, and shuffling respects row groups."""
 
     def __init__(self, path: Path, text_field: str):
         self.name, self.size, self._path, self._field = str(path), path.stat().st_size, path, text_field
@@ -192,8 +192,8 @@ class HuggingFace(Source):
 def open_source(data: str, text_field: str = "text") -> Source:
     """The source that ``--data`` names: ``stdlib``, ``FILE.jsonl``, ``FILE.txt``, ``FILE.parquet`` or ``hf:NAME``.
 
-    ``text_field`` is the field or column of the text in the last and in jsonl and parquet files. The first document is
-    read here, so that a wrong field or a file of another kind is refused at once.
+    ``text_field`` is the field or column with the text, in jsonl and parquet files and in datasets. The first document
+    is read here, so that a wrong field or kind of file raises at once.
 
     Raises:
         ValueError: one line, for a missing, empty or corrupt file, a missing package, and any other form.

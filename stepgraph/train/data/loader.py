@@ -1,4 +1,4 @@
-"""Documents to batches: shuffled, tokenized, packed without padding, and resumable at any batch."""
+"""Turns documents into batches: shuffled, tokenized, packed without padding, resumable at any batch."""
 
 import numpy as np
 import torch
@@ -110,15 +110,15 @@ class PackedLoader:
         return _Cursor(self._source, self._tokenizer, part, position, offset)
 
     def start_epoch(self, epoch: int) -> None:
-        """Go on with the first document of ``epoch``'s order."""
+        """Continue with the first document in the order of ``epoch``."""
         self.epoch, self._cursor, self._last_token = epoch, self._cursor_at(epoch, 0, 0), self._tokenizer.eos_id
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """The position after the batches given so far: a few JSON values, and what they belong to.
+        """The position after the batches so far, as a few JSON values, and what identifies the stream.
 
         ``document`` counts documents in this rank's order of the epoch, ``offset`` tokens of that document already
-        predicted; ``last_token`` is the first input of the next batch. Nothing of the text is stored: the document is
-        tokenized again on resume. The batch size may differ on resume, all that fixes the stream may not.
+        predicted; ``last_token`` is the first input of the next batch. No text is stored: the document is tokenized
+        again on resume. The batch size may differ on resume; whatever determines the stream may not.
         """
         position = {"epoch": self.epoch, "document": self._cursor.position, "offset": self._cursor.offset}
         return position | {"last_token": self._last_token} | self._stream_identity()

@@ -1,7 +1,7 @@
-"""Where text comes from: sources of documents, each split once into train and validation.
+"""Sources of documents, each split once into train and validation.
 
-A document is ``bytes``: UTF-8 for text formats, and for source files whatever the file holds (a byte tokenizer needs
-no decoding). A source is random access: ``read(i)`` gives document i, so a position in a stream is just numbers.
+A document is ``bytes``: UTF-8 for text formats, and the raw content for source files (a byte tokenizer needs no
+decoding). Access is random: ``read(i)`` gives document i, so a position in a stream is a few numbers.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class Source(ABC):
         """The content of document ``index``. Raises ValueError, naming the place, for one that is not text."""
 
     def identity(self) -> bytes:
-        """What tells this data from other data with as many documents and bytes: names, or where documents lie."""
+        """What distinguishes this data from other data with as many documents and bytes: names, or offsets."""
         return b""
 
     def documents(self, split: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Deterministic choices about documents: which are validation, in which order they are read, where a long one is cut.
+"""Deterministic choices: which documents are validation, in which order they are read, where a long one is cut.
 
 Everything here is integer arithmetic on names and indices, so it is the same on every machine and with every version
 of Python and numpy (``hash()`` is salted per process, and numpy does not promise a stable ``permutation``).

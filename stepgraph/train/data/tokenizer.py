@@ -50,7 +50,7 @@ class JsonTokenizer:
 
     No special tokens are added, and text that merely spells one (``</s>`` in a document) is encoded as plain text, so
     the end-of-text id appears in a stream only where a document ends. Truncation and padding saved in the file are
-    switched off: they would drop or invent training tokens.
+    disabled: they would drop tokens, or add some.
 
     Raises:
         ValueError: the file is missing, is not a tokenizer, or has no end-of-text token.

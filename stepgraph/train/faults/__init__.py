@@ -1,1 +1,1 @@
-"""What ends a run early: signals, lost and hung ranks, out of memory; and the launcher."""
+"""What ends a run early: signals, lost and hung ranks, out of memory."""

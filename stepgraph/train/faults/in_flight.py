@@ -1,8 +1,8 @@
-"""Which node of the graph a collective belongs to that ranks are waiting in.
+"""Finds the node of the graph whose collective the ranks are waiting in.
 
-torch's flight recorder knows the process group of each collective, when it was issued and whether it is done, and
-nothing of graphs. A step issues each group's collectives in the graph's order: Inductor keeps that order too. So the
-k-th one that a group issued since the step began is the k-th of its nodes.
+torch's flight recorder knows the process group of each collective, when it was issued and whether it is done, but not
+its node. A step issues each group's collectives in the graph's order, which Inductor keeps. So the k-th collective that
+a group issued since the step began is the group's k-th node.
 """
 
 import bisect
@@ -21,8 +21,8 @@ from stepgraph.graph.provenance import provenance
 
 
 class InFlight(NamedTuple):
-    """A collective that was issued and is not done. ``node``: its node; None if it is no node of the step. ``what``:
-    the operation as the recorder calls it. ``others``: collectives issued after it that are not done either."""
+    """A collective that was issued and is not done. ``node``: its node, or None if it is not one of the step's.
+    ``what``: the recorder's name for the operation. ``others``: how many issued after it are not done either."""
 
     node: fx.Node | None
     what: str
@@ -47,9 +47,9 @@ def first_in_flight(
 ) -> InFlight | None:
     """The earliest of the collectives in ``records`` (see `compat.flight_records`) that is not done; None if all are.
 
-    ``order``: as `issue_order` gives it. ``began_ns``: when the latest steps began to be launched, the earliest first,
-    in nanoseconds since the epoch: on a GPU the next one is, while the host waits for the results of one. A collective
-    that comes where the graph has none, or one of another size, gets no node.
+    ``order``: as `issue_order` gives it. ``began_ns``: when the launch of each of the latest steps began, the earliest
+    first, in nanoseconds since the epoch; there are several because on a GPU the next step is launched before the
+    results of one are read. A collective gets no node if the graph has none in its place, or one of another size.
     """
     numbers: dict[tuple[str, int], int] = defaultdict(int)
     waiting: list[tuple[Mapping[str, Any], fx.Node | None]] = []
@@ -70,7 +70,7 @@ def first_in_flight(
 
 
 def _fits(node: fx.Node, record: Mapping[str, Any]) -> bool:
-    """Whether the record reads as many elements as the node: names differ from backend to backend."""
+    """Whether record and node have equally many input elements; their names depend on the backend."""
     return node.args[0].meta["val"].numel() == sum(map(math.prod, record["input_sizes"]))
 
 

@@ -1,4 +1,4 @@
-"""What a failed rank says: one line, and the same to the elastic agent, which tells its own user."""
+"""A failed rank reports one line, on stderr and to the elastic agent that started it."""
 
 import os
 import re
@@ -12,18 +12,18 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from stepgraph import parallel
 
-#: What a rank that lost another one leaves the agent to notice that one first.
+#: How long a rank that lost another one waits, so that the agent notices the other first.
 _FIRST_S = 5.0
 
 
 class RankError(RuntimeError):
-    """Why a rank ended, for the elastic agent."""
+    """Tells the elastic agent why a rank ended."""
 
 
 def is_lost_rank(failure: BaseException) -> bool:
     """Whether a collective failed because another rank is gone or does not answer.
 
-    gloo raises a plain ``RuntimeError``, whose text begins with the place in its own sources.
+    gloo raises a plain ``RuntimeError`` whose message begins with a place in gloo's sources.
     """
     if isinstance(failure, dist.DistError):
         return True
@@ -37,7 +37,7 @@ def lost_rank(failure: BaseException, where: str) -> str:
 
 
 def who() -> str:
-    """``rank 3 (host, pid 123): ``, or nothing for a process that stands alone."""
+    """``rank 3 (host, pid 123): ``, or nothing for a single process."""
     return f"rank {os.environ['RANK']} ({socket.gethostname()}, pid {os.getpid()}): " if parallel.launched() else ""
 
 
@@ -51,9 +51,9 @@ def report(error: str) -> None:
 
 
 def let_the_agent_look(told: Callable[[], bool]) -> None:
-    """Wait until the agent has seen which rank went first, and has ``told`` this one to stop, at most 5 s.
+    """Wait, at most 5 s, until the agent has ``told`` this rank to stop, having seen which rank failed first.
 
-    It names as the cause the first rank that it finds ended: it must not be one that suffered from another's end.
+    The agent names the first rank that it finds ended as the cause, which must not be one that only lost another.
     """
     until = time.monotonic() + _FIRST_S
     while time.monotonic() < until and not told():

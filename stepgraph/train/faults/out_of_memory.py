@@ -1,4 +1,4 @@
-"""Out of memory, told in one line: what was asked for, and which memory policy would fit."""
+"""Out of memory, reported in one line: what was asked for, and which memory policy would fit."""
 
 import re
 import traceback
@@ -32,12 +32,12 @@ def memory_advice(
         if not is_out_of_memory(again):
             raise
         return f"{asked}; the parameters and the optimizer's state alone do not fit: choose a smaller model"
-    peaks = passes.peak_bytes_by_policy(traced.step)
+    peaks = passes.peak_bytes_by_policy(traced.program)
     total = memory_bytes(device)
     known = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in peaks.items())
     asked += f"; the step's estimated peak by --memory, of {total / 2**30:.1f} GiB: {known}"
     failed = peaks.get(config.memory, float("inf"))
-    # A tenth is for what the estimate does not know: the CUDA context, workspaces, fragmentation.
+    # A tenth is left for what the estimate does not cover: the CUDA context, workspaces, fragmentation.
     fits = next((name for name, size in peaks.items() if size < failed and size < 0.9 * total), None)
     if fits:
         return f"{asked}; try --memory {fits}"

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: the run stops where its state is whole."""
+"""Ctrl-C and SIGTERM as requests to stop, which the run meets where its state is consistent."""
 
 import signal
 from types import FrameType
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class StopSignals:
-    """A context manager that takes note of SIGINT and SIGTERM instead of dying of them.
+    """A context manager that records SIGINT and SIGTERM instead of letting them end the process.
 
-    ``received``: the name of the signal, or None. After the first one both have their former handlers again, so that
-    a second one ends the process at once; leaving the context gives them back too. ``patient``: later ones are noted
-    like the first, for ranks that get Ctrl-C from the terminal and again from torchrun.
+    ``received``: the name of the signal, or None. The first signal, or leaving the context, restores both handlers, so
+    that a second signal ends the process at once. ``patient``: later signals are only recorded too, for ranks that get
+    Ctrl-C from the terminal and again from torchrun.
     """
 
     def __init__(self, *, patient: bool = False) -> None:

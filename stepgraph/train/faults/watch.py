@@ -1,9 +1,9 @@
-"""A rank that waits for the others in vain ends itself, and says where it is.
+"""A rank that waits in vain for others ends itself, and says where it was waiting.
 
-Each rank has a thread that wakes every two seconds. It tells the elastic agent's store what the rank is doing, so that
-the others, and whoever started them, know of a rank that has gone silent. When a step takes far longer than those
-before it, or does not heed SIGTERM, the thread says which node of the graph the rank waits in and ends the process: the
-main thread cannot, being in a collective that has no end.
+Each rank has a thread that wakes every two seconds and writes to the elastic agent's store what the rank is doing, so
+that the others, and the launcher, notice a rank that has gone silent. When a step takes far longer than those before
+it, or does not react to SIGTERM, the thread reports the node of the graph that the rank waits in and ends the process.
+The main thread cannot do that: it is inside a collective that never returns.
 """
 
 import json
@@ -23,18 +23,18 @@ from torch import fx
 
 from stepgraph import compat, parallel
 from stepgraph.capture.recorder import user_frame
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.program import StepProgram
 from stepgraph.train.faults.in_flight import first_in_flight, issue_order
 from stepgraph.train.faults.lost_ranks import report
 
 _POLL_S = 2.0
-#: A rank that has told nothing for so long is silent.
+#: A rank that has not reported for this long is silent.
 _SILENT_S = 4 * _POLL_S
-#: Other ranks that an error tells of.
+#: Other ranks that an error names.
 _NAMED = 3
-#: What a step may take longer than the slowest before it once SIGTERM came. The agent kills 30 s after SIGTERM.
-_HEED_S = 10.0
-#: What the records of a run may take to be written at its end.
+#: How much longer than the slowest before it a step may take after SIGTERM. The agent kills 30 s after SIGTERM.
+_STOP_S = 10.0
+#: How long writing the records at the end of a run may take.
 _CLOSING_S = 20.0
 
 
@@ -46,11 +46,10 @@ class _Place(NamedTuple):
 
 
 class Watch:
-    """A context manager, in the main thread: while inside, a rank among several is watched.
+    """A context manager, for the main thread of one of several ranks: inside, the rank is watched.
 
-    ``timeout_s``: what a step may take longer than the slowest before it; `timed` tells how long those took, and
-    before its first call nothing is limited. ``on_end``: called with the error, in one line, before the process ends
-    with status 1.
+    ``timeout_s``: how much longer than the slowest before it a step may take; `timed` gives their times, and before its
+    first call there is no limit. ``on_end``: called with the error, in one line, before the process ends with status 1.
     """
 
     def __init__(self, rank: int, world: int, device_type: str, timeout_s: float, on_end: Callable[[str], None]):
@@ -62,12 +61,15 @@ class Watch:
         self._began: dict[int, int] = {}
         self.at("the start", limited=False)
 
-    # ---- told by the main thread ----
+    # ---- called by the main thread ----
 
-    def watches(self, step: StepGraph) -> None:
-        """``step`` is what the steps run."""
-        self._order = issue_order(step.graph)
-        self._replays = any(report.name == "cuda_graph" and report.changed for report in step.log)
+    def watches(self, program: StepProgram) -> None:
+        """``program``: what the steps run."""
+        self._order = {}
+        for call in program.schedule:
+            for group, nodes in issue_order(program.graphs[call.graph].graph).items():
+                self._order.setdefault(group, []).extend(nodes)
+        self._replays = program.main.recording is not None
 
     def at(self, what: str, *, limited: bool = True) -> None:
         """From now on the rank is in ``what``. Not ``limited``: it may take as long as it likes."""
@@ -83,7 +85,7 @@ class Watch:
         self._place = _Place(f"step {step}", time.monotonic(), True, self._began[step])
 
     def timed(self, seconds: float) -> None:
-        """A step took so long, and was no first one that compiles or records."""
+        """A step took ``seconds``; not called for the first ones, which compile and record."""
         self._slowest_s = max(seconds, self._slowest_s or 0.0)
 
     @property
@@ -97,7 +99,7 @@ class Watch:
         self._done = threading.Event()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        # Python runs its handlers in the main thread, which may never come back; these bytes are written at once.
+        # Python runs signal handlers in the main thread, which may never return; these bytes are written at once.
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._store = parallel.job_store()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -127,11 +129,11 @@ class Watch:
             place, now = self._place, time.monotonic()
             if not place.limited or self._slowest_s is None:
                 continue
-            if told is not None and now - max(place.since, told) > self._slowest_s + _HEED_S:
-                self._end(f"{place.what} does not heed SIGTERM", place)
+            if told is not None and now - max(place.since, told) > self._slowest_s + _STOP_S:
+                self._end(f"{place.what} did not stop after SIGTERM", place)
             if now - place.since > self._slowest_s + self.timeout_s:
                 limit = f"--comm-timeout {self.timeout_s:g}, and the slowest step took {self._slowest_s:.1f} s"
-                self._end(f"{place.what} has come no further for {now - place.since:.0f} s ({limit})", place)
+                self._end(f"{place.what} made no progress for {now - place.since:.0f} s ({limit})", place)
 
     def _end(self, why: str, place: _Place) -> None:
         closing = threading.Timer(_CLOSING_S, os._exit, [1])
@@ -153,7 +155,7 @@ class Watch:
         replay = " outside the CUDA graph, which does not tell where it is" if self._replays else ""
         return f"no collective is in flight{replay}, and the process is at {user_frame(main)}"
 
-    # ---- the ranks, to each other ----
+    # ---- what ranks tell each other ----
 
     def _tell(self) -> None:
         if self._store is not None:
@@ -164,7 +166,7 @@ class Watch:
                 self._store = None
 
     def _others(self, place: _Place) -> list[str]:
-        """Where the ranks were that are silent or elsewhere than this one, the longest silent first."""
+        """Where the other ranks are that are silent, or not where this one is; the longest silent first."""
         if self._store is None:
             return []
         try:
@@ -177,7 +179,7 @@ class Watch:
             silent = time.time() - at
             if rank != self.rank and (silent > _SILENT_S or what != place.what):
                 found.append((silent, f"rank {rank} ({host}, pid {pid}) was in {what} {silent:.0f} s ago"))
-        more = [f"and {len(found) - _NAMED} other ranks are not heard of or elsewhere"] if len(found) > _NAMED else []
+        more = [f"and {len(found) - _NAMED} other ranks are silent or elsewhere"] if len(found) > _NAMED else []
         return [text for _, text in sorted(found, reverse=True)[:_NAMED]] + more
 
 

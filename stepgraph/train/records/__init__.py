@@ -1,1 +1,1 @@
-"""What a run writes down: metrics, summary, plot."""
+"""What a run records: metrics, summary, loss curve, progress line."""

@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture."""
+"""Draws the loss curve of a run."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from stepgraph.train.records.metrics import read_metrics
+from stepgraph.train.records.files import read_metrics
 
 _INK, _MUTED, _GRID = "#1f2933", "#6b7785", "#e4e7eb"
 _TRAIN, _VAL, _UNIGRAM = "#2f6fb5", "#d1495b", "#6b7785"
@@ -45,7 +45,7 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None) ->
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
-    """Mean of each value and its neighbours, a twenty-fifth of the run in all; fewer, as many each side, near the ends.
+    """Mean over a window centred on each value, a twenty-fifth of the run long, and shorter near the ends.
 
     Centred, so that it does not lag behind a falling loss.
     """

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.graph.partition import Program, split
+from stepgraph.graph.partition import split
 from stepgraph.inductor.regional import Region, region_of, tag
 from stepgraph.models import Golf, GolfConfig
 from stepgraph.passes import Pass, configured, get, run_passes
@@ -21,6 +21,7 @@ from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.compile.regions import MATCHERS, tag_regions
 from stepgraph.passes.contract import NoOptions
 from stepgraph.passes.memory.rematerialize import rematerialize
+from stepgraph.run import Interpreter, runner_of
 
 aten = torch.ops.aten
 PREPARE = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "recompute"]
@@ -172,18 +173,18 @@ def test_what_only_resembles_a_region_is_left(tools):
 
 def test_nothing_found_is_said(tools, compiled):
     step = tools.trace(nn.Linear(12, 12), tools.mse, tools.vectors(6, 12)[0])
-    (report,) = run_passes(step, [get("inductor", mode="regional")])
-    assert (
-        "regions: attention found nothing, rope found nothing, swiglu found nothing, norm found nothing" in report.notes
-    )
+    tags, report = run_passes(step, ["tag_regions", get("inductor", mode="regional")])
+    expected = "regions: attention found nothing, rope found nothing, swiglu found nothing, norm found nothing"
+    assert tags.notes == [expected] and "found nothing to do" in tags.line()
     assert report.changed == 0 and "found nothing to do" in report.line()
+    assert report.notes == ["no region is tagged: tag_regions, listed before it, looks for them"]
     assert compiled == []
 
 
 def test_a_kind_that_does_not_exist_is_refused(tools):
     step = tools.trace(nn.Linear(12, 12), tools.mse, tools.vectors(6, 12)[0])
     with pytest.raises(ValueError, match="unknown kind of region 'norms': did you mean 'norm'"):
-        run_passes(step, [get("inductor", mode="regional", regions=("norms",))])
+        run_passes(step, [get("tag_regions", kinds=("norms",)), "inductor"])
 
 
 def test_tags_of_earlier_passes_stay_and_count(tools, compiled):
@@ -191,8 +192,8 @@ def test_tags_of_earlier_passes_stay_and_count(tools, compiled):
     norm = [n for n in step.nodes("forward") if n.meta["stepgraph"].path == "norm"]
     mine = Region("mine", "final norm", (("max_fusion_size", 3),))
     tag(norm, mine)
-    report = run_passes(step, [get("inductor", mode="regional", regions=("norm",))])[-1]
-    assert report.matched == 6 and "regions: norm 5, final norm 1" in report.notes
+    *_, tags, report = run_passes(step, regional(tools, ("norm",)))
+    assert report.matched == tags.matched == 6 and "regions: norm 5, final norm 1" in tags.notes
     assert {region_of(n) for n in norm} == {mine}
     assert [options.get("max_fusion_size") for _, options in compiled].count(3) == 1
 
@@ -201,7 +202,7 @@ def test_tags_of_earlier_passes_stay_and_count(tools, compiled):
 
 
 def regional(tools, kinds=tuple(MATCHERS)):
-    return get("inductor", mode="regional", regions=kinds)
+    return [get("tag_regions", kinds=kinds), get("inductor", mode="regional")]
 
 
 @pytest.mark.parametrize("memory", ["none", "full"])
@@ -224,9 +225,9 @@ def test_backward_regions_compute_again_what_they_read_from_forward_ones(tools, 
 
     again = Pass("again", "exact", apply, "regions that compute again", NoOptions())
     for name in ("llama bf16", "hugging face", "llama bf16, master weights, accumulated", "autocast"):
-        step = tools.check_bitwise(name, [*PREPARE, again, regional(tools)], steps=3)
-        before, after = step.log[-2].notes[0]
-        assert step.log[-2].matched >= 6 and after < 0.9 * before
+        step = tools.check_bitwise(name, [*PREPARE, again, *regional(tools)], steps=3)
+        before, after = step.log[-3].notes[0]
+        assert step.log[-3].matched >= 6 and after < 0.9 * before
         assert not any("cut into" in note for note in step.log[-1].notes)
         for node in step.nodes("forward"):
             if node.target is aten.silu.default:
@@ -247,7 +248,7 @@ def test_regions_drawn_at_random_change_no_bit(tools, compiled, name, seed):
             tag([n for n in window if draw.random() < 0.4], Region(f"r{i}", "random"))
 
     tagging = Pass("random regions", "exact", apply, "tags at random", NoOptions())
-    step = tools.check_bitwise(name, [tagging, regional(tools, ())], steps=3)
+    step = tools.check_bitwise(name, [tagging, *regional(tools, ())], steps=3)
     report = step.log[-1]
     assert report.changed > 0
     assert any("cut into" in note for note in report.notes) or name != "llama bf16, master weights, accumulated"
@@ -305,13 +306,13 @@ def test_writes_keep_their_place(tools, compiled):
     for node in step.nodes():
         node.meta.pop("stepgraph_region", None)
     tag([sin, cos, add], Region("r", "test"))
-    tools.check_same(step, [torch.randn(8)], [regional(tools, ())])
+    tools.check_same(step, [torch.randn(8)], regional(tools, ()))
 
 
 def test_a_region_that_writes_into_what_lies_outside_is_left_to_eager(tools, compiled):
     step = tools.by_hand(lambda x: x.mul_(2).sin() + 1, torch.randn(8))
     tag(list(step.nodes()), Region("r", "test"))
-    reports = tools.check_same(step, [torch.randn(8)], [regional(tools, ())])
+    reports = tools.check_same(step, [torch.randn(8)], regional(tools, ()))
     assert "test r left to eager: mul_ writes into what lies outside" in reports[-1].notes and compiled == []
 
 
@@ -331,7 +332,7 @@ def test_equal_layers_are_compiled_once(tools, compiled):
     for n in (2, 6):
         compiled.clear()
         step = captured(tools, tools.llama(n_layers=n))
-        run_passes(step, [regional(tools)])
+        run_passes(step, regional(tools))
         counts[n] = len(compiled), step.log[-1].changed
     assert counts[2][0] == counts[6][0] == 11
     assert counts[6][1] > 2.5 * counts[2][1]
@@ -351,7 +352,7 @@ def test_structures_differ_in_options_values_and_forms(tools, compiled):
     nodes = [n for n in step.nodes() if n.target is not aten.t.default]
     for i in range(7):
         tag(nodes[3 * i : 3 * i + 3], Region(f"r{i}", "test", (("max_fusion_size", 7),) if i == 5 else ()))
-    tools.check_same(step, inputs, [regional(tools, ())])
+    tools.check_same(step, inputs, regional(tools, ()))
     assert len(compiled) == 6
 
 
@@ -361,14 +362,14 @@ def test_results_in_an_order_of_their_own(tools, compiled):
     nodes = list(step.nodes())
     tag(nodes[:2], Region("a", "test"))
     tag(nodes[2:], Region("b", "test"))
-    tools.check_same(step, [torch.randn(4)], [regional(tools, ())])
+    tools.check_same(step, [torch.randn(4)], regional(tools, ()))
     assert len(compiled) == 2
 
 
 def test_what_runs_can_be_split_again(tools, compiled):
     """As the pass cuda_graph does around nodes that need the host: pieces that share a compiled region run the same."""
     step = captured(tools, tools.llama())
-    run_passes(step, [regional(tools)])
+    run_passes(step, regional(tools))
     host = {n for n in step.executable.graph.nodes if n.target is aten.embedding.default or n.target is aten.mm.default}
     assert len(host) > 20
     inputs = [
@@ -377,7 +378,7 @@ def test_what_runs_can_be_split_again(tools, compiled):
     ]
     module = split(step.executable, lambda node: "host" if node in host else "device")
     assert {piece.group for piece in module.children()} == {"host", "device"}
-    for a, b in zip(step.runner(inputs), Program(module)(inputs), strict=True):
+    for a, b in zip(runner_of(step)(inputs), Interpreter(module)(inputs), strict=True):
         assert torch.equal(a, b)
 
 
@@ -389,7 +390,7 @@ def test_deep_models_take_no_time(tools, compiled):
     def seconds(layers):
         step = captured(tools, tools.llama(n_layers=layers))
         begin = time.process_time()
-        run_passes(step, [regional(tools)])
+        run_passes(step, regional(tools))
         assert len(step.executable.graph.find_nodes(op="call_module")) == 10 * layers + 2
         return time.process_time() - begin
 

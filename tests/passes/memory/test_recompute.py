@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.capture import phase_of
-from stepgraph.graph.facts import estimate_memory, is_mutating, is_random, tensor_bytes
+from stepgraph.costs.memory import estimate_memory
+from stepgraph.graph.facts import is_mutating, is_random, tensor_bytes
+from stepgraph.graph.program import StepProgram
 from stepgraph.models import Llama3Config
 from stepgraph.passes import configured, get, parse_policy, peak_bytes_by_policy, run_passes
 from stepgraph.passes.memory.recompute import MemoryPolicy, Plan
@@ -160,7 +162,7 @@ def test_budget_that_cannot_be_met_says_the_least_and_that_is_enough(tools, text
 def test_peak_bytes_by_policy_leaves_the_step_alone(tools):
     step, inputs = deep_step(tools)
     before = step.text()
-    peaks = peak_bytes_by_policy(step)
+    peaks = peak_bytes_by_policy(StepProgram.plain(step))
     assert step.text() == before and step.log == [] and step.executable is step.module
     assert list(peaks) == POLICIES
     for policy, peak in peaks.items():

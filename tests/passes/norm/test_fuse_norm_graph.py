@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from stepgraph.capture import InputSpec, OutputSpec, Provenance, StepGraph, set_provenance
 from stepgraph.compat import FakeTensorMode
-from stepgraph.graph.facts import estimate_memory
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.inductor.regional import region_of
 from stepgraph.models import Golf, GolfConfig
@@ -162,7 +162,7 @@ def test_auto_leaves_a_cpu_to_inductor(tools):
 def test_wrong_choices():
     with pytest.raises(ValueError, match="unknown choice of norm 'kernels': did you mean 'kernel'"):
         get("fuse_norm", choice="kernels")
-    with pytest.raises(ValueError, match="norm=kernel with pipeline 'exact'"):
+    with pytest.raises(ValueError, match="norm=kernel with passes=exact"):
         configured("exact", norm="kernel")
     with pytest.raises(ValueError, match="norm=inductor with inductor=off"):
         configured(inductor="off", norm="inductor")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from stepgraph.capture import phase_of
-from stepgraph.graph.facts import Aliases, tensor_bytes
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.facts import tensor_bytes
 from stepgraph.passes import run_passes
 
 aten = torch.ops.aten

@@ -1,1 +1,1 @@
-"""The Triton kernels of norms, and how they are configured and launched."""
+"""Triton kernels of the norms: forward, backward, their configurations, and how they are launched."""

@@ -6,8 +6,8 @@
     dw = sum over rows of dy * xhat                  db = sum over rows of dy
 
 A fixed number of programs stride over blocks of rows. The loads of the next blocks are in flight (asynchronous copies
-to shared memory, ``STAGES`` deep) while one block is worked on, and dw and db are summed in registers on the way. What
-the programs summed is added up in a fixed order: see `partials`. Tiles, heads and slices of rows are as in `forward`.
+to shared memory, ``STAGES`` deep) while one block is processed, and dw and db accumulate in registers. The programs'
+sums are added up in a fixed order: see `partials`. Tiles, heads and slices of rows are as in `forward`.
 Source: the derivatives of Zhang and Sennrich 2019 (arXiv:1910.07467) and Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
 """
 
@@ -28,7 +28,7 @@ def add_pairs(a, b, c, d):
 
 @triton.jit
 def about(h, mu):
-    """A piece less the mean of its row, if that is taken off, in float32."""
+    """A piece in float32, less the mean of its row for a layer norm."""
     if mu is not None:
         return h.to(tl.float32) - mu[:, None]
     else:
@@ -46,7 +46,7 @@ def scaled(d, w, OFFSET: tl.constexpr):
 
 @triton.jit
 def fold_rows(value, SUM: tl.constexpr):
-    """The rows of a tile added up to ``SUM`` rows: those that lie in one thread, so that nothing is exchanged."""
+    """The rows of a tile added up to ``SUM`` rows: those held by one thread, so that threads exchange nothing."""
     if value.shape[0] == SUM:
         return value
     else:
@@ -78,7 +78,7 @@ def backward_rows(
     STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr, HOLD_W: tl.constexpr, SUM: tl.constexpr,
     EXCHANGE: tl.constexpr, FINISH: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """All rows of one of ``programs`` programs, and its part in the sums over rows."""
+    """All rows of one of ``programs`` programs, and its contribution to the sums over rows."""
     LAYER: tl.constexpr = mean is not None
     SLICE: tl.constexpr = BLOCK * PIECES
     # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
@@ -110,7 +110,7 @@ def backward_rows(
         dws = dws + (tl.zeros((SUM, BLOCK), tl.float32),)
         dbs = dbs + (tl.zeros((SUM, BLOCK), tl.float32),)
 
-    # The tile of the step before, which waits for the shares of the others (SPLIT > 1): zeros at first.
+    # The previous step's tile, which waits for the other programs' shares (SPLIT > 1): zeros at first.
     last_ds = ()
     last_hs = ()
     for _ in tl.static_range(PIECES):
@@ -165,7 +165,7 @@ def backward_rows(
             done_row = row
             done_valid = valid
             if EXCHANGED:
-                # Say what this tile adds up to, and finish the one before: its shares have had a step to arrive.
+                # Publish the sums of this tile, and finish the one before: its shares have had a step to arrive.
                 turn = (step - p) // P
                 publish(c1, share_slot(shares, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
                 if LAYER:
@@ -196,7 +196,7 @@ def backward_rows(
                 if dh is not None:
                     g_row = dh + row_start(done_row, g_outer, g_inner, g_size, G_ALIGN, G_TWO)[:, None]
                     value += tl.load(g_row + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-                # Streamed, as the loads are marked to be evicted first: marks on one side only cost forward bandwidth.
+                # Streamed, since the loads are marked evict-first: marking only one side cost bandwidth in forward.
                 place = dx + (done_row.to(tl.int64) * N)[:, None] + at
                 tl.store(place, value.to(dx.dtype.element_ty), mask=mask, cache_modifier=".cs")
 

@@ -8,10 +8,10 @@
 
 A row is ``PIECES`` tiles of ``BLOCK`` columns, a power of two: 5120 is 5 x 1024, with nothing wasted. A program takes
 one step of ``ROWS`` rows; only programs that share rows (see `wide`) stride over the steps. ``WEIGHT`` says when the
-weight is loaded: before the rows, with them, or after their sums, from the second-level cache. So a program can hold a
-whole row of up to 65,536 bfloat16 columns, which is faster than sharing it. With per-head weights (``H`` > 1) the rows
-of a step are ``ROWS / BH`` tokens of ``BH`` heads. Loads are not marked for eviction: with stores that are not, that
-cost up to 6% of the bandwidth of rows of 4096 and more.
+weight is loaded: before the rows, with them, or after their sums, from the L2 cache. A program can so hold a whole row
+of up to 65,536 bfloat16 columns, which is faster than sharing it. With per-head weights (``H`` > 1) the rows of a step
+are ``ROWS / BH`` tokens of ``BH`` heads. Loads are not marked evict-first: as the stores are not either, that cost up
+to 6% of bandwidth at rows of 4096 and more.
 Source: Zhang and Sennrich 2019 (arXiv:1910.07467); Ba, Kiros and Hinton 2016 (arXiv:1607.06450).
 """
 
@@ -36,7 +36,7 @@ def load_weight(weight, head, col, N: tl.constexpr, H: tl.constexpr, FULL: tl.co
 @triton.jit
 def load_weights(weight, bias, head, col, N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
                  FULL: tl.constexpr):  # fmt: skip
-    """All pieces of weight and bias, as far as there are any."""
+    """All pieces of weight and bias, where the norm has them."""
     ws = ()
     bs = ()
     for k in tl.static_range(PIECES):
@@ -126,10 +126,10 @@ def forward_step(
                 away = tl.where((col + k * BLOCK < N)[None, :], away, 0.0)
             total += away * away
         if SLICE >= 16384:
-            hs = held  # in the place of the row as it was: both together take too many registers
+            hs = held  # overwrites the row: both together take too many registers
         squares = tl.sum(total, 1)
         if SPLIT > 1:
-            # Slices of different means: their squares are about their own mean.
+            # Slices have different means: each sums squares about its own.
             publish(share, share_slot(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
             publish(squares, share_slot(words, turn, 1, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
             sums = collect(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE)

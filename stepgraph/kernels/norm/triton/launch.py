@@ -1,8 +1,8 @@
-"""Compiling a kernel once, and launching it without the work that the JIT does at every call.
+"""Compiles a kernel once, and launches it without the work that Triton's JIT does at every call.
 
-A kernel is compiled for what it is told here and nothing else: dtypes of its pointers and whether they are aligned to
-16 bytes, its compile-time constants, and options. Integers are always 64 bits and never specialized on. After that a
-launch takes the addresses of its tensors and calls what Triton's own runner of a compiled kernel ends in, see `runner`.
+A kernel is specialized only on what is given here: dtypes of its pointers and whether they are aligned to 16 bytes, its
+compile-time constants, and options. Integers are always 64 bits and never specialized on. A launch then takes the
+addresses of the tensors and calls the C function that Triton's own runner ends in, see `runner`.
 """
 
 import functools
@@ -72,16 +72,16 @@ _KNOBS = triton.knobs.runtime
 
 
 def _hooked() -> bool:
-    """Whether someone, a profiler, asked Triton to be called at launches: a chain with hooks in it, or a function."""
+    """Whether a profiler has set Triton's launch hooks: a chain with hooks in it, or a function."""
     enter, leave = _KNOBS.launch_enter_hook, _KNOBS.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _launcher(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner | None:
-    """A call of the C function that launches ``kernel``, as Triton makes it without hooks and scratch memory.
+    """Calls the C function that launches ``kernel``, as Triton does without hooks and scratch memory.
 
-    None where Triton has another one than those of 3.6 and 3.7. It takes the grid and the stream, what `CudaLauncher`
-    knows of the kernel, and the arguments: one by one (3.6), or in one sequence beside their descriptions (3.7).
+    None for versions of Triton other than 3.6 and 3.7. The function takes the grid and the stream, what `CudaLauncher`
+    knows of the kernel, and the arguments: one by one (3.6), or in one sequence with their descriptions (3.7).
     """
     launcher, version = kernel.run, triton.__version__.split(".")[:2]
     if type(launcher) is not CudaLauncher or launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -98,9 +98,9 @@ def _launcher(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runne
 
 
 def runner(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner:
-    """``kernel[(grid, 1, 1)]`` for addresses and ``rest``, past the work that Triton's runner repeats at every call.
+    """``kernel[(grid, 1, 1)]`` for addresses and ``rest``, without what Triton's runner repeats at every call.
 
-    That is several microseconds. Triton's runner still launches where hooks are set, and where Triton is not known.
+    That saves several microseconds. Triton's runner still launches if hooks are set, and for unknown versions.
     """
     public, direct = kernel[(grid, 1, 1)], _launcher(kernel, grid, rest)
 
@@ -114,7 +114,7 @@ def runner(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner:
 
 
 class Launch:
-    """A kernel with everything fixed but its tensors, whose dtypes are those of the first call, and the stream.
+    """A kernel with everything fixed but the stream and its tensors, whose dtypes are those of the first call.
 
     Its leading parameters are the tensors of a call (or None), then ``numbers``.
     """

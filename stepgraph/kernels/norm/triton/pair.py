@@ -1,6 +1,6 @@
 """q and k in one launch: the pair functions of the contract in `spec`, on the Triton kernels.
 
-One configuration serves both; each gets programs as its share of the rows.
+One configuration serves both; programs are divided between them in proportion to their rows.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ PLANS = plans.Plans()
 
 
 class PairPlan(NamedTuple):
-    """A pair of one layout, forward or backward."""
+    """The plan of a pair, forward or backward, for one layout of its inputs."""
 
     launch: Launch
     places: tuple[Place, ...]
@@ -32,7 +32,7 @@ class PairPlan(NamedTuple):
 
 
 def _problem(x: Tensor, weight: Optional, loads: tuple[int, ...], stores: tuple[int, ...], sums: int | None) -> Problem:
-    """Of one of the two; ``sums`` is None forward."""
+    """The problem of q alone or k alone; ``sums`` is None in forward."""
     n = x.shape[-1]
     heads = plans.heads_of(weight)
     backward = sums is not None

@@ -1,16 +1,16 @@
-"""Sums over all rows, in a fixed order: the weight and bias gradients from what each program summed.
+"""The weight and bias gradients: sums over all rows, in a fixed order, of the programs' partial sums.
 
-Every program writes its sum, one slot of ``PLANES * pitch`` float32 (the weight's plane, then the bias's). How the
-slots are added up (``FINISH``):
+Every program writes its partial sum to one slot of ``PLANES * pitch`` float32 (the weight's plane, then the bias's).
+``FINISH`` says how the slots are added up:
 
     direct   there is one program: it writes the gradient itself
-    tree     groups of `FANIN` programs; the last of a group to arrive adds its slots in the order of their index,
-             writes the sum as a slot of the next level, and goes on as a member there. One launch, no waiting.
+    tree     groups of `FANIN` programs; the last of a group to arrive adds the group's slots in the order of their
+             index, writes the sum as a slot of the next level, and is a member there. One launch, no waiting.
     grid     all programs wait for the last one, then each adds up some columns. One cooperative launch; better than
-             the tree where slots are long, as one program would add many of them alone.
+             the tree for long slots, many of which one program would add alone.
     launch   a second launch, `add_slots_kernel`, adds up columns.
 
-Who arrives last changes from run to run, what is added in which order does not. Counters are zero before and after.
+Which program arrives last varies; the order of the additions does not. Counters are zero before and after.
 """
 
 import triton
@@ -22,7 +22,7 @@ FANIN = tl.constexpr(16)
 
 @triton.jit
 def counters_of(P):
-    """Counters of a tree over ``P`` programs, or more: one for each group on each level."""
+    """Counters that a tree over ``P`` programs needs, at most: one for each group on each level."""
     return P // 15 + 8
 
 

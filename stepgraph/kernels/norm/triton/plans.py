@@ -1,7 +1,7 @@
-"""What a call of the CUDA backend needs besides its tensors, worked out once for each layout of the inputs.
+"""Plans: what a call of the CUDA backend needs besides its tensors, computed once for each layout of the inputs.
 
-A plan holds the launches of a call with all their numbers and constants, and the sizes of scratch memory. It is found
-by everything that is known without reading memory: norm, shapes, strides, dtypes, device.
+A plan holds the launches of a call with all their numbers and constants, and the sizes of scratch memory. Its key is
+everything known without reading memory: norm, shapes, strides, dtypes, device.
 """
 
 import itertools
@@ -21,14 +21,14 @@ from stepgraph.kernels.norm.triton.select import Config, Hardware, Problem, hard
 Tensor = torch.Tensor
 Optional = Tensor | None
 
-#: What the interpreter is told it runs on: few programs, so that every path is taken on small shapes.
+#: The GPU that the interpreter pretends to be: few processors, so that small shapes take every path.
 INTERPRETED_HARDWARE = Hardware(4, 227 * 1024)
 
 _MOST_PLANS = 8192
 
 
 class Plans(dict):
-    """Plans by key; forgotten together when there are too many."""
+    """Plans by key; all are dropped when there are too many."""
 
     def make(self, key: Any, build: Callable[..., Any], *arguments: Any) -> Any:
         """Build, remember and return the plan of ``key``."""
@@ -44,7 +44,7 @@ def hardware_of(x: Tensor) -> Hardware:
 
 
 def layout(x: Optional) -> Any:
-    """What a plan depends on, of a tensor, and all that `spec.check` asks."""
+    """What a plan, and `spec.check`, depend on in a tensor."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
 
 
@@ -82,7 +82,7 @@ class Place(NamedTuple):
     align: int
     two_levels: bool
     copy: bool
-    """Whether its rows cannot be described: the call makes it contiguous first."""
+    """Whether its rows do not fit two levels of strides: the call makes it contiguous first."""
 
     def constants(self, name: str) -> dict[str, Any]:
         """Compile-time constants of the input that kernels call ``name``."""
@@ -111,7 +111,7 @@ class Cover(NamedTuple):
 
     grid: int
     slots: int
-    """Programs that see the same columns of the same heads: partial sums of each column."""
+    """Programs that take the same columns of the same heads, each with a partial sum of them."""
     groups: int
     """Groups of programs that share rows."""
     heads: int
@@ -119,7 +119,7 @@ class Cover(NamedTuple):
 
 
 def cover_of(problem: Problem, config: Config, hw: Hardware) -> Cover:
-    """As many programs as there are steps, or as ``config`` allows at once."""
+    """One program per step, or at most as many as ``config`` allows at once."""
     heads = head_block(problem, config)
     head_blocks = -(-problem.heads // heads)
     slots = -(-(problem.M // problem.heads) // (config.rows // heads))
@@ -129,7 +129,7 @@ def cover_of(problem: Problem, config: Config, hw: Hardware) -> Cover:
 
 
 def held(*tensors: Optional) -> bool:
-    """Whether `rows.hold` is worth while: 16-bit values, on a GPU."""
+    """Whether `rows.hold` pays: 16-bit values, on a GPU."""
     return not INTERPRETED and all(tensor is not None and tensor.element_size() == 2 for tensor in tensors)
 
 
@@ -148,9 +148,9 @@ def launches(
     kernel: Any, numbers: tuple[int | float, ...], constants: dict[str, Any], grid: int, config: Config,
     cooperative: bool, rounds: int = 1,
 ) -> tuple[Launch, ...]:  # fmt: skip
-    """One launch; more where the interpreter must exchange between programs that do not run at once.
+    """One launch; several under the interpreter, whose programs cannot exchange while they run.
 
-    ``rounds``: exchanges in a step, each of what the one before gave.
+    ``rounds``: exchanges in a step, each depending on the one before.
     """
     modes = (*["publish"] * rounds, "collect") if INTERPRETED and config.split > 1 else ("wait",)
     return tuple(
@@ -163,7 +163,7 @@ def launches(
 
 
 def share_words(problem: Problem, config: Config, cover: Cover) -> int:
-    """Words that the groups of a launch exchange through: see `wide`."""
+    """Words of memory through which the groups of a launch exchange: see `wide`."""
     if config.split == 1:
         return 0
     kinds = 1 + problem.layer + problem.quantized
@@ -176,7 +176,7 @@ def finish_of(problem: Problem, config: Config, cover: Cover) -> str:
     """``FINISH`` of a launch: see `partials`."""
     if cover.slots == 1 or not problem.sums:
         return "direct"
-    # The interpreter's programs cannot wait for each other.
+    # Under the interpreter programs cannot wait for each other.
     return "launch" if INTERPRETED and config.finish == "grid" else config.finish
 
 
@@ -193,7 +193,7 @@ def pitch_of(problem: Problem) -> int:
 
 
 def partials_of(problem: Problem, finish: str, cover: Cover) -> int:
-    """Elements of the slots; those of a tree's upper levels are fewer than a fifteenth of its lowest, and a few."""
+    """Elements of all slots; a tree's upper levels add less than a fifteenth of the lowest, plus a few."""
     if finish == "direct":
         return 0
     return (cover.slots + (cover.slots // 15 + 8 if finish == "tree" else 0)) * problem.sums * pitch_of(problem)
@@ -203,11 +203,11 @@ def sum_tile(finish: str, config: Config, cover: Cover, slot: int) -> dict[str, 
     """Slots and columns added at once: about 32 registers of every thread. ``slot``: elements of one."""
     if finish == "tree":
         return {"SUM_ROWS": FANIN.value, "SUM_WIDTH": min(config.block, 2 * config.threads)}
-    # Few columns each while that leaves programs without work; 8 are the 32 bytes that memory moves at least.
+    # Few columns per program while programs would idle; 8 columns are 32 bytes, the least that memory moves.
     width = min(32, max(8, 1 << (slot // cover.grid).bit_length()))
     return {"SUM_ROWS": min(1 << (cover.slots - 1).bit_length(), 32 * config.threads // width), "SUM_WIDTH": width}
 
 
 def sum_rows(problem: Problem, config: Config, heads: int) -> int:
-    """Rows of the accumulators: what lies in different threads, or belongs to different heads, is added at the end."""
+    """Rows of the accumulators: rows of different threads, or of different heads, are added only at the end."""
     return max(heads, min(config.rows, max(1, config.threads * vector(problem) // config.block)))

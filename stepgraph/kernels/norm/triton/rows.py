@@ -1,10 +1,10 @@
-"""Where the rows of a tensor lie: any leading shape and strides become two levels, ``outer`` and ``inner``.
+"""The addresses of a tensor's rows: any leading shape and strides become two levels, ``outer`` and ``inner``.
 
     row r of x starts at  (r // size) * outer + (r % size) * inner  elements
 
-A slice of a fused QKV projection, a transposed batch, an expanded gradient need no copy. More than two levels that do
-not merge (a permutation of three dimensions) are copied. Strides reach a kernel divided by ``align``, the largest power
-of two up to 16 that divides both: multiplied back inside, the compiler knows what they are a multiple of and loads 16
+A slice of a fused QKV projection, a transposed batch and an expanded gradient need no copy. More than two levels that
+do not merge (a permutation of three dimensions) are copied. A kernel is given strides divided by ``align``, the largest
+power of two up to 16 that divides both, and multiplies them back: the compiler then knows their alignment and loads 16
 bytes at a time.
 """
 
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
     @property
     def two_levels(self) -> bool:
-        """Whether the inner level is there at all."""
+        """Whether there is an inner level."""
         return self.size > 1
 
 
@@ -45,7 +45,7 @@ def _merged(shape: torch.Size, strides: tuple[int, ...]) -> list[tuple[int, int]
 
 
 def rows_of(x: torch.Tensor, heads: int = 1) -> Rows:
-    """Rows of ``x`` (..., N), or (..., heads, N); copied only if two levels cannot say where they are."""
+    """Rows of ``x`` (..., N), or (..., heads, N); copied only if two levels cannot describe them."""
     levels = _merged(x.shape[:-1], x.stride()[:-1])
     if len(levels) > 2:
         return rows_of(x.contiguous(), heads)
@@ -71,14 +71,14 @@ def row_start(row, outer, inner, size, ALIGN: tl.constexpr, TWO_LEVELS: tl.const
 
 @triton.jit
 def rows_of_step(step, tokens, head, H: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr, BIG: tl.constexpr):
-    """Numbers of the rows of a step (one token, or ``ROWS / BH`` tokens with the same heads), and which there are."""
+    """Indices of the rows of a step (one token, or ``ROWS / BH`` tokens with the same heads), and which are valid."""
     token = (step.to(tl.int64) if BIG else step) * (ROWS // BH) + tl.arange(0, ROWS) // BH
     return token * H + head, (token < tokens) & (head < H)
 
 
 @triton.jit
 def tile_mask(valid, col, N: tl.constexpr, FULL: tl.constexpr):
-    """Mask of a tile: rows that exist, and columns that do where the tile is not known to be full."""
+    """Mask of a tile: valid rows, and valid columns unless the tile is known to be full."""
     if FULL:
         return valid[:, None]
     else:
@@ -87,10 +87,10 @@ def tile_mask(valid, col, N: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def hold(x, zero, HOLD: tl.constexpr):
-    """``x``, which the compiler takes for a new value, so that its float32 form is not kept since the last use.
+    """``x``, as a new value to the compiler, which so cannot keep its float32 form from an earlier use.
 
-    Between the two uses of a row only its 16-bit form stays in registers: half of them. ``zero`` is a zero that neither
-    the compiler nor ptxas knows to be one.
+    Between the two uses of a row only its 16-bit form stays in registers: half as many. ``zero`` is zero, which neither
+    the compiler nor ptxas can know.
     """
     if HOLD:
         return tl.inline_asm_elementwise(
@@ -102,7 +102,7 @@ def hold(x, zero, HOLD: tl.constexpr):
 
 @triton.jit
 def tied(x, w, zero):
-    """``x``, which ptxas cannot use before ``w`` is there: so it loads ``w`` now, not when it comes to use it.
+    """``x``, which ptxas cannot use before ``w`` has arrived: so it loads ``w`` now, not just before its use.
 
     Both are 16-bit. The operation is ``x ^ (w & zero)``; ``zero`` as in `hold`.
     """

@@ -1,23 +1,24 @@
 """Which configuration a kernel runs with: what a thread and a processor should hold, and what then fits.
 
-Memory runs at its full rate only while every processor has some 64 KiB of loads under way, in tiles that are neither so
-small that a step is all waiting nor so large that registers spill. On an H200 that came down to a few rules, the same
-for all row lengths (measured from 64 to 131,072 columns and from 1 to 2 million rows; see `benchmarks/`):
+Memory reaches its full bandwidth only if every processor has some 64 KiB of loads in flight, in tiles neither so small
+that a step only waits nor so large that registers spill. On an H200 that gave a few rules for all row lengths (measured
+from 64 to 131,072 columns and from 1 to 2 million rows; see `benchmarks/`):
 
 forward     a thread holds 32 bytes of a row, and rows until it holds 32 bytes, fewer where the call is so short that
             all programs run at once; each program does one step. A layer norm, whose programs meet twice, holds 64
             bytes in at most 8 warps. Rows of up to 128 KiB stay whole, the longest in 32 warps with their weight
-            loaded after the sum; where there are so few that processors would idle, they are shared.
+            loaded after the sum; if there are too few rows to occupy all processors, programs share them.
 backward    programs of ``w`` warps, ``8 / w`` on a processor, each with two steps of loads ahead. A row is spread over
-            as many threads as in forward; a thread holds up to 64 bytes of each tensor. One step in all: no pipeline.
-long rows   that no program can hold, or in backward of which many must pass, are shared by programs with a slice each
-            (see `wide`).
-sums        over rows are finished by a second, small launch, and in the kernel where the call is so long that this
-            costs nothing: the cooperative launch that waiting for each other needs takes 2 microseconds (see
+            as many threads as in forward; a thread holds up to 64 bytes of each tensor. A single step is not
+            pipelined.
+long rows   that no program can hold, or that are many in backward, are shared by programs with a slice each (see
+            `wide`).
+sums        over rows are finished by a second, small launch; in long calls by the kernel itself, where the 2
+            microseconds of a cooperative launch, which programs that wait for each other need, do not matter (see
             `partials`).
 
-A rule's configuration that would not fit gives way to smaller steps, more warps, then more programs to a row. Nothing
-here knows a shape by name.
+If a rule's configuration does not fit, smaller steps are tried, then more warps, then more programs per row. No rule is
+for one particular shape.
 """
 
 import functools
@@ -49,7 +50,7 @@ class Config:
     finish: str = "tree"
     """How sums over rows are added up: "tree", "grid" or "launch" (see `partials`); unused forward."""
     hold_weight: bool = True
-    """Keep the weight in its 16-bit form, converted at each use: fewer registers, more instructions."""
+    """Keep the weight in 16 bits and convert it at each use: fewer registers, more instructions."""
     weight: str = "before"
     """When forward loads the weight: "before" all rows, "with" each step's, or "after" their sums."""
 
@@ -64,7 +65,7 @@ class Config:
 
     @property
     def cooperative(self) -> bool:
-        """Whether programs wait for each other, so that all must run at once."""
+        """Whether programs wait for each other: then all must run at once."""
         return self.split > 1 or self.finish == "grid"
 
     @property
@@ -74,7 +75,7 @@ class Config:
 
 
 class Problem(NamedTuple):
-    """What the model must know of a call. Sizes in bytes per element."""
+    """What the choice of a configuration depends on. Sizes in bytes per element."""
 
     backward: bool
     M: int
@@ -104,7 +105,7 @@ class Hardware(NamedTuple):
 
 #: Registers of a processor.
 REGISTERS = 65536
-#: Bytes of shared memory left to the first-level cache where programs exchange: with less, steps took twice as long.
+#: Bytes of shared memory left to the L1 cache if programs exchange: with less, steps took twice as long.
 CACHE = 64 * 1024
 #: Bytes of a tensor that a thread should hold.
 HOLD_FORWARD, HOLD_LAYER, HOLD_BACKWARD = 32, 64, 64
@@ -155,12 +156,12 @@ def register_estimate(problem: Problem, config: Config) -> float:
         columns = elements
     held = elements * sum(size / 4 for size in problem.loads[: 2 if problem.backward else 1])
     if problem.N % vector(problem):
-        # Rows that start anywhere are loaded element by element: an address for each, and nothing packed.
+        # Unaligned rows are loaded element by element: an address for each, and nothing packed.
         held = elements * (5.0 if problem.backward else 3.6)
     if problem.layer and not problem.backward and len(problem.loads) > 1:
         held += 0.85 * elements  # the sum with the residual stays in float32 for the variance
     if config.weight == "after":
-        # What ptxas can do with where it must; given more it takes more.
+        # What ptxas can make do with; given more, it takes more.
         shared = 6 + 10 * (len(problem.loads) - 1) if config.split > 1 else 0
         return 22 + held + (6 if problem.layer else 0) + 0.5 * config.pieces(problem.N) + shared
     weights = columns * problem.weights * (problem.weight_size / 4)
@@ -183,7 +184,7 @@ def shared_estimate(problem: Problem, config: Config) -> int:
 
 
 def runs(problem: Problem, config: Config, hw: Hardware) -> bool:
-    """Whether programs that share a row can all be there at once, and their tiles fit shared memory."""
+    """Whether programs that share a row can all run at once, and their tiles fit shared memory."""
     if config.split > hw.processors * max(1, config.programs):
         return False
     shared = hw.shared - (CACHE if config.split > 1 else 0)
@@ -191,7 +192,7 @@ def runs(problem: Problem, config: Config, hw: Hardware) -> bool:
 
 
 def fits(problem: Problem, config: Config, hw: Hardware) -> bool:
-    """Whether a configuration runs, and without spilling registers, by the estimate."""
+    """Whether, by the estimate, a configuration runs and spills no registers."""
     if not runs(problem, config, hw):
         return False
     if math.prod(elements_of_thread(problem, config)) > 64:
@@ -208,8 +209,8 @@ def _floor(x: float) -> int:
 def _block(n: int, widest: int, padding: float) -> int:
     """Columns of a tile for slices of ``n``: wide tiles, and at most ``padding * n`` past the end of a row.
 
-    Some padding costs less than narrower tiles do, but for rows that are shorter than a warp's load: there narrow tiles
-    cost nothing.
+    Some padding costs less than narrower tiles do, except for rows shorter than a warp's load: there narrow tiles are
+    free.
     """
     widest = max(2, min(widest, 1 << (n - 1).bit_length()))
     blocks = [widest >> shift for shift in range(4) if widest >> shift >= min(widest, 32)]
@@ -221,7 +222,7 @@ def _block(n: int, widest: int, padding: float) -> int:
 def _rows(problem: Problem, warps: int, part: int, most: float, hw: Hardware, programs: int) -> tuple[int, int]:
     """Rows and columns of a tile of slices of ``part`` columns, a thread holding at most ``most`` elements."""
     threads = 32 * warps
-    # Of long rows, columns past the end cost more than narrow tiles do; of the longest, less than sharing does.
+    # For long rows, padding costs more than narrow tiles; for the longest, less than sharing the row.
     bytes_of_part = part * max(problem.loads)
     padding = 1 / 3 if problem.backward else 1 / 8 if 24 * 1024 < bytes_of_part <= 32 * 1024 else 1 / 4
     block = _block(part, threads * vector(problem), padding)
@@ -234,7 +235,7 @@ def _rows(problem: Problem, warps: int, part: int, most: float, hw: Hardware, pr
 
 
 def _warps(problem: Problem, least: int, most: int) -> int:
-    """Warps of which every thread has 32 bytes of a row, or up to 53."""
+    """Warps such that each thread has 32 bytes of a row, or up to 53."""
     return max(least, min(most, _floor(1.2 * problem.N * max(problem.loads) / 1024)))
 
 
@@ -248,7 +249,7 @@ def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     bytes_of_row = problem.N * max(problem.loads)
     shared = list(_forward_shared(problem, hw))
     if bytes_of_row <= LONGEST_FORWARD:
-        # One processor takes longer for a row than an exchange does, where others have nothing to do.
+        # While other processors idle, an exchange takes less time than a whole row on one processor.
         if bytes_of_row > LONGEST_FORWARD // 2 and problem.M * -(-bytes_of_row // LEAST_SLICE) <= 2 * hw.processors:
             yield from shared
         yield from _forward_whole(problem, hw)
@@ -265,7 +266,7 @@ def _forward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
         # Up to, not including, twice what a thread should hold.
         rows, block = _rows(problem, warps, problem.N, 2 * held - 1, hw, WARPS_FORWARD // warps)
         one = warps
-        while one > 8 and rows > 1:  # rows side by side in many warps: rather a program for each
+        while one > 8 and rows > 1:  # rather than rows side by side in many warps, a program for each
             one, rows = one // 2, rows // 2
         first = Config(rows, block, one, 1, 0)
         steps = problem.M / hw.processors
@@ -297,8 +298,8 @@ def _forward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
 def _weight(problem: Problem, config: Config) -> str:
     """When a program that takes one step loads the weight.
 
-    Held beside a long row it takes registers that another program could use. Loaded with the row it comes soonest,
-    0.1 us of the shortest calls; but where there is much of it, it had better be on its way before the row is.
+    Held beside a long row, the weight takes registers that another program could use. Loaded with the row it saves 0.1
+    us, which matters in the shortest calls; a large weight is better loaded before the row.
     """
     rows, columns = elements_of_thread(problem, config)
     if problem.heads > 1 or problem.quantized:
@@ -326,7 +327,7 @@ def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     warps = _warps_backward(problem)
     while warps <= 16:
         programs = max(1, WARPS_BACKWARD // warps)
-        # A program that is alone on its processor has more in flight if it holds one and a half times as much.
+        # A program alone on its processor has more loads in flight if it holds one and a half times as much.
         most = HOLD_BACKWARD / size * (1.5 if programs == 1 else 1)
         rows, block = _rows(problem, warps, problem.N, most, hw, programs)
         if problem.M <= 2 * rows * hw.processors * programs < 2 * problem.M:
@@ -387,7 +388,7 @@ def _select(problem: Problem, hw: Hardware, alone: bool) -> Config:
     for config in tried:
         if fits(problem, config, hw):
             return config
-    # Nothing fits, on a small GPU or with weights per head of long rows: what spills least is still right.
+    # Nothing fits, on a small GPU or for long rows with per-head weights: what spills least is still correct.
     possible = [config for config in tried if runs(problem, config, hw) and config.pieces(problem.N) <= 64]
     if not possible and problem.heads > 1:
         raise ValueError(
@@ -404,13 +405,13 @@ def _select(problem: Problem, hw: Hardware, alone: bool) -> Config:
 def select(problem: Problem, hw: Hardware, *, alone: bool = True) -> Config:
     """The configuration of a call: fixed by its shape and dtypes, so that results repeat bit for bit.
 
-    Not ``alone``, for a launch over two tensors: no program waits for another. Raises ValueError for rows too long to
-    be shared by all processors, or, with weights per head, to be held by one.
+    Unless ``alone`` (a launch over two tensors is not), no program waits for another. Raises ValueError for rows too
+    long for all processors together, or, with per-head weights, for one program.
     """
     return _select(problem._replace(M=_rounded(problem.M)), hw, alone)
 
 
 def _rounded(rows: int) -> int:
-    """Numbers of rows to three bits, upwards: a serving batch of any size finds its configuration in the cache."""
+    """Numbers of rows, rounded up to three bits: serving batches of any size find their configuration in the cache."""
     shift = max(0, rows.bit_length() - 3)
     return -(-rows >> shift) << shift

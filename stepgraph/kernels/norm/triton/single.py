@@ -1,7 +1,7 @@
 """The CUDA backend: the contract of `spec` on the Triton kernels.
 
-A call is the look-up of a plan, the allocation of outputs, and one launch (two where the sums over rows are added up
-apart). ``config`` forces a configuration instead of `select`'s: for tuning, and for tests.
+A call looks up its plan, allocates outputs, and makes one launch (two if a second one adds up the sums over rows).
+``config`` replaces the configuration that `select` would choose: for tuning and for tests.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ tuning.on_change(PLANS.clear)
 
 
 class ForwardPlan(NamedTuple):
-    """`forward` of one layout."""
+    """The plan of `forward` for one layout of its inputs."""
 
     launches: tuple[Launch, ...]
     x: Place
@@ -121,7 +121,7 @@ def forward(
 
 
 class BackwardPlan(NamedTuple):
-    """`backward` of one layout."""
+    """The plan of `backward` for one layout of its inputs."""
 
     launches: tuple[Launch, ...]
     dy: Place

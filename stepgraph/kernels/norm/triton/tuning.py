@@ -1,10 +1,10 @@
-"""Optional: time configurations near the one that `select` takes, keep the fastest, and remember it on disk.
+"""Optional autotuning: times configurations near the one that `select` takes, and keeps the fastest on disk.
 
-Off by default: the rules need no time and give the same result on every machine of a kind. Inside ``with autotune():``
-the first call of every problem (kind, shape, dtypes) tries a few neighbours, each compiled in about a second. What was
-found is kept in ``norms-<gpu>-triton-<version>.json`` under ``$STEPGRAPH_CACHE``, or ``~/.cache/stepgraph``, and is
-used there without timing from then on. Sums over rows are added in another order by another configuration: results
-repeat bit for bit as long as that file stays.
+Off by default: the rules take no time and give the same configuration on every machine with the same GPU. Inside
+``with autotune():`` the first call of every problem (kind, shape, dtypes) tries a few neighbours, each compiled in
+about a second. The fastest is kept in ``norms-<gpu>-triton-<version>.json`` under ``$STEPGRAPH_CACHE``, or
+``~/.cache/stepgraph``, and is used without timing from then on. Another configuration may add sums over rows in another
+order: results are bitwise reproducible as long as that file stays.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ _on_change: list[Callable[[], None]] = []
 
 
 def on_change(call: Callable[[], None]) -> None:
-    """``call`` whenever tuning is turned on or off: what was planned before may no longer hold."""
+    """``call`` whenever tuning is turned on or off: earlier plans may then be stale."""
     _on_change.append(call)
 
 
 @contextlib.contextmanager
 def autotune() -> Iterator[None]:
-    """Inside, norms on a GPU run with the fastest of the configurations tried; outside, with the rules' again."""
+    """Inside, norms on a GPU run with the fastest configuration tried; outside, with that of the rules."""
     global _enabled
     before, _enabled = _enabled, True
     for call in _on_change:
@@ -79,13 +79,13 @@ def choose(problem: Problem, hw: Hardware, run: Callable[[Config], Any]) -> Conf
 
 
 def fastest(configs: list[Config], run: Callable[[Config], Any], time: Callable[..., float] | None = None) -> Config:
-    """The config of least ``time(run, config)``; the first of equals."""
+    """The config with the least ``time(run, config)``; the first of equals."""
     time = time or _milliseconds
     return min(configs, key=lambda config: time(run, config))
 
 
 def _milliseconds(run: Callable[[Config], Any], config: Config) -> float:
-    """Median of a call, from an L2 that holds other data."""
+    """Median time of a call whose inputs are not in the L2 cache."""
     run(config)
     flush = torch.empty(torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
     times = []

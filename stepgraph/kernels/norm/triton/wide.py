@@ -1,18 +1,18 @@
-"""Rows shared by several programs: each holds some columns, and they exchange what the whole row must know.
+"""Rows shared by several programs: each holds some of the columns, and they exchange their sums over the row.
 
 A row of more than about 16,384 elements does not fit the registers of one program. Instead of reading it twice,
 ``SPLIT`` programs, which run at the same time on different processors (a cooperative launch), hold one slice each for
 the whole pass over memory, publish their share of a sum over the row, and wait for the others'. Loads of the rows to
 come are in flight meanwhile.
 
-A share travels as one 64-bit word, its float32 value below and the number of its step above, written and read whole: no
-fence, no second trip for a flag. The words of four steps are enough even where a tile is finished a step late: who
-publishes step i + 4 has collected step i + 2, so all have published that, and so collected step i. The words are zero
-before and after: the last of a group to leave clears them. Shares are added in the order of their columns, so results
-repeat bit for bit.
+A share is one 64-bit word, its float32 value in the lower half and the number of its step in the upper, written and
+read whole: no fence, and no separate flag to read. Words for four steps suffice even if a tile is finished a step late:
+a program that publishes step i + 4 has collected step i + 2, so all have published that, and so collected step i. The
+words are zero before and after: the last program of a group to leave clears them. Shares are added in the order of
+their columns, so results are bitwise reproducible.
 
-Triton's interpreter runs programs one after another and would wait for ever. There a launch is done twice:
-``EXCHANGE`` is "publish", then "collect", with one word per step; and thrice where a second share depends on the first.
+Triton's interpreter runs programs one after another and would wait for ever. There a kernel is launched twice, with
+``EXCHANGE`` "publish", then "collect", and one word per step; three times if a second share depends on the first.
 """
 
 import triton
@@ -36,7 +36,7 @@ def share_slot(words, step, which: tl.constexpr, KINDS: tl.constexpr, SPLIT: tl.
 
 @triton.jit
 def publish(value, slot, part, step, ROWS: tl.constexpr, EXCHANGE: tl.constexpr):
-    """Let the group see ``value`` (ROWS,) of this part."""
+    """Publish ``value`` (ROWS,) of this part to the group."""
     if EXCHANGE != "collect":
         low = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
         word = ((step + 1).to(tl.int64) << 32) | low
@@ -46,9 +46,9 @@ def publish(value, slot, part, step, ROWS: tl.constexpr, EXCHANGE: tl.constexpr)
 @triton.jit
 def collect(words, step, which: tl.constexpr, KINDS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
             EXCHANGE: tl.constexpr):  # fmt: skip
-    """Shares (SPLIT rounded up to a power of two, ROWS) of all parts in a step, once they are there.
+    """Shares (SPLIT rounded up to a power of two, ROWS) of all parts in a step, once they have arrived.
 
-    Zero where there is no part. Those of step -1 are there from the start.
+    Zero for the parts that only round SPLIT up. Those of step -1 are there from the start.
     """
     if EXCHANGE == "wait":
         slot = share_slot(words, step + 4, which, KINDS, SPLIT, ROWS, EXCHANGE)
@@ -81,7 +81,7 @@ def collect(words, step, which: tl.constexpr, KINDS: tl.constexpr, SPLIT: tl.con
 
 @triton.jit
 def leave(words, leavers, KINDS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, EXCHANGE: tl.constexpr):
-    """The last program of a group to come here leaves its words and its counter zero, as they were found."""
+    """The last program of a group to arrive resets the group's words and counter to zero."""
     if EXCHANGE == "wait":
         tl.debug_barrier()
         if tl.atomic_add(leavers, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:

@@ -1,8 +1,8 @@
-"""Zeroed memory for counters and shares, that kernels leave zeroed.
+"""Zeroed memory for counters and shares, which kernels leave zeroed.
 
-Two kernels that run at the same time must not share it, so it belongs to what runs one kernel after another: a stream,
-or one call captured into a CUDA graph (whose replays follow each other). Captured calls take theirs, for good, from a
-chunk made before; where that is used up, or was never made, they get fresh memory whose clearing is captured too.
+Two kernels that run at the same time must not share it, so each stream has its own, and so has each call captured into
+a CUDA graph (whose replays follow each other). Captured calls keep their part of a chunk allocated before the capture;
+if that is used up, or was never made, they get fresh memory and the zeroing of it is captured too.
 """
 
 import torch
@@ -14,19 +14,19 @@ _chunks: dict[torch.device, torch.Tensor] = {}
 
 
 def zeros(device: torch.device, stream: int | None, words: int) -> torch.Tensor:
-    """At least ``words`` zeros, int64, for one kernel launched on ``stream`` that leaves them zero."""
+    """At least ``words`` zeros, int64, for one kernel launched on ``stream``, which must leave them zero."""
     if device.type == "cpu":  # the interpreter
         return torch.zeros(words, dtype=torch.int64)
     if torch.cuda.is_current_stream_capturing():
         chunk = _chunks.get(device)
         if chunk is None or chunk.numel() < words:
             return torch.zeros(words, dtype=torch.int64, device=device)
-        # 32 words are 256 bytes: counters of two calls are not in one line of the cache.
+        # 32 words are 256 bytes: the counters of two calls never share a cache line.
         _chunks[device] = chunk[-(-words // 32) * 32 :]
         return chunk[:words]
     mine = _streams.get((device, stream))
     if mine is None or mine.numel() < words:
-        # Memory that a kernel still uses is not freed under it: the allocator gives it out again on this stream only.
+        # A kernel may still use the memory dropped here: the allocator hands it out again on this stream only.
         mine = _streams[device, stream] = torch.zeros(max(words, 4096), dtype=torch.int64, device=device)
         if device not in _chunks:
             _chunks[device] = torch.zeros(_CHUNK_WORDS, dtype=torch.int64, device=device)

@@ -1,0 +1,128 @@
+"""Inductor: compiling a flat graph, its options and cache, and the parts of it that `stepgraph.inductor` extends."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def inductor_compile(
+    module: torch.fx.GraphModule, example_inputs: Sequence[torch.Tensor], options: dict[str, Any]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a flat graph with Inductor, without Dynamo. ``example_inputs`` may be fake.
+
+    The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
+    Raises ``ValueError`` if a C++ compiler is needed and there is none.
+    """
+    from torch._inductor import config, standalone_compile
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
+
+    try:
+        artifact = standalone_compile(
+            module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
+        )
+    except InductorError as failure:
+        if not isinstance(failure.inner_exception, InvalidCxxCompiler):
+            raise
+        tried = " and ".join(name for name in config.cpp.cxx if name)
+        raise ValueError(
+            f"Inductor finds no C++ compiler (it tried {tried}): install one, g++ for example, or do without Inductor, "
+            "by --inductor off or passes='exact'"
+        ) from None
+    # The function that takes a list is wrapped twice: to take arguments one by one, and to keep Dynamo out.
+    return artifact._compiled_fn.__wrapped__.__wrapped__
+
+
+def start_compile_workers() -> None:
+    """Start the processes in which Inductor compiles Triton kernels. They take some seconds to start; until then it
+    compiles kernels one after another in this process."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
+def inductor_options() -> set[str]:
+    """Names of the options that `inductor_compile` takes."""
+    from torch import _inductor
+
+    return set(_inductor.list_options())
+
+
+def inductor_cache_counts() -> tuple[int, int]:
+    """(hits, misses) of Inductor's graph cache on disk in this process so far."""
+    from torch._dynamo.utils import counters
+
+    counts = counters["inductor"]
+    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
+
+
+@functools.cache
+def inductor() -> SimpleNamespace:
+    """The parts of Inductor that `stepgraph.inductor` extends. Imported on demand: they take seconds."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import choices, config, custom_graph_pass, ir, scheduler, utils
+    from torch._inductor.codegen import common, cuda_combined_scheduling, triton
+    from torch._inductor.dependencies import MemoryDep, WeakDep
+    from torch._inductor.runtime import hints, runtime_utils
+    from torch._inductor.virtualized import V
+
+    return SimpleNamespace(
+        config=config,
+        functorch_config=functorch_config,
+        InductorChoices=choices.InductorChoices,
+        CustomGraphPass=custom_graph_pass.CustomGraphPass,
+        # torch 2.13 has a separate class for passes over the scheduler's nodes.
+        CustomSchedulerPass=vars(custom_graph_pass).get("CustomSchedulerPass", custom_graph_pass.CustomGraphPass),
+        hash_of_files=custom_graph_pass.get_hash_for_files,
+        MixOrderReduction=scheduler.MixOrderReduction,
+        FusedMixOrderReductions=scheduler.FusedMixOrderReductions,
+        FallbackKernel=ir.FallbackKernel,
+        contains_collective=utils.contains_collective,
+        MemoryDep=MemoryDep,
+        WeakDep=WeakDep,
+        ReductionHint=hints.ReductionHint,
+        DeviceProperties=hints.DeviceProperties,
+        last_power_of_2=runtime_utils.last_power_of_2,
+        next_power_of_2=runtime_utils.next_power_of_2,
+        common=common,
+        CUDACombinedScheduling=cuda_combined_scheduling.CUDACombinedScheduling,
+        TritonKernel=triton.TritonKernel,
+        TritonScheduling=triton.TritonScheduling,
+        FixedTritonConfig=triton.FixedTritonConfig,
+        V=V,
+    )
+
+
+def inductor_mixed_config(rows: int, columns: int, split: int, device: torch.device) -> Any:
+    """Inductor's own ``triton.Config`` (XBLOCK, num_warps, NUM_STAGES) of a mixed-order reduction over (rows, columns)
+    of which each program takes ``split`` rows."""
+    from torch._inductor.runtime import triton_heuristics
+
+    parts = inductor()
+    return triton_heuristics.persistent_reduction(
+        {"x": parts.next_power_of_2(rows), "r0_": parts.next_power_of_2(columns)},
+        reduction_hint=parts.ReductionHint.INNER,
+        triton_meta={"device": parts.DeviceProperties.create(device)},
+        inductor_meta={
+            "RSPLIT_SIZE": split,
+            "mix_order_reduction_allow_multi_stages": parts.config.triton.mix_order_reduction_allow_multi_stages,
+        },
+        return_configs=True,
+    )[0]
+
+
+def inductor_passes(value: Any) -> tuple[Callable[[torch.fx.Graph], None], ...]:
+    """The passes that Inductor's option ``post_grad_custom_pre_pass`` holds: in torch 2.13 there may be several."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def keep_saved_tensors() -> contextlib.AbstractContextManager:
+    """Inside, torch.compile keeps what forward saved, so that backward may run again (``retain_graph``)."""
+    from torch._functorch import config
+
+    return config.patch(donated_buffer=False)

@@ -1,0 +1,88 @@
+"""Process groups, collectives, symmetric memory and the flight recorder."""
+
+import itertools
+import os
+import pickle
+from typing import Any
+
+import torch
+
+
+def all_reduce(tensor: torch.Tensor, op: str, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """``tensor`` reduced by ``op`` (``sum``, ``max``) over ``group``, as a new tensor; in a trace, as two nodes."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, op, group.group_name))
+
+
+def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.ProcessGroup]:
+    """Process groups to reduce over, one after the other, for a sum over all ranks of ``mesh``."""
+    if mesh.size() == torch.distributed.get_world_size():
+        return [torch.distributed.group.WORLD]
+    return mesh.get_all_groups()
+
+
+def flight_records(device_type: str) -> list[dict[str, Any]]:
+    """The latest collectives of this process, oldest first: NCCL's for ``cuda``, else gloo's.
+
+    Each has ``process_group`` (name, description), ``profiling_name``, ``input_sizes``, ``time_created_ns`` (since the
+    epoch), ``retired`` (it has ended) and ``state``, which NCCL updates (``completed``) and gloo does not. Collectives
+    replayed by a CUDA graph are not recorded.
+    """
+    recorder = torch._C._distributed_c10d
+    dump = recorder._dump_nccl_trace if device_type == "cuda" else recorder._dump_fr_trace
+    return pickle.loads(dump(True, False, False)).get("entries", [])  # bytes that torch has just written
+
+
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """The process group that a graph's nodes call ``name``."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+#: The names that `name_group` gave, and the groups' own.
+_OWN_NAMES: dict[str, str] = {}
+
+
+def name_group(group: torch.distributed.ProcessGroup, name: str) -> str:
+    """Give ``group`` the second name ``name`` and return it: torch's own names differ from rank to rank. Where another
+    group that is still open has the name, it is ``name.1``, and so on: the same on all ranks if they name groups in one
+    order."""
+    registry = torch._C._distributed_c10d
+    for alias in itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1))):
+        try:
+            held = registry._resolve_process_group(alias)
+        except RuntimeError:  # never given, or to a group that is gone
+            held = None
+        if held not in torch.distributed.distributed_c10d._world.pg_names:  # destroyed, if it still is
+            registry._unregister_process_group(alias)
+            registry._register_process_group(alias, group)
+            held = group
+        if held == group:
+            _OWN_NAMES[alias] = group.group_name
+            return alias
+
+
+def group_name(name: str) -> str:
+    """torch's own name of the process group that a graph's nodes call ``name``."""
+    return _OWN_NAMES.get(name, name)
+
+
+def symmetric_memory(nbytes: int, group_name: str, device: torch.device) -> tuple[torch.Tensor, Any]:
+    """(``nbytes`` of this rank's memory that all ranks of the group can write, the handle with the addresses of all
+    ranks' memory and with flags, which are zero). NVLink multicast is off.
+
+    All ranks call it together, and not while a CUDA graph is recorded. Raises ``RuntimeError`` if a rank cannot reach
+    another's memory.
+    """
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when memory is allocated
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("symmetric memory cannot be made while a CUDA graph is recorded: run the step once before")
+    memory = torch._C._distributed_c10d._SymmetricMemory
+    tensor = memory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group_name)
+    return tensor, memory.rendezvous(tensor)
+
+
+def init_fake_world(rank: int, world: int) -> None:
+    """A default process group of ``world`` ranks of which only ``rank`` exists: collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

@@ -1,0 +1,84 @@
+"""Fake tensors: shapes without values, and how torch and transformers treat them."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._prims_common import compute_elementwise_output_strides
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    is_fake,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "compute_elementwise_output_strides",
+    "is_fake",
+    "is_traceable_wrapper_subclass",
+    "operator_needing_values",
+    "storage_key",
+    "transformers_sees_values",
+    "without_modes",
+]
+
+#: What fake tensors raise where a value, not only a shape, would be needed.
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+def operator_needing_values(error: Exception) -> str | None:
+    """Name of the operator that failed because fake tensors have no values; None if ``error`` is something else."""
+    if isinstance(error, _DATA_DEPENDENT):
+        return str(getattr(error, "func", "a data-dependent operator"))
+    for name, message in ((".numpy()", ".numpy() is not supported"), (".data_ptr()", "Cannot access data pointer")):
+        if isinstance(error, RuntimeError) and message in str(error):
+            return name
+    return None
+
+
+def without_modes() -> contextlib.AbstractContextManager:
+    """Operators called inside are neither traced nor faked."""
+    return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Inside, Hugging Face transformers, if loaded, looks at the values of fake tensors whose values are ``known``.
+
+    By default it looks at none of a fake tensor's: attention then gets a mask that says no more than "causal", and keys
+    repeated for every query head.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    is_fake_tensor = getattr(module, "is_fake_tensor", None)
+    if is_fake_tensor is None:
+        yield
+        return
+    module.is_fake_tensor = lambda x: is_fake_tensor(x) and not known(x)
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = is_fake_tensor
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for two live tensors, real or fake, exactly if they share storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def _fused_adamw_on_meta(*args: Any, **kwargs: Any) -> None:
+    """Shapes of the fused AdamW update: it only writes in place."""
+
+
+# torch registers a meta kernel only for the overload whose learning rate is a number. For the one with a tensor, fake
+# tensors would otherwise run the real kernel on zeros of the model's size.
+_LIBRARY = torch.library.Library("aten", "IMPL", "Meta")
+if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_.tensor_lr", "Meta"):
+    _LIBRARY.impl("_fused_adamw_.tensor_lr", _fused_adamw_on_meta)

@@ -1,0 +1,122 @@
+"""Tracing with ``make_fx``: running a trace, reading its graph while it runs, and features that it needs switched."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+
+
+@contextlib.contextmanager
+def trace_context(mode: FakeTensorMode) -> Iterator[None]:
+    """What a trace runs under: one tracing context, backward on this thread."""
+    with (
+        tracing(TracingContext(mode)),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield
+
+
+def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """``make_fx`` on fake tensors, with Python's garbage collector off.
+
+    A trace keeps nearly every object that it makes: the collector would walk the growing graph again and again, and the
+    trace of a deep model would take more than linear time.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return make_fx(function, _disable_torch_fn_metadata_mode=True)(*fakes)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def graph_of_trace() -> torch.fx.Graph:
+    """The graph that the running `trace` writes."""
+    return get_proxy_mode().tracer.graph
+
+
+def node_of_trace(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node of the running `trace` that made ``tensor``; None for a tensor that it did not record."""
+    slot = get_proxy_slot(tensor, get_proxy_mode().tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def constant_of_trace(name: str) -> Any:
+    """The constant that a ``get_attr`` node of the running `trace` reads."""
+    return getattr(get_proxy_mode().tracer.root, name)
+
+
+def current_sequence_nr() -> int:
+    """Sequence number of the autograd node created last on this thread."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def rename_node(node: torch.fx.Node, name: str) -> None:
+    """Give ``node`` a name near ``name`` that is free and legal in its graph."""
+    node._rename(name)
+    node.target = node.name
+
+
+@contextlib.contextmanager
+def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``torch.utils.checkpoint`` runs its function plainly, between calls of ``enter`` and ``leave``.
+
+    A trace would otherwise record the recomputation, and wrongly if the function draws random numbers: eager restores
+    the generator's state on the host, which no graph node does. Both variants of checkpoint look up the two replaced
+    names in their module when they are called.
+    """
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        enter()
+        try:
+            yield
+        finally:
+            leave()
+
+    class Function:
+        @staticmethod
+        def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
+            # The re-entrant variant has no backward unless one of its own arguments needs one.
+            needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+            enter()
+            try:
+                with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
+                    return function(*args)
+            finally:
+                leave()
+
+    with _replaced(torch_checkpoint, _checkpoint_without_reentrant_generator=generator, CheckpointFunction=Function):
+        yield
+
+
+@contextlib.contextmanager
+def dispatch_flex_attention() -> Iterator[None]:
+    """Inside, ``flex_attention`` records its higher-order operator in the trace.
+
+    Called outside Dynamo it would start Dynamo, which refuses to run inside another trace; the module's debug switch
+    makes it call the operator directly. Its front end also refuses a backward on the CPU. The operator supports one,
+    with dense attention, so a model for GPUs can be captured and tried on a CPU.
+    """
+    import torch.nn.attention.flex_attention as flex
+
+    with _replaced(flex, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True, _validate_device=lambda *_: None):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: ModuleType, **values: Any) -> Iterator[None]:
+    """Inside, names of ``module`` have other values."""
+    saved = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(saved)

@@ -1,0 +1,55 @@
+"""Floating-point operations of a node."""
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from stepgraph.graph.facts import argument, is_overload
+
+aten = torch.ops.aten
+higher_order = torch.ops.higher_order
+
+#: Attention operators and matrix products over (T, T, head_dim) that each computes: flash attention's backward computes
+#: the scores again. Source: Dao et al., "FlashAttention", 2022, section 3.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: 2,
+    aten._scaled_dot_product_flash_attention.default: 2,
+    aten._scaled_dot_product_cudnn_attention.default: 2,
+    aten._scaled_dot_product_efficient_attention.default: 2,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
+    aten._scaled_dot_product_flash_attention_backward.default: 5,
+    aten._scaled_dot_product_cudnn_attention_backward.default: 5,
+    aten._scaled_dot_product_efficient_attention_backward.default: 5,
+}
+
+#: The same for FlexAttention, which takes q and k first in both directions.
+_FLEX_ATTENTION = {higher_order.flex_attention: 2, higher_order.flex_attention_backward: 5}
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of matrix products and attention that ``node`` runs, 0 for others.
+
+    Causal attention runs half of its scores; FlexAttention counts all of them, because its mask is not known.
+    """
+    if node.target in _FLEX_ATTENTION:
+        q, k = (n.meta["val"] for n in node.args[:2])
+        return _FLEX_ATTENTION[node.target] * _scores(q, k)
+    if not is_overload(node):
+        return 0
+    values = fx.map_arg(node.args, lambda n: n.meta["val"])
+    if node.target in _ATTENTION:
+        first = 0 if _ATTENTION[node.target] == 2 else 1  # backward takes the output's gradient first
+        products = _ATTENTION[node.target] * _scores(*values[first : first + 2])
+        return products // (2 if argument(node, "is_causal") else 1)
+    count = flop_registry.get(node.target.overloadpacket)
+    return count(*values, out_val=node.meta["val"]) if count else 0
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether the node is attention, forward or backward."""
+    return node.target in _ATTENTION or node.target in _FLEX_ATTENTION
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor) -> int:
+    """FLOPs of q k^T for ``q`` (B, H, T, head_dim) and ``k`` (B, H_kv, S, head_dim)."""
+    return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]

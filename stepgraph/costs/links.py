@@ -1,0 +1,184 @@
+"""Seconds of communication: NCCL's collectives, copies by the copy engines, and products pipelined with collectives.
+
+NCCL's collectives follow an alpha-beta model: a latency by number of ranks and nodes, plus bytes over the bandwidth of
+the slowest link or over what the kernels themselves can pass on, whichever takes longer. They run on rings, an
+all-reduce also on a tree between nodes, in the cheaper of two protocols: Simple, which reaches full bandwidth, and LL,
+which sends a flag with every four bytes of data and so reaches half of it, at lower latency.
+
+Source for the latencies: NCCL 2.27, src/graph/tuning.cc, ``baseLatencies`` and ``hwLatencies``.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.costs.hardware import ASSUMED, FLAG_S, GPUS_PER_NODE, SHORT_KERNEL_S, Gpu
+from stepgraph.graph.collectives import (
+    ALL_GATHER,
+    ALL_GATHER_MATMUL,
+    ALL_REDUCE,
+    GATHER_BEGIN,
+    MATMUL_REDUCE_SCATTER,
+    REDUCE_BEGIN,
+    REDUCE_SCATTER,
+    bytes_sent,
+    group_of,
+    stage_of,
+)
+from stepgraph.graph.facts import tensor_bytes
+
+#: Operators that communicate, and the words for them in reports.
+KINDS = {
+    ALL_GATHER: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_REDUCE: "all_reduce",
+    GATHER_BEGIN: "all_gather by copies",
+    REDUCE_BEGIN: "reduce_scatter by copies",
+    ALL_GATHER_MATMUL: "all_gather + mm",
+    MATMUL_REDUCE_SCATTER: "mm + reduce_scatter",
+}
+_COPIES = (GATHER_BEGIN, REDUCE_BEGIN)
+
+# Seconds: once for each collective, for each step over NVLink and over the network; and the share of bandwidth reached.
+_RING = ((8.4e-6, 3.4e-6, 14.0e-6, 1.0), (6.6e-6, 0.6e-6, 2.7e-6, 0.5))  # Simple, LL
+_TREE = ((8.4e-6, 4.0e-6, 14.0e-6, 1.0), (6.8e-6, 0.6e-6, 5.0e-6, 0.5))
+
+#: What NCCL's kernels pass on, keep or add up in a second, over a GPU's NVLink bandwidth: among few ranks they are
+#: slower than the links. Source: two H200s by themselves, 1 GiB: 539 GB/s (all-gather), 529 (reduce-scatter), 497
+#: (all-reduce) of 450 (benchmarks/h200_x2_roofline.json).
+_KERNEL_SHARE = 1.18
+
+#: Seconds that a collective by copy engines takes besides its transfer: the ranks wait for each other's flags.
+COPIES_S = 20e-6
+
+
+class Group(NamedTuple):
+    """A process group as plain data. ``axis``: the name that reports use. ``ranks``: of the world."""
+
+    axis: str
+    ranks: tuple[int, ...]
+
+
+def groups(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, Group]:
+    """The process groups ``axes``, by name of the axis, and the ``world``; by their own names."""
+    named = {"world": dist.group.WORLD} | dict(axes)
+    return {g.group_name: Group(axis, tuple(dist.get_process_group_ranks(g))) for axis, g in named.items()}
+
+
+def groups_of(nodes: Iterable[fx.Node]) -> dict[str, Group]:
+    """The process groups that ``nodes`` communicate in, by their own names."""
+    found = {group_name(node): group_of(node) for node in nodes if stage_of(node) in ("begin", "joined")}
+    ranks = {name: dist.get_process_group_ranks(compat.process_group(name)) for name in found}
+    return {name: Group(axis, tuple(ranks[name])) for name, axis in found.items()}
+
+
+def group_name(node: fx.Node) -> str:
+    """torch's own name of the process group that ``node`` communicates in."""
+    return compat.group_name(group_of(node))
+
+
+class Transfer(NamedTuple):
+    """What a collective moves. ``bytes``: of the whole tensor, the larger side: what an all-gather returns and what a
+    reduce-scatter takes."""
+
+    kind: str
+    dtype: torch.dtype
+    bytes: int
+    seconds: float
+
+
+def transfer(node: fx.Node, ranks: Sequence[int], gpu: Gpu) -> Transfer:
+    """What the collective ``node`` moves between ``ranks``. An operator that is not in the table goes by its own name,
+    and as much data as an all-gather of its size."""
+    if node.target in _COPIES:
+        n, sent = len(ranks), bytes_sent(node)
+        dtype = node.args[2] if node.target is GATHER_BEGIN else node.args[0][0].meta["val"].dtype
+        return Transfer(KINDS[node.target], dtype, int(sent * n / (n - 1)), COPIES_S + sent / gpu.nvlink)
+    kind = KINDS.get(node.target) or node.target.overloadpacket.__name__
+    value = node.meta["val"]
+    dtype = (value[0] if isinstance(value, (list, tuple)) else value).dtype
+    nbytes = max(tensor_bytes(node), sum(map(tensor_bytes, node.all_input_nodes)))
+    return Transfer(kind, dtype, nbytes, collective_seconds(gpu, kind, nbytes, ranks))
+
+
+def seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:
+    """Seconds of the collective ``node`` by itself, between the ranks of its process group."""
+    (group,) = groups_of([node]).values()
+    return transfer(node, group.ranks, gpu).seconds
+
+
+def collective_seconds(gpu: Gpu, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
+    """Seconds of NCCL's collective of ``kind`` (``all_gather``, ``reduce_scatter``, ``all_reduce``) over ``ranks``.
+
+    ``nbytes``: of the whole tensor, see `Transfer`.
+    """
+    n, nodes = len(ranks), len({rank // GPUS_PER_NODE for rank in ranks})
+    if n == 1:
+        return 0.0
+    rounds = 2 if kind == "all_reduce" else 1
+    # Each rank passes on all parts but one; between nodes, rings use the adapters of all the group's ranks there.
+    over_nvlink = nbytes * (n - 1) / n / gpu.nvlink
+    over_network = nbytes * (nodes - 1) / nodes / (n / nodes * gpu.network)
+    # A kernel touches every part once, and in an all-reduce all parts but one again.
+    by_kernel = nbytes * (2 - 1 / n if rounds == 2 else 1) / rounds / (_KERNEL_SHARE * gpu.nvlink)
+    transfer = max(over_nvlink if n > nodes else 0.0, over_network, by_kernel)
+
+    def cheapest(protocols: tuple, steps: float, hops: float) -> float:
+        costs = (base + rounds * (steps * step + hops * hop + transfer / share) for base, step, hop, share in protocols)
+        return min(costs)
+
+    ring = cheapest(_RING, n - nodes, nodes - 1)
+    if kind != "all_reduce":
+        return ring
+    return min(ring, cheapest(_TREE, n / nodes - 1, math.ceil(math.log2(nodes))))
+
+
+class Pipeline(NamedTuple):
+    """What a product pipelined with a collective costs besides the product.
+
+    ``sent``: bytes that this rank receives from the ``ranks - 1`` others while it multiplies. ``copied``: bytes that
+    it moves in its own memory. ``barriers``: how often ranks wait for a flag. ``kernels``: how many more there are, for
+    chunks and flags.
+    """
+
+    ranks: int
+    sent: int
+    copied: int
+    barriers: int
+    kernels: int
+
+    def exposed_seconds(self, compute: float, gpu: Gpu) -> float:
+        """Seconds beyond ``compute``, those of the products.
+
+        The other ranks' chunks arrive, or leave, while all chunks but one are multiplied: the pipeline starts with
+        this rank's own chunk, and a reduction ends with it.
+        """
+        hidden = compute * (self.ranks - 1) / self.ranks
+        fixed = self.barriers * FLAG_S + self.kernels * SHORT_KERNEL_S
+        return fixed + gpu.moving_seconds(self.copied) + max(0.0, self.sent / gpu.nvlink - hidden)
+
+
+def pipeline_of(node: fx.Node) -> Pipeline | None:
+    """The pipeline that ``node`` runs; None where it is no product joined with a collective."""
+    if node.target is ALL_GATHER_MATMUL:
+        shard, weights, keep, ranks, _ = node.args
+        # Copies run beside the products; of several sequences the whole, put together, is copied once more.
+        size, batch = tensor_bytes(shard), shard.meta["val"].shape[0]
+        whole = 2 * ranks * size if keep and batch > 1 else 0
+        kernels = ranks - 1 + _pieces(ranks, batch, weights)
+        return Pipeline(ranks, (ranks - 1) * size, whole, 1, kernels)
+    if node.target is MATMUL_REDUCE_SCATTER:
+        lefts, _, batch, ranks, _ = node.args
+        size, kernels = tensor_bytes(node), ranks - 1 + 1 + _pieces(ranks, batch, lefts)
+        return Pipeline(ranks, (ranks - 1) * size, (ranks + 1) * size, 1, kernels)  # the sum reads all parts
+    return None
+
+
+def _pieces(ranks: int, batch: int, products: Sequence[fx.Node]) -> int:
+    """Into how many more kernels a pipeline cuts ``products``."""
+    return len(products) * (ranks * batch - 1)

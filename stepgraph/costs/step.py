@@ -1,0 +1,77 @@
+"""What a step costs: of one graph, and of a schedule of calls of several."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stepgraph.costs.fusion import Fusion
+from stepgraph.costs.hardware import Gpu
+from stepgraph.costs.links import Group
+from stepgraph.costs.memory import HELD, Moment, memory_over_step
+from stepgraph.costs.roofline import Roofline
+from stepgraph.costs.timeline import Timeline, simulate
+from stepgraph.graph.facts import Aliases, tensor_bytes
+from stepgraph.graph.step_graph import InputSpec, StepGraph
+
+#: Kinds of inputs that a rank holds throughout, whichever graph runs.
+_STATE = ("parameter", "buffer", "optimizer", "accumulator")
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    """One call of a graph. ``state``: bytes of the parameters, buffers and optimizer state that it takes. ``flops``:
+    that it runs. ``moments``: memory over the call."""
+
+    timeline: Timeline
+    moments: list[Moment]
+    state: dict[InputSpec, int]
+    flops: int
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step: calls of graphs, one after the other. ``moments``: of each graph once, with all of the step's state."""
+
+    timeline: Timeline
+    moments: list[Moment]
+    flops: int
+
+
+def graph_cost(step: StepGraph, gpu: Gpu, groups: Mapping[str, Group], *, fused: bool) -> GraphCost:
+    """The cost of one call of ``step`` on ``gpu``. ``groups``: see `links.groups`. ``fused``: whether a compiler makes
+    kernels of several nodes."""
+    aliases = Aliases(step.graph)
+    fusion = Fusion(step.graph, aliases, fused)
+    roofline = Roofline(step.graph, aliases, fusion, gpu)
+    return GraphCost(
+        timeline=simulate(step.graph, roofline.seconds, gpu, groups),
+        moments=memory_over_step(step, aliases, fusion),
+        state={
+            spec: tensor_bytes(node)
+            for node, spec in zip(step.placeholders(), step.inputs, strict=True)
+            if spec.kind in _STATE
+        },
+        flops=roofline.flops,
+    )
+
+
+def step_cost(calls: Sequence[tuple[GraphCost, int]]) -> StepCost:
+    """The cost of a step that calls each graph so many times. State that a graph does not take lies beside it."""
+    state = {spec: size for graph, _ in calls for spec, size in graph.state.items()}
+    timelines = [(graph.timeline, n) for graph, n in calls]
+    return StepCost(
+        Timeline(
+            collectives=[c for timeline, n in timelines for c in timeline.collectives * n],
+            step_seconds=sum(n * timeline.step_seconds for timeline, n in timelines),
+            compute_seconds=sum(n * timeline.compute_seconds for timeline, n in timelines),
+        ),
+        moments=[_beside(moment, state, graph.state) for graph, _ in calls for moment in graph.moments],
+        flops=sum(n * graph.flops for graph, n in calls),
+    )
+
+
+def _beside(moment: Moment, state: Mapping[InputSpec, int], taken: Mapping[InputSpec, int]) -> Moment:
+    sizes = dict(moment.bytes)
+    for spec, size in state.items():
+        if spec not in taken:
+            sizes[HELD.get(spec.kind, "inputs")] += size
+    return replace(moment, bytes=sizes)

@@ -1,0 +1,86 @@
+"""Which nodes share memory, and where it is written."""
+
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from stepgraph.graph.facts import HIDDEN_WRITES, is_mutating, is_view
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes that ``node`` writes into."""
+    if node.target in HIDDEN_WRITES:
+        return [node.args[i] for i in HIDDEN_WRITES[node.target] if isinstance(node.args[i], fx.Node)]
+    written: list[fx.Node] = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, fx.Node):
+                written.append(item)
+    return written
+
+
+class Aliases:
+    """Which node owns the storage that each node's result lives in, and where each storage is written.
+
+    ``position[node]``: index in the graph. ``writes[root]``: positions of nodes that write into the root's storage.
+    A multi-output operator's outputs are owned by their getitem nodes.
+    """
+
+    def __init__(self, graph: fx.Graph):
+        self.position: dict[fx.Node, int] = {}
+        self.writes: dict[fx.Node, list[int]] = defaultdict(list)
+        self._root: dict[fx.Node, fx.Node] = {}
+        self._members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for i, node in enumerate(graph.nodes):
+            self.position[node] = i
+            self._root[node] = self._find_root(node)
+            self._members[self._root[node]].append(node)
+            if is_mutating(node):
+                for written in written_arguments(node):
+                    self.writes[self.root(written)].append(i)
+
+    def _find_root(self, node: fx.Node) -> fx.Node:
+        # Waiting for a collective gives back its result; no view, since none may take its place.
+        if is_view(node) or node.target is torch.ops._c10d_functional.wait_tensor.default:
+            return self._root[node.args[0]]
+        # What a writing operator returns is what it wrote only if its schema says so: a loss may come out beside.
+        if is_mutating(node) and isinstance(node.meta.get("val"), torch.Tensor):
+            written = written_arguments(node)
+            if len(written) == 1 and node.target._schema.returns[0].alias_info is not None:
+                return self._root[written[0]]
+        return node
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The node that owns the storage of ``node``'s result."""
+        return self._root[node]
+
+    def written_between(self, node: fx.Node, first: int, last: int) -> bool:
+        """Whether the storage of ``node`` is written at a position in (first, last)."""
+        return any(first < p < last for p in self.writes.get(self.root(node), ()))
+
+    def reads(self, node: fx.Node, besides: tuple[fx.Node, ...] = ()) -> list[int]:
+        """Positions of the nodes that read any alias of ``node``'s storage, except ``besides``."""
+        members = self._members[self.root(node)]
+        return [self.position[user] for n in members for user in n.users if user not in besides]
+
+    def merge(self, node: fx.Node, root: fx.Node, last: dict[fx.Node, int]) -> None:
+        """``node``'s result now lives in ``root``'s storage; ``last`` (see `last_use`) follows."""
+        old = self._root[node]
+        last[root] = max(last[root], last[old])
+        for member in self._members.pop(old):
+            self._root[member] = root
+            self._members[root].append(member)
+
+    def last_use(self) -> dict[fx.Node, int]:
+        """For every root, the position of the last node that reads any alias of it."""
+        last: dict[fx.Node, int] = {}
+        for node, position in self.position.items():
+            root = self.root(node)
+            last[root] = max(last.get(root, 0), position)
+            for user in node.users:
+                last[root] = max(last[root], self.position[user])
+        return last

@@ -1,0 +1,65 @@
+"""`StepProgram`: a training step as named graphs and a schedule of calls.
+
+A plain step is one graph, called once. Accumulation is a schedule over two: the graph of one microbatch, called once
+for each, and the graph of the update. Values flow between calls in inputs of kind ``accumulator``, which graphs share
+by name and write in place.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stepgraph.graph.step_graph import StepGraph
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the schedule: a graph by name, and the microbatch that it reads (None: it reads no batch)."""
+
+    graph: str
+    microbatch: int | None = None
+
+
+@dataclass
+class StepProgram:
+    """``graphs``: by name. ``schedule``: the calls of one step, in order."""
+
+    graphs: dict[str, StepGraph]
+    schedule: list[Call]
+
+    @classmethod
+    def plain(cls, step: StepGraph) -> "StepProgram":
+        """The program of one graph, called once on the whole batch."""
+        return cls({"step": step}, [Call("step", 0)])
+
+    @classmethod
+    def accumulation(cls, microbatch: StepGraph, update: StepGraph, n: int) -> "StepProgram":
+        """``microbatch`` called ``n`` times, then ``update``."""
+        calls = [Call("microbatch", k) for k in range(n)]
+        return cls({"microbatch": microbatch, "update": update}, [*calls, Call("update")])
+
+    @property
+    def main(self) -> StepGraph:
+        """The graph that runs forward and backward."""
+        return self.graphs[self.schedule[0].graph]
+
+    @property
+    def microbatches(self) -> int:
+        """Parts that the batch is split into."""
+        return sum(call.microbatch is not None for call in self.schedule)
+
+    @property
+    def capture_s(self) -> float:
+        """Seconds that the capture of all graphs took."""
+        return sum(graph.capture_s for graph in self.graphs.values())
+
+    def text(self) -> str:
+        """All graphs as readable text, each under a line with its name and how often a step calls it."""
+        if len(self.graphs) == 1:
+            return self.main.text()
+        counts = zip(self.graphs, self.counted(), strict=True)
+        return "\n".join(f"# {name}, called {n} times a step\n{graph.text()}" for name, (graph, n) in counts)
+
+    def counted(self) -> Iterator[tuple[StepGraph, int]]:
+        """Each graph, with how often a step calls it."""
+        for name, graph in self.graphs.items():
+            yield graph, sum(call.graph == name for call in self.schedule)

@@ -1,0 +1,1 @@
+"""Rules for what Inductor fuses and how it tiles reductions."""

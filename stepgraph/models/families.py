@@ -1,0 +1,32 @@
+"""All families of models. A new one is imported here and put into the list."""
+
+from typing import Any
+
+from stepgraph.errors import unknown_name
+from stepgraph.models.family import Family
+from stepgraph.models.golf.family import GOLF
+from stepgraph.models.llama3.family import LLAMA3
+
+FAMILIES: list[Family] = [LLAMA3, GOLF]
+
+
+def family_of(config: Any) -> Family:
+    """The family of a model's configuration. Raises ``ValueError`` for what is none."""
+    for family in FAMILIES:
+        if type(config) is family.config:
+            return family
+    known = ", ".join(family.config.__name__ for family in FAMILIES)
+    raise ValueError(f"{type(config).__name__} is no model's configuration: give one of {known}")
+
+
+def family_named(name: str) -> Family:
+    """The family called ``name``; an unknown one is refused with the nearest."""
+    families = {family.name: family for family in FAMILIES}
+    if name not in families:
+        raise unknown_name("model family", name, families)
+    return families[name]
+
+
+def flops_per_token(config: Any, seq_len: int) -> int:
+    """Training FLOPs (forward and backward) per token of a model at sequences of ``seq_len``, by its family."""
+    return family_of(config).flops_per_token(config, seq_len)

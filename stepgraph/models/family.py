@@ -1,0 +1,53 @@
+"""A family of models as one record: everything that the rest of the house must know of it.
+
+A new family is a folder here with its record, its place in `families.FAMILIES`, and its presets.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph.models.flops import dense_flops_per_token
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A family's checkpoints in the Hugging Face format. Its module has ``init_buffers`` for what they do not hold.
+
+    ``title``: the model's name, for people. ``name``: our parameter's name -> theirs. ``read_config``: a folder -> our
+    configuration; raises ``ValueError`` for another model. ``write_config``: configuration and dtype -> their
+    ``config.json``. ``free``: fields of the configuration that weights do not depend on. ``tied``: our (head,
+    embedding) where the model ties the two, else None: some checkpoints hold the head all the same.
+    """
+
+    title: str
+    name: Callable[[str], str]
+    read_config: Callable[[str | os.PathLike[str]], Any]
+    write_config: Callable[[Any, torch.dtype], dict[str, Any]]
+    free: tuple[str, ...] = ()
+    tied: Callable[[Any], tuple[str, str] | None] = lambda config: None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models.
+
+    ``name``: as in a run's ``config.json``. ``config``: the dataclass of a model's shape. ``model``: shape -> module
+    with ``init_weights``; it must build on the meta device too. ``tp_plan``: module -> style of tensor parallelism.
+    ``tp_sizes``: fields of the shape that the number of tensor-parallel ranks must divide. ``flops_per_token``: shape
+    and sequence length -> training FLOPs. ``longest``: shape -> its longest sequence, None for any length.
+    ``hugging_face``: None where no checkpoints exist in that format.
+    """
+
+    name: str
+    config: type
+    model: Callable[[Any], nn.Module]
+    tp_plan: Mapping[str, str]
+    tp_sizes: tuple[str, ...]
+    flops_per_token: Callable[[Any, int], int] = dense_flops_per_token
+    longest: Callable[[Any], int | None] = lambda config: None
+    hugging_face: HuggingFace | None = None

@@ -1,0 +1,35 @@
+"""What a step is to run on: facts that passes may depend on, of this machine or of one that is only forecast."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
+from stepgraph.graph.step_graph import StepGraph
+
+
+@dataclass(frozen=True)
+class Target:
+    """``device``: its type. ``memory``: bytes of one GPU, None where unknown. ``ranks_per_machine``: neighbours that
+    share a machine; 0: as torchrun started them. ``process_groups``: whether there are any. ``simulated``: the step is
+    forecast on it and never runs."""
+
+    device: str
+    memory: float | None = None
+    ranks_per_machine: int = 0
+    process_groups: bool = False
+    simulated: bool = False
+
+    @classmethod
+    def of(cls, step: StepGraph) -> "Target":
+        """Where ``step``'s tensors are."""
+        devices = [node.meta["val"].device for node in step.placeholders() if node.meta["val"].is_cuda]
+        known = devices and torch.cuda.is_available()  # a fake GPU has no properties
+        memory = torch.cuda.get_device_properties(devices[0]).total_memory if known else None
+        return cls("cuda" if devices else "cpu", memory, process_groups=dist.is_initialized())
+
+    @classmethod
+    def forecast(cls, gpu: Gpu) -> "Target":
+        """Machines of eight ``gpu``, simulated."""
+        return cls("cuda", gpu.memory, GPUS_PER_NODE, dist.is_initialized(), simulated=True)

@@ -1,0 +1,87 @@
+"""``stepgraph train --nproc N``: starts ranks on this machine as torchrun does."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from stepgraph.train.faults.watch import last_told
+
+
+def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
+    """Run ``stepgraph train ARGUMENTS`` in ``nproc`` processes on this machine; the exit status of the run.
+
+    If one fails, the others are ended and all start again, at most ``max_restarts`` times. The error names the rank
+    whose failure was the last.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    # This process and the ranks share the store, and the agent, which runs in this process too, its server.
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    # Not torchrun's command line, which would take --nproc as the abbreviation of an option.
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="static",
+        rdzv_endpoint=f"localhost:{server.port}",
+        rdzv_configs={"rank": 0},
+        max_restarts=max_restarts,
+        # The ranks handle SIGTERM and Ctrl-C themselves: they save and end with 0, and then the agent ends too.
+        signals_to_handle="SIGHUP,SIGQUIT",
+    )
+    try:
+        with _passed_on(signal.SIGINT, signal.SIGTERM):
+            elastic_launch(config, sys.executable)("-u", "-m", "stepgraph", "train", *arguments)
+    except ChildFailedError as failure:
+        rank, first = failure.get_first_failure()
+        how = f"ended with status {first.exitcode}; its own message is above"
+        if first.exitcode < 0:
+            told = last_told(dist.PrefixStore(f"stepgraph/{config.run_id}", server), rank)
+            how = f"was killed by {first.signal_name()}{told}; the others were ended"
+        print(f"error: rank {rank} (pid {first.pid}) {how}", file=sys.stderr)
+        return first.exitcode if first.exitcode > 0 else 1
+    return 0
+
+
+@contextlib.contextmanager
+def _passed_on(*numbers: signal.Signals) -> Iterator[None]:
+    """Forward the first of these signals to this process's children; a second one ends this process as usual."""
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def pass_on(number: int, _frame: object) -> None:
+        restore()
+        for pid in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    for number in numbers:
+        signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _children() -> list[int]:
+    """Processes that this one started, from /proc on Linux, where containers may lack ``ps``; else from ``ps``."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            found[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    if not found:
+        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        found = dict(map(int, line.split()) for line in listed.splitlines())
+    return [pid for pid, parent in found.items() if parent == os.getpid()]

@@ -1,0 +1,154 @@
+"""The run folder: every record that a run leaves behind, its summary among them."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from stepgraph.config.train import TrainConfig
+from stepgraph.train.records.files import json_line, read_metrics, write_json, write_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The keys of ``summary.json``. A figure that a run did not measure is null."""
+
+    status: str
+    """finished: all steps done; interrupted: stopped by a signal after a checkpoint; failed: stopped by an error."""
+    error: str | None = None
+    """Why a failed run stopped, in one line."""
+    preset: str
+    """Preset the configuration started from."""
+    params: int
+    """Trainable parameters."""
+    steps: int
+    """Optimizer updates done, those before a resume included."""
+    tokens: int
+    """Training tokens seen in these steps."""
+    train_loss_nats: float | None
+    """Cross-entropy of the last step's batch, nats per token."""
+    val_loss_nats: float | None
+    """Cross-entropy on the validation data at the last validation, nats per token."""
+    unigram_entropy_nats: float | None
+    """Entropy of the training tokens' frequencies, nats per token: what a model that ignores context can reach."""
+    tokens_per_s: float | None
+    """Training tokens per second of all devices together, from the median step."""
+    step_ms_median: float | None
+    """Median time of a step, ms, without the first (compile) steps, validation and checkpoints."""
+    mfu: float | None
+    """Model FLOPs utilization in [0, 1] at ``tokens_per_s``; null where the device's peak is unknown."""
+    capture_s: float | None
+    """Seconds to capture the step graph and run its passes."""
+    compile_s: float | None
+    """Seconds that the compiler and CUDA graph capture took."""
+    peak_mem_gib: float
+    """Peak memory, GiB: allocated on the GPU, or resident in the process on a CPU."""
+    wall_s: float
+    """Seconds from start to end of this process's part of the run, everything included."""
+    versions: dict[str, Any]
+    """Versions of stepgraph, torch, triton, python, CUDA and cuDNN."""
+
+
+class RunFolder:
+    """The files of one run.
+
+    ``config.json``, ``environment.json``, ``metrics.jsonl`` (one object a line), ``tb/`` (TensorBoard events),
+    ``passes.txt`` and ``passes.json`` (pass report), ``graph.txt``, ``summary.json`` (``Summary``), ``loss.png``;
+    ``checkpoints/`` and ``graphs/`` (``--dump-graphs``) are filled elsewhere. JSON files are never half written, and
+    strict: a number that is not finite is null.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+        """Makes the folder ``path``, or with ``resume_step`` continues it as it was after that many updates: metrics
+        of later steps, which will be repeated, are dropped, and so is the summary.
+
+        Raises ValueError when ``path`` is not empty and is not being resumed.
+        """
+        if resume_step is None:
+            require_unused(path)
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.graphs = path / "graphs"
+        self._metrics_file = path / "metrics.jsonl"
+        path.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None and self._metrics_file.exists():
+            kept = [record for record in read_metrics(self._metrics_file) if record["step"] <= resume_step]
+            write_text(self._metrics_file, "".join(json_line(record) for record in kept))
+        (path / "summary.json").unlink(missing_ok=True)  # a run that is killed has none
+        # Line buffering: each record reaches the file at once, so a killed run loses none.
+        self._metrics = self._metrics_file.open("a", buffering=1, encoding="utf-8")
+        purge = None if resume_step is None else resume_step + 1
+        self._tensorboard = SummaryWriter(path / "tb", purge_step=purge, flush_secs=10)
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Writes ``config.json``."""
+        write_text(self.path / "config.json", config.to_json())
+
+    def write_environment(self, environment: dict[str, Any]) -> None:
+        """Writes ``environment.json``, as `stepgraph.config.environment.environment` gives it."""
+        write_json(self.path / "environment.json", environment)
+
+    def write_passes(self, text: str, records: list[dict[str, Any]]) -> None:
+        """Writes the pass report for people (``passes.txt``) and for programs (``passes.json``)."""
+        write_text(self.path / "passes.txt", text)
+        write_json(self.path / "passes.json", records)
+
+    def write_graph(self, text: str) -> None:
+        """Writes ``graph.txt``, the graph that runs, after all passes."""
+        write_text(self.path / "graph.txt", text)
+
+    def log(self, step: int, **values: float | None) -> None:
+        """Records ``values`` after update number ``step`` (from 1), in ``metrics.jsonl`` and for TensorBoard.
+
+        The names used are ``loss`` (nats per token), ``grad_norm``, ``lr``, ``step_ms``, ``tokens_per_s``, ``mfu`` (in
+        [0, 1]), ``mem_gib``, ``tokens`` (seen so far), and ``val_loss``; a name that starts with ``val_`` goes to
+        TensorBoard's ``val/``, others to ``train/``.
+        """
+        self._metrics.write(json_line({"step": step} | values))
+        for name, value in values.items():
+            if value is not None:
+                tag = name.replace("val_", "val/", 1) if name.startswith("val_") else f"train/{name}"
+                self._tensorboard.add_scalar(tag, value, step)
+
+    def write_summary(self, summary: Summary) -> None:
+        """Writes ``summary.json``."""
+        write_json(self.path / "summary.json", dataclasses.asdict(summary))
+
+    def draw_loss(self, unigram_entropy: float | None) -> None:
+        """Draws ``loss.png`` from the metrics so far; ``unigram_entropy`` in nats per token."""
+        from stepgraph.train.records.plot import loss_curve  # matplotlib is slow to load, and needed only at the end
+
+        loss_curve(self._metrics_file, self.path / "loss.png", unigram_entropy)
+
+    def close(self) -> None:
+        """Flushes and closes the metrics: none can be logged afterwards."""
+        self._metrics.close()
+        self._tensorboard.close()
+
+
+class SilentFolder:
+    """The run folder of a rank that writes no records: `RunFolder`'s methods, doing nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.graphs = None
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    write_config = write_environment = write_passes = write_graph = write_summary = _nothing
+    log = draw_loss = close = _nothing
+
+
+def require_unused(path: Path) -> None:
+    """Raise ValueError unless ``path`` can be the folder of a new run: it is not there, or is empty."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"run folder {path} is a file: choose another --out")
+    try:
+        used = path.is_dir() and any(path.iterdir())
+    except OSError as failure:
+        raise ValueError(f"cannot read the run folder {path}: {failure.strerror}; choose another --out") from failure
+    if used:
+        raise ValueError(f"run folder {path} is not empty: choose another --out, or continue it with --resume {path}")

@@ -1,0 +1,75 @@
+"""One walk over lifetimes, read in two ways."""
+
+import operator
+
+import torch
+
+from stepgraph.costs.fusion import Fusion
+from stepgraph.costs.memory import estimate_memory, lifetimes, memory_over_step
+from stepgraph.graph.facts import Aliases
+from tests.costs.graphs import Hand, aten
+
+KB = 4 * 256  # bytes of an input
+
+
+def chain():
+    """x -> exp -> neg -> output, and backward reads exp."""
+    hand = Hand()
+    x = hand.input(256)
+    e = hand(aten.exp.default, x)
+    y = hand(aten.view.default, hand(aten.neg.default, e), [16, 16])
+    g = hand(aten.mul.Tensor, e, e, phase="backward")
+    return hand.step(y, g)
+
+
+def test_each_result_lives_from_its_operator_to_its_last_reader():
+    step = chain()
+    walk = lifetimes(step.graph, Aliases(step.graph))
+    assert {node.name: (made, [n.name for n in freed]) for node, made, freed in walk} == {
+        "exp_default": (True, []),
+        "neg_default": (True, []),
+        "view_default": (False, []),
+        "mul_tensor": (True, ["exp_default"]),
+    }
+    found = estimate_memory(step.graph)
+    assert (found.inputs, found.peak, found.saved) == (KB, 4 * KB, KB)
+
+
+def test_two_readings_of_one_walk_agree():
+    step = chain()
+    aliases = Aliases(step.graph)
+    moments = memory_over_step(step, aliases, Fusion(step.graph, aliases, fused=False))
+    assert [m.phase for m in moments] == ["forward", "backward"]
+    assert moments[-1].total == estimate_memory(step.graph).peak
+    assert moments[0].bytes["activations"] == moments[0].bytes["temporary"] == moments[0].bytes["inputs"] == KB
+
+
+def test_what_a_kernel_keeps_to_itself_takes_no_memory():
+    hand = Hand()
+    x = hand.input(256)
+    y = hand(aten.neg.default, hand(aten.exp.default, x))
+    step = hand.step(y)
+    aliases = Aliases(step.graph)
+    peaks = [
+        max(m.total for m in memory_over_step(step, aliases, Fusion(step.graph, aliases, fused)))
+        for fused in (False, True)
+    ]
+    assert peaks == [3 * KB, 2 * KB]
+
+
+def test_the_parts_of_a_list_are_memory_and_the_list_is_not():
+    hand = Hand()
+    x = hand.input(16, 16)
+    both = hand(aten.max.dim, x, 1)
+    values = hand(operator.getitem, both, 0)
+    step = hand.step(values)
+    made = {node.name: made for node, made, _ in lifetimes(step.graph, Aliases(step.graph))}
+    assert made == {"max_dim": False, "getitem": True}
+    assert estimate_memory(step.graph).peak == KB + 4 * 16
+
+
+def test_a_written_input_is_no_memory_of_its_own():
+    hand = Hand()
+    p = hand.input(256, kind="parameter", name="w")
+    new = hand(aten.mul_.Tensor, p, torch.tensor(2.0), phase="optimizer", val=p.meta["val"])
+    assert estimate_memory(hand.step(new).graph).peak == KB

@@ -1,0 +1,143 @@
+"""The norm kernels against float64, with shapes, layouts, dtypes and configurations chosen by hypothesis."""
+
+import pytest
+import torch
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.kernels.norm.spec import FP8, FP8_MAX, Norm
+from stepgraph.kernels.norm.triton import partials, plans
+from stepgraph.kernels.norm.triton import single as triton_norm
+from stepgraph.kernels.norm.triton.launch import INTERPRETED
+from stepgraph.kernels.norm.triton.rows import rows_of
+from stepgraph.kernels.norm.triton.select import Config
+from tests.kernels.norm.interpreter.inputs import DTYPES, EPS, LAYOUTS, close, configs, norm, tensor
+
+assert INTERPRETED
+
+# The interpreter takes milliseconds for every call inside a kernel: few rows, and few of them in a loop.
+sizes = st.one_of(st.integers(1, 24), st.sampled_from((32, 40, 48)))
+shapes = st.one_of(
+    st.tuples(sizes),
+    st.tuples(st.integers(1, 12), sizes),
+    st.tuples(st.integers(1, 3), st.integers(1, 5), sizes),
+    st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), sizes),
+)
+
+
+#: When forward loads the weight; all but the last where the output is quantized.
+WEIGHTS = ("before", "with", "after")
+
+
+def double(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.double().requires_grad_()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.data())
+def test_forward_and_backward(data):
+    draw = data.draw
+    shape, kind = draw(shapes), draw(st.sampled_from(("rms", "layer")))
+    dtype, weight_dtype, residual_dtype, dy_dtype = (draw(st.sampled_from(DTYPES)) for _ in range(4))
+    per_head = len(shape) > 1 and draw(st.booleans())
+    offset = draw(st.sampled_from((0.0, 1.0)))
+    layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(4)]
+    x = tensor(shape, dtype, layouts[0], 0)
+    residual = tensor(shape, residual_dtype, layouts[1], 1) if draw(st.booleans()) else None
+    weight_shape = shape[-2:] if per_head else shape[-1:]
+    weight = tensor(weight_shape, weight_dtype, "contiguous", 2) if draw(st.booleans()) else None
+    bias = tensor(weight.shape, weight_dtype, "contiguous", 3) if weight is not None and draw(st.booleans()) else None
+    dy = tensor(shape, dy_dtype, layouts[2], 4)
+    dh = tensor(shape, dtype, layouts[3], 5) if residual is not None and draw(st.booleans()) else None
+    split = weight is None or not per_head
+    forced = draw(st.none() | configs(False, split, WEIGHTS)), draw(st.none() | configs(True, split))
+    spec = Norm(kind, EPS, offset, dtype)
+
+    y, h, mean, rstd, scale = triton_norm.forward(spec, x, weight, bias, residual, True, config=forced[0])
+    assert scale is None
+    n = shape[-1]
+    if residual is not None:
+        close("h", h, x.double() + residual.double(), 1)
+    seen = x if h is None else h
+    h64, w64, b64 = double(seen), double(weight), double(bias)
+    y64 = norm(kind, h64, w64, b64, offset)
+    # A row of one equal value has no variance but the rounding of its mean: eps is all that keeps it finite.
+    close("y", y, y64.detach(), n)
+    variance = h64.var(-1, correction=0) if kind == "layer" else h64.square().mean(-1)
+    close("rstd", rstd, (variance + EPS).rsqrt().detach(), n)
+    if kind == "layer":
+        close("mean", mean, h64.mean(-1).detach(), n)
+
+    needs = draw(st.booleans()), weight is not None and draw(st.booleans()), bias is not None and draw(st.booleans())
+    arguments = (spec, dy, seen, weight, mean, rstd, dh, dtype, *needs)
+    got = triton_norm.backward(*arguments, config=forced[1])
+    again = triton_norm.backward(*arguments, config=forced[1])
+    total = (y64 * dy.double()).sum() + (0 if dh is None else (h64 * dh.double()).sum())
+    total.backward()
+    wanted = (h64.grad, None if w64 is None else w64.grad, None if b64 is None else b64.grad)
+    count = x.numel() // n
+    for name, need, value, repeated, want in zip(("dx", "dw", "db"), needs, got, again, wanted, strict=True):
+        assert (value is not None) == need
+        if need:
+            assert value.is_contiguous() and torch.equal(value, repeated)
+            close(name, value, want, (n if name == "dx" else count) * (1 + int(rstd.max())))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(shape=shapes, kind=st.sampled_from(("rms", "layer")), config=st.none() | configs(False, True, WEIGHTS[:2]))
+def test_quantized(shape, kind, config):
+    x = tensor(shape, torch.bfloat16, "contiguous", 0)
+    x.view(-1, shape[-1])[0] = 0
+    weight = tensor(shape[-1:], torch.float32, "contiguous", 1)
+    spec = Norm(kind, EPS, 0.0, FP8)
+    y8, _, _, _, scale = triton_norm.forward(spec, x, weight, None, None, False, config=config)
+    y = norm(kind, x.double(), weight.double(), None, 0.0)
+    peak = y.abs().amax(-1)
+    # A constant row: what is left of it in float32 is rounding, and float64 leaves nothing.
+    clear = peak > 1e-4
+    torch.testing.assert_close(scale.double()[clear], peak[clear] / FP8_MAX, rtol=1e-4, atol=0.0)
+    assert (scale.view(-1)[0] == 1) and not y8.float().view(-1, shape[-1])[0].any()
+    # Half a unit in the last place of 3 bits; but the interpreter rounds subnormals (below 2**-6) in its own way, and
+    # loses the carry where rounding ends at a power of two.
+    error = (y8.double() * scale.double()[..., None] - y).abs()
+    carries = torch.frexp(y / scale.double()[..., None]).mantissa.abs() > 0.965
+    assert ((error <= y.abs() / 16 + scale.double()[..., None] * 2**-6) | carries)[clear].all()
+
+
+@pytest.mark.parametrize("programs", [1, 3, 4, 5, 17])
+@pytest.mark.parametrize("finish", ["tree", "launch"])
+def test_sums_over_any_number_of_programs(programs, finish, monkeypatch):
+    """Every depth of a tree of groups of four, full groups and lone members."""
+    monkeypatch.setattr(partials, "FANIN", tl.constexpr(4))
+    monkeypatch.setattr(plans, "INTERPRETED_HARDWARE", plans.INTERPRETED_HARDWARE._replace(processors=1))
+    monkeypatch.setattr(triton_norm, "PLANS", plans.Plans())
+    x, dy = (tensor((programs * 2 - 1, 20), torch.float32, "contiguous", seed) for seed in (0, 1))
+    weight = torch.ones(20)
+    rstd = torch.ones(len(x))
+    config = Config(1, 16, 1, 1, programs, finish=finish)
+    got = triton_norm.backward(
+        Norm("layer", EPS, 0.0, x.dtype), dy, x, weight, torch.zeros(len(x)), rstd, None, x.dtype, True, True, True,
+        config=config,
+    )  # fmt: skip
+    close("dw", got[1], (dy.double() * x.double()).sum(0), len(x))
+    close("db", got[2], dy.double().sum(0), len(x))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_copied_only_where_two_levels_cannot_say_where_they_are(layout):
+    x = tensor((4, 6, 3, 8), torch.float32, layout, 0)
+    rows = rows_of(x, heads=3)
+    assert (rows.tensor is x) == (layout != "permuted")
+    r = torch.arange(72)
+    start = ((r // rows.size) * rows.outer + (r % rows.size) * rows.inner) * rows.align
+    flat = rows.tensor.as_strided((rows.tensor.untyped_storage().size() // 4 - x.storage_offset(),), (1,))
+    assert torch.equal(flat[start[:, None] + torch.arange(8)], x.reshape(72, 8))
+
+
+@pytest.mark.parametrize("weight", ["with", "after"])
+def test_programs_of_many_steps_load_the_weight_before(weight):
+    x = torch.ones(4, 16)
+    config = Config(1, 16, 1, 1, 2, weight=weight)
+    with pytest.raises(ValueError, match=f"weight={weight} is for programs of one step, not programs=2; use 0"):
+        triton_norm.forward(Norm("rms", EPS, 0.0, x.dtype), x, torch.ones(16), None, None, False, config=config)

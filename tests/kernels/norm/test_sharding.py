@@ -1,0 +1,132 @@
+"""DTensor: two gloo ranks run this file as a script and compare with one rank."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+RANKS = 2
+
+
+def check_rows(mesh, dim, norm_name, residual, per_head=False):
+    """Shard dimension ``dim`` of x; compare outputs and gradients with those of whole tensors."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    from stepgraph.kernels import layer_norm, rms_norm
+    from tests.kernels.norm.cases import rows
+
+    norm = rms_norm if norm_name == "rms" else layer_norm
+    shape, weight_shape = (3, 4, 16), (4, 16) if per_head else (16,)
+    whole = [rows(*shape, grad=True), rows(*weight_shape, seed=1, grad=True), rows(*weight_shape, seed=2, grad=True)]
+    whole.append(rows(*shape, seed=3, grad=True) if residual else None)
+    shard_weights = per_head and dim == 1
+    places = [Shard(dim)] + [Shard(0) if shard_weights else Replicate()] * 2 + [Shard(dim)]
+    pieces = [
+        None if t is None else distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
+        for t, p in zip(whole, places, strict=True)
+    ]
+    results = [norm(*tensors, prenorm=residual) for tensors in (whole, pieces)]
+    y, sharded = (result[0] + result[1] if residual else result for result in results)
+    assert sharded.placements == (Shard(dim),)
+    torch.testing.assert_close(sharded.full_tensor(), y)
+    y.pow(3).sum().backward()
+    sharded.pow(3).sum().backward()
+    for i, (a, b) in enumerate(zip(whole, pieces, strict=True)):
+        if a is not None:
+            torch.testing.assert_close(b.grad.full_tensor(), a.grad)
+            if i in (1, 2):
+                assert b.grad.placements == ((Shard(0) if shard_weights else Partial()),)
+
+
+def check_pair(mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from stepgraph.kernels import qk_norm
+    from tests.kernels.norm.cases import rows
+
+    whole = [rows(2, 4, 16, grad=True), rows(2, 2, 16, seed=1, grad=True)]
+    whole += [rows(16, seed=2, grad=True), rows(16, seed=3, grad=True)]
+    # Heads sharded, as tensor parallelism does: 4 and 2 of them, under weights that all heads share.
+    places = [Shard(1), Shard(1), Replicate(), Replicate()]
+    pieces = [distribute_tensor(t.detach(), mesh, [p]).requires_grad_() for t, p in zip(whole, places, strict=True)]
+    for tensors in (whole, pieces):
+        yq, yk = qk_norm(*tensors)
+        (yq.pow(3).sum() + yk.pow(3).sum()).backward()
+    assert yq.placements == yk.placements == (Shard(1),)
+    for a, b in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(b.grad.full_tensor(), a.grad)
+
+
+def check_fp8(mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from stepgraph.kernels import rms_norm_fp8
+    from tests.kernels.norm.cases import rows
+
+    x = rows(4, 16)
+    values, scale, _ = rms_norm_fp8(distribute_tensor(x, mesh, [Shard(0)]).requires_grad_())
+    whole = rms_norm_fp8(x)
+    start = mesh.get_rank() * 2
+    assert scale.placements == values.placements == (Shard(0),)
+    assert torch.equal(values.to_local().float(), whole.values[start : start + 2].float())
+    assert torch.equal(scale.to_local(), whole.scale[start : start + 2])
+
+
+def check_refused(mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from stepgraph.kernels import qk_norm, rms_norm
+    from tests.kernels.norm.cases import rows
+
+    x = distribute_tensor(rows(4, 16), mesh, [Shard(1)])
+    for call in (lambda: rms_norm(x), lambda: rms_norm(x.detach().requires_grad_()), lambda: qk_norm(x, x)):
+        with pytest.raises(Exception, match=r"its normalized dimension 1 sharded; allowed is Replicate") as error:
+            call()
+        print(f"refused: {error.value!r}")
+
+
+def worker(rank, rendezvous):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for dim in (0, 1):
+        for norm in ("rms", "layer"):
+            for residual in (False, True):
+                check_rows(mesh, dim, norm, residual)
+    check_rows(mesh, 0, "layer", True, per_head=True)
+    check_rows(mesh, 1, "layer", True, per_head=True)
+    check_pair(mesh)
+    check_fp8(mesh)
+    check_refused(mesh)
+    dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, __file__, str(tmp_path / "rendezvous")]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, output in zip(started, outputs, strict=True):
+        assert process.returncode == 0, output
+        refusals = [line for line in output.splitlines() if line.startswith("refused: ")]
+        assert len(refusals) == 3
+        assert all(line.startswith("refused: ValueError") for line in refusals), refusals
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[2]), sys.argv[1])

@@ -1,0 +1,112 @@
+"""A family of models is one record: another one trains, is validated and is forecast without a change elsewhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stepgraph
+from stepgraph.models import FAMILIES, GolfConfig, family_named, family_of
+from stepgraph.models.family import Family
+
+#: What the folder of a new family, the list of families and the list of presets would say.
+SCRIPT = """
+import sys
+from dataclasses import dataclass
+
+from torch import nn
+
+from stepgraph.models import FAMILIES, Family
+from stepgraph.models.init import init_parameters
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    dim: int = 16
+    n_layers: int = 2
+    vocab_size: int = 320
+    most: int = 32
+
+    def num_params(self, *, lookup_table=True):
+        return self.dim * (self.n_layers * self.dim + self.vocab_size * (2 if lookup_table else 1))
+
+
+class Tiny(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(nn.Linear(config.dim, config.dim, bias=False) for _ in range(config.n_layers))
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def init_weights(self, seed=None, parts=None):
+        init_parameters(self, self.config.n_layers, seed, parts)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return self.head(x)
+
+
+FAMILIES.append(Family("tiny", TinyConfig, Tiny, {}, ("vocab_size",), longest=lambda config: config.most))
+
+from stepgraph import cli
+from stepgraph.config.presets import PRESETS
+from stepgraph.config.train import TrainConfig
+
+sizes = {"seq_len": 32, "batch_size": 2, "steps": 3, "warmup_steps": 1, "val_batches": 1, "inductor": "off"}
+PRESETS["tiny"] = lambda: TrainConfig(preset="tiny", model=TinyConfig(), device="cpu", **sizes)
+cli.main(sys.argv[1:])
+"""
+
+
+def run(folder, *words):
+    root = str(Path(stepgraph.__file__).parents[1])
+    script = folder / "tiny.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), *words]
+    return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_another_family_trains(tmp_path):
+    done = run(tmp_path, "train", "tiny", "--out", "run", "--model.dim", "24")
+    assert done.returncode == 0, done.stderr
+    assert '"family": "tiny"' in (tmp_path / "run" / "config.json").read_text()
+    again = run(tmp_path, "train", "--resume", "run", "--steps", "4")
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.slow
+def test_another_family_is_forecast(tmp_path):
+    done = run(tmp_path, "plan", "tiny", "--mesh", "fsdp=4", "--model.dim", "24")
+    assert "unknown option --model.dim" in done.stderr  # of a preset alone
+    done = run(tmp_path, "plan", "tiny", "--mesh", "fsdp=4")
+    assert done.returncode == 0 and "tiny on 4 x H100" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--seq-len 64", "seq_len=64 exceeds model.max_seq_len=32: try --seq-len 32"),
+        ("--mesh tp=3 --seq-len 30", "tp=3 does not divide vocab_size=320"),
+        ("--export-hf out", "export_hf works for Llama 3 models only"),
+        ("--model.dims 3", "unknown option --model.dims: did you mean --model.dim?"),
+    ],
+)
+def test_another_family_is_validated(tmp_path, words, message):
+    done = run(tmp_path, "train", "tiny", *words.split())
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_every_family_is_found_by_its_name_and_its_configuration():
+    for family in FAMILIES:
+        assert isinstance(family, Family) and family_named(family.name) is family
+        assert set(family.tp_sizes) <= {*family.config.__dataclass_fields__}
+    assert family_of(GolfConfig()).name == "golf"
+    with pytest.raises(ValueError, match=r"dict is no model's configuration: give one of Llama3Config, GolfConfig"):
+        family_of({})

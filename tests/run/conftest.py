@@ -1,0 +1,3 @@
+"""The toolbox of the passes' tests."""
+
+from tests.passes.conftest import tools_fixture  # noqa: F401

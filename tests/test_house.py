@@ -1,0 +1,318 @@
+"""The house keeps its shape: rooms import downwards, without circles, and private torch stays in `stepgraph.compat`.
+
+Imports are read from the source, so that those inside functions and under ``TYPE_CHECKING`` count too.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: From the top down; a room imports from those below it. A file beside the rooms is a room of its own.
+ROOMS = (
+    *("__main__", "cli", "train", "bench", "inspect", "config", "step", "run", "passes", "parallel", "capture"),
+    *("costs", "graph", "inductor", "kernels", "models", "compat", "errors"),
+)
+#: What torch has no public name for and keeps from version to version: the foreach functions, and the classes of what
+#: a node of a graph calls. Operators (``torch.ops.aten._to_copy``) are public by their schema.
+PUBLIC_BY_USE = ("torch.ops.", "torch._foreach_", "torch._ops.OpOverload", "torch._ops.HigherOrderOperator")
+MOST_FILES = 13
+MOST_LINES = 450
+
+
+class Import(NamedTuple):
+    """``module`` imports ``target``, both modules of stepgraph; ``where``: file, line and source."""
+
+    module: str
+    target: str
+    where: str
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of stepgraph under ``root``, by its name."""
+    files = sorted((root / "stepgraph").rglob("*.py"))
+    names = [".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    return dict(zip(names, files, strict=True))
+
+
+def quoted(root: Path, file: Path, line: int) -> str:
+    return f"{file.relative_to(root)}:{line}: {file.read_text().splitlines()[line - 1].strip()}"
+
+
+def absolute(node: ast.ImportFrom, module: str, file: Path) -> str:
+    """The module that ``from ... import`` names, dots in front resolved."""
+    if not node.level:
+        return node.module
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    above = package[: len(package) - node.level + 1]
+    return ".".join([*above, *filter(None, [node.module])])
+
+
+def imports(root: Path) -> Iterator[Import]:
+    """Every import of one module of stepgraph by another."""
+    known = modules(root)
+    for module, file in known.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                base = absolute(node, module, file)
+                names = [f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            for name in dict.fromkeys(names):
+                if name.split(".")[0] == "stepgraph" and name != module:
+                    yield Import(module, name, quoted(root, file, node.lineno))
+
+
+def room(module: str) -> str:
+    """``stepgraph`` itself is the public entry, at the height of step.py."""
+    return module.split(".")[1] if "." in module else "step"
+
+
+def upward_imports(root: Path) -> list[str]:
+    unlisted = sorted({room(module) for module in modules(root)} - set(ROOMS))
+    problems = [f"stepgraph/{name}: no room of ROOMS" for name in unlisted]
+    for module, target, where in imports(root):
+        above, below = room(module), room(target)
+        if not {above, below} & set(unlisted) and ROOMS.index(below) < ROOMS.index(above):
+            problems.append(f"{where}: {above} may not import from {below}, which is above it")
+    return problems
+
+
+def circles(root: Path) -> list[str]:
+    """The imports that lead from a module back to itself, by way of others."""
+    edges: dict[str, dict[str, str]] = {module: {} for module in modules(root)}
+    for module, target, where in imports(root):
+        edges[module].setdefault(target, where)
+
+    def reachable(start: str) -> set[str]:
+        found, pending = set(), [start]
+        while pending:
+            for target in edges.get(pending.pop(), ()):
+                if target not in found:
+                    found.add(target)
+                    pending.append(target)
+        return found
+
+    reach = {module: reachable(module) for module in edges}
+    return [
+        f"{where}: {target} imports {module} in turn, perhaps by way of others"
+        for module, targets in edges.items()
+        for target, where in targets.items()
+        if module in reach.get(target, ())
+    ]
+
+
+def imports_between_passes(root: Path) -> list[str]:
+    """Folders of passes/ that import each other, and passes that import the order that names them."""
+
+    def folder(module: str) -> str | None:
+        parts = module.split(".")
+        inside = len(parts) > 2 and parts[1] == "passes" and (root / Path(*parts[:3])).is_dir()
+        return parts[2] if inside else None
+
+    problems = []
+    for module, target, where in imports(root):
+        if folder(module) is None:
+            continue
+        if target == "stepgraph.passes.order":
+            problems.append(f"{where}: a pass may not import the order of passes")
+        elif folder(target) not in (None, folder(module)):
+            problems.append(f"{where}: passes/{folder(module)} may not import from passes/{folder(target)}")
+    return problems
+
+
+def private_torch(root: Path) -> list[str]:
+    """Names of torch with an underscore in front, imported or read, outside compat."""
+    problems = []
+    for module, file in modules(root).items():
+        if room(module) == "compat":
+            continue
+        tree = ast.parse(file.read_text())
+        for name, line in sorted(torch_names(tree), key=lambda found: found[1]):
+            private = any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+            if private and not name.startswith(PUBLIC_BY_USE):
+                problems.append(
+                    f"{quoted(root, file, line)}: {name} is private to torch: read it from stepgraph.compat"
+                )
+    return problems
+
+
+def torch_names(tree: ast.AST) -> set[tuple[str, int]]:
+    """(name in full, line) of whatever a file imports or reads of torch, whatever it calls torch's modules."""
+    bound, found = {"torch": "torch"}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = {alias.asname or alias.name.split(".")[0]: alias for alias in node.names}
+            bound |= {name: alias.name if alias.asname else name for name, alias in names.items()}
+            found |= {(alias.name, node.lineno) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {(f"{node.module}.{alias.name}", node.lineno) for alias in node.names}
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            line, parts = node.lineno, []
+            while isinstance(node, ast.Attribute):
+                parts.append(node.attr)
+                node = node.value
+            if isinstance(node, ast.Name) and node.id in bound:
+                found.add((".".join([bound[node.id], *reversed(parts)]), line))
+    return {(name, line) for name, line in found if name.split(".")[0] == "torch"}
+
+
+def large_folders(root: Path) -> list[str]:
+    folders = {file.parent for file in modules(root).values()}
+    counts = {folder: len([f for f in folder.glob("*.py") if f.name != "__init__.py"]) for folder in sorted(folders)}
+    return [
+        f"{folder.relative_to(root)}: {count} files, more than {MOST_FILES}: give it folders"
+        for folder, count in counts.items()
+        if count > MOST_FILES
+    ]
+
+
+def long_files(root: Path) -> list[str]:
+    files = [file for folder in ("stepgraph", "tests", "benchmarks") for file in sorted((root / folder).rglob("*.py"))]
+    lines = {file: len(file.read_text().splitlines()) for file in files}
+    return [
+        f"{file.relative_to(root)}: {count} lines, more than {MOST_LINES}: split it"
+        for file, count in lines.items()
+        if count > MOST_LINES
+    ]
+
+
+RULES = (upward_imports, circles, imports_between_passes, private_torch, large_folders, long_files)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps(rule):
+    problems = rule(ROOT)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_every_import_is_seen():
+    """What the rules say of this tree rests on imports that are found at all."""
+    found = {(i.module, i.target) for i in imports(ROOT)}
+    assert ("stepgraph.capture.recorder", "stepgraph.compat") in found  # from stepgraph import compat
+    assert ("stepgraph.cli", "stepgraph.train.trainer") in found  # inside a function
+    assert len(modules(ROOT)) > 150 and len(found) > 500
+
+
+# ---- each rule fails where it should, on trees made up for it ----
+
+
+def tree(root: Path, **files: str) -> Path:
+    """A house of ``files``; in their names two underscores stand for a folder's slash."""
+    for name, text in files.items():
+        file = root / "stepgraph" / f"{name.replace('__', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        for folder in file.relative_to(root).parents:
+            if folder != Path("."):
+                (root / folder / "__init__.py").touch()
+    return root
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from stepgraph.passes.order import default",
+        "from stepgraph.passes import order",
+        "import stepgraph.passes.order",
+        "from ..passes import order",
+        "def f():\n    from stepgraph.passes import order",
+        "if TYPE_CHECKING:\n    from stepgraph.passes.order import default",
+        "import stepgraph",
+    ],
+)
+def test_an_import_of_a_room_above_is_refused(text, tmp_path):
+    root = tree(tmp_path, graph__facts=text, passes__order="")
+    (problem,) = upward_imports(root)
+    assert (
+        f"facts.py:{len(text.splitlines())}: {text.splitlines()[-1].strip()}" in problem and "graph may not" in problem
+    )
+
+
+def test_imports_of_rooms_below_and_of_ones_own_are_welcome(tmp_path):
+    text = "import stepgraph\nfrom stepgraph import compat\nfrom stepgraph.bench.table import row"
+    root = tree(tmp_path, bench__step__command=text, bench__table="row = 1", compat__fake="", errors="")
+    assert [rule(root) for rule in RULES] == [[]] * len(RULES)
+
+
+def test_a_room_that_is_not_listed_is_refused(tmp_path):
+    assert upward_imports(tree(tmp_path, attic__trunk="")) == ["stepgraph/attic: no room of ROOMS"]
+
+
+@pytest.mark.parametrize(
+    "back", ["from stepgraph.graph import a", "def f():\n    from stepgraph.graph.a import x", "from .a import x"]
+)
+def test_a_circle_is_refused(back, tmp_path):
+    root = tree(
+        tmp_path, graph__a="from stepgraph.graph.b import y", graph__b="import stepgraph.graph.c", graph__c=back
+    )
+    problems = circles(root)
+    assert len(problems) == 3 and "graph/a.py:1: from stepgraph.graph.b import y" in problems[0]
+    (root / "stepgraph/graph/c.py").write_text("")
+    assert circles(root) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("from stepgraph.passes.memory.recompute import x", "norm may not import from passes/memory"),
+        (
+            "def f():\n    from stepgraph.passes.memory import recompute",
+            "norm may not import from passes/memory",
+        ),
+        ("from stepgraph.passes import order", "a pass may not import the order"),
+        ("from stepgraph.passes.contract import register\nfrom stepgraph.passes.norm.match import y", None),
+    ],
+)
+def test_folders_of_passes_do_not_know_each_other(text, why, tmp_path):
+    files = {"passes__norm__match": "", "passes__memory__recompute": "", "passes__order": "", "passes__contract": ""}
+    problems = imports_between_passes(tree(tmp_path, **files | {"passes__norm__fuse": text}))
+    assert [why in problem for problem in problems] == ([True] if why else [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch._dynamo",
+        "from torch._inductor import config",
+        "from torch import _inductor",
+        "from torch.utils import _pytree as pytree",
+        "from torch.testing._internal.common import x",
+        "import torch\nx = torch._C._len_torch_dispatch_stack()",
+        "import torch.distributed as dist\nx = dist._resolve(1)",
+        "from torch import fx\nx = fx.graph._Namespace",
+    ],
+)
+def test_private_torch_is_for_compat_alone(text, tmp_path):
+    (problem,) = private_torch(tree(tmp_path, graph__facts=text))
+    assert text.splitlines()[-1] in problem
+    assert private_torch(tree(tmp_path, graph__facts="", compat__fake=text)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nx = torch.__version__, torch._foreach_norm, torch.ops.aten._to_copy.default",
+        "import torch\nisinstance(x, torch._ops.OpOverload)",
+        "import other\nx = other._private",
+    ],
+)
+def test_what_is_public_by_use_is_allowed(text, tmp_path):
+    assert private_torch(tree(tmp_path, graph__facts=text)) == []
+
+
+def test_large_folders_and_long_files_are_refused(tmp_path):
+    files = {f"graph__part_{i}": "" for i in range(MOST_FILES)}
+    root = tree(tmp_path, **files, costs__table="x = 1\n" * MOST_LINES)
+    assert large_folders(root) == long_files(root) == []
+    tree(root, graph__last="", costs__table="x = 1\n" * (MOST_LINES + 1))
+    assert [problem.partition(":")[0] for problem in large_folders(root)] == ["stepgraph/graph"]
+    assert [problem.partition(":")[0] for problem in long_files(root)] == ["stepgraph/costs/table.py"]

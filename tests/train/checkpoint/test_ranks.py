@@ -1,0 +1,83 @@
+"""Checkpoints of two ranks with DTensors. Run as a script, this file is one rank: ``... two_ranks FOLDER RANK``."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
+from tests.train.checkpoint.cases import Loader, equal, script, succeed
+
+
+def sharded(placement, mesh, seed: int) -> dict:
+    """A model of DTensors over two ranks and its stepped AdamW; every rank builds the same full values."""
+    torch.manual_seed(seed)
+    model = nn.Linear(6, 4)
+    for name, param in list(model.named_parameters()):
+        place = placement if param.dim() == 2 else Replicate()
+        setattr(model, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [place])))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    for param in model.parameters():
+        param.grad = distribute_tensor(torch.randn(param.shape), mesh, param.placements)
+    return {"model": model, "optimizer": optimizer, "loader": Loader()}
+
+
+def two_ranks(folder: str, rank: str) -> None:
+    rank = int(rank)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    state = sharded(Shard(0), mesh, 1)
+    state["optimizer"].step()
+    state["loader"].position = 10 + rank
+    torch.manual_seed(100 + rank)
+    checkpointer = Checkpointer(Path(folder) / "run")
+    checkpointer.save(1, state)
+    path = checkpointer.save(2, state)
+    stream = torch.rand(2)
+
+    other = sharded(Shard(1), mesh, 2)  # other placements, a never-stepped optimizer
+    checkpointer.load(path, other)
+    assert torch.equal(torch.rand(2), stream) and other["loader"].position == 10 + rank
+    for a, b in zip(state["model"].parameters(), other["model"].parameters(), strict=True):
+        assert b.placements == ((Shard(1),) if b.dim() == 2 else (Replicate(),))
+        assert torch.equal(a.full_tensor(), b.full_tensor())
+        slots = state["optimizer"].state[a], other["optimizer"].state[b]
+        assert torch.equal(slots[0]["step"], slots[1]["step"])
+        assert slots[1]["exp_avg"].placements == b.placements
+        assert torch.equal(slots[0]["exp_avg"].full_tensor(), slots[1]["exp_avg"].full_tensor())
+
+    if rank == 1:
+        file = path / "__1_0.distcp"
+        file.write_bytes(b"x" + file.read_bytes()[1:])
+    dist.barrier()
+    for broken in (path, Path(folder) / "nowhere"):
+        with pytest.raises(ValueError, match=r"__1_0\.distcp does not match .*step-00000001 is intact|is not there"):
+            checkpointer.load(broken, other)
+    state["loader"].position = object() if rank == 1 else 0  # an error on one rank reaches both
+    with pytest.raises(ValueError, match=r"loader\.position has type object"):
+        checkpointer.save(3, state)
+    if rank == 0:
+        torch.save([p.full_tensor() for p in state["model"].parameters()], Path(folder) / "full.pt")
+    else:
+        [p.full_tensor() for p in state["model"].parameters()]
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_ranks_with_dtensors(tmp_path):
+    succeed(*[script(__file__, "two_ranks", tmp_path, rank) for rank in range(2)])
+    # One process reads what two ranks wrote: the weights, but not streams and positions that it has no ranks for.
+    path, model = tmp_path / "run" / "step-00000001", nn.Linear(6, 4)
+    Checkpointer(path.parent).load(path, {"model": model}, rng=False)
+    assert equal([p.detach() for p in model.parameters()], torch.load(tmp_path / "full.pt"))
+    with pytest.raises(ValueError, match="of 2 ranks and this run has 1; run with 2"):
+        Checkpointer(path.parent).load(path, {"model": model})
+
+
+if __name__ == "__main__":
+    {"two_ranks": two_ranks}[sys.argv[1]](*sys.argv[2:])
