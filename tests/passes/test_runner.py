@@ -27,6 +27,7 @@ from stepgraph.passes import (
 )
 from stepgraph.passes.contract import NoOptions, register
 from stepgraph.passes.order import ORDER
+from stepgraph.run import runner_of
 
 aten = torch.ops.aten
 
@@ -297,7 +298,7 @@ def test_what_runs_is_the_rewritten_graph(step):
                 set_provenance(node, None)
 
     run_passes(step, [make("triples", apply)])
-    assert torch.equal(step.runner([torch.ones(3, 3)])[0], torch.full((3, 3), 3.0))
+    assert torch.equal(runner_of(step)([torch.ones(3, 3)])[0], torch.full((3, 3), 3.0))
 
 
 def test_dump_writes_the_graph_before_and_after_each_pass(tools, tmp_path):
