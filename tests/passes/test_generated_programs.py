@@ -27,7 +27,7 @@ def check(program: list, optimizer: bool, memory: str) -> None:
 
 
 def generated(*names: str, examples: int = EXAMPLES, derandomize: bool = True):
-    """A test of programs of operators ``names``. A failing one is printed as it was drawn: to shrink it takes minutes."""
+    """A test of programs of operators ``names``. A failing one is printed as drawn: to shrink it takes minutes."""
     settings = hypothesis.settings(
         max_examples=examples, deadline=None, derandomize=derandomize, database=None, print_blob=not derandomize,
         suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate],
