@@ -3,8 +3,8 @@
 from stepgraph.models.families import FAMILIES, family_named, family_of, flops_per_token
 from stepgraph.models.family import Family, HuggingFace
 from stepgraph.models.flops import num_params
-from stepgraph.models.golf.model import Golf, GolfConfig, golf
-from stepgraph.models.llama3.model import (
+from stepgraph.models.golf.golf import Golf, GolfConfig, golf
+from stepgraph.models.llama3.llama3 import (
     Llama3,
     Llama3Config,
     llama3_1b,

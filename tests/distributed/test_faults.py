@@ -247,7 +247,7 @@ def test_a_node_is_described_by_where_it_comes_from():
     model = stepgraph.models.Llama3(stepgraph.models.llama3_debug())
     step = stepgraph.capture(model, next_token_loss, batch, passes="exact")
     node = next(n for n in step.graph.nodes("backward") if step.graph.block_of(n) == "layers.1")
-    assert f" of {provenance(node).path}, backward, model.py:" in describe(node)
+    assert f" of {provenance(node).path}, backward, llama3.py:" in describe(node)
 
 
 @linux

@@ -138,7 +138,7 @@ def register(config: TrainConfig, batch: Batch) -> None:
     import torchtitan.models.llama3 as llama3
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.models.llama3.model.args import RoPEScalingArgs
+    from torchtitan.models.llama3.llama3.args import RoPEScalingArgs
     from torchtitan.protocols.train_spec import register_train_spec
 
     class SameBatch(BaseDataLoader):

@@ -2,7 +2,7 @@
 
 from stepgraph.models.family import Family, HuggingFace
 from stepgraph.models.llama3.hf import config_from_hf, config_to_hf, hf_name
-from stepgraph.models.llama3.model import TP_PLAN, TP_SIZES, Llama3, Llama3Config
+from stepgraph.models.llama3.llama3 import TP_PLAN, TP_SIZES, Llama3, Llama3Config
 
 LLAMA3 = Family(
     "llama3",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stepgraph.models.hf_files import CONFIG, read_json
-from stepgraph.models.llama3.model import Llama3Config
+from stepgraph.models.llama3.llama3 import Llama3Config
 from stepgraph.models.rope import RopeScaling
 
 # Ours -> Hugging Face's. Inside a block, "layers.7.attn" becomes "model.layers.7.self_attn", and so on.
