@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import fx
 
+from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.collectives import operator_of
-from stepgraph.graph.facts import is_mutating, is_pure, written_arguments
+from stepgraph.graph.facts import is_mutating, is_pure
 
 #: In the place of a parameter: several of them, or one and something else.
 MIXED = object()

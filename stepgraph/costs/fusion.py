@@ -5,8 +5,9 @@ import operator
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
-from stepgraph.graph.facts import Aliases, is_mutating, is_pointwise, is_view, packet
+from stepgraph.graph.facts import is_mutating, is_pointwise, is_view, packet
 from stepgraph.graph.provenance import phase_of
 
 aten = torch.ops.aten

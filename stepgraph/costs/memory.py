@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from stepgraph.costs.fusion import Fusion, is_free
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
-from stepgraph.graph.facts import Aliases, tensor_bytes
+from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance, role_of
 from stepgraph.graph.step_graph import StepGraph
 

@@ -11,8 +11,9 @@ from torch import fx
 from stepgraph.costs.flops import flops, is_attention
 from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.costs.hardware import ASSUMED, Gpu
+from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END, is_nccl
-from stepgraph.graph.facts import Aliases, is_overload, tensor_bytes, written_arguments
+from stepgraph.graph.facts import is_overload, tensor_bytes
 
 aten = torch.ops.aten
 

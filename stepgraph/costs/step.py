@@ -9,7 +9,8 @@ from stepgraph.costs.links import Group
 from stepgraph.costs.memory import HELD, Moment, memory_over_step
 from stepgraph.costs.roofline import Roofline
 from stepgraph.costs.timeline import Timeline, simulate
-from stepgraph.graph.facts import Aliases, tensor_bytes
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.step_graph import InputSpec, StepGraph
 
 #: Kinds of inputs that a rank holds throughout, whichever graph runs.

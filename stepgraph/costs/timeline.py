@@ -16,8 +16,8 @@ from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import ASSUMED, Gpu
 from stepgraph.costs.links import Group
 from stepgraph.costs.roofline import Roofline, node_seconds
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
-from stepgraph.graph.facts import Aliases
 from stepgraph.graph.provenance import phase_of, provenance
 
 

@@ -1,7 +1,6 @@
 """Questions about one node: what it calls, what that does, and who is beside it."""
 
 import functools
-import importlib
 import operator
 from typing import Any
 
@@ -184,10 +183,3 @@ def tensor_bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
-
-
-def __getattr__(name: str) -> Any:
-    """The former place of what is in `graph.aliases` now."""
-    if name in ("Aliases", "written_arguments"):
-        return getattr(importlib.import_module("stepgraph.graph.aliases"), name)
-    raise AttributeError(name)

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import exchanging
-from stepgraph.graph.facts import Aliases
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.copy_collectives import join, under_way
 from stepgraph.kernels.comm.exchange import Session

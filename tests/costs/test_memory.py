@@ -6,7 +6,7 @@ import torch
 
 from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.memory import estimate_memory, lifetimes, memory_over_step
-from stepgraph.graph.facts import Aliases
+from stepgraph.graph.aliases import Aliases
 from tests.costs.graphs import Hand, aten
 
 KB = 4 * 256  # bytes of an input

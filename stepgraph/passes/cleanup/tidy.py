@@ -5,7 +5,8 @@ import operator
 import torch
 from torch import fx
 
-from stepgraph.graph.facts import Aliases, is_overload, is_pure, is_view
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.facts import is_overload, is_pure, is_view
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register

@@ -24,9 +24,10 @@ from torch import fx
 
 from stepgraph.costs.timeline import exposed, exposed_text, joining_saves
 from stepgraph.graph import collectives
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import Aliases, is_pure, upstream
+from stepgraph.graph.facts import is_pure, upstream
 from stepgraph.graph.provenance import phase_of, role_of, set_role
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register

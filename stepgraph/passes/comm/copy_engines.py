@@ -19,9 +19,10 @@ from torch import fx
 
 from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, Collective, spans_machines
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import Aliases, argument
+from stepgraph.graph.facts import argument
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 

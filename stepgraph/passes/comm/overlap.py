@@ -17,8 +17,9 @@ from torch import fx
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import WAIT, Collective, by_region
-from stepgraph.graph.facts import Aliases, is_pure, is_view, upstream
+from stepgraph.graph.facts import is_pure, is_view, upstream
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 

@@ -22,8 +22,9 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.graph import collectives
+from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
-from stepgraph.graph.facts import Aliases, argument, is_mutating, is_view, written_arguments
+from stepgraph.graph.facts import argument, is_mutating, is_view
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of

@@ -22,7 +22,8 @@ from stepgraph.costs import links
 from stepgraph.costs.roofline import node_seconds
 from stepgraph.errors import unknown_name
 from stepgraph.graph import collectives
-from stepgraph.graph.facts import EXPENSIVE, Aliases, is_pure, is_view, tensor_bytes
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.facts import EXPENSIVE, is_pure, is_view, tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance, role_of, set_provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
