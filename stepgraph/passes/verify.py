@@ -207,7 +207,11 @@ def _call(node: fx.Node) -> _Call:
 
 
 def _tensor_form(value: torch.Tensor) -> _TensorForm:
-    return _TensorForm(value.dtype, tuple(value.shape), value.stride(), value.device, value.is_conj(), value.is_neg())
+    # Where a dimension has one element, or the tensor none, no stride leads anywhere.
+    strides = tuple(
+        stride if size > 1 and value.numel() else 0 for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
+    return _TensorForm(value.dtype, tuple(value.shape), strides, value.device, value.is_conj(), value.is_neg())
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -95,7 +95,7 @@ def graph():
     def apply(text, chosen, tied=False):
         step = captured(text, tied)
         module = torch.fx.GraphModule(step.module, copy.deepcopy(step.graph))
-        step = dataclasses.replace(step, module=module, executable=None, runner=None, log=[])
+        step = dataclasses.replace(step, module=module, executable=None, recording=None, log=[])
         run_passes(step, chosen)
         return step
 

@@ -278,6 +278,7 @@ def rebound(program: StepProgram) -> tuple[StepProgram, dict[tuple[str, str], to
                 copies[spec.kind, spec.name] = spec.tensor.detach().clone()
         inputs = [replace(spec, tensor=copies.get((spec.kind, spec.name))) for spec in step.inputs]
         graphs[name] = replace(step, inputs=inputs)
+        graphs[name].module.recompile()  # which the passes' runner does for the graphs that it was given
     return StepProgram(graphs, program.schedule), copies
 
 

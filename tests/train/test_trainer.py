@@ -180,7 +180,8 @@ def test_a_run_is_bitwise_equal_to_a_plain_eager_loop(options, trainer, tmp_path
     tensors, _ = trainer.saved(tmp_path / "run", 6)
     for name, param in model.named_parameters():
         assert torch.equal(tensors[f"model.{name}"], param), name
-    reports = {r["name"]: r for r in json.loads((tmp_path / "run/passes.json").read_text())}
+    reports = json.loads((tmp_path / "run/passes.json").read_text())
+    reports = {r["name"]: r for r in reports if r["graph"] != "update"}
     assert (reports["recompute"]["changed"] > 0) == ("--memory" in options)
     assert ("dedupe_casts" in reports) == ("--disable-pass" not in options)
 

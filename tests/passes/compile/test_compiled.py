@@ -1,6 +1,5 @@
 """The passes that prepare a graph for Inductor, run here without it: what they compute must not depend on it."""
 
-import sys
 import warnings
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from stepgraph.models import Golf, GolfConfig, Llama3, Llama3Config, next_token_
 from stepgraph.passes import get, run_passes
 from stepgraph.passes.memory.recompute import Plan
 from stepgraph.passes.memory.rematerialize import rematerialize
+from stepgraph.run.cuda_graph import run_watched
 
 CLEAN = ["remove_noop_views", "dedupe_casts", "dead_code"]
 EXPAND = replace(get("expand_optimizer"), needs_cuda=False)  # on a GPU it pays; its arithmetic is the same here
@@ -152,7 +152,6 @@ def test_expansion_takes_clipping_in_place_with_it():
 
 def test_nodes_that_wait_for_the_gpu_are_noticed(monkeypatch):
     """torch tells of a synchronization as a warning; here a node warns as it does, on a CPU."""
-    cuda_graph = sys.modules["stepgraph.passes.compile.cuda_graph"]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
 
@@ -165,6 +164,6 @@ def test_nodes_that_wait_for_the_gpu_are_noticed(monkeypatch):
     first = graph.call_function(torch.relu, (x,))
     second = graph.call_function(waits, (first,))
     graph.output([graph.call_function(torch.neg, (second,))])
-    results, waiting = cuda_graph.run_watched(fx.GraphModule({}, graph), [torch.ones(2)])
+    results, waiting = run_watched(fx.GraphModule({}, graph), [torch.ones(2)])
     assert torch.equal(results[0], torch.full((2,), -2.0))
     assert waiting == {second.name}
