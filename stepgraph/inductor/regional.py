@@ -20,6 +20,7 @@ from stepgraph.errors import unknown_name
 from stepgraph.inductor.compiled import Compiled
 
 KEY = "stepgraph_region"
+_NODES = "stepgraph_nodes"
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ def compile_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict
         starts[piece.nodes[0]] = piece
         called[piece.nodes[0]] = distinct[key]
     return Compilation(_with_calls(module, starts, called, attributes), [attributes[n] for n in distinct.values()])
+
+
+def nodes_of(node: fx.Node) -> tuple[str, ...]:
+    """Names of the step's nodes that ``node`` of what runs stands for: those of a compiled piece, or its own."""
+    return node.meta.get(_NODES, (node.name,))
 
 
 def structure(piece: Piece) -> tuple:
@@ -183,6 +189,7 @@ def _with_calls(
             for output, result in zip(piece.outputs, results, strict=True):
                 result.meta = dict(output.meta)
                 copies[output] = result
+            call.meta[_NODES] = tuple(inside.name for inside in piece.nodes)
         elif node not in within:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     constants = {n.target: operator.attrgetter(n.target)(module) for n in module.graph.find_nodes(op="get_attr")}

@@ -13,6 +13,7 @@ from stepgraph import compat
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import exchanging
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.inductor.regional import nodes_of
 from stepgraph.kernels.comm.copy_collectives import join, under_way
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.passes.compile.cuda_graph import split_at_host
@@ -208,8 +209,8 @@ class _Piece:
                 self.results = self.run(self.args)
                 _wait_for_collectives(self.results, self.session)
         except RuntimeError as error:
-            nodes = [n.name for n in self.module.graph.nodes if n.op == "call_function"]
-            span = f"nodes {nodes[0]} to {nodes[-1]}" if nodes else "a compiled piece"
+            calls = [n for n in self.module.graph.nodes if n.op in ("call_function", "call_module")]
+            span = f"nodes {nodes_of(calls[0])[0]} to {nodes_of(calls[-1])[-1]}"
             reason = _first_of(error).splitlines()[0]
             raise RuntimeError(
                 f"{span} cannot be recorded as a CUDA graph: {reason}; leave out the pass cuda_graph"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
-from stepgraph.inductor.regional import Region, compile_pieces, tag
+from stepgraph.inductor.regional import Region, compile_pieces, nodes_of, tag
 from stepgraph.models import Golf, GolfConfig, Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured, get
 from stepgraph.passes.compile.gather import gather
@@ -176,6 +176,9 @@ def test_layers_share_what_was_compiled():
     modules = {id(getattr(step.graph.executable, call.target)) for call in calls}
     assert len(calls) == 42 and len(modules) == 11  # 16 rotations of 4 forms, 8 products of 2, 18 norms of 5
     assert "42 compiled pieces of 11 structures" in step.report[-1].summary
+    # Each piece points back to the nodes that it stands for, in the graph that stays readable.
+    names = [name for call in calls for name in nodes_of(call)]
+    assert len(names) == len(set(names)) > 42 and {node.name for node in step.graph.graph.nodes}.issuperset(names)
 
 
 SCRIPT = """
