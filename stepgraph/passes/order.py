@@ -71,12 +71,12 @@ def of_use(passes: Sequence[Pass]) -> list[Pass]:
 
 
 #: Names of ready-made lists: the values of ``StepOptions.passes``.
-PIPELINES = choices()["passes"]
+NAMED = choices()["passes"]
 
 
-def configured(pipeline: str = "default", **options: Any) -> list[Pass]:
-    """The passes of ``StepOptions(pipeline, **options)``."""
-    return chosen(StepOptions(pipeline, **options))
+def configured(passes: str = "default", **options: Any) -> list[Pass]:
+    """The passes of ``StepOptions(passes, **options)``."""
+    return chosen(StepOptions(passes, **options))
 
 
 def exact() -> list[Pass]:

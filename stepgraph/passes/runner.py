@@ -11,7 +11,7 @@ import torch
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get, provided
 from stepgraph.passes.options import StepOptions
-from stepgraph.passes.order import PIPELINES, chosen, of_use
+from stepgraph.passes.order import NAMED, chosen, of_use
 from stepgraph.passes.target import Target
 from stepgraph.passes.verify import RecordedValues
 
@@ -25,10 +25,10 @@ def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass
         found = chosen(passes)
     elif not isinstance(passes, str):
         found = [p if isinstance(p, Pass) else get(p) for p in passes]
-    elif passes in PIPELINES:
+    elif passes in NAMED:
         found = chosen(StepOptions(passes))
     else:
-        raise ValueError(f"unknown pipeline {passes!r}; allowed: {', '.join(map(repr, PIPELINES))} or a list of passes")
+        raise ValueError(f"unknown passes {passes!r}; allowed: {', '.join(map(repr, NAMED))}, StepOptions or a list")
     for name in disable:
         get(name)  # refuses an unknown name
     found = of_use([p for p in found if p.name not in disable])

@@ -263,7 +263,7 @@ def test_the_model_is_as_before_after_success_too():
 def test_unknown_passes():
     assert "did you mean 'recompute'" in refuse(same, passes=["recompote"], error=ValueError)
     assert "did you mean 'inductor'" in refuse(same, disable=["inducter"], error=ValueError)
-    assert "unknown pipeline 'fast'" in refuse(same, passes="fast", error=ValueError)
+    assert "unknown passes 'fast'" in refuse(same, passes="fast", error=ValueError)
 
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])

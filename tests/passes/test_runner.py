@@ -55,7 +55,7 @@ def refused(step, passes, match, **options):
     [
         (["dead_cod"], "unknown pass 'dead_cod': did you mean 'dead_code'"),
         (["remove_noop_views", "cuda_graf"], "unknown pass 'cuda_graf': did you mean 'cuda_graph'"),
-        ("fast", "unknown pipeline 'fast'; allowed: 'exact', 'default'"),
+        ("fast", "unknown passes 'fast'; allowed: 'exact', 'default'"),
         (["dead_code", "dead_code"], "dead_code is listed twice"),
         (["inductor", "dead_code"], "dead_code cannot run after inductor, which is terminal"),
         (["remove_noop_views", "cuda_graph"], "cuda_graph cannot run: the step has no CUDA tensors; leave it out"),
