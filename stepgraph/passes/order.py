@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import stepgraph.passes.cleanup.tidy
+import stepgraph.passes.cleanup.casts
+import stepgraph.passes.cleanup.constants
+import stepgraph.passes.cleanup.dead_code
+import stepgraph.passes.cleanup.views
 import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
 import stepgraph.passes.comm.copy_engines
