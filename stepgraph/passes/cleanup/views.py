@@ -53,9 +53,9 @@ def _layout(value: object) -> tuple | None:
 def reshaped_in_place(node: fx.Node) -> bool:
     """Whether an operator such as ``unsqueeze_`` changes the shape of the very tensor, or one of those, that ``node``
     makes."""
-    return any(
-        torch.Tag.inplace_view in user.target.tags
-        if is_overload(user)
-        else user.target is operator.getitem and reshaped_in_place(user)
-        for user in node.users
-    )
+    for user in node.users:
+        if is_overload(user) and torch.Tag.inplace_view in user.target.tags:
+            return True
+        if user.target is operator.getitem and reshaped_in_place(user):
+            return True
+    return False
