@@ -7,21 +7,6 @@ from stepgraph.train.data.loader import Batch, PackedLoader, unigram_entropy, va
 from stepgraph.train.data.sources import Source
 from stepgraph.train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
 
-__all__ = [
-    "Batch",
-    "ByteTokenizer",
-    "DataBundle",
-    "JsonTokenizer",
-    "PackedLoader",
-    "Source",
-    "Tokenizer",
-    "open_data",
-    "open_source",
-    "open_tokenizer",
-    "unigram_entropy",
-    "validation_batches",
-]
-
 
 @dataclass(frozen=True)
 class DataBundle:
