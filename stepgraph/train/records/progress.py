@@ -12,9 +12,9 @@ from rich.text import Text
 class Progress:
     """Shows how far a run is: one live line on a terminal, a line per update anywhere else. A context manager."""
 
-    def __init__(self, total_steps: int, *, start_step: int = 0, console: Console | None = None) -> None:
-        """``start_step``: updates done before this process (after a resume). ``console`` defaults to stdout's."""
-        self._total, self._start_step = total_steps, start_step
+    def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
+        """``console`` defaults to stdout's."""
+        self._total = total_steps
         self._console = console or Console(highlight=False)
         self._first: tuple[int, float] | None = None  # the first update shown, and when
         self._live: Live | None = None
