@@ -212,7 +212,7 @@ class Run:
             made = [NormRow(**what, timing=timing) for timing in self.timings]
             rows += made
             try:
-                provider = provider or PROVIDERS[name](op, *params, *[None] * (2 - len(params)))
+                provider = provider or PROVIDERS[name](op, *params)
                 wrong = self._check(provider, op, direction, *inputs[0])
                 for row in made:
                     row.wrong = wrong
@@ -258,7 +258,7 @@ class Run:
                 for direction in self.options.directions():
                     costs = self.settings["host_us"].setdefault(f"{op} {direction}", {})
                     try:
-                        provider = PROVIDERS[name](op, *self._params(op, HOST_SHAPE[1]), *[None] * (op == "rms_norm"))
+                        provider = PROVIDERS[name](op, *self._params(op, HOST_SHAPE[1]))
                         costs[name] = host_us(next(self._calls(provider, direction, inputs)), self.device)
                     except Exception as error:  # as above; the rows say why
                         costs[name] = None
@@ -267,7 +267,7 @@ class Run:
     def _eager_kernels(self, m: int, n: int) -> None:
         inputs = [make_inputs(m, n, self.dtype, self.device)]
         for op in self.options.ops():
-            provider = PROVIDERS["eager"](op, *self._params(op, n), *[None] * (op == "rms_norm"))
+            provider = PROVIDERS["eager"](op, *self._params(op, n))
             for direction in self.options.directions():
                 call = next(self._calls(provider, direction, inputs))
                 call()
