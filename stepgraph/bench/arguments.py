@@ -1,4 +1,4 @@
-"""The options that the benchmarks of a training step share, and what makes a run of them."""
+"""The options that the benchmarks of a training step share, and what all their providers are given."""
 
 import dataclasses
 from collections.abc import Collection
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
 import tyro
+from torch import nn
 
 from stepgraph.config.command_line import parse, refuse_idle, require_folder
 from stepgraph.config.presets import PRESETS
@@ -19,6 +21,9 @@ from stepgraph.passes import StepOptions
 LEARNING_RATE = 1e-4
 
 MAX_GRAD_NORM = 1.0
+
+#: Every data-parallel rank trains on one batch of its own again and again: a loss that falls shows that updates work.
+BATCH_SEED = 1
 
 DEFAULT_PRESET = "llama3-debug"
 
@@ -93,3 +98,16 @@ def provider_names(text: str, known: Collection[str]) -> list[str]:
         if name not in known:
             raise unknown_name("provider", name, known)
     return names
+
+
+def random_batch(config: TrainConfig, place: int = 0) -> dict[str, torch.Tensor]:
+    """``tokens`` and ``targets``, int64 (B, T) on the CPU, of the data-parallel rank at ``place``: the same in every
+    process. They are random, so a step always has something to learn."""
+    generator = torch.Generator().manual_seed(BATCH_SEED + place)
+    shape = (config.batch_size, config.seq_len)
+    return {k: torch.randint(config.model.vocab_size, shape, generator=generator) for k in ("tokens", "targets")}
+
+
+def fused_adamw(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of every provider."""
+    return torch.optim.AdamW(model.parameters(), config.lr, config.betas, config.eps, config.weight_decay, fused=True)

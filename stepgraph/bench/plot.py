@@ -43,6 +43,8 @@ def bars(panels: Sequence[tuple[str, str, Sequence[Any]]], draw: Callable, label
     all_axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axes, (heading, device, rows) in zip(all_axes, panels, strict=True):
         draw(axes, rows)
+        axes.set_yticks(range(len(rows)), [row.provider for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)  # the first provider on top
         dress(axes, heading, device)
         axes.grid(axis="x", color=GRID, linewidth=0.8)
     all_axes[-1].set_xlabel(label, color=INK)
@@ -56,25 +58,29 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         ours = row.provider.startswith("stepgraph")
         color = OURS_COLOR if ours else _EAGER if row.provider == "eager" else PEER_COLOR
-        low, high = min(row.step_ms_all), max(row.step_ms_all)
-        axes.barh(place, row.step_ms, height=0.68, color=color)
-        axes.plot([low, high], [place, place], color=INK, linewidth=1.2, solid_capstyle="butt")
         label = f"{row.step_ms:.4g} ms"
         if ours and best:
             label += f"   {best.step_ms / row.step_ms:.2f}x torch.compile"
-        axes.annotate(
-            label,
-            xy=(max(high, row.step_ms), place),
-            xytext=(7, 0),
-            textcoords="offset points",
-            va="center",
-            color=INK,
-            fontsize=9.5,
-            weight="bold" if ours else "normal",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},  # over the grid
-        )
-    axes.set_yticks(range(len(rows)), [row.provider for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)  # the first provider on top
+        bar(axes, place, row.step_ms, (min(row.step_ms_all), max(row.step_ms_all)), color, label, bold=ours)
+
+
+def bar(
+    axes: Axes, place: int, value: float, whisker: tuple[float, float], color: str, label: str, *, bold: bool
+) -> None:
+    """One bar from zero to ``value``, a line from low to high over it, and ``label`` to its right."""
+    axes.barh(place, value, height=0.68, color=color)
+    axes.plot(whisker, [place, place], color=INK, linewidth=1.2, solid_capstyle="butt")
+    axes.annotate(
+        label,
+        xy=(max(whisker[1], value), place),
+        xytext=(7, 0),
+        textcoords="offset points",
+        va="center",
+        color=INK,
+        fontsize=9.5,
+        weight="bold" if bold else "normal",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},  # over the grid
+    )
 
 
 def dress(axes: Axes, heading: str, device: str) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,17 @@ def check_losses(rows: Sequence[Row], precision: str) -> str:
 def finite(value: float) -> float | None:
     """``value``, or None where JSON has no form for it."""
     return value if math.isfinite(value) else None
+
+
+def in_one_line(error: BaseException) -> str:
+    """The kind of ``error`` and the first two lines that it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
+
+
+def note(row: Row | TrainRow, text: str) -> None:
+    """Tells the user how far the provider of ``row`` is; on stderr, so that stdout holds the result alone."""
+    print(f"{row.model} | {row.provider} | {text}", file=sys.stderr, flush=True)
 
 
 def write(

@@ -4,17 +4,3 @@ from stepgraph.capture.optimizer import MasterAdamW
 from stepgraph.capture.trace import Traced, flatten_batch, trace_step
 from stepgraph.graph.provenance import Provenance, phase_of, provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
-
-__all__ = [
-    "InputSpec",
-    "MasterAdamW",
-    "OutputSpec",
-    "Provenance",
-    "StepGraph",
-    "Traced",
-    "flatten_batch",
-    "phase_of",
-    "provenance",
-    "set_provenance",
-    "trace_step",
-]

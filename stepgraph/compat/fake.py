@@ -6,29 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._prims_common import compute_elementwise_output_strides
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    is_fake,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "compute_elementwise_output_strides",
-    "is_fake",
-    "is_traceable_wrapper_subclass",
-    "operator_needing_values",
-    "storage_key",
-    "transformers_sees_values",
-    "without_modes",
-]
+from torch.utils._python_dispatch import _disable_current_modes
 
 #: What fake tensors raise where a value, not only a shape, would be needed.
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)

@@ -6,5 +6,3 @@ A `Region` is compiled by itself, with its own options.
 
 from stepgraph.inductor.choices.scope import fusion_guard, tuned_reductions
 from stepgraph.inductor.regional import Region, region_of, tag
-
-__all__ = ["Region", "fusion_guard", "region_of", "tag", "tuned_reductions"]

@@ -11,16 +11,3 @@ from stepgraph.kernels.norm.functional import (
 )
 from stepgraph.kernels.norm.modules import LayerNorm, RMSNorm
 from stepgraph.kernels.norm.triton.tuning import autotune
-
-__all__ = [
-    "LayerNorm",
-    "Quantized",
-    "RMSNorm",
-    "autotune",
-    "dequantize",
-    "layer_norm",
-    "layer_norm_fp8",
-    "qk_norm",
-    "rms_norm",
-    "rms_norm_fp8",
-]

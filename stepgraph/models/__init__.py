@@ -15,25 +15,3 @@ from stepgraph.models.llama3.llama3 import (
 )
 from stepgraph.models.loss import next_token_loss
 from stepgraph.models.rope import RopeScaling
-
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "Golf",
-    "GolfConfig",
-    "HuggingFace",
-    "Llama3",
-    "Llama3Config",
-    "RopeScaling",
-    "family_named",
-    "family_of",
-    "flops_per_token",
-    "golf",
-    "llama3_1b",
-    "llama3_8b",
-    "llama3_70b",
-    "llama3_405b",
-    "llama3_debug",
-    "next_token_loss",
-    "num_params",
-]

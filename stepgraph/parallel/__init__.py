@@ -6,23 +6,4 @@ from stepgraph.parallel.init import local_parts, round_to
 from stepgraph.parallel.loss import cross_entropy, mean_over_mesh, next_token_loss
 from stepgraph.parallel.mesh import Mesh, MeshSpec
 from stepgraph.parallel.tensor import STYLES
-from stepgraph.parallel.world import is_first, job_store, launched, leave, started, world_size
-
-__all__ = [
-    "STYLES",
-    "Mesh",
-    "MeshSpec",
-    "cross_entropy",
-    "is_first",
-    "job_store",
-    "launched",
-    "layouts",
-    "leave",
-    "local_parts",
-    "mean_over_mesh",
-    "next_token_loss",
-    "parallelize",
-    "round_to",
-    "started",
-    "world_size",
-]
+from stepgraph.parallel.world import job_store, launched, leave, started, world_size

@@ -29,11 +29,6 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
-def is_first() -> bool:
-    """Whether this process speaks for all: rank 0, or alone."""
-    return not launched() or os.environ["RANK"] == "0"
-
-
 def job_store() -> dist.Store | None:
     """A store in the elastic agent's process, which outlives the ranks and their restarts: what one attempt writes,
     the next one reads. A connection of its own, whose calls raise ``DistError`` after 10 s without an answer. None for

@@ -7,23 +7,3 @@ from stepgraph.passes.order import chosen, configured, default, exact
 from stepgraph.passes.policies import peak_bytes_by_policy
 from stepgraph.passes.runner import Passes, format_report, prepare, resolve, run_passes
 from stepgraph.passes.target import Target
-
-__all__ = [
-    "PASSES",
-    "Pass",
-    "PassReport",
-    "Passes",
-    "StepOptions",
-    "Target",
-    "chosen",
-    "configured",
-    "default",
-    "exact",
-    "format_report",
-    "get",
-    "parse_policy",
-    "peak_bytes_by_policy",
-    "prepare",
-    "resolve",
-    "run_passes",
-]

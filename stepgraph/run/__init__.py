@@ -3,5 +3,3 @@
 from stepgraph.run.bound import BoundStep
 from stepgraph.run.interpreter import Interpreter
 from stepgraph.run.program import Accumulators, ProgramRunner, runner_of
-
-__all__ = ["Accumulators", "BoundStep", "Interpreter", "ProgramRunner", "runner_of"]

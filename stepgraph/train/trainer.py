@@ -266,7 +266,7 @@ class Run:
         launched: Launched | None = None
         self.last_time = time.perf_counter()
         console = None if self.speaks else Console(quiet=True)
-        with Progress(config.steps, start_step=self.step, console=console) as progress:
+        with Progress(config.steps, console=console) as progress:
             while self.step < config.steps and not self._asked_to_stop():
                 previous, launched = launched, self._launch()
                 if previous:

@@ -20,7 +20,7 @@ from stepgraph.bench.norm.providers import OPS, PROVIDERS, Provider
 from stepgraph.bench.norm.results import ITEM_BYTES, OURS, NormRow
 from stepgraph.bench.norm.table import norm_section
 from stepgraph.bench.norm.timing import calls_in_graph, copy_gbps, do_bench_ms, graph_ms, host_us, wall_ms
-from stepgraph.bench.results import write
+from stepgraph.bench.results import in_one_line, write
 from stepgraph.compat import keep_saved_tensors
 from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.device import pick_device
@@ -212,7 +212,7 @@ class Run:
             made = [NormRow(**what, timing=timing) for timing in self.timings]
             rows += made
             try:
-                provider = provider or PROVIDERS[name](op, *params, *[None] * (2 - len(params)))
+                provider = provider or PROVIDERS[name](op, *params)
                 wrong = self._check(provider, op, direction, *inputs[0])
                 for row in made:
                     row.wrong = wrong
@@ -220,7 +220,7 @@ class Run:
                         row.set_time(self._time(provider, direction, row.timing, inputs), self.settings["copy_gbps"][0])
             except Exception as error:  # another package's code may raise anything; the others go on
                 for row in made:
-                    row.error = None if row.ms else _one_line(error)
+                    row.error = None if row.ms else in_one_line(error)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()  # raises, and ends the run, if the failure has broken the device's context
                 torch.cuda.empty_cache()
@@ -258,16 +258,16 @@ class Run:
                 for direction in self.options.directions():
                     costs = self.settings["host_us"].setdefault(f"{op} {direction}", {})
                     try:
-                        provider = PROVIDERS[name](op, *self._params(op, HOST_SHAPE[1]), *[None] * (op == "rms_norm"))
+                        provider = PROVIDERS[name](op, *self._params(op, HOST_SHAPE[1]))
                         costs[name] = host_us(next(self._calls(provider, direction, inputs)), self.device)
                     except Exception as error:  # as above; the rows say why
                         costs[name] = None
-                        self._say(f"host cost of {name} {op} {direction}: {_one_line(error)}")
+                        self._say(f"host cost of {name} {op} {direction}: {in_one_line(error)}")
 
     def _eager_kernels(self, m: int, n: int) -> None:
         inputs = [make_inputs(m, n, self.dtype, self.device)]
         for op in self.options.ops():
-            provider = PROVIDERS["eager"](op, *self._params(op, n), *[None] * (op == "rms_norm"))
+            provider = PROVIDERS["eager"](op, *self._params(op, n))
             for direction in self.options.directions():
                 call = next(self._calls(provider, direction, inputs))
                 call()
@@ -298,8 +298,3 @@ def _versions(packages: Any) -> dict[str, str]:
     owners = importlib.metadata.packages_distributions()
     found = [owner for package in packages if package for owner in owners.get(package, [])]
     return {owner: importlib.metadata.version(owner) for owner in dict.fromkeys(found)}
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

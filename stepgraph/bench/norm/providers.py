@@ -9,10 +9,9 @@ gets ``torch.nn.functional`` of static shapes, after a reset for every shape, on
 CUDA graph as all others.
 """
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ EPS = 1e-6
 
 
 class Provider(ABC):
-    """One norm with its parameters. ``op`` is of `OPS`; ``weight`` and ``bias`` are (N,), bias None for rms_norm."""
+    """One norm with its parameters. ``op`` is of `OPS`; ``weight`` and ``bias`` are (N,), no bias for rms_norm."""
 
     package: str | None = None
     """What must be importable."""
@@ -40,7 +39,7 @@ class Provider(ABC):
     overwrites_dy = False
     """Backward writes dx over dy."""
 
-    def __init__(self, op: str, weight: Tensor, bias: Tensor | None):
+    def __init__(self, op: str, weight: Tensor, bias: Tensor | None = None):
         self.n = weight.numel()
         self.params = [weight] if bias is None else [weight, bias]
         self.weight, self.bias = weight, bias
@@ -90,41 +89,39 @@ class Eager(Provider):
 class Compiled(Eager):
     """``torch.compile`` of eager, for this shape alone."""
 
-    mode: str | None = None
+    how: dict[str, Any] = {}
 
-    def __init__(self, op: str, weight: Tensor, bias: Tensor | None):
+    def __init__(self, op: str, weight: Tensor, bias: Tensor | None = None):
         super().__init__(op, weight, bias)
         torch.compiler.reset()
-        self.function = torch.compile(self.function, dynamic=False, fullgraph=True, mode=self.mode)
+        self.function = torch.compile(self.function, dynamic=False, fullgraph=True, **self.how)
 
 
 class CompiledMaxAutotune(Compiled):
-    mode = "max-autotune-no-cudagraphs"
+    how = {"mode": "max-autotune-no-cudagraphs"}
 
 
-class CompiledTuned(Eager):
-    """``torch.compile`` of eager, for this shape alone, under the rules of ``stepgraph.inductor``."""
+class CompiledTuned(Compiled):
+    """Under the rules of ``stepgraph.inductor``."""
 
-    def __init__(self, op: str, weight: Tensor, bias: Tensor | None):
-        super().__init__(op, weight, bias)
-        torch.compiler.reset()
-        rules = fusion_guard() | tuned_reductions()
-        self.function = torch.compile(self.function, dynamic=False, fullgraph=True, options=rules.options)
+    @property
+    def how(self) -> dict[str, Any]:
+        return {"options": (fusion_guard() | tuned_reductions()).options}
 
 
 class Quack(Provider):
     package, needs_cuda = "quack", True
 
-    def __init__(self, op: str, weight: Tensor, bias: Tensor | None):
+    def __init__(self, op: str, weight: Tensor, bias: Tensor | None = None):
         self.direct = op == "layer_norm"
         super().__init__(op, weight, bias)
 
     def rms_norm(self) -> Function:
-        quack = _import("quack.rmsnorm")
+        quack = import_module("quack.rmsnorm")
         return lambda x: quack.rmsnorm(x, self.weight, eps=EPS)
 
     def layer_norm(self) -> Function:
-        self.quack = _import("quack.rmsnorm")
+        self.quack = import_module("quack.rmsnorm")
         self.params = [p.detach().float() for p in self.params]
         return lambda x: self.quack.layernorm_fwd(x.detach(), *self.params, EPS, True, True)
 
@@ -143,11 +140,11 @@ class Liger(Provider):
     overwrites_dy = True  # RMS norm's default; a copy of its own would cost it a pass
 
     def rms_norm(self) -> Function:
-        functional = _import("liger_kernel.transformers.functional")
+        functional = import_module("liger_kernel.transformers.functional")
         return lambda x: functional.liger_rms_norm(x, self.weight, EPS)
 
     def layer_norm(self) -> Function:
-        functional = _import("liger_kernel.transformers.functional")
+        functional = import_module("liger_kernel.transformers.functional")
         return lambda x: functional.liger_layer_norm(x, self.weight, self.bias, EPS)
 
 
@@ -155,7 +152,9 @@ class TransformerEngine(Provider):
     package, needs_cuda = "transformer_engine", True
 
     def _module(self, name: str) -> nn.Module:
-        module = getattr(_import("transformer_engine.pytorch"), name)(self.n, eps=EPS, params_dtype=self.weight.dtype)
+        module = getattr(import_module("transformer_engine.pytorch"), name)(
+            self.n, eps=EPS, params_dtype=self.weight.dtype
+        )
         module.weight = self.weight
         return module
 
@@ -172,11 +171,11 @@ class Apex(Provider):
     package, needs_cuda = "apex", True
 
     def rms_norm(self) -> Function:
-        norms = _import("apex.normalization.fused_layer_norm")
+        norms = import_module("apex.normalization.fused_layer_norm")
         return lambda x: norms.fused_rms_norm_affine(x, self.weight, (self.n,), EPS)
 
     def layer_norm(self) -> Function:
-        norms = _import("apex.normalization.fused_layer_norm")
+        norms = import_module("apex.normalization.fused_layer_norm")
         return lambda x: norms.fused_layer_norm_affine(x, self.weight, self.bias, (self.n,), EPS)
 
 
@@ -192,7 +191,3 @@ PROVIDERS: dict[str, type[Provider]] = {
     "te": TransformerEngine,
     "apex": Apex,
 }
-
-
-def _import(name: str) -> ModuleType:
-    return importlib.import_module(name)

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from stepgraph.bench.arguments import fused_adamw, random_batch
 from stepgraph.bench.device import kernels_of, mark, spans
+from stepgraph.bench.results import in_one_line
 from stepgraph.bench.step.providers import PROVIDERS, EagerStep, Parts, Step
 from stepgraph.config.build import build_model
 from stepgraph.config.device import peak_mem_gib
@@ -30,8 +32,6 @@ from stepgraph.models import next_token_loss
 #: Steps whose losses are compared, before anything is timed. They also warm up: CUDA graphs are recorded by the third.
 FIRST_STEPS = 5
 
-BATCH_SEED = 1
-
 
 def main() -> None:
     """Answers requests until stdin ends."""
@@ -39,8 +39,7 @@ def main() -> None:
 
     def fail(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         sys.__excepthook__(kind, error, trace)
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        _answer(answers, {"error": f"{kind.__name__}: {' '.join(lines[:2])}"[:300]})
+        _answer(answers, {"error": in_one_line(error)})
 
     sys.excepthook = fail
     job = json.loads(sys.stdin.readline())
@@ -64,20 +63,15 @@ def _answer(answers: TextIO, value: dict[str, Any]) -> None:
 
 def make_parts(config: TrainConfig, device: torch.device) -> Parts:
     """The measured job: model, loss, batch and optimizer. Weights and batch are the same in every process and on every
-    device; the batch's tokens are random, so a step always has something to learn."""
-    vocab, shape = config.model.vocab_size, (config.batch_size, config.seq_len)
-    generator = torch.Generator().manual_seed(BATCH_SEED)
-    batch = {name: torch.randint(vocab, shape, generator=generator).to(device) for name in ("tokens", "targets")}
+    device."""
+    batch = {name: tokens.to(device) for name, tokens in random_batch(config).items()}
     model = build_model(config, device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), config.lr, config.betas, config.eps, config.weight_decay, fused=True
-    )
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision != "fp32"):
             return next_token_loss(model, batch)
 
-    return Parts(model, loss_fn, batch, optimizer, config)
+    return Parts(model, loss_fn, batch, fused_adamw(config, model), config)
 
 
 class Run:

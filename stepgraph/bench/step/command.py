@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.bench.arguments import DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
-from stepgraph.bench.results import Row, check_losses, finite, write
-from stepgraph.bench.step.child import BATCH_SEED, FIRST_STEPS
+from stepgraph.bench.arguments import BATCH_SEED, DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
+from stepgraph.bench.results import Row, check_losses, finite, note, write
+from stepgraph.bench.step.child import FIRST_STEPS
 from stepgraph.bench.step.providers import DEFAULT, PROVIDERS
 from stepgraph.bench.table import section
 from stepgraph.config.device import pick_device
@@ -135,7 +135,8 @@ def _measure_together(config: TrainConfig, options: StepBench, device: torch.dev
         lanes = [stack.enter_context(Lane(Row(model=config.preset, provider=name))) for name in names]
         for lane in lanes:
             first = lane.ask(job | {"provider": lane.row.provider})
-            lane.note(f"first step {first['first_step_s']:.1f} s, loss {first['loss']:.4f}" if first else None)
+            if first:
+                note(lane.row, f"first step {first['first_step_s']:.1f} s, loss {first['loss']:.4f}")
             first["losses"] = [finite(loss) for loss in first.pop("losses", [])]
             lane.keep(first | {"loss": next(iter(first["losses"]), None)})
         for repeat in range(options.repeats):
@@ -145,7 +146,8 @@ def _measure_together(config: TrainConfig, options: StepBench, device: torch.dev
         for lane in lanes:
             lane.keep(lane.ask({"do": "finish", "steps": options.steps}))
             _conclude(lane.row, config.batch_size * config.seq_len)
-            lane.note(f"{lane.row.step_ms:.4g} ms a step" if lane.row.step_ms else None)
+            if lane.row.step_ms:
+                note(lane.row, f"{lane.row.step_ms:.4g} ms a step")
             lane.close()
     return [lane.row for lane in lanes]
 
@@ -181,7 +183,12 @@ class Lane:
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | caches
+                CHILD,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | caches,
             )
         return self
 
@@ -211,7 +218,7 @@ class Lane:
         answer = json.loads(line) if line else {"error": self._how_it_ended()}
         if "error" in answer:
             self.row.error = answer["error"]
-            self.note(f"failed: {self.row.error}")
+            note(self.row, f"failed: {self.row.error}")
             print(self._log.read_text(errors="replace")[-2000:], file=sys.stderr)
             self.close()
             return {}
@@ -221,11 +228,6 @@ class Lane:
         """Writes the figures of an answer into the row."""
         for name, value in answer.items():
             setattr(self.row, name, value)
-
-    def note(self, text: str | None) -> None:
-        """Tells the user how far it is; on stderr, so that stdout holds the result alone."""
-        if text:
-            print(f"{self.row.model} | {self.row.provider} | {text}", file=sys.stderr, flush=True)
 
     def _how_it_ended(self) -> str:
         code = self.process.wait()

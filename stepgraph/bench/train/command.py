@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 
 from stepgraph import parallel
-from stepgraph.bench.arguments import DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
-from stepgraph.bench.results import write
+from stepgraph.bench.arguments import BATCH_SEED, DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
+from stepgraph.bench.results import note, write
 from stepgraph.bench.step.command import describe
-from stepgraph.bench.train.providers import BATCH_SEED, PROVIDERS
+from stepgraph.bench.train.providers import PROVIDERS
 from stepgraph.bench.train.rank import TRACED_STEPS, WARMUP_STEPS
 from stepgraph.bench.train.results import TrainRow, check_losses
 from stepgraph.bench.train.table import train_section
@@ -120,21 +120,21 @@ def measure(
     row = TrainRow(model=config.preset, provider=name, environment=dict(PROVIDERS[name].environment))
     row.unavailable = PROVIDERS[name].unavailable(config, device)
     if row.unavailable:
-        _note(row, row.unavailable)
+        note(row, row.unavailable)
         return row
     with tempfile.TemporaryDirectory(prefix="stepgraph-bench-", ignore_cleanup_errors=True) as folder:
         answer, row.error = run_ranks(name, config, options, device, Path(folder))
     for field, value in answer.items():
         setattr(row, field, value)
     if row.error:
-        _note(row, f"failed: {row.error}")
+        note(row, f"failed: {row.error}")
     if row.step_ms_all:
         ranks = config.mesh_spec.size
         row.step_ms = median(row.step_ms_all)
         row.tokens_per_s_per_gpu = 1e3 * config.tokens_per_step / row.step_ms / ranks
         if peak_flops:
             row.mfu = row.tokens_per_s_per_gpu * flops_per_token(config.model, config.seq_len) / peak_flops
-        _note(row, f"first step after {row.first_step_s:.1f} s, then {row.step_ms:.4g} ms a step")
+        note(row, f"first step after {row.first_step_s:.1f} s, then {row.step_ms:.4g} ms a step")
     return row
 
 
@@ -181,8 +181,3 @@ def _wait(process: subprocess.Popen, timeout: float) -> int | None:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _note(row: TrainRow, text: str) -> None:
-    """Tells the user how far it is; on stderr, so that stdout holds the result alone."""
-    print(f"{row.model} | {row.provider} | {text}", file=sys.stderr, flush=True)

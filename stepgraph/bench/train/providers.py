@@ -13,13 +13,11 @@ from typing import Protocol
 import torch
 
 from stepgraph import parallel, passes
+from stepgraph.bench.arguments import fused_adamw, random_batch
 from stepgraph.bench.train import titan
 from stepgraph.config import build
 from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import TrainConfig
-
-#: Every data-parallel rank trains on one batch of its own again and again: a loss that falls shows that updates work.
-BATCH_SEED = 1
 
 
 class Training(Protocol):
@@ -37,13 +35,6 @@ class Training(Protocol):
         ...
 
 
-def random_batch(config: TrainConfig, place: int) -> dict[str, torch.Tensor]:
-    """``tokens`` and ``targets``, int64 (B, T) on the CPU, of the data-parallel rank at ``place``."""
-    generator = torch.Generator().manual_seed(BATCH_SEED + place)
-    shape = (config.batch_size, config.seq_len)
-    return {k: torch.randint(config.model.vocab_size, shape, generator=generator) for k in ("tokens", "targets")}
-
-
 class CapturedTraining:
     """``stepgraph.capture`` of the whole step, as ``stepgraph train`` builds and feeds it."""
 
@@ -53,9 +44,7 @@ class CapturedTraining:
             self.batch = {name: tokens.pin_memory() for name, tokens in self.batch.items()}
         model = build.build_model(config, device, mesh)
         loss_fn = build.build_loss(config, device, mesh)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), config.lr, config.betas, config.eps, config.weight_decay, fused=True
-        )
+        optimizer = fused_adamw(config, model)
         self.build_s = time.perf_counter() - begun
         start = time.perf_counter()
         batch = build.example_batch(config, device)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from stepgraph.bench.device import mark, spans
-from stepgraph.bench.results import finite
+from stepgraph.bench.results import finite, in_one_line
 from stepgraph.bench.train.exposed import exposure, kernel_times
 from stepgraph.bench.train.providers import PROVIDERS, Training
 from stepgraph.config.device import peak_mem_gib
@@ -56,8 +56,7 @@ def main() -> None:
             _write(path.with_name("answer.json"), answer, rank)
         dist.barrier()  # rank 0 has written
     except BaseException as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = f"rank {rank}: {type(error).__name__}: {' '.join(lines[:2])}"[:300]
+        text = f"rank {rank}: {in_one_line(error)}"[:300]
         path.with_name(f"error-{rank}.json").write_text(json.dumps({"time": time.time(), "error": text}))
         traceback.print_exc()
         _leave(1)

@@ -126,6 +126,5 @@ def _scatter(lefts: list[Tensor], rights: list[Tensor], batch: int, group_size: 
     return total
 
 
-for _device in ("CPU", "CUDA"):
-    torch.library.impl("stepgraph::all_gather_matmul", _device, _gather)
-    torch.library.impl("stepgraph::matmul_reduce_scatter", _device, _scatter)
+torch.library.impl("stepgraph::all_gather_matmul", ("cpu", "cuda"), _gather)
+torch.library.impl("stepgraph::matmul_reduce_scatter", ("cpu", "cuda"), _scatter)

@@ -158,8 +158,7 @@ for _name, _function in (
     ("reduce_begin", _reduce_begin),
     ("reduce_end", _reduce_end),
 ):
-    for _device in ("CPU", "CUDA"):
-        torch.library.impl(f"stepgraph::{_name}", _device, _function)
+    torch.library.impl(f"stepgraph::{_name}", ("cpu", "cuda"), _function)
 
 
 @torch.library.register_fake("stepgraph::gather_begin")

@@ -34,10 +34,10 @@ def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: i
     Deterministic: sums are taken in a fixed order. The host does not wait for the GPU.
     """
     if grad.is_cuda:
-        from stepgraph.kernels.embedding import gradient_triton as embedding_triton
+        from stepgraph.kernels.embedding import gradient_triton
 
         with torch.cuda.device(grad.device):
-            return embedding_triton.launch(grad, indices, num_weights, padding_idx)
+            return gradient_triton.launch(grad, indices, num_weights, padding_idx)
     return reference(grad, indices, num_weights, padding_idx)
 
 

@@ -56,6 +56,12 @@ def configuration(V: int) -> tuple[int, int]:
     return block, min(max(block // 1024, 1), 4)
 
 
+def check_rows(logits: torch.Tensor) -> None:
+    """Raises ``ValueError`` unless the rows of ``logits`` (M, V) are contiguous."""
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
+        raise ValueError(f"logits have strides {logits.stride()}, rows must be contiguous: call .contiguous() on them")
+
+
 def launch(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -65,9 +71,8 @@ def launch(
     config: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """As `cross_entropy.cross_entropy_`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
+    check_rows(logits)
     rows, V = logits.shape
-    if V > 1 and logits.stride(1) != 1:
-        raise ValueError(f"logits have strides {logits.stride()}, rows must be contiguous: call .contiguous() on them")
     count = (targets != ignore).sum() if mean else None
     scale = (grad / count if mean else grad).float()
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

@@ -42,9 +42,9 @@ def softmax_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Deterministic: sums are taken in a fixed order.
     """
     if logits.is_cuda:
-        from stepgraph.kernels.loss import split_triton as cross_entropy_split_triton
+        from stepgraph.kernels.loss import split_triton
 
-        return cross_entropy_split_triton.launch_parts(logits)
+        return split_triton.launch_parts(logits)
     highest, total = parts_reference(logits)
     return highest.float(), total.float()
 
@@ -66,9 +66,9 @@ def split_gradient_(logits: torch.Tensor, log_sum: torch.Tensor, column: torch.T
         slope: (M,) fp32, the gradient of the row's loss. Rows where it is 0 become zeros, whatever they hold.
     """
     if logits.is_cuda:
-        from stepgraph.kernels.loss import split_triton as cross_entropy_split_triton
+        from stepgraph.kernels.loss import split_triton
 
-        cross_entropy_split_triton.launch_gradient(logits, log_sum, column, slope)
+        split_triton.launch_gradient(logits, log_sum, column, slope)
     else:
         logits.copy_(gradient_reference(logits, log_sum, column, slope))
 

@@ -29,20 +29,25 @@ class _Fold:
 
     Args:
         size: of the batch.
-        dims: number of dimensions of x, without the batch.
-        weight_dims: the same of the weight if each sample has a weight of its own; else None.
+        x, x_dim: an input with its batch dimension, None where it has none.
+        weight, w_dim: the same of the weight, which may be None.
+        per_sample: whether each sample has a weight, or a gradient of it, of its own.
     """
 
-    def __init__(self, size: int, dims: int, weight_dims: int | None) -> None:
-        self.size = size
-        self.at = 0 if weight_dims is None else dims - weight_dims
-        self.heads = weight_dims == 2
-        self.per_sample = weight_dims is not None
+    def __init__(
+        self, size: int, x: Tensor, x_dim: int | None, weight: Optional, w_dim: int | None, per_sample: bool
+    ) -> None:
+        self.size, self.at, self.heads = size, 0, None
+        self.per_sample = per_sample and weight is not None
+        if self.per_sample:
+            shape = [n for i, n in enumerate(weight.shape) if i != w_dim]
+            self.at = x.dim() - (x_dim is not None) - len(shape)
+            self.heads = shape[0] if len(shape) == 2 else None
 
     def rows(self, tensor: Optional, dim: int | None) -> Optional:
         """x, or anything that has its leading dimensions, with the batch folded in."""
         tensor = _move(tensor, dim, self.size, self.at)
-        if tensor is not None and self.heads:
+        if tensor is not None and self.heads is not None:
             tensor = tensor.flatten(self.at, self.at + 1)
         return tensor
 
@@ -58,34 +63,20 @@ class _Fold:
         if tensor is None or not self.per_sample:
             return tensor
         tensor = _move(tensor, dim, self.size, 0)
-        return tensor.flatten(0, 1) if self.heads else tensor
+        return tensor if self.heads is None else tensor.flatten(0, 1)
 
-    def rows_back(self, tensor: Optional, heads: int) -> tuple[Optional, int | None]:
+    def rows_back(self, tensor: Optional) -> tuple[Optional, int | None]:
         """An output with rows like x, unfolded, and its batch dimension."""
-        if tensor is None:
-            return None, None
-        return (tensor.unflatten(self.at, (self.size, heads)) if self.heads else tensor), self.at
+        return self._back(tensor, self.at)
 
-    def weight_back(self, tensor: Optional, heads: int) -> tuple[Optional, int | None]:
+    def weight_back(self, tensor: Optional) -> tuple[Optional, int | None]:
         """A gradient of weight or bias, unfolded, and its batch dimension."""
+        return self._back(tensor, 0)
+
+    def _back(self, tensor: Optional, at: int) -> tuple[Optional, int | None]:
         if tensor is None:
             return None, None
-        return (tensor.unflatten(0, (self.size, heads)) if self.heads else tensor), 0
-
-
-def _dims(tensor: Tensor, dim: int | None) -> int:
-    return tensor.dim() - (dim is not None)
-
-
-def _heads(tensor: Optional, dim: int | None) -> int:
-    """Number of heads of a weight, 1 where it has none."""
-    if tensor is None or _dims(tensor, dim) < 2:
-        return 1
-    return next(size for i, size in enumerate(tensor.shape) if i != dim)
-
-
-def _fold(size: int, x: Tensor, x_dim: int | None, weight: Optional, w_dim: int | None, per_sample: bool) -> _Fold:
-    return _Fold(size, _dims(x, x_dim), _dims(weight, w_dim) if per_sample and weight is not None else None)
+        return (tensor if self.heads is None else tensor.unflatten(at, (self.size, self.heads))), at
 
 
 def _unzip(pairs: list[tuple[Optional, int | None]]) -> tuple[tuple[Optional, ...], tuple[int | None, ...]]:
@@ -95,17 +86,16 @@ def _unzip(pairs: list[tuple[Optional, int | None]]) -> tuple[tuple[Optional, ..
 
 def norm(operator: Callable, info, in_dims, x, weight, bias, residual, *options):
     dx, dw, db, dr = in_dims[:4]
-    fold = _fold(info.batch_size, x, dx, weight, dw, dw is not None or db is not None)
+    fold = _Fold(info.batch_size, x, dx, weight, dw, dw is not None or db is not None)
     outputs = operator(
         fold.wide_rows(x, dx), fold.weight(weight, dw), fold.weight(bias, db), fold.wide_rows(residual, dr), *options
     )
-    heads = _heads(weight, dw)
-    return _unzip([fold.rows_back(output, heads) for output in outputs])
+    return _unzip([fold.rows_back(output) for output in outputs])
 
 
 def norm_backward(operator: Callable, info, in_dims, dy, h, weight, mean, rstd, dh, *options):
     need_dw, need_db = options[-2:]
-    fold = _fold(info.batch_size, h, in_dims[1], weight, in_dims[2], in_dims[2] is not None or need_dw or need_db)
+    fold = _Fold(info.batch_size, h, in_dims[1], weight, in_dims[2], in_dims[2] is not None or need_dw or need_db)
     dx, dw, db = operator(
         fold.wide_rows(dy, in_dims[0]),
         fold.wide_rows(h, in_dims[1]),
@@ -115,27 +105,24 @@ def norm_backward(operator: Callable, info, in_dims, dy, h, weight, mean, rstd, 
         fold.wide_rows(dh, in_dims[5]),
         *options,
     )
-    heads = _heads(weight, in_dims[2])
-    return _unzip([fold.rows_back(dx, heads), fold.weight_back(dw, heads), fold.weight_back(db, heads)])
+    return _unzip([fold.rows_back(dx), fold.weight_back(dw), fold.weight_back(db)])
 
 
 def _pair_folds(size, q, k, wq, wk, dims, per_sample):
     per_sample = per_sample or dims[2] is not None or dims[3] is not None
-    return _fold(size, q, dims[0], wq, dims[2], per_sample), _fold(size, k, dims[1], wk, dims[3], per_sample)
+    return _Fold(size, q, dims[0], wq, dims[2], per_sample), _Fold(size, k, dims[1], wk, dims[3], per_sample)
 
 
 def norm_pair(operator: Callable, info, in_dims, q, k, wq, wk, *options):
     fold_q, fold_k = _pair_folds(info.batch_size, q, k, wq, wk, in_dims[:4], False)
-    yq, yk, rstd_q, rstd_k = operator(
+    outputs = operator(
         fold_q.wide_rows(q, in_dims[0]),
         fold_k.wide_rows(k, in_dims[1]),
         fold_q.weight(wq, in_dims[2]),
         fold_k.weight(wk, in_dims[3]),
         *options,
     )
-    hq, hk = _heads(wq, in_dims[2]), _heads(wk, in_dims[3])
-    outputs = [fold_q.rows_back(yq, hq), fold_k.rows_back(yk, hk)]
-    return _unzip(outputs + [fold_q.rows_back(rstd_q, hq), fold_k.rows_back(rstd_k, hk)])
+    return _unzip([fold.rows_back(output) for fold, output in zip([fold_q, fold_k] * 2, outputs, strict=True)])
 
 
 def norm_pair_backward(operator: Callable, info, in_dims, dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, *options):
@@ -151,6 +138,4 @@ def norm_pair_backward(operator: Callable, info, in_dims, dyq, dyk, q, k, wq, wk
         fold_k.rows(rstd_k, in_dims[7]),
         *options,
     )
-    hq, hk = _heads(wq, in_dims[4]), _heads(wk, in_dims[5])
-    outputs = [fold_q.rows_back(dq, hq), fold_k.rows_back(dk, hk)]
-    return _unzip(outputs + [fold_q.weight_back(dwq, hq), fold_k.weight_back(dwk, hk)])
+    return _unzip([fold_q.rows_back(dq), fold_k.rows_back(dk), fold_q.weight_back(dwq), fold_k.weight_back(dwk)])

@@ -1,4 +1,4 @@
-"""How a checkpoint reaches the disk and comes back: synced files, torch.distributed.checkpoint (DCP), and the ranks.
+"""How a checkpoint reaches the disk and comes back: synced files, and torch.distributed.checkpoint (DCP).
 
 DCP's index ``.metadata`` is a pickle, which DCP itself would load without restriction. Here a restricted unpickler
 reads it: only DCP's own plain data classes are allowed, and only tensors as entries.
@@ -11,13 +11,9 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-
-T = TypeVar("T")
-
 
 # ---- files ----
 
@@ -117,6 +113,3 @@ def _unwrapped(error: dcp.CheckpointException) -> BaseException:
     while reason is not None and not isinstance(reason, OSError):
         reason = reason.__context__
     return reason or cause
-
-
-# ---- ranks ----

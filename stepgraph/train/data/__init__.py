@@ -7,21 +7,6 @@ from stepgraph.train.data.loader import Batch, PackedLoader, unigram_entropy, va
 from stepgraph.train.data.sources import Source
 from stepgraph.train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
 
-__all__ = [
-    "Batch",
-    "ByteTokenizer",
-    "DataBundle",
-    "JsonTokenizer",
-    "PackedLoader",
-    "Source",
-    "Tokenizer",
-    "open_data",
-    "open_source",
-    "open_tokenizer",
-    "unigram_entropy",
-    "validation_batches",
-]
-
 
 @dataclass(frozen=True)
 class DataBundle:
@@ -32,12 +17,12 @@ class DataBundle:
     description: str
 
 
-def open_data(data: str = "stdlib", tokenizer: str = "bytes", *, text_field: str = "text") -> DataBundle:
+def open_data(data: str = "stdlib", tokenizer: str = "bytes") -> DataBundle:
     """Opens what ``--data`` and ``--tokenizer`` name.
 
     Raises:
         ValueError: one line; an unknown form, or a missing, empty or corrupt file.
     """
     opened = open_tokenizer(tokenizer)  # first: a wrong name should not wait for a large file
-    source = open_source(data, text_field)
+    source = open_source(data)
     return DataBundle(source, opened, source.describe())

@@ -12,9 +12,9 @@ from rich.text import Text
 class Progress:
     """Shows how far a run is: one live line on a terminal, a line per update anywhere else. A context manager."""
 
-    def __init__(self, total_steps: int, *, start_step: int = 0, console: Console | None = None) -> None:
-        """``start_step``: updates done before this process (after a resume). ``console`` defaults to stdout's."""
-        self._total, self._start_step = total_steps, start_step
+    def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
+        """``console`` defaults to stdout's."""
+        self._total = total_steps
         self._console = console or Console(highlight=False)
         self._first: tuple[int, float] | None = None  # the first update shown, and when
         self._live: Live | None = None
@@ -31,29 +31,9 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def update(
-        self,
-        step: int,
-        *,
-        loss: float,
-        grad_norm: float,
-        step_ms: float,
-        tokens_per_s: float,
-        mem_gib: float,
-        mfu: float | None = None,
-    ) -> None:
-        """Shows update number ``step``, from 1. ``mfu`` in [0, 1], None where it is unknown."""
-        line = format_progress(
-            step,
-            self._total,
-            loss=loss,
-            grad_norm=grad_norm,
-            step_ms=step_ms,
-            tokens_per_s=tokens_per_s,
-            mem_gib=mem_gib,
-            mfu=mfu,
-            eta_s=self._eta(step, step_ms),
-        )
+    def update(self, step: int, *, step_ms: float, **figures: float | None) -> None:
+        """Shows update number ``step``, from 1, with the ``figures`` of `format_progress`."""
+        line = format_progress(step, self._total, step_ms=step_ms, eta_s=self._eta(step, step_ms), **figures)
         if self._live is None:
             self._print(line)
             return
@@ -94,7 +74,7 @@ def format_progress(
     mfu: float | None = None,
 ) -> str:
     """The progress line, such as ``step 20/1000 | loss 4.1234 | grad_norm 0.97 | 118 ms | 139k tok/s | mfu 41% |
-    mem 48.9 GiB | eta 1.9m``; without ``mfu`` where it is None."""
+    mem 48.9 GiB | eta 1.9m``; ``mfu`` in [0, 1], left out where it is None."""
     parts = [
         f"step {step}/{total_steps}",
         f"loss {loss:.4f}",

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from stepgraph import bench
+from stepgraph.bench.arguments import random_batch
 from stepgraph.bench.train import command as train
-from stepgraph.bench.train.providers import Provider, random_batch
+from stepgraph.bench.train.providers import Provider
 from stepgraph.bench.train.results import TrainRow, check_losses, ratio
 from stepgraph.bench.train.table import summary, train_section
 

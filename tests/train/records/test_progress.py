@@ -36,7 +36,7 @@ def test_the_progress_line_scales_its_units(step_ms, tokens_per_s, eta_s, shown)
 
 def test_progress_is_plain_lines_where_there_is_no_terminal():
     out = io.StringIO()
-    with Progress(100, start_step=8, console=Console(file=out, width=40)) as progress:
+    with Progress(100, console=Console(file=out, width=40)) as progress:
         progress.update(9, **FIGURES)
         progress.note("[val] step 9 | val_loss 4.2")
         progress.update(10, **FIGURES)
