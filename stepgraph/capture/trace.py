@@ -19,8 +19,9 @@ from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.provenance import Provenance, set_provenance
+from stepgraph.graph.provenance import Provenance, phase_of, set_provenance
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -302,11 +303,19 @@ def microbatch(leaf: Any, k: int, n: int) -> Any:
 
 
 def _add_early(step: StepGraph) -> None:
-    """Move each addition to an accumulator right behind the gradient that it adds, which then need not be kept."""
-    sums = set(step.placeholders("accumulator"))
+    """Move each addition to an accumulator right behind what completes the gradient, which then need not be kept.
+
+    A gradient that forward or the step's inputs hold (backward may hand on such a tensor) is added where it is.
+    """
+    sums, aliases, nodes = set(step.placeholders("accumulator")), Aliases(step.graph), list(step.graph.nodes)
     for node in list(step.nodes("backward")):
-        if node.op == "call_function" and node.args and node.args[0] in sums:
-            node.args[1].append(node)
+        if node.op != "call_function" or not node.args or node.args[0] not in sums:
+            continue
+        grad, here = node.args[1], aliases.position[node]
+        if phase_of(grad) == "backward":
+            # Backward of a write into a view, such as ``x[0] = 0``, completes the gradient through a view of it.
+            writes = [place for place in aliases.writes.get(aliases.root(grad), ()) if place < here]
+            nodes[max(aliases.position[grad], *writes, 0)].append(node)
 
 
 def _write_assigned(
