@@ -32,7 +32,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with parallel.started(config.mesh_spec, device.type) as mesh:
         row = measure(config, device, mesh, options.steps)
-        if parallel.is_first():
+        if not dist.is_initialized() or dist.get_rank() == 0:
             print(json.dumps({"preset": options.preset, **options.fields, **row}), flush=True)
 
 
