@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')  # killed in the middle of a line
 
+    time.sleep(1.1)  # event files are read in the order of the second that they were made in, then by a counter's text
     resumed = RunFolder(tmp_path, resume_step=5)
     resumed.log(6, loss=60.0)
     resumed.close()
