@@ -20,7 +20,7 @@ from stepgraph.passes.compile.cuda_graph import split_at_host
 from stepgraph.run.interpreter import Interpreter
 
 
-class Place:
+class Shared:
     """What the CUDA graphs of one program share: the session of their exchanges, and memory.
 
     They replay in the order in which they were recorded, and what one returns is copied at once: each may so use the
@@ -44,8 +44,8 @@ class GraphRunner:
     ones replay.
     """
 
-    def __init__(self, step: StepGraph, place: Place):
-        self.step, self.place, self.session = step, place, place.session
+    def __init__(self, step: StepGraph, shared: Shared):
+        self.step, self.shared, self.session = step, shared, shared.session
         self.groups = exchanging(step.graph)
         self.batch = [i for i, spec in enumerate(step.inputs) if spec.kind == "batch"]
         writes, placeholders = Aliases(step.graph).writes, step.placeholders()
@@ -110,7 +110,7 @@ class GraphRunner:
         self.spans = [spanned(flat[i]).clone() for i in self.batch]
         for span, i in zip(self.spans, self.batch, strict=True):
             self.static[i] = span.as_strided(flat[i].shape, flat[i].stride())
-        pool = self.place.pool
+        pool = self.shared.pool
         values: dict[fx.Node, Any] = {}
         inputs = iter(self.static)
         program: list[_Piece] = []

@@ -13,7 +13,7 @@ from stepgraph.graph.collectives import exchanging
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.run.cuda_graph import GraphRunner, Place
+from stepgraph.run.cuda_graph import GraphRunner, Shared
 from stepgraph.run.interpreter import Interpreter
 
 Tensor = torch.Tensor
@@ -24,10 +24,10 @@ _Forms = tuple[tuple[str, torch.Size, tuple[int, ...], torch.dtype, torch.device
 _ALIGNED = 128
 
 
-def runner_of(step: StepGraph, place: Place | None = None) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+def runner_of(step: StepGraph, shared: Shared | None = None) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     """What runs one graph, called with the list of its inputs."""
     if step.recording is not None:
-        return GraphRunner(step, place or Place(Session()))
+        return GraphRunner(step, shared or Shared(Session()))
     if step.executable is not step.module:  # compiled pieces, which free what they were the last to read
         return Interpreter(step.executable)
     return lambda flat: step.executable(*flat)
@@ -100,9 +100,9 @@ class ProgramRunner:
     ):
         self.program, self.tensor_leaves, self.session = program, tensor_leaves, session
         self.flat, sums = accumulators.of(program)
-        place = Place(session)
+        shared = Shared(session)
         self.groups = {name: exchanging(step.graph) for name, step in program.graphs.items()}
-        self.runners = {name: runner_of(step, place) for name, step in program.graphs.items()}
+        self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
         self.bound = {
             name: [sums[s.name] if s.kind == "accumulator" else s.tensor for s in step.inputs if s.kind != "batch"]
             for name, step in program.graphs.items()
