@@ -14,12 +14,12 @@ from stepgraph.capture import flatten_batch, trace_step
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.state import unwrap
 from stepgraph.capture.trace import LossFn
+from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.passes import Passes, PassReport, StepOptions, prepare, run_passes
 from stepgraph.run import Accumulators, BoundStep
-from stepgraph.run.bound import no_autocast
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
 MAX_CAPTURES = 8
@@ -128,19 +128,30 @@ class CapturedStep:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            raise CaptureError(
+                "autocast is on around the call of a captured step, whose casts are fixed; enter it inside loss_fn"
+            )
         leaves, spec = flatten_batch(batch)
+        self._current = self._bound_to(batch, leaves, spec)
+        loss, self.metrics = self._current(leaves)
+        return loss
+
+    def _bound_to(self, batch: Any, leaves: Sequence[Any], spec: Any) -> BoundStep:
+        """The form of the step for ``batch``, captured anew where what it was specialized on has changed."""
         signature = self._signature(leaves, spec)
         bound = self._bound.get(signature)
-        if bound is not None and bound.watch.sees_change():
-            del self._bound[signature]
-            bound = None
+        if bound is not None:
+            replaced, change = bound.watch.sees_change(), bound.plain.change()
+            if change:
+                warnings.warn(f"{change}: the step is captured again", stacklevel=3)
+            if replaced or change:
+                del self._bound[signature]
+                bound = None
         if bound is None:
-            with no_autocast():
-                bound = self._bind(batch, signature)
+            bound = self._bind(batch, signature)
         self._bound.move_to_end(signature)
-        self._current = bound
-        loss, self.metrics = bound(leaves)
-        return loss
+        return bound
 
     def _signature(self, leaves: Sequence[Any], spec: Any) -> tuple:
         """Everything outside the tensors' values that the graph was specialized on."""
@@ -154,7 +165,7 @@ class CapturedStep:
                 f"{MAX_CAPTURES} forms of the step are captured already; dropping the least recently used. Pad batches "
                 "to few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
                 "constants.",
-                stacklevel=3,
+                stacklevel=4,
             )
             self._bound.popitem(last=False)
         prepare(self.passes, self.disable, _device_of(self.model))

@@ -1,7 +1,7 @@
 """What capture refuses, before, during and after the trace: one line each, with module path and source line."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,8 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture.optimizer import AdamWUpdate
-from stepgraph.capture.recorder import Recorder, user_source
+from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
+from stepgraph.capture.recorder import Recorder, is_user_file, user_source
 from stepgraph.capture.state import Slot, kept_tensors
 from stepgraph.errors import CaptureError
 from stepgraph.graph.provenance import provenance
@@ -60,6 +61,24 @@ def check_loss(loss: Any) -> None:
         )
     if loss.grad_fn is None:
         raise CaptureError("the loss depends on no parameter that requires a gradient; check requires_grad and no_grad")
+
+
+def without_host_random(recorder: Recorder, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns. Raise if it draws random numbers on the host, which the graph would keep for ever."""
+    before = HostRandom(recorder.model)
+    result = call()
+    moved = before.moved()
+    if not moved:
+        return result
+    before.restore()
+    with LineOfDraw(before, is_user_file, recorder.stack) as line, contextlib.suppress(Exception):
+        call()
+    before.restore()
+    raise CaptureError(
+        f"{line.path or 'the model'}{f' ({line.source})' if line.source else ''} draws numbers from "
+        f"{' and '.join(moved)}, which would be the same in every step; draw them with torch, or outside and pass them "
+        "in the batch"
+    )
 
 
 def refuse_kept(model: nn.Module, known: set[int]) -> None:

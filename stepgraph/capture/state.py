@@ -50,8 +50,7 @@ def model_slots(model: nn.Module) -> list[Slot]:
                 slot.places.append((holder, key))
     slots = list(found.values())
     for slot in slots:
-        hooks = slot.tensor._backward_hooks or getattr(slot.tensor, "_post_accumulate_grad_hooks", None)
-        if hooks:
+        if compat.has_gradient_hooks(slot.tensor):
             raise CaptureError(
                 f"parameter {slot.name} has a gradient hook, which a captured step would not run; "
                 "remove it, or apply its effect to the loss or as a pass"

@@ -15,6 +15,9 @@ from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.python import writes
+from stepgraph.capture.python.reads import Reads
+from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
@@ -45,13 +48,14 @@ class Traced:
     """A captured step with what binds it to live tensors.
 
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``tensor_leaves``: which leaves of
-    the batch are tensors.
+    the batch are tensors. ``reads``: what Python read of the model's modules.
     """
 
     program: StepProgram
     landing: list[tuple[Slot, Wrapping | None]]
     slots: list[Slot]
     tensor_leaves: list[int]
+    reads: Reads
 
     @property
     def step(self) -> StepGraph:
@@ -85,8 +89,17 @@ def trace_step(
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
     trace = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
-    program = trace.whole() if accumulate == 1 else trace.accumulation()
-    return Traced(program, trace.landing, trace.slots, trace.tensor_leaves)
+    program = trace.program()
+    if trace.changes:
+        try:
+            with writes.after(model, trace.changes):
+                later = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
+                same = later.program().text() == program.text()
+            writes.check(trace.changes, later.changes, same)
+        except CaptureError:
+            trace.drop_state()
+            raise
+    return Traced(program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads)
 
 
 class _Trace:
@@ -114,6 +127,17 @@ class _Trace:
         live = [t for slot in self.slots for t in unwrap(slot.tensor.detach())[0]]
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
         self.landing: list[tuple[Slot, Wrapping | None]] = []
+        self.reads = Reads(model)
+        self.changes: writes.Changes = {}
+
+    def program(self) -> StepProgram:
+        """The graphs of the step and their schedule."""
+        return self.whole() if self.accumulate == 1 else self.accumulation()
+
+    def drop_state(self) -> None:
+        """Forget the optimizer state that this trace created."""
+        if self.update:
+            self.update.drop_state(self.stateless)
 
     def whole(self) -> StepProgram:
         """One graph of forward, loss, backward and update."""
@@ -194,11 +218,12 @@ class _Trace:
         leaves = list(self.leaves)
         for i, (where, wrapping) in batch.items():
             leaves[i] = wrap(flat[where], wrapping)
-        kept_before = kept_tensors(self.model)
+        kept_before, written = kept_tensors(self.model), Writes(self.reads)
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
             swapped(self.model, self.slots, tensors),
             self.recorder.watch_modules(),
+            self.reads.noted(),
             torch.enable_grad(),
             KnownValues() as known,
             compat.transformers_sees_values(known.knows),
@@ -206,6 +231,7 @@ class _Trace:
             params = [(self.slots[i].path, tensors[i]) for i in self.trained]
             loss, grads = self._loss_and_grads(compat.pytree.tree_unflatten(leaves, self.spec), params)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
+            self.changes = written.changes()
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
@@ -217,7 +243,7 @@ class _Trace:
         Gradients of DTensors come as their local tensors. ``params``: (module path, tensor). A parameter that the loss
         does not reach has the gradient None.
         """
-        loss = self.loss_fn(self.model, batch)
+        loss = checks.without_host_random(self.recorder, lambda: self.loss_fn(self.model, batch))
         checks.check_loss(loss)
         if self.accumulate > 1:
             loss = loss / self.accumulate

@@ -37,6 +37,7 @@ from stepgraph.compat.eager import (
     in_plain_eager,
 )
 from stepgraph.compat.fake import operator_needing_values, storage_key, transformers_sees_values, without_modes
+from stepgraph.compat.modules import has_gradient_hooks, hooks_of_every_module
 from stepgraph.compat.optimizer import has_step_hooks, mark_stepped
 from stepgraph.compat.tracing import (
     constant_of_trace,
