@@ -94,7 +94,7 @@ def trace_step(
         try:
             with writes.after(model, trace.changes):
                 later = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
-                same = later.program().text() == program.text()
+                same = writes.same(program, later.program())
             writes.check(trace.changes, later.changes, same)
         except CaptureError:
             trace.drop_state()

@@ -5,10 +5,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from stepgraph.capture.python.reads import PLAIN, Reads
 from stepgraph.errors import CaptureError
+from stepgraph.graph.program import StepProgram
+from stepgraph.graph.step_graph import StepGraph
 
 #: Module path and name of an attribute -> its value before forward, and after.
 Changes = dict[tuple[str, str], tuple[Any, Any]]
@@ -54,6 +57,19 @@ def after(model: nn.Module, changes: Changes) -> Iterator[None]:
     finally:
         for (path, name), (old, _) in changes.items():
             vars(modules[path])[name] = old
+
+
+def same(first: StepProgram, second: StepProgram) -> bool:
+    """Whether two traces recorded the same nodes and constants."""
+    if first.text() != second.text():
+        return False
+    pairs = zip(first.graphs.values(), second.graphs.values(), strict=True)
+    return all(torch.equal(a, b) for one, other in pairs for a, b in zip(*map(_constants, (one, other)), strict=True))
+
+
+def _constants(step: StepGraph) -> list[torch.Tensor]:
+    held = (getattr(step.module, node.target) for node in step.graph.find_nodes(op="get_attr"))
+    return [value for value in held if isinstance(value, torch.Tensor)]
 
 
 def check(first: Changes, second: Changes, same: bool) -> None:
