@@ -30,7 +30,7 @@ def runner_of(step: StepGraph, shared: Shared | None = None) -> Callable[[Sequen
         return GraphRunner(step, shared or Shared(Session()))
     if step.executable is not step.module:  # compiled pieces, which free what they were the last to read
         return Interpreter(step.executable)
-    return lambda flat: step.executable(*flat)
+    return lambda flat: step.module.forward(*flat)  # without the hooks that a user gives to every module
 
 
 class Accumulators:

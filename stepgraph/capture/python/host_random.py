@@ -1,5 +1,6 @@
 """The random generators of the host: Python's ``random`` and NumPy's. Their numbers would be constants of a graph."""
 
+import os
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -86,9 +87,16 @@ class LineOfDraw:
         self._last.clear()
 
     def _enter_frame(self, frame: FrameType, _event: str, _argument: Any) -> Any:
-        file = frame.f_code.co_filename
-        user = not self.source and self._is_user_file(file) and not _is_library(file)
-        return self._in_frame if user else None
+        if self.source or not self._is_of_user(frame):
+            return None
+        if self._before.moved():  # drawn on the caller's line, before it called
+            caller = frame.f_back
+            while caller is not None and not self._is_of_user(caller):
+                caller = caller.f_back
+            if caller is not None:
+                self._found(caller, caller.f_lineno)
+            return None
+        return self._in_frame
 
     def _in_frame(self, frame: FrameType, event: str, _argument: Any) -> Any:
         """Called before each line, and at the frame's end; the line that ran last is then done."""
@@ -96,15 +104,28 @@ class LineOfDraw:
             return None
         last = self._last.pop(frame, None)
         if last is not None and self._before.moved():
-            self.source = f"{frame.f_code.co_filename}:{last}"
-            self.path = self._stack[-1] if self._stack else ""
+            self._found(frame, last)
             return None
         if event == "line":
             self._last[frame] = frame.f_lineno
         return self._in_frame
 
+    def _found(self, frame: FrameType, line: int) -> None:
+        self.source = f"{frame.f_code.co_filename}:{line}"
+        self.path = self._stack[-1] if self._stack else ""
+
+    def _is_of_user(self, frame: FrameType) -> bool:
+        file = frame.f_code.co_filename
+        return self._is_user_file(file) and not _is_library(file)
+
+
+_STANDARD_LIBRARY = os.path.dirname(random.__file__) + os.sep
+
 
 def _is_library(file: str) -> bool:
-    """Whether the file is of Python's ``random`` or of NumPy, inside which a draw has no line of the user's."""
+    """Whether the file is of Python itself or of NumPy, inside which a draw has no line of the user's."""
     numpy = sys.modules.get("numpy")
-    return file == random.__file__ or (numpy is not None and file.startswith(numpy.__path__[0]))
+    installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
+    return (file.startswith(_STANDARD_LIBRARY) and not installed) or (
+        numpy is not None and file.startswith(numpy.__path__[0])
+    )
