@@ -232,7 +232,7 @@ def test_autocast_around_the_call_is_refused(traces):
     both = Pair(nn.Linear(6, 6), pair())
     with torch.autocast("cpu", torch.bfloat16):
         for batch in (pair(), pair(3)):
-            with pytest.raises(stepgraph.CaptureError, match="autocast is on around the call.*enter it inside loss_fn"):
+            with pytest.raises(stepgraph.CaptureError, match="autocast is on around the call"):
                 both.step(batch)
         with torch.autocast("cpu", enabled=False):
             both.check(pair())

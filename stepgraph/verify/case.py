@@ -21,9 +21,9 @@ from stepgraph.verify.state import Key, RandomState, State
 #: The first call of a step that replays CUDA graphs runs node by node, the second records, the third replays.
 CALLS_TO_REPLAY = 3
 
-#: A step of these dtypes rounds what it stores: its loss may be off by so many units of the last place. fp32 stores
-#: without a loss that shows, and there the order of sums counts: errors of a sum of n terms grow as the root of n, and a
-#: gradient's norm or a loss sums up to millions.
+#: How many units of the last place the loss may be off, by the dtype that a step stores values in. Half precision: what
+#: is stored is rounded, here and there at other places. fp32 and fp64: sums are taken in another order; the error of a
+#: sum of n terms grows as the root of n, and a loss or a gradient's norm sums up to millions.
 ROUNDINGS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 1000, torch.float64: 1000}
 
 

@@ -90,4 +90,6 @@ def _first(found: list[tuple[fx.Node, list[Fingerprint]]], seen: set[Fingerprint
 def _described(node: fx.Node) -> str:
     where = provenance(node)
     file, _, line = where.source.rpartition(":")
-    return f"{node.name} = {node.target}, {where.phase} of {where.path or 'the model'} ({os.path.basename(file)}:{line})"
+    return (
+        f"{node.name} = {node.target}, {where.phase} of {where.path or 'the model'} ({os.path.basename(file)}:{line})"
+    )

@@ -1,1 +1,1 @@
-"""What Python does in a step beside the tensors: the random numbers it draws, the attributes and hooks that it reads."""
+"""What Python does in a step beside the tensors: random numbers that it draws, attributes that it reads and writes."""

@@ -48,7 +48,7 @@ class Reads:
 
         def noting(module: nn.Module, name: str) -> Any:
             value = read(module, name)
-            if name not in _OF_TORCH and (type(value) in _READ or _is_configuration(name, value)):
+            if name not in _OF_TORCH and _is_constant(name, value, read(module, "__dict__")):
                 names[id(module)].add(name)
             return value
 
@@ -62,9 +62,17 @@ class Reads:
                 nn.Module.__getattribute__ = outer
 
 
+def _is_constant(name: str, value: Any, held: dict) -> bool:
+    """Whether a graph is specialized on what was read. Of methods: ``forward``, and those given to the module itself,
+    which ``held`` has."""
+    if type(value) is MethodType:
+        return name == "forward" or name in held
+    return type(value) in _READ or _is_configuration(name, value)
+
+
 def _is_configuration(name: str, value: Any) -> bool:
     """A record of options, shared by the modules of a model: whatever it holds may be read."""
-    return name in ("config", "cfg") and hasattr(value, "__dict__") or _is_record(value)
+    return (name in ("config", "cfg") and hasattr(value, "__dict__")) or _is_record(value)
 
 
 def _is_record(value: Any) -> bool:
@@ -122,7 +130,7 @@ class Plain:
     def _changed_value(self) -> str | None:
         now = list(map(dict.get, self._dicts, self._keys))
         for path, old, new in zip(self._paths, self._values, now, strict=True):
-            if old is not new and not (type(old) is type(new) and (old == new or old != old and new != new)):
+            if old is not new and not (type(old) is type(new) and (old == new or repr(old) == repr(new) == "nan")):
                 return f"{path} changed from {_short(old)} to {_short(new)}"
         self._values = now  # the same values in other objects
         return None
