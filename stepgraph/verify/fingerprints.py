@@ -9,8 +9,6 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.run.interpreter import Interpreter
 
-aten = torch.ops.aten
-
 #: Shape, dtype, and a sum over the content's bytes.
 Fingerprint = tuple[tuple[int, ...], torch.dtype, int]
 
@@ -40,8 +38,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def has_values(target: Any) -> bool:
-    """Whether an operator sets what it returns."""
-    return not (isinstance(target, torch._ops.OpOverload) and target._schema.name.split("::")[1] in _UNSET)
+    """Whether what an operator returns is set when it returns: not by ``empty``, nor by a collective before its wait."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    namespace, name = target._schema.name.split("::")
+    return name not in _UNSET and (not namespace.startswith("_c10d_functional") or name == "wait_tensor")
 
 
 class EagerResults(compat.TorchDispatchMode):

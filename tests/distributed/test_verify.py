@@ -62,7 +62,7 @@ def check_found():
     assert not report.bitwise  # gradients are summed over the ranks
     assert "they part with the pass scaled" in report.parted
     if torch.distributed.get_rank() == 1:
-        assert "aten.mul.Tensor, forward of " in report.parted
+        assert "aten.mul.Tensor, forward of " in report.parted, report.parted
 
 
 @pytest.mark.parametrize(("mesh", "world"), [("fsdp=2", 2), pytest.param("fsdp=2,tp=2", 4, marks=pytest.mark.long)])
