@@ -10,6 +10,10 @@ from stepgraph.graph.facts import is_overload, is_pure
 
 aten = torch.ops.aten
 
+#: What is added to a score to hide a key: -inf, or as much as fp16 holds, which torch gives cuDNN and models give others.
+#: Next to a key that is seen, which each query of a band has, its weight is 0 in fp32 either way.
+HIDDEN = -30_000.0
+
 #: Elements of a mask, and of what it is made from, above which it is not evaluated: 16k x 16k.
 MAX_ELEMENTS = 2**28
 
@@ -50,15 +54,16 @@ class Masks:
 
     @staticmethod
     def _boolean(mask: fx.Node) -> fx.Node | None:
-        """The booleans that ``mask`` adds 0 or -inf for: every layer makes its own bias of the same ones."""
+        """The booleans that ``mask`` adds 0 for, and hides the rest: every layer makes its own bias of the same ones."""
         node = mask
         while node.target in (aten.expand.default, aten._to_copy.default):
             node = node.args[0]
         if node.target is not aten.where.self or len(node.args) != 3:
             return None
         visible, yes, no = node.args
-        filled = [n.args[0] if n.target is aten.scalar_tensor.default else None for n in (yes, no)]
-        return visible if filled == [0.0, -float("inf")] else None
+        if yes.target is not aten.scalar_tensor.default or no.target is not aten.scalar_tensor.default:
+            return None
+        return visible if yes.args[0] == 0 and no.args[0] <= HIDDEN else None
 
     def _value(self, node: fx.Node) -> torch.Tensor | str:
         """What ``node`` is in every step, or why that is not known."""
@@ -102,8 +107,8 @@ def band_of(mask: torch.Tensor) -> Band | str:
     if any(not torch.equal(first, other) for other in others):
         return "its mask differs between sequences or heads"
     if first.dtype is not torch.bool:
-        if not ((first == 0) | (first == -float("inf"))).all():
-            return "its mask adds other values than 0 and -inf"
+        if not ((first == 0) | (first <= HIDDEN)).all():
+            return "its mask adds other values than 0 and what hides a key"
         first = first == 0
     here = torch.arange(rows)
     # The first and the last key that each query sees, as distances.

@@ -28,12 +28,12 @@ def visible(length, left, right):
     return (d <= (length if left is None else left)) & (-d <= (length if right is None else right))
 
 
-@given(length=st.integers(1, 12), left=st.integers(0, 14), right=st.integers(0, 14), form=st.integers(0, 3))
+@given(length=st.integers(1, 12), left=st.integers(0, 14), right=st.integers(0, 14), form=st.integers(0, 5))
 def test_band(length, left, right, form):
     mask = visible(length, left, right)
-    if form % 2:
-        mask = torch.where(mask, 0.0, -INF)
-    if form > 1:
+    if form % 3:
+        mask = torch.where(mask, 0.0, (-INF, -65504.0)[form % 3 - 1])
+    if form > 2:
         mask = mask.expand(2, 3, length, length)
     expected = Band(None if left >= length - 1 else left, None if right >= length - 1 else right)
     assert band_of(mask) == expected
@@ -71,13 +71,15 @@ def test_reasons(mask, reason):
 # What the graph becomes
 
 
-def attention_graph(make_mask, *, op="cudnn", dtype=torch.bfloat16, channels=64, causal=False, dropout=0.0, length=48):
+def attention_graph(
+    make_mask, *, hidden=-INF, op="cudnn", dtype=torch.bfloat16, channels=64, causal=False, dropout=0.0, length=48
+):
     """Forward and backward of attention under ``make_mask(q, padding)``, twice, in CUDA's operators."""
     forward = getattr(aten, f"_scaled_dot_product_{op}_attention").default
     backward = getattr(aten, f"_scaled_dot_product_{op}_attention_backward").default
 
     def attend(q, k, v, dy, mask):
-        bias = torch.where(mask, 0.0, -INF).to(q.dtype).expand(2, 4, length, length)
+        bias = torch.where(mask, 0.0, hidden).to(q.dtype).expand(2, 4, length, length)
         if op == "cudnn":
             out, lse, *_, seed, offset, _ = forward(q, k, v, bias, True, dropout, causal, False, scale=0.3)
             rest = (out, lse, seed, offset, bias, None, None, length, length, dropout, causal)
@@ -125,8 +127,8 @@ def count(step, target):
 @pytest.mark.parametrize(
     ("make_mask", "sides", "pairs"), [(sliding, (7, 0), 48 * 8 - 28), (around, (5, 5), 48 * 11 - 30)]
 )
-def test_a_window(op, make_mask, sides, pairs):
-    step = attention_graph(make_mask, op=op)
+def test_a_window(op, hidden, make_mask, sides, pairs):
+    step = attention_graph(make_mask, op=op, hidden=hidden)
     shapes = [n.meta["val"].shape for n in step.graph.output_node().args[0]]
     (report,) = run_passes(step, [PASS])
     assert (report.matched, report.changed, report.notes) == (2, 2, [])
