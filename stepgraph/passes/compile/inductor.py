@@ -35,7 +35,12 @@ from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.contract import PassReport, provided, register
 
 aten = torch.ops.aten
-_INDEX_PUTS = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_put_.default)
+_INDEX_PUTS = (
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl.default,
+)
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ def _needs_gpu(node: fx.Node) -> str | None:
     """Why Inductor cannot compile ``node`` for a CPU, or None."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):  # FlexAttention
         return "Inductor compiles its backward for GPUs only"
+    if node.target is aten._grouped_mm.default:
+        return "Inductor takes grouped products in bf16 alone, and for a CPU knows another layout of their results"
     return None
 
 
