@@ -51,6 +51,7 @@ def fake_mode() -> compat.FakeTensorMode:
     """A fake mode for capture: static shapes; real tensors that the step reads become constants of the graph."""
     # No shape environment: it would invent symbols for the value of `.item()` and for the size of `nonzero`.
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+    compat.refuse_data_pointers(mode)
     # Not a subclass: higher-order operators look up the modes that they support by class.
     mode.dispatch = functools.partial(_dispatch, mode, mode.dispatch)
     return mode
