@@ -97,6 +97,12 @@ def explained(recorder: Recorder) -> Iterator[None]:
         if operator is None:
             raise
         path = recorder.stack[-1] if recorder.stack else ""
+        if operator == ".data_ptr()":
+            raise CaptureError(
+                f"cannot capture {path or 'the model'} at {user_source(error)}: .data_ptr() asks where a tensor "
+                "lies while the step is only shapes, as launches of kernels do that are not Triton's; make the launch "
+                "an operator by torch.library.custom_op"
+            ) from error
         raise CaptureError(
             f"cannot capture {path or 'the model'} at {user_source(error)}: {operator} needs a tensor's value while "
             "the step is only shapes (.item(), bool(tensor), nonzero and the like); use torch.where or masks"

@@ -36,7 +36,13 @@ from stepgraph.compat.eager import (
     in_function_transform,
     in_plain_eager,
 )
-from stepgraph.compat.fake import operator_needing_values, storage_key, transformers_sees_values, without_modes
+from stepgraph.compat.fake import (
+    operator_needing_values,
+    refuse_data_pointers,
+    storage_key,
+    transformers_sees_values,
+    without_modes,
+)
 from stepgraph.compat.optimizer import has_step_hooks, mark_stepped
 from stepgraph.compat.tracing import (
     constant_of_trace,
@@ -45,7 +51,9 @@ from stepgraph.compat.tracing import (
     graph_of_trace,
     intercept_checkpoint,
     node_of_trace,
+    record_call,
     rename_node,
     trace,
     trace_context,
 )
+from stepgraph.compat.triton import triton_kernel_name, triton_kernel_tunes, triton_writes, watch_triton_launches

@@ -8,6 +8,7 @@ import stepgraph.passes.attention.window
 import stepgraph.passes.cleanup.casts
 import stepgraph.passes.cleanup.constants
 import stepgraph.passes.cleanup.dead_code
+import stepgraph.passes.cleanup.index_gradients
 import stepgraph.passes.cleanup.views
 import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
@@ -33,6 +34,7 @@ ORDER = (
     "remove_noop_views",  # t(t(x)), view to the same shape
     "dedupe_casts",  # one cast of each tensor per phase
     "dead_code",  # what nothing reads
+    "index_gradients",  # gradients of an indexing without checking the indices again
     "dedupe_unshards",  # one gather of each parameter per forward or backward
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies

@@ -24,7 +24,7 @@ from stepgraph import compat
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
-from stepgraph.graph.facts import argument, is_mutating, is_view
+from stepgraph.graph.facts import argument, is_launch, is_mutating, is_view
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
@@ -35,7 +35,12 @@ from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.contract import PassReport, provided, register
 
 aten = torch.ops.aten
-_INDEX_PUTS = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_put_.default)
+_INDEX_PUTS = (
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl.default,
+)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
             return "optimizer" if node.meta.get(COMPILE) else None
         if getattr(node.target, "namespace", "") == "stepgraph" and is_mutating(node):
             return None
-        if node.meta.get(KEEP_EAGER):
+        if node.meta.get(KEEP_EAGER) or is_launch(node):
             return None
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
         if reason:
@@ -158,6 +163,8 @@ def _needs_gpu(node: fx.Node) -> str | None:
     """Why Inductor cannot compile ``node`` for a CPU, or None."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):  # FlexAttention
         return "Inductor compiles its backward for GPUs only"
+    if node.target is aten._grouped_mm.default:
+        return "Inductor takes grouped products in bf16 alone, and for a CPU knows another layout of their results"
     return None
 
 
