@@ -10,7 +10,7 @@ from stepgraph.graph.facts import is_overload, is_pure
 
 aten = torch.ops.aten
 
-#: What is added to a score to hide a key: -inf, or as much as fp16 holds, which torch gives cuDNN and models give others.
+#: At most this is added to a score to hide a key: -inf, or the least number of fp16, as torch does for cuDNN.
 #: Next to a key that is seen, which each query of a band has, its weight is 0 in fp32 either way.
 HIDDEN = -30_000.0
 
@@ -54,7 +54,7 @@ class Masks:
 
     @staticmethod
     def _boolean(mask: fx.Node) -> fx.Node | None:
-        """The booleans that ``mask`` adds 0 for, and hides the rest: every layer makes its own bias of the same ones."""
+        """The booleans of what ``mask`` does not hide: every layer makes its own bias of the same ones."""
         node = mask
         while node.target in (aten.expand.default, aten._to_copy.default):
             node = node.args[0]

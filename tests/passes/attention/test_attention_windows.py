@@ -123,7 +123,7 @@ def count(step, target):
     return len(step.graph.find_nodes(op="call_function", target=target))
 
 
-@pytest.mark.parametrize("op", ["cudnn", "efficient"])
+@pytest.mark.parametrize(("op", "hidden"), [("cudnn", -65504.0), ("cudnn", -INF), ("efficient", -INF)])
 @pytest.mark.parametrize(
     ("make_mask", "sides", "pairs"), [(sliding, (7, 0), 48 * 8 - 28), (around, (5, 5), 48 * 11 - 30)]
 )
