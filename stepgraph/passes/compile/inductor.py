@@ -29,7 +29,7 @@ from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.inductor.regional import Piece, compile_pieces, region_of
+from stepgraph.inductor.regional import Piece, compile_pieces, region_of, untag
 from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.contract import PassReport, provided, register
@@ -91,6 +91,7 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
         guard = fusion_guard()
         config |= (guard | tuned_reductions(tuned=options.max_autotune)).options
     _drop_empty_operands(step.graph)
+    _leave_written(step.graph)
     (_regional if options.mode == "regional" else _full)(step, options, config, report)
     if guard is not None:
         made, refused = guard.report.allowed(), guard.report.refused()  # what is loaded from disk decides nothing
@@ -112,6 +113,17 @@ def _drop_empty_operands(graph: fx.Graph) -> None:
         dense = node.meta["val"].is_contiguous()
         layout = torch.contiguous_format if dense else torch.preserve_format
         replace(node, Builder(node, before=node)(aten.clone.default, *operands, memory_format=layout))
+
+
+def _leave_written(graph: fx.Graph) -> None:
+    """Leave to eager what launches of the model's own kernels write: Inductor may make one tensor of two that hold the
+    same, such as two of zeros."""
+    aliases = Aliases(graph)
+    written = {aliases.root(w) for node in graph.nodes if is_launch(node) for w in written_arguments(node)}
+    for node in graph.nodes if written else ():
+        if aliases.root(node) in written:
+            node.meta[KEEP_EAGER] = True
+            untag(node)
 
 
 def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
