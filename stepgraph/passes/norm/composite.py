@@ -207,10 +207,11 @@ class Composite:
         return list(candidates)[:8]
 
     def _before_weight(self, node: fx.Node) -> fx.Node:
-        """``dy`` behind ``dy * weight`` and casts."""
+        """``dy`` behind ``dy * weight`` and casts. A number that y is multiplied with is no part of the norm: its
+        product with a gradient is ``dy`` itself."""
         while True:
             node = before_widening(node)
-            if packet(node) is not aten.mul:
+            if packet(node) is not aten.mul or len(node.all_input_nodes) < 2:
                 return node
             full = [a for a in node.args if isinstance(a, fx.Node) and self.values.is_full(a)]
             if len(full) != 1 or not all(a in full or self.values.get(a) for a in node.all_input_nodes):
@@ -220,7 +221,7 @@ class Composite:
     def _gradient(self, found: Found, values: Values, dy: fx.Node, read: list[fx.Node]) -> Gradient:
         """The first node that equals each derivative."""
         slope = algebra.factor("full", dy)
-        dims = tuple(range(len(values.shape) - (1 if found.weight is None else _rank(found.weight))))
+        dims = values.longer_than_one(range(len(values.shape) - (1 if found.weight is None else _rank(found.weight))))
         wanted = {
             "dx": self._derivative(found, slope),
             "dw": algebra.column_sum(algebra.multiply(slope, self.xhat), dims) if found.weight is not None else None,

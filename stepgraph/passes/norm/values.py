@@ -233,7 +233,11 @@ class Values:
             return total
         if mean or last in dims or read != self.shape:
             raise NotAlgebra
-        return algebra.column_sum(result, dims)
+        return algebra.column_sum(result, self.longer_than_one(dims))
+
+    def longer_than_one(self, dims: Iterable[int]) -> tuple[int, ...]:
+        """The dimensions of x over which there is something to sum."""
+        return tuple(d for d in dims if self.shape[d] > 1)
 
 
 def _dims_and_keep(node: fx.Node) -> tuple[list[int], bool]:
