@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph.capture import flatten_batch, trace_step
+from stepgraph import compat
+from stepgraph.capture import checks, flatten_batch, trace_step
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.state import unwrap
 from stepgraph.capture.trace import LossFn
@@ -94,6 +95,8 @@ class CapturedStep:
         disable: Sequence[str],
         dump: Path | None,
     ):
+        optimizer = compat.accelerated_inside(optimizer)
+        checks.check_arguments(model, loss_fn, batch, optimizer)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.max_grad_norm, self.accumulate = max_grad_norm, accumulate
         self.passes = passes if isinstance(passes, str | StepOptions) else list(passes)
@@ -186,5 +189,5 @@ def _form(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), leaf
     inner, wrapping = unwrap(leaf)
-    plain = tuple((t.shape, t.dtype, t.device, t.stride()) for t in inner)
+    plain = tuple((t.shape, t.dtype, t.device, t.stride(), leaf.requires_grad, leaf.is_leaf) for t in inner)
     return plain if wrapping is None else (plain, wrapping.kind, wrapping.context, *wrapping.others.values())

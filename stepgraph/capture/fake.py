@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stepgraph import compat
+from stepgraph.kernels import recurrent
 
 aten = torch.ops.aten
 
@@ -58,6 +59,10 @@ def _dispatch(
 ) -> Any:
     """The results of ``dispatch``, the first one in the memory layout that the real kernel gives."""
     made = dispatch(func, types, args, kwargs)
+    if func is aten.mkldnn_rnn_layer.default:  # torch says that its workspace is empty
+        with mode:
+            size = recurrent.workspace_size(args[0], args[1:5], *args[5:])
+            return *made[:3], made[0].new_empty(size, dtype=torch.uint8)
     if not any(func in known for known in (_BY_ARGUMENTS, _LIKE, _CONTIGUOUS, _CONTIGUOUS_ON_CPU)):
         return made
     first = made[0] if isinstance(made, tuple) else made

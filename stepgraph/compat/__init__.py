@@ -36,16 +36,24 @@ from stepgraph.compat.eager import (
     in_function_transform,
     in_plain_eager,
 )
-from stepgraph.compat.fake import operator_needing_values, storage_key, transformers_sees_values, without_modes
-from stepgraph.compat.optimizer import has_step_hooks, mark_stepped
+from stepgraph.compat.fake import (
+    checks_of_known_values,
+    operator_needing_values,
+    storage_key,
+    transformers_sees_values,
+    without_modes,
+)
+from stepgraph.compat.optimizer import accelerated_inside, has_step_hooks, mark_stepped
 from stepgraph.compat.tracing import (
     constant_of_trace,
     current_sequence_nr,
     dispatch_flex_attention,
     graph_of_trace,
+    inline_compiled,
     intercept_checkpoint,
     node_of_trace,
     rename_node,
     trace,
     trace_context,
+    uncompiled_path,
 )
