@@ -46,7 +46,7 @@ def check_arguments(model: Any, loss_fn: Any, batch: Any, optimizer: Any) -> Non
     places = "capture takes (model, loss_fn, batch, optimizer)"
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is a {_kind(model)}, not an nn.Module; {places}")
-    if isinstance(loss_fn, (nn.modules.loss._Loss, torch.optim.Optimizer)) or not callable(loss_fn):
+    if type(loss_fn).__module__ == nn.MSELoss.__module__ or not callable(loss_fn):
         raise CaptureError(
             f"loss_fn is a {_kind(loss_fn)}, not a function of (model, batch); {places}, such as "
             "loss_fn=lambda model, batch: criterion(model(batch['x']), batch['y'])"

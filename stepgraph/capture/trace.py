@@ -318,6 +318,11 @@ def microbatch(leaf: Any, k: int, n: int) -> Any:
     return leaf.detach().narrow(0, k * size, size)
 
 
+def batch_sizes(leaves: Sequence[Any]) -> list[int]:
+    """The first dimension of each tensor among the leaves of a batch that has one: what microbatches divide."""
+    return [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+
+
 def _keep_workspaces(step: StepGraph) -> None:
     """oneDNN's recurrent layers whose workspace backward reads write it, see `stepgraph.kernels.recurrent`."""
     for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):

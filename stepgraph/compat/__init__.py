@@ -4,7 +4,7 @@ Supported: torch 2.11 to 2.13. Other rooms read these names as ``compat.NAME``, 
 that starts with an underscore.
 """
 
-from torch._prims_common import compute_elementwise_output_strides
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass

@@ -107,11 +107,12 @@ def pictures_in_text(image_token: int = 3, tokens: int = 16) -> Callable[[], dic
 
     def make() -> dict[str, Any]:
         text = torch.cat([torch.full((SEQUENCES, tokens), image_token), ids()], 1)
+        mask = torch.arange(tokens + LENGTH) < tokens + torch.tensor([[LENGTH], [9], [5], [LENGTH]])
         return {
             "input_ids": text,
             "pixel_values": torch.randn(SEQUENCES, 3, 16, 16),
-            "attention_mask": torch.ones_like(text),
-            "labels": text.where(text != image_token, -100),
+            "attention_mask": mask.long(),
+            "labels": text.where(mask & (text != image_token), -100),
         }
 
     return make
