@@ -45,17 +45,17 @@ def check_arguments(model: Any, loss_fn: Any, batch: Any, optimizer: Any) -> Non
     """Raise unless each argument of ``capture`` is of the kind that its place asks for."""
     places = "capture takes (model, loss_fn, batch, optimizer)"
     if not isinstance(model, nn.Module):
-        raise CaptureError(f"the model is a {_kind(model)}, not an nn.Module; {places}")
+        raise CaptureError(f"the model is {_kind(model)}, not an nn.Module; {places}")
     if type(loss_fn).__module__ == nn.MSELoss.__module__ or not callable(loss_fn):
         raise CaptureError(
-            f"loss_fn is a {_kind(loss_fn)}, not a function of (model, batch); {places}, such as "
+            f"loss_fn is {_kind(loss_fn)}, not a function of (model, batch); {places}, such as "
             "loss_fn=lambda model, batch: criterion(model(batch['x']), batch['y'])"
         )
     if isinstance(batch, (nn.Module, torch.optim.Optimizer)) or (callable(batch) and not isinstance(batch, Mapping)):
-        raise CaptureError(f"the batch is a {_kind(batch)}; {places}, and the batch holds tensors and plain values")
+        raise CaptureError(f"the batch is {_kind(batch)}; {places}, and the batch holds tensors and plain values")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         fix = f"; pass {optimizer.__name__}(model.parameters())" if isinstance(optimizer, type) else ""
-        raise CaptureError(f"the optimizer is a {_kind(optimizer)}, not a torch.optim.Optimizer; {places}{fix}")
+        raise CaptureError(f"the optimizer is {_kind(optimizer)}, not a torch.optim.Optimizer; {places}{fix}")
 
 
 def check_signature(loss_fn: Any, model: nn.Module, batch: Any) -> None:
@@ -71,7 +71,7 @@ def check_signature(loss_fn: Any, model: nn.Module, batch: Any) -> None:
 
 
 def _kind(given: Any) -> str:
-    return f"class ({given.__name__})" if isinstance(given, type) else type(given).__name__
+    return f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
 
 
 def check_modules(model: nn.Module) -> None:
@@ -145,8 +145,8 @@ def refusing_scalers(recorder: Recorder) -> Iterator[None]:
             return outputs
         path = recorder.stack[-1] if recorder.stack else "loss_fn"
         raise CaptureError(
-            f"{path} ({user_frame(sys._getframe(1))}) scales by a GradScaler, whose scale and skipped steps are no part "
-            "of a captured step; train in bf16, which needs none, and return the loss as it is"
+            f"{path} ({user_frame(sys._getframe(1))}) scales by a GradScaler, whose scale and skipped steps a "
+            "captured step does not have; train in bf16, which needs none, and return the loss as it is"
         )
 
     torch.amp.GradScaler.scale = refuse

@@ -142,9 +142,7 @@ class Recorder:
         if self._checkpoint_depth == 0:
             self.checkpoint = None
 
-    def watch_backward(
-        self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str]
-    ) -> None:
+    def watch_backward(self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str]) -> None:
         """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary.
 
         Gradients may flow into ``params`` and into tensors of the step, which nobody reads them from: gradient

@@ -23,7 +23,6 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, phase_of, set_provenance
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
-from stepgraph.kernels import recurrent
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
