@@ -53,9 +53,10 @@ def check_arguments(model: Any, loss_fn: Any, batch: Any, optimizer: Any) -> Non
         )
     if isinstance(batch, (nn.Module, torch.optim.Optimizer)) or (callable(batch) and not isinstance(batch, Mapping)):
         raise CaptureError(f"the batch is {_kind(batch)}; {places}, and the batch holds tensors and plain values")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        fix = f"; pass {optimizer.__name__}(model.parameters())" if isinstance(optimizer, type) else ""
-        raise CaptureError(f"the optimizer is {_kind(optimizer)}, not a torch.optim.Optimizer; {places}{fix}")
+    for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        if one is not None and not isinstance(one, torch.optim.Optimizer):
+            fix = f"; pass {one.__name__}(model.parameters())" if isinstance(one, type) else ""
+            raise CaptureError(f"the optimizer is {_kind(one)}, not a torch.optim.Optimizer; {places}{fix}")
 
 
 def check_signature(loss_fn: Any, model: nn.Module, batch: Any) -> None:

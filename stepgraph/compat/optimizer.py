@@ -17,10 +17,12 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def accelerated_inside(optimizer: Any) -> Any:
-    """The optimizer inside the one that ``accelerate`` prepared; another one as it is.
+    """The optimizer inside the one that ``accelerate`` prepared; another one as it is. Of a list, of each.
 
     Raises `ValueError` if a ``GradScaler`` steps it: its scale and skipped steps are no part of a captured step.
     """
+    if isinstance(optimizer, (list, tuple)):
+        return type(optimizer)(accelerated_inside(one) for one in optimizer)
     module = sys.modules.get("accelerate.optimizer")
     if module is None or not isinstance(optimizer, module.AcceleratedOptimizer):
         return optimizer
