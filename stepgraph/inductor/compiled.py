@@ -53,6 +53,6 @@ class Compiled(torch.nn.Module):
 
 
 def _differs(given: torch.Tensor, want: tuple[int, ...]) -> bool:
-    """Whether ``given`` lies otherwise in memory than ``want`` says. What is expanded (stride 0) may lie as it comes."""
+    """Whether ``given`` lies otherwise in memory than ``want`` says. What is expanded (stride 0) may lie anyhow."""
     dims = [(mine, theirs) for mine, theirs, size in zip(given.stride(), want, given.shape, strict=True) if size > 1]
     return all(theirs for _, theirs in dims) and any(mine != theirs for mine, theirs in dims)
