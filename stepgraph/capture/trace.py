@@ -14,8 +14,10 @@ from stepgraph.capture import checks, gradients
 from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
+from stepgraph.capture.launches import recorded_launches
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.python import writes
+from stepgraph.capture.python.assigned import write_assigned
 from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
@@ -86,6 +88,9 @@ def trace_step(
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
     leaves, _ = flatten_batch(batch)
+    checks.check_modules(model)
+    checks.check_signature(loss_fn, model, batch)
+    checks.check_batch(leaves)
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
     trace = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
@@ -118,6 +123,7 @@ class _Trace:
         self.slots = model_slots(model)
         leaves, self.spec = flatten_batch(batch)
         self.leaves = [microbatch(leaf, 0, accumulate) for leaf in leaves]
+        self.needs_grad = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         self.tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.trained = [i for i, slot in enumerate(self.slots) if slot.tensor.requires_grad]
         self.update = AdamWUpdate(optimizer) if optimizer is not None else None
@@ -151,7 +157,7 @@ class _Trace:
             tensors = self._tensors(flat, entries)
             loss, grads, held = self._forward_backward(flat, tensors, batch)
             with self._in_optimizer():
-                _write_assigned(self.recorder, held, flat)
+                write_assigned(self.recorder, held, flat)
                 outputs.append(OutputSpec("loss", "loss"))
                 return [loss, *self._finish(flat, tensors, grads, groups, entries, outputs)]
 
@@ -174,7 +180,7 @@ class _Trace:
                         self.recorder.attribute(self.slots[i].path)
                         flat[sums[i]].add_(grad)
                 with self.recorder.in_phase("optimizer"):
-                    _write_assigned(self.recorder, held, flat)
+                    write_assigned(self.recorder, held, flat)
             reached.extend(grads)
             return [loss]
 
@@ -204,6 +210,13 @@ class _Trace:
     def _batch_inputs(self, inputs: Inputs) -> dict[int, tuple[slice, Wrapping | None]]:
         return {i: inputs.add("batch", f"batch.{i}", self.leaves[i]) for i in self.tensor_leaves}
 
+    def _batch(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> Any:
+        """The batch of stand-ins."""
+        leaves = list(self.leaves)
+        for i, (where, wrapping) in inputs.items():
+            leaves[i] = wrap(flat[where], wrapping).requires_grad_(self.needs_grad[i])
+        return compat.pytree.tree_unflatten(leaves, self.spec)
+
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
         """The stand-ins of parameters and buffers."""
         return [
@@ -214,10 +227,7 @@ class _Trace:
     def _forward_backward(
         self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
-        """(loss, gradients by slot, what each place of the model holds after forward: see `_write_assigned`)."""
-        leaves = list(self.leaves)
-        for i, (where, wrapping) in batch.items():
-            leaves[i] = wrap(flat[where], wrapping)
+        """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
         kept_before, written = kept_tensors(self.model), Writes(self.reads)
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
@@ -226,34 +236,40 @@ class _Trace:
             self.reads.noted(),
             torch.enable_grad(),
             KnownValues() as known,
+            recorded_launches(known.note_writes),
             compat.transformers_sees_values(known.knows),
+            compat.checks_of_known_values(known.knows),
+            checks.refusing_scalers(self.recorder),
         ):
             params = [(self.slots[i].path, tensors[i]) for i in self.trained]
-            loss, grads = self._loss_and_grads(compat.pytree.tree_unflatten(leaves, self.spec), params)
+            frozen = {id(t): s.name for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad}
+            loss, grads = self._loss_and_grads(self._batch(flat, batch), params, frozen)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             self.changes = written.changes()
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
     def _loss_and_grads(
-        self, batch: Any, params: Sequence[tuple[str, torch.Tensor]]
+        self, batch: Any, params: Sequence[tuple[str, torch.Tensor]], frozen: Mapping[int, str]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Loss and gradients as ``(loss_fn(model, batch) / accumulate).backward()`` gives them.
 
         Gradients of DTensors come as their local tensors. ``params``: (module path, tensor). A parameter that the loss
-        does not reach has the gradient None.
+        does not reach has the gradient None. ``frozen``: see `Recorder.watch_backward`.
         """
         loss = checks.without_host_random(self.recorder, lambda: self.loss_fn(self.model, batch))
         checks.check_loss(loss)
+        checks.refuse_own_backward(params)
         if self.accumulate > 1:
             loss = loss / self.accumulate
         seed = torch.ones_like(loss)
-        self.recorder.watch_backward(loss, [p for _, p in params])
+        self.recorder.watch_backward(loss, [p for _, p in params], frozen)
         with self.recorder.in_phase("backward"), torch.no_grad():
             grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))
             for i, (path, param) in enumerate(params):
                 self.recorder.attribute(path, param)
                 if grads[i] is not None:
+                    checks.refuse_sparse(grads[i], path)
                     grad = gradients.local(grads[i], param)
                     grads[i] = gradients.as_accumulated(grad, unwrap(param)[0][0]) if self.accumulate == 1 else grad
         return loss.detach(), grads
@@ -309,11 +325,13 @@ class _Trace:
             self.mode,
             compat.trace_context(self.mode),
             compat.dispatch_flex_attention(),
+            compat.inline_compiled(),
             checks.explained(self.recorder),
         ):
             module = compat.trace(traced, inputs.fakes)
         step = StepGraph(module, inputs.specs, outputs, repeated_blocks(self.model), _mesh_of(self.slots))
         checks.refuse_fake_constants(step)
+        _keep_workspaces(step)
         _name_inputs(step)
         record_roles(step, self.recorder.reducing, [slot.tensor for slot in self.slots])
         step.capture_s = time.perf_counter() - start
@@ -326,6 +344,19 @@ def microbatch(leaf: Any, k: int, n: int) -> Any:
         return leaf
     size = leaf.shape[0] // n
     return leaf.detach().narrow(0, k * size, size)
+
+
+def batch_sizes(leaves: Sequence[Any]) -> list[int]:
+    """The first dimension of each tensor among the leaves of a batch that has one: what microbatches divide."""
+    return [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+
+
+def _keep_workspaces(step: StepGraph) -> None:
+    """oneDNN's recurrent layers whose workspace backward reads write it, see `stepgraph.kernels.recurrent`."""
+    for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
+        if any(user.args[1] == 3 and user.users for user in node.users):
+            node.target = torch.ops.stepgraph.rnn_layer.default
+            node.args = (node.args[0], list(node.args[1:5]), *node.args[5:])
 
 
 def _add_early(step: StepGraph) -> None:
@@ -342,34 +373,6 @@ def _add_early(step: StepGraph) -> None:
             # Backward of a write into a view, such as ``x[0] = 0``, completes the gradient through a view of it.
             writes = [place for place in aliases.writes.get(aliases.root(grad), ()) if place < here]
             nodes[max(aliases.position[grad], *writes, 0)].append(node)
-
-
-def _write_assigned(
-    recorder: Recorder, held: Sequence[tuple[Slot, torch.Tensor, torch.Tensor]], flat: Sequence[torch.Tensor]
-) -> None:
-    """Write tensors that forward assigned to buffers into the buffers. ``held``: (slot, its stand-in, what is held)."""
-    for slot, old, _ in held:
-        if old.shape != slot.tensor.shape:
-            raise CaptureError(
-                f"forward reshapes {slot.name} in place, from {list(slot.tensor.shape)} to {list(old.shape)}; "
-                "a captured step cannot change the form of its state, reshape a view of it"
-            )
-    assigned = [(slot, old, new) for slot, old, new in held if new is not old]
-    for slot, old, new in assigned:
-        if new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
-            form = "None" if new is None else _form(new)
-            raise CaptureError(
-                f"forward replaces {slot.name}, {_form(old)}, by {form}; a captured step cannot change the form of its "
-                "state, keep shape, dtype and device"
-            )
-    values = gradients.unshared([new for _, _, new in assigned], taken=flat)  # one buffer may hold another's old value
-    for (slot, old, _), value in zip(assigned, values, strict=True):
-        recorder.attribute(slot.path)
-        old.copy_(value)
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f"a {tensor.dtype} tensor of shape {list(tensor.shape)} on {tensor.device}"
 
 
 def _record_update(

@@ -38,7 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def has_values(target: Any) -> bool:
-    """Whether what an operator returns is set when it returns: not by ``empty``, nor by a collective before its wait."""
+    """Whether what an operator gives is set when it returns: not by ``empty``, nor by a collective before its wait."""
     if not isinstance(target, torch._ops.OpOverload):
         return True
     namespace, name = target._schema.name.split("::")

@@ -291,3 +291,22 @@ def test_autocast_around_verify_is_refused():
     step = stepgraph.capture(build(), mse, pair(), passes="exact")
     with torch.autocast("cpu"), pytest.raises(stepgraph.CaptureError, match="autocast is on around"):
         step.verify(pair())
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_gradients_of_two_accumulated_steps_add_up(max_grad_norm):
+    """What lands in ``param.grad`` is no memory of the step's own, which the next one clears."""
+    model = build()
+    twin, batches = copy.deepcopy(model), [pair(), pair()]
+    step = stepgraph.capture(model, mse, batches[0], passes="exact", accumulate=2, max_grad_norm=max_grad_norm)
+    wanted = []
+    for batch in batches:
+        step(batch)
+        twin.zero_grad()
+        for k in range(2):
+            (mse(twin, {key: value.chunk(2)[k] for key, value in batch.items()}) / 2).backward()
+        if max_grad_norm:
+            nn.utils.clip_grad_norm_(twin.parameters(), max_grad_norm)
+        wanted.append([p.grad.clone() for p in twin.parameters()])
+    for param, first, second in zip(model.parameters(), *wanted, strict=True):
+        assert torch.equal(param.grad, first + second)
