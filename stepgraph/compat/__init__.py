@@ -50,6 +50,7 @@ from stepgraph.compat.tracing import (
     dispatch_flex_attention,
     graph_of_trace,
     intercept_checkpoint,
+    is_tracing,
     node_of_trace,
     record_call,
     rename_node,

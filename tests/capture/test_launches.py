@@ -191,6 +191,29 @@ def test_compiled_kernels_are_recorded():
     assert node.target.tunes and node.args[0].target is torch.ops.aten.clone.default
 
 
+def test_operators_around_kernels():
+    """``wrap_triton`` in a model is a launch; in an operator of the model it is a part of that."""
+    kernel = torch.library.wrap_triton(triton.jit(_scale))
+
+    @torch.library.triton_op("stepgraph_tests::scaled", mutates_args=())
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        kernel[(1,)](y, y.numel(), 2.0, BLOCK=64)
+        return y
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            y = x.clone()
+            kernel[(1,)](y, y.numel(), 2.0, BLOCK=64)
+            return super().forward(x) * y * scaled(x)
+
+    step = trace_step(Scaled(WIDTH, WIDTH), loss_fn, batches()[0], None).step
+    (node,) = launches(step)
+    assert node.args[0].target is torch.ops.aten.clone.default
+    assert [n for n in step.nodes() if n.target is torch.ops.stepgraph_tests.scaled.default]
+    assert not [n for n in step.nodes() if isinstance(n.target, torch._ops.HigherOrderOperator)]
+
+
 def test_values_after_a_launch_are_not_known():
     class Reads(nn.Linear):
         def forward(self, x):
