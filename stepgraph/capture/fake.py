@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stepgraph import compat
+from stepgraph.kernels import recurrent
 
 aten = torch.ops.aten
 
@@ -46,6 +47,14 @@ _GROUPED = aten._grouped_mm.default
 #: On a CPU only; the GPU kernel keeps its argument's layout, as the fake one does.
 _CONTIGUOUS_ON_CPU = {aten.log_sigmoid_forward.default}
 
+#: On a CPU only: contiguous, or channels last where this argument is.
+_CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU = {
+    aten.native_batch_norm.default: "input",
+    aten.native_batch_norm_backward.default: "input",
+}
+
+_KNOWN = (_BY_ARGUMENTS, _LIKE, _CONTIGUOUS, _CONTIGUOUS_ON_CPU, _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU)
+
 
 def fake_mode() -> compat.FakeTensorMode:
     """A fake mode for capture: static shapes; real tensors that the step reads become constants of the graph."""
@@ -65,16 +74,24 @@ def _dispatch(
         with mode:
             return _grouped_mm(*args, **(kwargs or {}))
     made = dispatch(func, types, args, kwargs)
-    if not any(func in known for known in (_BY_ARGUMENTS, _LIKE, _CONTIGUOUS, _CONTIGUOUS_ON_CPU)):
+    if func is aten.mkldnn_rnn_layer.default:  # torch says that its workspace is empty
+        with mode:
+            size = recurrent.workspace_size(args[0], args[1:5], *args[5:])
+            return *made[:3], made[0].new_empty(size, dtype=torch.uint8)
+    if not any(func in known for known in _KNOWN):
         return made
     first = made[0] if isinstance(made, tuple) else made
-    if first is None or (func in _CONTIGUOUS_ON_CPU and first.device.type != "cpu"):
+    on_cpu = func in _CONTIGUOUS_ON_CPU or func in _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU
+    if first is None or (on_cpu and first.device.type != "cpu"):
         return made
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
     with mode:
         if func in _BY_ARGUMENTS:
             operands = torch.broadcast_tensors(*(given[name] for name in _BY_ARGUMENTS[func]))
             strides = compat.compute_elementwise_output_strides(*operands)
+        elif func in _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU:
+            like = given[_CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU[func]]
+            strides = torch.empty_like(like, memory_format=compat.suggest_memory_format(like)).stride()
         else:
             like = torch.empty_like(given[_LIKE[func]]) if func in _LIKE else None
             strides = like.stride() if like is not None and like.shape == first.shape else None

@@ -53,6 +53,26 @@ def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[
         module.is_fake_tensor = is_fake_tensor
 
 
+@contextlib.contextmanager
+def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Inside, torch's checks that all elements of a tensor are true look at those whose values are ``known``.
+
+    They would otherwise ask for a value that a trace has not. transformers checks so that a batch holds as many image
+    tokens as image features.
+    """
+    check = torch._check_tensor_all_with
+
+    def check_known(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
+        if known(cond):
+            check(error_type, cond, message)
+
+    torch._check_tensor_all_with = check_known
+    try:
+        yield
+    finally:
+        torch._check_tensor_all_with = check
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for two live tensors, real or fake, exactly if they share storage."""
     return tensor.untyped_storage()._cdata

@@ -32,7 +32,7 @@ EXPENSIVE = {
     aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addbmm, aten.convolution, aten._scaled_mm, aten._grouped_mm,
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_attention_math, aten.sort, aten.topk,
+    aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
 }  # fmt: skip
 
 

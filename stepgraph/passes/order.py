@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import stepgraph.passes.attention.window
 import stepgraph.passes.cleanup.casts
 import stepgraph.passes.cleanup.constants
 import stepgraph.passes.cleanup.dead_code
@@ -39,6 +40,7 @@ ORDER = (
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
+    "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
     "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
     "reshard_after_forward",  # gather parameters again in backward
