@@ -107,7 +107,7 @@ def test_gradients_of_scaled_outputs_and_of_one_head(name):
 
 
 def steps_of_algebra(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """(norms, terms written while finding them) of a Gemma 3 in bf16, with four norms and two of heads in each layer."""
+    """(norms, terms written while finding them) of a Gemma 3 in bf16: four norms and two of heads in each layer."""
     model, batch = model_and_batch("Gemma 3", num_hidden_layers=layers)
     step = trace_step(model.bfloat16(), own_loss, batch).step
     run_passes(step, CLEAN)
