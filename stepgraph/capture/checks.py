@@ -192,6 +192,17 @@ def explained(recorder: Recorder) -> Iterator[None]:
         if operator is None:
             raise
         path = recorder.stack[-1] if recorder.stack else ""
+        if operator == ".data_ptr()":
+            raise CaptureError(
+                f"cannot capture {path or 'the model'} at {user_source(error)}: .data_ptr() asks where a tensor "
+                "lies while the step is only shapes, as launches of kernels do that are not Triton's; make the launch "
+                "an operator by torch.library.custom_op"
+            ) from error
+        if _loops_over_experts(recorder.model, path):
+            raise CaptureError(
+                f"cannot capture {path} at {user_source(error)}: {operator} asks which experts have tokens, to call "
+                'them one by one; set model.set_experts_implementation("grouped_mm")'
+            ) from error
         source, means = user_source(error), "use torch.where or masks"
         if recorder.phase == "backward" and recorder.origin:  # autograd runs it: the line is that of the forward
             path, source = recorder.origin.path, recorder.origin.source
@@ -200,3 +211,10 @@ def explained(recorder: Recorder) -> Iterator[None]:
             f"cannot capture {path or 'the model'} at {source}: {operator} needs a tensor's value while "
             f"the step is only shapes (.item(), bool(tensor), nonzero and the like); {means}"
         ) from error
+
+
+def _loops_over_experts(model: nn.Module, path: str) -> bool:
+    """Whether the module at ``path`` holds experts of transformers that are called one after the other."""
+    config = getattr(model.get_submodule(path), "config", None)
+    experts = "expert" in type(model.get_submodule(path)).__name__.lower()
+    return experts and getattr(config, "_experts_implementation", None) == "eager"

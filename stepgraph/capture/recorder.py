@@ -25,7 +25,9 @@ from stepgraph import compat
 from stepgraph.capture.lineage import Owners, made_from
 from stepgraph.capture.state import named_modules, unwrap
 from stepgraph.errors import CaptureError
+from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.collectives import stage_of
+from stepgraph.graph.facts import is_mutating
 from stepgraph.graph.provenance import KEY, Provenance, provenance
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -216,12 +218,9 @@ def _refuse_foreign(tensor: torch.Tensor, frozen: str | None, user: Provenance |
 
 def _refuse_written_constants(node: fx.Node) -> None:
     """A tensor that is no input is written: torch would also write into the user's own while it traces."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-        if argument.alias_info and argument.alias_info.is_write and getattr(value, "op", None) == "get_attr":
-            where = provenance(node)
-            raise CaptureError(
-                f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
-                "its buffer; register it as a buffer"
-            )
+    if is_mutating(node) and any(written.op == "get_attr" for written in written_arguments(node)):
+        where = provenance(node)
+        raise CaptureError(
+            f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
+            "its buffer; register it as a buffer"
+        )

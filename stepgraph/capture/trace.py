@@ -14,6 +14,7 @@ from stepgraph.capture import checks, gradients
 from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
+from stepgraph.capture.launches import recorded_launches
 from stepgraph.capture.optimizer import AdamWUpdate
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
@@ -209,6 +210,7 @@ class _Trace:
             self.recorder.watch_modules(),
             torch.enable_grad(),
             KnownValues() as known,
+            recorded_launches(known.note_writes),
             compat.transformers_sees_values(known.knows),
             compat.checks_of_known_values(known.knows),
             checks.refusing_scalers(self.recorder),

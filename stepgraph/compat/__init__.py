@@ -39,6 +39,7 @@ from stepgraph.compat.eager import (
 from stepgraph.compat.fake import (
     checks_of_known_values,
     operator_needing_values,
+    refuse_data_pointers,
     storage_key,
     transformers_sees_values,
     without_modes,
@@ -52,8 +53,10 @@ from stepgraph.compat.tracing import (
     inline_compiled,
     intercept_checkpoint,
     node_of_trace,
+    record_call,
     rename_node,
     trace,
     trace_context,
     uncompiled_path,
 )
+from stepgraph.compat.triton import triton_kernel_name, triton_kernel_tunes, triton_writes, watch_triton_launches

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,6 +22,11 @@ def operator_needing_values(error: Exception) -> str | None:
         if isinstance(error, RuntimeError) and message in str(error):
             return name
     return None
+
+
+def refuse_data_pointers(mode: FakeTensorMode) -> None:
+    """Let ``.data_ptr()`` of the mode's tensors fail. By default it gives 0, which a kernel would write to."""
+    mode._allow_unsafe_data_ptr_access = False
 
 
 def without_modes() -> contextlib.AbstractContextManager:

@@ -54,6 +54,14 @@ def constant_of_trace(name: str) -> Any:
     return getattr(get_proxy_mode().tracer.root, name)
 
 
+def record_call(function: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
+    """Add a node to the running `trace` that calls ``function``, which returns nothing, on ``tensors``."""
+    tracer = get_proxy_mode().tracer
+    arguments = tuple(map(tracer.unwrap_proxy, tensors))
+    proxy = tracer.create_proxy("call_function", function, arguments, {}, name=function.__name__)
+    proxy.node.meta["val"] = None
+
+
 def current_sequence_nr() -> int:
     """Sequence number of the autograd node created last on this thread."""
     return torch.autograd._get_sequence_nr() - 1
