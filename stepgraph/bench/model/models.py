@@ -4,6 +4,7 @@ Sizes are those that the models' authors published (their ``config.json``); weig
 ``transformers`` makes it, in bf16 with SDPA attention, and gives the loss itself: ``model(**batch).loss``.
 """
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,7 +180,11 @@ MODELS: dict[str, Model] = {
         "Gemma3TextConfig", _GEMMA3_1B | _TINY | _TINY_HEADS | {"sliding_window": 8, "query_pre_attn_scalar": 16}, 2, 32
     ),
     "gpt2-debug": Model(
-        "GPT2Config", _GPT2_MEDIUM | {"vocab_size": 257, "n_embd": 64, "n_layer": 2, "n_head": 4}, 2, 32
+        "GPT2Config",
+        _GPT2_MEDIUM
+        | {"vocab_size": 257, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
+        2,
+        32,
     ),
     "qwen3-moe-debug": Model(
         "Qwen3MoeConfig",
@@ -222,8 +227,6 @@ def model_names(words: Sequence[str]) -> list[str]:
 
 def require_transformers() -> None:
     """Raises ValueError, in one line, where the package is missing."""
-    import importlib.util
-
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("bench model measures models of transformers, which is missing: pip install 'stepgraph[hf]'")
 
