@@ -106,6 +106,7 @@ def test_operators_behind_padded_products(padded_products, function):
         torch.testing.assert_close(given, right, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long  # its short siblings are above
 def test_a_gpt2_of_odd_widths(padded_products):
     """The whole pipeline as on a GPU: logits leave a piece for the loss, norms and the table's gradient lie between."""
     transformers = pytest.importorskip("transformers")
