@@ -37,7 +37,7 @@ from stepgraph.compat.eager import (
     in_plain_eager,
 )
 from stepgraph.compat.fake import operator_needing_values, storage_key, transformers_sees_values, without_modes
-from stepgraph.compat.optimizer import has_step_hooks, mark_stepped
+from stepgraph.compat.optimizer import has_step_hooks, mark_stepped, muon_orthogonalized, muon_rate
 from stepgraph.compat.tracing import (
     constant_of_trace,
     current_sequence_nr,
