@@ -2,8 +2,8 @@
 
 With ``fused=True`` the update is one fused node per parameter group, in place on the graph's inputs. Otherwise it is
 the formula of torch's single-tensor Adam, with the factors that depend on the step in fp64: functional operators with
-one ``copy_`` per state tensor, which the in-place pass turns into writes. Bitwise equal to eager on a CPU; on CUDA up to
-the last bit.
+one ``copy_`` per state tensor, which the in-place pass turns into writes. Bitwise equal to eager on a CPU; on CUDA
+equal up to the last bits.
 Source: Kingma and Ba, Adam (2015); Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), as torch.optim
 computes them.
 """

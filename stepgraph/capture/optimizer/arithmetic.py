@@ -17,7 +17,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor | float, foreach: bool | None = False) -> torch.Tensor:
-    """``x * number``. With ``foreach``, as ``torch._foreach_mul_``, which on a CPU rounds the number to bf16 for bf16."""
+    """``x * number``. ``foreach``: as ``torch._foreach_mul_``, which on a CPU rounds the number to half precision."""
     if foreach and x.dtype in HALF and not x.is_cuda:
         is_tensor = isinstance(factor, torch.Tensor)
         return x * (factor.to(x.dtype) if is_tensor else torch.full((), factor, dtype=x.dtype))

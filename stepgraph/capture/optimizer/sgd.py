@@ -4,8 +4,8 @@ With ``fused=True`` one fused node per parameter group; otherwise torch's single
 on a CPU.
 
 Eager sets the momentum buffer to the first gradient, and a graph has no first step. A buffer of -0.0 gives the same
-bits: ``momentum * -0.0 + g`` is ``g``, its sign included. With dampening the graph asks a tensor whether the step is the
-first.
+bits: ``momentum * -0.0 + g`` is ``g``, its sign included. With dampening the graph reads from a tensor whether the step
+is the first.
 Source: Sutskever et al., On the importance of initialization and momentum (2013), as torch.optim.SGD computes it.
 """
 
