@@ -55,7 +55,8 @@ class Rule:
             option = "(fused=True)" if group.get("fused") else ""
             fix = "use fused=False" if option and self.complex else "give it to AdamW, Adam or SGD without fused=True"
             raise ValueError(f"{name}{option} takes no complex parameters, and one of shape {shape} is complex; {fix}")
-        if not self.shards and any(p.is_shard() for p in getattr(param, "placements", ())):
+        placements = enumerate(getattr(param, "placements", ()))
+        if not self.shards and any(p.is_shard() and param.device_mesh.size(axis) > 1 for axis, p in placements):
             raise ValueError(
                 f"{name} needs whole matrices, and a parameter of shape {shape} is sharded; use AdamW, Adam or SGD"
             )
