@@ -36,11 +36,16 @@ class Slot:
         return self.name.rpartition(".")[0]
 
 
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The model's modules by their paths; one that ``torch.compile`` made has the path of what is inside."""
+    return ((compat.uncompiled_path(path), module) for path, module in model.named_modules())
+
+
 def model_slots(model: nn.Module) -> list[Slot]:
     """The model's parameters, then its buffers, each once, in ``named_modules()`` order."""
     found: dict[int, Slot] = {}
     for is_parameter in (True, False):
-        for path, module in model.named_modules():
+        for path, module in named_modules(model):
             holder = module._parameters if is_parameter else module._buffers
             for key, tensor in holder.items():
                 if tensor is None:
@@ -114,7 +119,7 @@ def swapped(model: nn.Module, slots: Sequence[Slot], tensors: Sequence[torch.Ten
 def kept_tensors(model: nn.Module) -> dict[int, str]:
     """Fake tensors that the model's modules hold, in attributes or in containers in them: id -> where."""
     found = {}
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 leaves = [value]
@@ -175,7 +180,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     ``ModuleList`` above it and holds at least two children of one type.
     """
     blocks: list[str] = []
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         if any(path == b or path.startswith(b + ".") for b in blocks):
             continue
         children = dict(module.named_children())

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -54,6 +55,14 @@ def constant_of_trace(name: str) -> Any:
     return getattr(get_proxy_mode().tracer.root, name)
 
 
+def record_call(function: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
+    """Add a node to the running `trace` that calls ``function``, which returns nothing, on ``tensors``."""
+    tracer = get_proxy_mode().tracer
+    arguments = tuple(map(tracer.unwrap_proxy, tensors))
+    proxy = tracer.create_proxy("call_function", function, arguments, {}, name=function.__name__)
+    proxy.node.meta["val"] = None
+
+
 def current_sequence_nr() -> int:
     """Sequence number of the autograd node created last on this thread."""
     return torch.autograd._get_sequence_nr() - 1
@@ -95,6 +104,20 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
 
     with _replaced(torch_checkpoint, _checkpoint_without_reentrant_generator=generator, CheckpointFunction=Function):
         yield
+
+
+def inline_compiled() -> contextlib.AbstractContextManager:
+    """Inside, functions and modules that ``torch.compile`` made run what they were made from, so that a trace sees it.
+
+    Without it they refuse to be traced. What is not loaded has compiled nothing.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
+
+
+def uncompiled_path(path: str) -> str:
+    """A module's path or a parameter's name without the part that ``torch.compile`` adds to those of a module."""
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,10 @@ STEPS = 10
 
 def microbatches(batch: dict[str, torch.Tensor], n: int) -> list[dict[str, torch.Tensor]]:
     """The batch in ``n`` equal parts."""
-    return [{key: value.chunk(n)[k] for key, value in batch.items()} for k in range(n)]
+    return [
+        {key: value.chunk(n)[k] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+        for k in range(n)
+    ]
 
 
 def eager_step(model, loss_fn, batch, optimizer, max_grad_norm=None, accumulate=1):
