@@ -23,7 +23,7 @@ test-long: .venv/.test
 # The tests of `test` on another torch, in an environment of its own outside the checkout; the outcome goes to
 # benchmarks/versions.json: make test-torch VERSION=2.15.0
 test-torch:
-	$(PYTHON) tests/versions.py --torch $(VERSION) $(ARGS)
+	$(PYTHON) tests/versions.py --torch "$(VERSION)" $(ARGS)
 
 lint: .venv/.test
 	$(BIN)/ruff check stepgraph tests
