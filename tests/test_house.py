@@ -19,6 +19,7 @@ ROOMS = (
         "train",
         "bench",
         "inspect",
+        "integrations",
         "config",
         "step",
         "verify",

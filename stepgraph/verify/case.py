@@ -9,6 +9,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import flatten_batch
+from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import microbatch
 from stepgraph.graph.program import StepProgram
 from stepgraph.parallel.ranks import Ranks
@@ -33,7 +34,7 @@ class Case:
 
     model: nn.Module
     loss_fn: Callable[[nn.Module, Any], torch.Tensor]
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Optimizers | None
     max_grad_norm: float | None
     accumulate: int
     passes: Passes
@@ -44,7 +45,12 @@ class Case:
     @property
     def state(self) -> State:
         """What the step reads and writes."""
-        return State(self.model, self.optimizer, self.leaves)
+        return State(self.model, self.optimizers, self.leaves)
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those in the graph."""
+        return self.bound.update.optimizers if self.bound.update else ()
 
     @property
     def leaves(self) -> list[Any]:
@@ -59,7 +65,7 @@ class Case:
             for k in range(self.accumulate)
         ]
         with torch.compiler.set_stance("force_eager"):  # what torch.compile made is captured as what is inside
-            return eager_step(self.model, self.loss_fn, parts, self.optimizer, self.max_grad_norm)
+            return eager_step(self.model, self.loss_fn, parts, self.optimizers, self.max_grad_norm)
 
 
 def calls(program: StepProgram) -> int:

@@ -1,6 +1,6 @@
 """One training step as a plain loop runs it, which is what a captured step must equal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ def eager_step(
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
     microbatches: list[Any],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     max_grad_norm: float | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, metrics by name) of forward, backward, clipping and update.
@@ -36,9 +36,9 @@ def eager_step(
     if max_grad_norm is not None:
         metrics["grad_norm"] = _clip([p for p in params if p.grad is not None], max_grad_norm)
     owned = set()
-    if optimizer is not None:
+    for optimizer in optimizers:
         optimizer.step()
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned |= {id(p) for group in optimizer.param_groups for p in group["params"]}
     with torch.no_grad():
         for param, old in zip(params, before, strict=True):
             if id(param) in owned or param.grad is None:

@@ -24,7 +24,7 @@ class State:
     """What a step reads and writes. ``leaves``: those of the batch."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizers: Sequence[torch.optim.Optimizer]
     leaves: Sequence[Any]
 
     def tensors(self) -> Iterator[tuple[Key, torch.Tensor]]:
@@ -35,8 +35,8 @@ class State:
             yield from _parts("parameter" if slot.is_parameter else "buffer", slot.name, slot.tensor)
             if slot.tensor.grad is not None:
                 yield from _parts("gradient", slot.name, slot.tensor.grad)
-        if self.optimizer is not None:
-            for param, entries in self.optimizer.state.items():
+        for optimizer in self.optimizers:
+            for param, entries in optimizer.state.items():
                 for key, value in entries.items():
                     if isinstance(value, torch.Tensor):
                         yield from _parts("optimizer", f"{names.get(id(param), 'unknown')}.{key}", value)
@@ -52,10 +52,10 @@ class State:
         """The dictionaries in which modules and optimizer hold things."""
         for module in self.model.modules():
             yield from (vars(module), module._parameters, module._buffers)
-        if self.optimizer is not None:
-            yield from (vars(self.optimizer), self.optimizer.state)
-            yield from self.optimizer.state.values()
-            yield from self.optimizer.param_groups
+        for optimizer in self.optimizers:
+            yield from (vars(optimizer), optimizer.state)
+            yield from optimizer.state.values()
+            yield from optimizer.param_groups
 
     def devices(self) -> set[torch.device]:
         """The CUDA devices of its tensors."""
