@@ -43,6 +43,11 @@ def graph_of_trace() -> torch.fx.Graph:
     return get_proxy_mode().tracer.graph
 
 
+def is_tracing() -> bool:
+    """Whether what is called here is recorded: not inside an operator that is."""
+    return get_proxy_mode() is not None
+
+
 def node_of_trace(tensor: torch.Tensor) -> torch.fx.Node | None:
     """The node of the running `trace` that made ``tensor``; None for a tensor that it did not record."""
     slot = get_proxy_slot(tensor, get_proxy_mode().tracer, None)
@@ -52,6 +57,14 @@ def node_of_trace(tensor: torch.Tensor) -> torch.fx.Node | None:
 def constant_of_trace(name: str) -> Any:
     """The constant that a ``get_attr`` node of the running `trace` reads."""
     return getattr(get_proxy_mode().tracer.root, name)
+
+
+def record_call(function: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
+    """Add a node to the running `trace` that calls ``function``, which returns nothing, on ``tensors``."""
+    tracer = get_proxy_mode().tracer
+    arguments = tuple(map(tracer.unwrap_proxy, tensors))
+    proxy = tracer.create_proxy("call_function", function, arguments, {}, name=function.__name__)
+    proxy.node.meta["val"] = None
 
 
 def current_sequence_nr() -> int:
@@ -95,6 +108,21 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
 
     with _replaced(torch_checkpoint, _checkpoint_without_reentrant_generator=generator, CheckpointFunction=Function):
         yield
+
+
+def inline_compiled() -> contextlib.AbstractContextManager:
+    """Inside, functions and modules that ``torch.compile`` made run what they were made from, so that a trace sees it.
+
+    Without it they refuse to be traced.
+    """
+    from torch._dynamo import config  # a second to load, which only a trace needs
+
+    return config.patch(error_on_nested_fx_trace=False)
+
+
+def uncompiled_path(path: str) -> str:
+    """A module's path or a parameter's name without the part that ``torch.compile`` adds to those of a module."""
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 @contextlib.contextmanager

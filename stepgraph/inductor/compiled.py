@@ -1,5 +1,6 @@
 """A piece of a graph compiled by Inductor, as a module that frees its arguments while it runs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ class Compiled(torch.nn.Module):
             output.args = ((output.args[0],),)
             piece.recompile()
         examples = [n.meta["val"] for n in piece.graph.find_nodes(op="placeholder")]
+        values = [n.meta["val"] if isinstance(n, fx.Node) else None for n in output.args[0]]
+        self.strides = [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
+        self.padded: list[int] | None = None
         self.function = compat.inductor_compile(piece, examples, config)
 
     def forward(self, *args: torch.Tensor) -> Any:
@@ -27,4 +31,28 @@ class Compiled(torch.nn.Module):
     def boxed(self, args: list[torch.Tensor]) -> Any:
         """Run on ``args`` and empty the list, so that each tensor can be freed after its last use."""
         results = self.function(args)
+        if self.padded is None:  # shapes are static: what one call gives, every call gives
+            self.padded = [i for i, want in enumerate(self.strides) if want and _differs(results[i], want)]
+        if self.padded:
+            results = self._with_strides(results)
         return results[0] if self.single else results
+
+    def _with_strides(self, results: Sequence[Any]) -> list[Any]:
+        """``results`` in the strides that the graph records, which the pieces that read them were compiled for.
+
+        Inductor pads matrix products of odd widths (``shape_padding``) before it notes which strides its outputs must
+        have, so a product that leaves a piece comes as a slice of a wider one.
+        """
+        results = list(results)
+        for i in self.padded:
+            given = results[i]
+            results[i] = torch.empty_strided(
+                given.shape, self.strides[i], dtype=given.dtype, device=given.device
+            ).copy_(given)
+        return results
+
+
+def _differs(given: torch.Tensor, want: tuple[int, ...]) -> bool:
+    """Whether ``given`` lies otherwise in memory than ``want`` says. What is expanded (stride 0) may lie anyhow."""
+    dims = [(mine, theirs) for mine, theirs, size in zip(given.stride(), want, given.shape, strict=True) if size > 1]
+    return all(theirs for _, theirs in dims) and any(mine != theirs for mine, theirs in dims)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from stepgraph.errors import unknown_name
 from stepgraph.passes.contract import get
+from stepgraph.passes.loss.chunk import check_chunks
 from stepgraph.passes.memory.recompute import parse_policy
 
 
@@ -31,6 +32,9 @@ class StepOptions:
 
     norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
     """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""
+
+    loss_chunks: int | Literal["auto"] = "auto"
+    """Compute a head and its loss in this many parts of the tokens; auto: as many as keep the logits near a GiB."""
 
     reshard: Literal["auto", "always", "never"] = "auto"
     """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not do."""
@@ -58,6 +62,7 @@ class StepOptions:
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
         parse_policy(self.memory)
+        check_chunks(self.loss_chunks)
         for name in self.disable_pass:
             get(name)
         if self.passes == "exact" and self.norm != "auto":

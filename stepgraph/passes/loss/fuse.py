@@ -20,18 +20,36 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_cast, is_pure, is_view, only_user, tensor_bytes
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.loss import split
+from stepgraph.passes.loss import chunk, split
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # torch's numbers for the reductions
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_RESHAPES = (aten.view.default, aten._unsafe_view.default)
+_SAME = (aten.detach.default, aten.alias.default)  # torch 2.15 puts alias where detach was
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, *_SAME)
 
 
-@register("fuse_loss", "numerics", needs_cuda=True)
-def fuse_loss(step: StepGraph, options: object, report: PassReport) -> None:
+@dataclass(frozen=True)
+class LossOptions:
+    """``chunks``: the parts that a head and its loss are computed in, one after another (see `chunk`). auto: as many as
+    keep a part's logits near a GiB, in parts of at least 2048 rows."""
+
+    chunks: chunk.Chunks = "auto"
+
+    def __post_init__(self) -> None:
+        chunk.check_chunks(self.chunks)
+
+
+@register(
+    "fuse_loss",
+    "numerics",
+    options=LossOptions(),
+    needs_cuda=True,
+    from_options=lambda options: {"chunks": options.loss_chunks},
+)
+def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None:
     """Compute the cross entropy and its gradient in one kernel, over the logits; in two where ranks share them."""
-    saved = 0
+    saved, heads = 0, ""
     for node in list(step.graph.nodes):
         if node.target not in _FIRST:
             continue
@@ -43,11 +61,14 @@ def fuse_loss(step: StepGraph, options: object, report: PassReport) -> None:
         if isinstance(found, str):
             report.notes.append(f"{node.name} stays as it is: {found}")
             continue
-        found.rewrite(aliases)
+        loss = found.rewrite(aliases)
+        heads += chunk.rewrite(loss, options.chunks, report) if loss is not None else ""
         report.changed += 1
         saved += tensor_bytes(found.logits) if found.private else 0
     what = f"{report.changed} of {report.matched} cross entropies" if report.matched else "no cross entropy found to be"
-    report.summary = f"{what} computed with the gradient, {saved / 2**20:.0f} MiB of gradients written over logits"
+    report.summary = (
+        f"{what} computed with the gradient, {saved / 2**20:.0f} MiB of gradients written over logits{heads}"
+    )
 
 
 @dataclass
@@ -62,7 +83,7 @@ class _Loss:
     gradient: fx.Node
     private: bool
 
-    def rewrite(self, aliases: Aliases) -> None:
+    def rewrite(self, aliases: Aliases) -> fx.Node:
         """Put the operator in their place."""
         _, targets, _, reduction, ignore = self.forward.args
         before = getitem_users(self.forward)[0]
@@ -75,6 +96,7 @@ class _Loss:
         before.replace_all_uses_with(build.cast(loss, before.meta["val"].dtype))
         self.gradient.replace_all_uses_with(build.view(logits, self.gradient.meta["val"].shape))
         erase_unread(*getitem_users(self.forward).values(), self.gradient)
+        return loss
 
     def _early(self, grad: fx.Node, build: Builder, position: dict[fx.Node, int]) -> fx.Node:
         """``grad``, computed before the loss is."""
@@ -127,9 +149,9 @@ _FIRST = {aten._log_softmax.default: _match, aten.amax.default: split.match}
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads ``node``, directly or through ``detach``."""
+    """Who reads ``node``, directly or under another name."""
     for user in node.users:
-        yield from _readers(user) if user.target is aten.detach.default else (user,)
+        yield from _readers(user) if user.target in _SAME else (user,)
 
 
 def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
