@@ -1,6 +1,7 @@
 """`capture`: a model's training step as a callable, ``loss = step(batch)``."""
 
 import itertools
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph.capture import flatten_batch, trace_step
-from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph import compat
+from stepgraph.capture import checks, flatten_batch, trace_step
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import unwrap
-from stepgraph.capture.trace import LossFn
+from stepgraph.capture.trace import LossFn, batch_sizes
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
@@ -29,7 +32,7 @@ def capture(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
@@ -44,12 +47,13 @@ def capture(
         loss_fn: ``loss_fn(model, batch)`` returns a floating-point scalar.
         batch: an example: tensors and plain values in dicts, lists and tuples. Another batch of the same form runs
             the same graph; one of another form is captured again (at most ``MAX_CAPTURES`` are kept).
-        optimizer: ``torch.optim.AdamW`` or ``stepgraph.MasterAdamW``: clipping and the update become part of the
-            graph, and the learning rate is read from ``param_groups`` at every step. Without one, gradients land in
-            ``param.grad`` as ``backward()`` leaves them.
+        optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Muon`` or ``Adafactor``, ``stepgraph.MasterAdamW``, or a
+            list of them: clipping and the update become part of the graph, and learning rates are read from
+            ``param_groups`` at every step. Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.
         max_grad_norm: clip the step's gradients to this total 2-norm, before they are added to any ``param.grad``.
         accumulate: split the batch's tensors along their first dimension into so many microbatches; the step's loss
-            and gradients are those of their mean. The graph is that of one microbatch, and a second one updates.
+            and gradients are those of their mean. The graph is that of one microbatch, and a second one updates. A
+            later batch that it does not divide is split into the fewest microbatches no larger than the first ones.
         passes: ``"exact"`` (bitwise equal to eager), ``"default"``, a ``stepgraph.StepOptions``, or a list of names and
             configured passes.
         disable: names of passes to leave out.
@@ -86,7 +90,7 @@ class CapturedStep:
         model: nn.Module,
         loss_fn: LossFn,
         batch: Any,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         *,
         max_grad_norm: float | None,
         accumulate: int,
@@ -94,15 +98,19 @@ class CapturedStep:
         disable: Sequence[str],
         dump: Path | None,
     ):
+        optimizer = compat.accelerated_inside(optimizer)
+        checks.check_arguments(model, loss_fn, batch, optimizer)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.max_grad_norm, self.accumulate = max_grad_norm, accumulate
         self.passes = passes if isinstance(passes, str | StepOptions) else list(passes)
         self.disable, self.dump = tuple(disable), dump
         self.metrics: dict[str, torch.Tensor] = {}
         self._modules = list(model.modules())
-        self._update = AdamWUpdate(optimizer) if optimizer is not None else None
+        self._update = Update(optimizer) if optimizer is not None else None
         self._bound: OrderedDict[tuple, BoundStep] = OrderedDict()
         leaves, spec = flatten_batch(batch)
+        checks.check_microbatches(leaves, accumulate)
+        self._largest = [size // accumulate for size in batch_sizes(leaves)]
         self._session, self._accumulators = Session(), Accumulators()
         self._current = self._bind(batch, self._signature(leaves, spec))
 
@@ -148,6 +156,26 @@ class CapturedStep:
         training = tuple([module.training for module in self._modules])
         return forms, spec, training, self._update and self._update.constants()
 
+    def _microbatches(self, batch: Any) -> int:
+        """``accumulate``; for a batch that it does not divide, such as an epoch's last, the fewest microbatches that
+        are no larger than those of the first batch."""
+        sizes = batch_sizes(flatten_batch(batch)[0])
+        if all(size % self.accumulate == 0 for size in sizes) or len(sizes) != len(self._largest):
+            return self.accumulate
+        fits = (
+            n
+            for n in range(1, math.gcd(*sizes) + 1)
+            if all(size % n == 0 and size // n <= most for size, most in zip(sizes, self._largest, strict=True))
+        )
+        count = next(fits, self.accumulate)  # where none fits, the trace says what does not divide
+        if count != self.accumulate:
+            warnings.warn(
+                f"accumulate={self.accumulate} does not divide a batch of {sizes[0]}: it is captured by itself, as "
+                f"{count} microbatches of {sizes[0] // count}; drop_last=True in the data loader leaves it out",
+                stacklevel=4,
+            )
+        return count
+
     def _bind(self, batch: Any, signature: tuple) -> BoundStep:
         if len(self._bound) >= MAX_CAPTURES:
             warnings.warn(
@@ -157,6 +185,7 @@ class CapturedStep:
                 stacklevel=3,
             )
             self._bound.popitem(last=False)
+        accumulate = self._microbatches(batch)
         prepare(self.passes, self.disable, _device_of(self.model))
         traced = trace_step(
             self.model,
@@ -164,7 +193,7 @@ class CapturedStep:
             batch,
             self.optimizer,
             max_grad_norm=self.max_grad_norm,
-            accumulate=self.accumulate,
+            accumulate=accumulate,
         )
         several = len(traced.program.graphs) > 1
         for name, graph in traced.program.graphs.items():
@@ -186,5 +215,5 @@ def _form(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return type(leaf), leaf
     inner, wrapping = unwrap(leaf)
-    plain = tuple((t.shape, t.dtype, t.device, t.stride()) for t in inner)
+    plain = tuple((t.shape, t.dtype, t.device, t.stride(), leaf.requires_grad, leaf.is_leaf) for t in inner)
     return plain if wrapping is None else (plain, wrapping.kind, wrapping.context, *wrapping.others.values())

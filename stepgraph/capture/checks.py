@@ -1,16 +1,18 @@
 """What capture refuses, before, during and after the trace: one line each, with module path and source line."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture.optimizer import AdamWUpdate
-from stepgraph.capture.recorder import Recorder, user_source
-from stepgraph.capture.state import Slot, kept_tensors
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.recorder import Recorder, user_frame, user_source
+from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import StepGraph
@@ -28,7 +30,7 @@ def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
             )
 
 
-def check_owned(update: AdamWUpdate | None, slots: Sequence[Slot]) -> None:
+def check_owned(update: Update | None, slots: Sequence[Slot]) -> None:
     """Every parameter of the optimizer is the model's."""
     known = {id(slot.tensor) for slot in slots}
     for _, param in update.owned() if update else ():
@@ -36,6 +38,60 @@ def check_owned(update: AdamWUpdate | None, slots: Sequence[Slot]) -> None:
             raise CaptureError(
                 f"the optimizer holds a parameter of shape {list(param.shape)} that the model does not; "
                 "build the optimizer from model.parameters()"
+            )
+
+
+def check_arguments(model: Any, loss_fn: Any, batch: Any, optimizer: Any) -> None:
+    """Raise unless each argument of ``capture`` is of the kind that its place asks for."""
+    places = "capture takes (model, loss_fn, batch, optimizer)"
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"the model is {_kind(model)}, not an nn.Module; {places}")
+    if type(loss_fn).__module__ == nn.MSELoss.__module__ or not callable(loss_fn):
+        raise CaptureError(
+            f"loss_fn is {_kind(loss_fn)}, not a function of (model, batch); {places}, such as "
+            "loss_fn=lambda model, batch: criterion(model(batch['x']), batch['y'])"
+        )
+    if isinstance(batch, (nn.Module, torch.optim.Optimizer)) or (callable(batch) and not isinstance(batch, Mapping)):
+        raise CaptureError(f"the batch is {_kind(batch)}; {places}, and the batch holds tensors and plain values")
+    for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        if one is not None and not isinstance(one, torch.optim.Optimizer):
+            fix = f"; pass {one.__name__}(model.parameters())" if isinstance(one, type) else ""
+            raise CaptureError(f"the optimizer is {_kind(one)}, not a torch.optim.Optimizer; {places}{fix}")
+
+
+def check_signature(loss_fn: Any, model: nn.Module, batch: Any) -> None:
+    """Raise unless ``loss_fn`` can be called with (model, batch)."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # a callable that does not say what it takes
+        return
+    try:
+        signature.bind(model, batch)
+    except TypeError as error:
+        raise CaptureError(f"loss_fn{signature} cannot be called as loss_fn(model, batch): {error}") from None
+
+
+def _kind(given: Any) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raise for modules whose forward a trace does not see."""
+    for path, module in named_modules(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"module {path or 'model'} is a scripted or traced module ({type(module).__name__}), whose tensors and "
+                "code are out of sight; capture the module that torch.jit was given"
+            )
+
+
+def check_batch(leaves: Sequence[Any]) -> None:
+    """Raise for tensors of the batch that were computed with gradients: eager's backward goes on into their makers."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            raise CaptureError(
+                f"the batch holds a tensor of shape {list(leaf.shape)} computed from what requires a gradient, where a "
+                "captured step's backward ends; compute it inside loss_fn from the model, or give detach() of it"
             )
 
 
@@ -60,6 +116,45 @@ def check_loss(loss: Any) -> None:
         )
     if loss.grad_fn is None:
         raise CaptureError("the loss depends on no parameter that requires a gradient; check requires_grad and no_grad")
+
+
+def refuse_own_backward(params: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Raise if loss_fn has run backward itself."""
+    if any(param.grad is not None for _, param in params):
+        raise CaptureError(
+            "loss_fn calls backward(), whose gradients a captured step would lose; return the loss, and take gradients "
+            "that the loss itself needs by torch.autograd.grad(..., create_graph=True)"
+        )
+
+
+def refuse_sparse(grad: torch.Tensor, path: str) -> None:
+    """Raise if a parameter's gradient is sparse."""
+    if grad.layout != torch.strided:
+        raise CaptureError(
+            f"module {path or 'model'} gives its parameter a sparse gradient ({grad.layout}); a captured step holds "
+            "dense ones, use sparse=False"
+        )
+
+
+@contextlib.contextmanager
+def refusing_scalers(recorder: Recorder) -> Iterator[None]:
+    """Inside, a loss that a ``GradScaler`` scales is refused: its scale changes, and nothing divides by it."""
+    scale = torch.amp.GradScaler.scale
+
+    def refuse(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if not scaler.is_enabled():
+            return outputs
+        path = recorder.stack[-1] if recorder.stack else "loss_fn"
+        raise CaptureError(
+            f"{path} ({user_frame(sys._getframe(1))}) scales by a GradScaler, whose scale and skipped steps a "
+            "captured step does not have; train in bf16, which needs none, and return the loss as it is"
+        )
+
+    torch.amp.GradScaler.scale = refuse
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = scale
 
 
 def refuse_kept(model: nn.Module, known: set[int]) -> None:
@@ -97,7 +192,29 @@ def explained(recorder: Recorder) -> Iterator[None]:
         if operator is None:
             raise
         path = recorder.stack[-1] if recorder.stack else ""
+        if operator == ".data_ptr()":
+            raise CaptureError(
+                f"cannot capture {path or 'the model'} at {user_source(error)}: .data_ptr() asks where a tensor "
+                "lies while the step is only shapes, as launches of kernels do that are not Triton's; make the launch "
+                "an operator by torch.library.custom_op"
+            ) from error
+        if _loops_over_experts(recorder.model, path):
+            raise CaptureError(
+                f"cannot capture {path} at {user_source(error)}: {operator} asks which experts have tokens, to call "
+                'them one by one; set model.set_experts_implementation("grouped_mm")'
+            ) from error
+        source, means = user_source(error), "use torch.where or masks"
+        if recorder.phase == "backward" and recorder.origin:  # autograd runs it: the line is that of the forward
+            path, source = recorder.origin.path, recorder.origin.source
+            means = "in its backward: write x[mask] = y as torch.where(mask, y, x)"
         raise CaptureError(
-            f"cannot capture {path or 'the model'} at {user_source(error)}: {operator} needs a tensor's value while "
-            "the step is only shapes (.item(), bool(tensor), nonzero and the like); use torch.where or masks"
+            f"cannot capture {path or 'the model'} at {source}: {operator} needs a tensor's value while "
+            f"the step is only shapes (.item(), bool(tensor), nonzero and the like); {means}"
         ) from error
+
+
+def _loops_over_experts(model: nn.Module, path: str) -> bool:
+    """Whether the module at ``path`` holds experts of transformers that are called one after the other."""
+    config = getattr(model.get_submodule(path), "config", None)
+    experts = "expert" in type(model.get_submodule(path)).__name__.lower()
+    return experts and getattr(config, "_experts_implementation", None) == "eager"

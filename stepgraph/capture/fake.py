@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stepgraph import compat
+from stepgraph.kernels import recurrent
 
 aten = torch.ops.aten
 
@@ -40,14 +41,26 @@ _CONTIGUOUS = {
     aten.native_layer_norm_backward.default,
 }
 
+#: bf16 only by torch's fake kernel, and unpadded in builds without CUDA.
+_GROUPED = aten._grouped_mm.default
+
 #: On a CPU only; the GPU kernel keeps its argument's layout, as the fake one does.
 _CONTIGUOUS_ON_CPU = {aten.log_sigmoid_forward.default}
+
+#: On a CPU only: contiguous, or channels last where this argument is.
+_CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU = {
+    aten.native_batch_norm.default: "input",
+    aten.native_batch_norm_backward.default: "input",
+}
+
+_KNOWN = (_BY_ARGUMENTS, _LIKE, _CONTIGUOUS, _CONTIGUOUS_ON_CPU, _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU)
 
 
 def fake_mode() -> compat.FakeTensorMode:
     """A fake mode for capture: static shapes; real tensors that the step reads become constants of the graph."""
     # No shape environment: it would invent symbols for the value of `.item()` and for the size of `nonzero`.
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+    compat.refuse_data_pointers(mode)
     # Not a subclass: higher-order operators look up the modes that they support by class.
     mode.dispatch = functools.partial(_dispatch, mode, mode.dispatch)
     return mode
@@ -57,17 +70,28 @@ def _dispatch(
     mode: compat.FakeTensorMode, dispatch: Callable, func: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     """The results of ``dispatch``, the first one in the memory layout that the real kernel gives."""
+    if func is _GROUPED and all(t.fake_mode is mode for t in args[:2] if isinstance(t, compat.FakeTensor)):
+        with mode:
+            return _grouped_mm(*args, **(kwargs or {}))
     made = dispatch(func, types, args, kwargs)
-    if not any(func in known for known in (_BY_ARGUMENTS, _LIKE, _CONTIGUOUS, _CONTIGUOUS_ON_CPU)):
+    if func is aten.mkldnn_rnn_layer.default:  # torch says that its workspace is empty
+        with mode:
+            size = recurrent.workspace_size(args[0], args[1:5], *args[5:])
+            return *made[:3], made[0].new_empty(size, dtype=torch.uint8)
+    if not any(func in known for known in _KNOWN):
         return made
     first = made[0] if isinstance(made, tuple) else made
-    if first is None or (func in _CONTIGUOUS_ON_CPU and first.device.type != "cpu"):
+    on_cpu = func in _CONTIGUOUS_ON_CPU or func in _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU
+    if first is None or (on_cpu and first.device.type != "cpu"):
         return made
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
     with mode:
         if func in _BY_ARGUMENTS:
             operands = torch.broadcast_tensors(*(given[name] for name in _BY_ARGUMENTS[func]))
             strides = compat.compute_elementwise_output_strides(*operands)
+        elif func in _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU:
+            like = given[_CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU[func]]
+            strides = torch.empty_like(like, memory_format=compat.suggest_memory_format(like)).stride()
         else:
             like = torch.empty_like(given[_LIKE[func]]) if func in _LIKE else None
             strides = like.stride() if like is not None and like.shape == first.shape else None
@@ -75,3 +99,51 @@ def _dispatch(
     if right.stride() == first.stride():
         return made
     return (right, *made[1:]) if isinstance(made, tuple) else right
+
+
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What ``torch._grouped_mm`` gives, without values.
+
+    ``a`` (M, K) or (G, M, K), ``b`` (K, N) or (G, K, N), each bf16, fp16 or fp32; ``offs`` (G,), int32: where each
+    group ends in the dimension that both or one of them lack. Rows are padded to 16 bytes, as the real kernel's.
+    """
+    problem = _grouped_mm_problem(a, b, offs, bias)
+    if problem:
+        raise RuntimeError(f"torch._grouped_mm: {problem}")
+    dtype = out_dtype or a.dtype
+    rows, columns = a.shape[-2], b.shape[-1]
+    if a.ndim == b.ndim:  # the groups divide what is summed over, or are given
+        shape = (offs.shape[0] if a.ndim == 2 else a.shape[0], rows, columns)
+    else:
+        shape = (rows, columns)
+    step = 16 // dtype.itemsize
+    width = (columns + step - 1) // step * step
+    return a.new_empty_strided(shape, (rows * width, width, 1)[-len(shape) :], dtype=dtype)
+
+
+def _grouped_mm_problem(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None, bias: torch.Tensor | None
+) -> str | None:
+    """Why the real kernel refuses its arguments, or None."""
+    if bias is not None:
+        return "a bias is not supported"
+    for name, t in (("a", a), ("b", b)):
+        if t.dtype not in (torch.bfloat16, torch.float16, torch.float32) or t.ndim not in (2, 3):
+            return f"{name} is {t.dtype} of {t.ndim} dimensions; allowed: bfloat16, float16 or float32 of 2 or 3"
+        (rows, columns), (outer, inner) = t.shape[-2:], t.stride()[-2:]
+        along = inner if outer == 1 and inner >= max(1, rows) else outer if inner == 1 and outer >= columns else None
+        if along is None or along * t.element_size() % 16:
+            return f"{name} has shape {list(t.shape)} and strides {t.stride()}; rows must lie 16 bytes apart, or 32, .."
+    if (a.ndim, b.ndim) != (2, 2) and a.shape[-1] != b.shape[-2]:
+        return f"the inner dimensions {a.shape[-1]} and {b.shape[-2]} differ"
+    if (offs is None) != (a.ndim == b.ndim == 3):
+        return "offs must be given, but for two arguments of 3 dimensions"
+    if offs is not None and (offs.dtype != torch.int32 or offs.ndim != 1):
+        return f"offs is {offs.dtype} of {offs.ndim} dimensions; it must be int32 of 1"
+    return None

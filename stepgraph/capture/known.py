@@ -53,11 +53,11 @@ class KnownValues(compat.TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: it may write to its arguments
-            self._note_writes((args, kwargs))
+            self.note_writes((args, kwargs))
         elif func._schema.is_mutable:
             arguments = func._schema.arguments
             given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-            self._note_writes([given.get(a.name) for a in arguments if a.is_write])
+            self.note_writes([given.get(a.name) for a in arguments if a.is_write])
         elif torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default:
             leaves, spec = compat.pytree.tree_flatten((args, kwargs))
             if all(self.knows(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
@@ -72,7 +72,8 @@ class KnownValues(compat.TorchDispatchMode):
         node = compat.node_of_trace(tensor)
         return node is not None and self._history(node) is not None
 
-    def _note_writes(self, arguments: Any) -> None:
+    def note_writes(self, arguments: Any) -> None:
+        """The values of the tensors among ``arguments`` are not known from here on."""
         pending = [leaf for leaf in compat.pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         for tensor in pending:
             if compat.is_traceable_wrapper_subclass(tensor):

@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,9 +23,11 @@ from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture.lineage import Owners, made_from
-from stepgraph.capture.state import unwrap
+from stepgraph.capture.state import named_modules, unwrap
 from stepgraph.errors import CaptureError
+from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.collectives import stage_of
+from stepgraph.graph.facts import is_mutating
 from stepgraph.graph.provenance import KEY, Provenance, provenance
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -69,7 +71,7 @@ class Recorder:
         self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
         self._forward: dict[int, Provenance] = {}
         self._forward_nodes: dict[int, list[fx.Node]] = defaultdict(list)
-        self._origin: Provenance | None = None
+        self.origin: Provenance | None = None
         self._owner: fx.Node | None = None  # of the gradient that runs through backward
         self._placeholders: dict[int, fx.Node] = {}  # of parameters, by their ids
         self.reducing: dict[fx.Node, fx.Node] = {}
@@ -96,8 +98,8 @@ class Recorder:
             del graph.create_node  # the class's method again
 
     def _here(self, frame: FrameType) -> Provenance | None:
-        if self.phase == "backward" or self._origin is not None:
-            return self._origin
+        if self.phase == "backward" or self.origin is not None:
+            return self.origin
         source = user_frame(frame)
         phase = "forward" if self.phase == "loss" and self.stack else self.phase
         here = Provenance(self.stack[-1] if self.stack else "", phase, source, self.checkpoint)
@@ -110,7 +112,7 @@ class Recorder:
     def watch_modules(self) -> Iterator[None]:
         """Keep the module path while the model's modules run."""
         handles = []
-        for path, module in self.model.named_modules():
+        for path, module in named_modules(self.model):
 
             def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
                 self.stack.append(path)
@@ -142,10 +144,12 @@ class Recorder:
         if self._checkpoint_depth == 0:
             self.checkpoint = None
 
-    def watch_backward(self, loss: torch.Tensor, params: Sequence[torch.Tensor]) -> None:
+    def watch_backward(self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str]) -> None:
         """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary.
 
-        Raises `CaptureError` if gradients flow into a tensor that is none of ``params``.
+        Gradients may flow into ``params`` and into tensors of the step, which nobody reads them from: gradient
+        checkpointing makes embeddings require one. Raises `CaptureError` if they flow into another tensor
+        of the model (``frozen``: its name by its id), or into one from outside.
         """
         known = {id(p) for p in params}
         owners = self._owners(params)
@@ -156,8 +160,9 @@ class Recorder:
                 continue
             seen.add(node)
             if node.name() == "torch::autograd::AccumulateGrad":
-                if id(node.variable) not in known:
-                    _refuse_foreign(node.variable, user)
+                leaf = node.variable
+                if id(leaf) in frozen or (id(leaf) not in known and not _made_in_trace(leaf)):
+                    _refuse_foreign(leaf, frozen.get(id(leaf)), user)
                 continue
             # A step that recorded no operator, such as a redistribution to where a DTensor lies, belongs to its reader.
             origin = self._forward.get(node._sequence_nr(), user)
@@ -174,28 +179,37 @@ class Recorder:
 
     def _prehook(self, origin: Provenance | None, owner: fx.Node | None) -> Any:
         def hook(_grad_outputs: Any) -> None:
-            self._origin, self._owner = origin, owner
+            self.origin, self._owner = origin, owner
 
         return hook
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Operators run inside belong to ``phase``."""
+        """Operators run inside belong to ``phase``. After a failure inside, it stays, for the error message."""
         saved = self.phase
-        self.phase, self._origin, self._owner = phase, None, None
-        try:
-            yield
-        finally:
-            self.phase, self._origin, self._owner = saved, None, None
+        self.phase, self.origin, self._owner = phase, None, None
+        yield
+        self.phase, self.origin, self._owner = saved, None, None
 
     def attribute(self, path: str, parameter: torch.Tensor | None = None) -> None:
         """What follows in this phase belongs to the module at ``path``, and works on the gradient of ``parameter``."""
         self._owner = self._placeholders.get(id(parameter))
-        self._origin = Provenance(path, self.phase, self._sources.get(path) or self._sources[""])
+        self.origin = Provenance(path, self.phase, self._sources.get(path) or self._sources[""])
 
 
-def _refuse_foreign(tensor: torch.Tensor, user: Provenance | None) -> None:
+def _made_in_trace(leaf: torch.Tensor) -> bool:
+    """Whether the running trace made ``leaf``, or was given it in the batch."""
+    nodes = [compat.node_of_trace(t) for t in unwrap(leaf)[0]]
+    return all(node is not None and node.op != "get_attr" for node in nodes)
+
+
+def _refuse_foreign(tensor: torch.Tensor, frozen: str | None, user: Provenance | None) -> None:
     where = f"{user.path or 'the model'} ({user.source})" if user else "the loss"
+    if frozen:
+        raise CaptureError(
+            f"forward makes {frozen}, used in {where}, require a gradient, which it did not before; "
+            "call requires_grad_() before the capture"
+        )
     raise CaptureError(
         f"a tensor of shape {list(tensor.shape)} that requires a gradient is used in {where} but is not one of the "
         "model's parameters; register it as an nn.Parameter, and use no cached copy of a parameter"
@@ -204,12 +218,9 @@ def _refuse_foreign(tensor: torch.Tensor, user: Provenance | None) -> None:
 
 def _refuse_written_constants(node: fx.Node) -> None:
     """A tensor that is no input is written: torch would also write into the user's own while it traces."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-        if argument.alias_info and argument.alias_info.is_write and getattr(value, "op", None) == "get_attr":
-            where = provenance(node)
-            raise CaptureError(
-                f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
-                "its buffer; register it as a buffer"
-            )
+    if is_mutating(node) and any(written.op == "get_attr" for written in written_arguments(node)):
+        where = provenance(node)
+        raise CaptureError(
+            f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
+            "its buffer; register it as a buffer"
+        )

@@ -14,7 +14,10 @@ from stepgraph.capture import checks, gradients
 from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
-from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.launches import recorded_launches
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.optimizer.rule import Member
+from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
@@ -68,7 +71,7 @@ def trace_step(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
@@ -82,6 +85,9 @@ def trace_step(
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
     leaves, _ = flatten_batch(batch)
+    checks.check_modules(model)
+    checks.check_signature(loss_fn, model, batch)
+    checks.check_batch(leaves)
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
     trace = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
@@ -97,7 +103,7 @@ class _Trace:
         model: nn.Module,
         loss_fn: LossFn,
         batch: Any,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         max_grad_norm: float | None,
         accumulate: int,
     ):
@@ -105,9 +111,10 @@ class _Trace:
         self.slots = model_slots(model)
         leaves, self.spec = flatten_batch(batch)
         self.leaves = [microbatch(leaf, 0, accumulate) for leaf in leaves]
+        self.needs_grad = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         self.tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.trained = [i for i, slot in enumerate(self.slots) if slot.tensor.requires_grad]
-        self.update = AdamWUpdate(optimizer) if optimizer is not None else None
+        self.update = Update(optimizer) if optimizer is not None else None
         checks.check_owned(self.update, self.slots)
         self.stateless = self.update.without_state() if self.update else []
         self.recorder = Recorder(model)
@@ -180,6 +187,13 @@ class _Trace:
     def _batch_inputs(self, inputs: Inputs) -> dict[int, tuple[slice, Wrapping | None]]:
         return {i: inputs.add("batch", f"batch.{i}", self.leaves[i]) for i in self.tensor_leaves}
 
+    def _batch(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> Any:
+        """The batch of stand-ins."""
+        leaves = list(self.leaves)
+        for i, (where, wrapping) in inputs.items():
+            leaves[i] = wrap(flat[where], wrapping).requires_grad_(self.needs_grad[i])
+        return compat.pytree.tree_unflatten(leaves, self.spec)
+
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
         """The stand-ins of parameters and buffers."""
         return [
@@ -191,9 +205,6 @@ class _Trace:
         self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
         """(loss, gradients by slot, what each place of the model holds after forward: see `_write_assigned`)."""
-        leaves = list(self.leaves)
-        for i, (where, wrapping) in batch.items():
-            leaves[i] = wrap(flat[where], wrapping)
         kept_before = kept_tensors(self.model)
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
@@ -201,33 +212,39 @@ class _Trace:
             self.recorder.watch_modules(),
             torch.enable_grad(),
             KnownValues() as known,
+            recorded_launches(known.note_writes),
             compat.transformers_sees_values(known.knows),
+            compat.checks_of_known_values(known.knows),
+            checks.refusing_scalers(self.recorder),
         ):
             params = [(self.slots[i].path, tensors[i]) for i in self.trained]
-            loss, grads = self._loss_and_grads(compat.pytree.tree_unflatten(leaves, self.spec), params)
+            frozen = {id(t): s.name for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad}
+            loss, grads = self._loss_and_grads(self._batch(flat, batch), params, frozen)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
     def _loss_and_grads(
-        self, batch: Any, params: Sequence[tuple[str, torch.Tensor]]
+        self, batch: Any, params: Sequence[tuple[str, torch.Tensor]], frozen: Mapping[int, str]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Loss and gradients as ``(loss_fn(model, batch) / accumulate).backward()`` gives them.
 
         Gradients of DTensors come as their local tensors. ``params``: (module path, tensor). A parameter that the loss
-        does not reach has the gradient None.
+        does not reach has the gradient None. ``frozen``: see `Recorder.watch_backward`.
         """
         loss = self.loss_fn(self.model, batch)
         checks.check_loss(loss)
+        checks.refuse_own_backward(params)
         if self.accumulate > 1:
             loss = loss / self.accumulate
         seed = torch.ones_like(loss)
-        self.recorder.watch_backward(loss, [p for _, p in params])
+        self.recorder.watch_backward(loss, [p for _, p in params], frozen)
         with self.recorder.in_phase("backward"), torch.no_grad():
             grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))
             for i, (path, param) in enumerate(params):
                 self.recorder.attribute(path, param)
                 if grads[i] is not None:
+                    checks.refuse_sparse(grads[i], path)
                     grad = gradients.local(grads[i], param)
                     grads[i] = gradients.as_accumulated(grad, unwrap(param)[0][0]) if self.accumulate == 1 else grad
         return loss.detach(), grads
@@ -283,11 +300,13 @@ class _Trace:
             self.mode,
             compat.trace_context(self.mode),
             compat.dispatch_flex_attention(),
+            compat.inline_compiled(),
             checks.explained(self.recorder),
         ):
             module = compat.trace(traced, inputs.fakes)
         step = StepGraph(module, inputs.specs, outputs, repeated_blocks(self.model), _mesh_of(self.slots))
         checks.refuse_fake_constants(step)
+        _keep_workspaces(step)
         _name_inputs(step)
         record_roles(step, self.recorder.reducing, [slot.tensor for slot in self.slots])
         step.capture_s = time.perf_counter() - start
@@ -300,6 +319,19 @@ def microbatch(leaf: Any, k: int, n: int) -> Any:
         return leaf
     size = leaf.shape[0] // n
     return leaf.detach().narrow(0, k * size, size)
+
+
+def batch_sizes(leaves: Sequence[Any]) -> list[int]:
+    """The first dimension of each tensor among the leaves of a batch that has one: what microbatches divide."""
+    return [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+
+
+def _keep_workspaces(step: StepGraph) -> None:
+    """oneDNN's recurrent layers whose workspace backward reads write it, see `stepgraph.kernels.recurrent`."""
+    for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
+        if any(user.args[1] == 3 and user.users for user in node.users):
+            node.target = torch.ops.stepgraph.rnn_layer.default
+            node.args = (node.args[0], list(node.args[1:5]), *node.args[5:])
 
 
 def _add_early(step: StepGraph) -> None:
@@ -348,7 +380,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 def _record_update(
     recorder: Recorder,
-    update: AdamWUpdate,
+    update: Update,
     groups: Sequence[dict[str, Any]],
     grads: dict[int, torch.Tensor],
     flat: Sequence[torch.Tensor],
@@ -356,20 +388,15 @@ def _record_update(
     """Record the optimizer's update of every parameter that has a gradient; the slots updated."""
     paths = {i: path for group in groups for i, path in group["paths"].items()}
     updated: set[int] = set()
-    for group in groups:
+    for index, group in enumerate(groups):
         members = [m for m in group["members"] if m[0] in grads]
         if not members:
             continue
-        update.trace(
-            group["options"],
-            params=[flat[part][0] for _, part, _, _ in members],
-            grads=[grads[i] for i, _, _, _ in members],
-            states=[{key: flat[where][0] for key, where in wheres.items()} for _, _, wheres, _ in members],
-            live_steps=[count for _, _, _, count in members],
-            lr=flat[group["lr"]][0],
-            paths=[paths[i] for i, _, _, _ in members],
-            attribute=recorder.attribute,
-        )
+        traced = []
+        for i, part, wheres, seen in members:
+            state = {key: flat[where][0] for key, where in wheres.items()}
+            traced.append(Member(flat[part][0], grads[i], state, seen, paths[i]))
+        update.trace(index, traced, flat[group["lr"]][0], recorder.attribute)
         updated |= {i for i, _, _, _ in members}
     return updated
 

@@ -1,10 +1,14 @@
 """Every private torch import and every difference between torch versions, once.
 
-Supported: torch 2.11 to 2.13. Other rooms read these names as ``compat.NAME``, and import nothing from torch itself
-that starts with an underscore.
+Supported: torch 2.11 to 2.15. Other rooms read these names as ``compat.NAME``, and import nothing from torch itself
+that starts with an underscore. A comment beside each version difference names the versions that it concerns.
 """
 
-from torch._prims_common import compute_elementwise_output_strides
+# isort: off
+from stepgraph.compat.versions import TORCH  # first: it says in one line what an older torch would fail on
+
+# isort: on
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -36,16 +40,34 @@ from stepgraph.compat.eager import (
     in_function_transform,
     in_plain_eager,
 )
-from stepgraph.compat.fake import operator_needing_values, storage_key, transformers_sees_values, without_modes
-from stepgraph.compat.optimizer import has_step_hooks, mark_stepped
+from stepgraph.compat.fake import (
+    checks_of_known_values,
+    operator_needing_values,
+    refuse_data_pointers,
+    storage_key,
+    transformers_sees_values,
+    without_modes,
+)
+from stepgraph.compat.optimizer import (
+    accelerated_inside,
+    has_step_hooks,
+    mark_stepped,
+    muon_orthogonalized,
+    muon_rate,
+)
 from stepgraph.compat.tracing import (
     constant_of_trace,
     current_sequence_nr,
     dispatch_flex_attention,
     graph_of_trace,
+    inline_compiled,
     intercept_checkpoint,
+    is_tracing,
     node_of_trace,
+    record_call,
     rename_node,
     trace,
     trace_context,
+    uncompiled_path,
 )
+from stepgraph.compat.triton import triton_kernel_name, triton_kernel_tunes, triton_writes, watch_triton_launches

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,6 +22,11 @@ def operator_needing_values(error: Exception) -> str | None:
         if isinstance(error, RuntimeError) and message in str(error):
             return name
     return None
+
+
+def refuse_data_pointers(mode: FakeTensorMode) -> None:
+    """Let ``.data_ptr()`` of the mode's tensors fail. By default it gives 0, which a kernel would write to."""
+    mode._allow_unsafe_data_ptr_access = False
 
 
 def without_modes() -> contextlib.AbstractContextManager:
@@ -46,6 +51,26 @@ def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[
         yield
     finally:
         module.is_fake_tensor = is_fake_tensor
+
+
+@contextlib.contextmanager
+def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Inside, torch's checks that all elements of a tensor are true look at those whose values are ``known``.
+
+    They would otherwise ask for a value that a trace has not. transformers checks so that a batch holds as many image
+    tokens as image features.
+    """
+    check = torch._check_tensor_all_with
+
+    def check_known(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
+        if known(cond):
+            check(error_type, cond, message)
+
+    torch._check_tensor_all_with = check_known
+    try:
+        yield
+    finally:
+        torch._check_tensor_all_with = check
 
 
 def storage_key(tensor: torch.Tensor) -> int:

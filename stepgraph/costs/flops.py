@@ -22,6 +22,9 @@ _ATTENTION = {
     aten._scaled_dot_product_efficient_attention_backward.default: 5,
 }
 
+#: The same for FlashAttention with a window, which takes (B, T, H, head_dim).
+_WINDOWED = {aten._flash_attention_forward.default: 2, aten._flash_attention_backward.default: 5}
+
 #: The same for FlexAttention, which takes q and k first in both directions.
 _FLEX_ATTENTION = {higher_order.flex_attention: 2, higher_order.flex_attention_backward: 5}
 
@@ -29,7 +32,8 @@ _FLEX_ATTENTION = {higher_order.flex_attention: 2, higher_order.flex_attention_b
 def flops(node: fx.Node) -> int:
     """Floating-point operations of matrix products and attention that ``node`` runs, 0 for others.
 
-    Causal attention runs half of its scores; FlexAttention counts all of them, because its mask is not known.
+    Causal attention runs half of its scores, and a window those inside it; FlexAttention counts all of them, because
+    its mask is not known.
     """
     if node.target in _FLEX_ATTENTION:
         q, k = (n.meta["val"] for n in node.args[:2])
@@ -41,15 +45,31 @@ def flops(node: fx.Node) -> int:
         first = 0 if _ATTENTION[node.target] == 2 else 1  # backward takes the output's gradient first
         products = _ATTENTION[node.target] * _scores(*values[first : first + 2])
         return products // (2 if argument(node, "is_causal") else 1)
+    if node.target in _WINDOWED:
+        q = argument(node, "query").meta["val"]
+        sides = (argument(node, f"window_size_{side}") for side in ("left", "right"))
+        return _WINDOWED[node.target] * 2 * q.shape[0] * q.shape[2] * q.shape[3] * _visible(q.shape[1], *sides)
     count = flop_registry.get(node.target.overloadpacket)
     return count(*values, out_val=node.meta["val"]) if count else 0
 
 
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is attention, forward or backward."""
-    return node.target in _ATTENTION or node.target in _FLEX_ATTENTION
+    return node.target in _ATTENTION or node.target in _WINDOWED or node.target in _FLEX_ATTENTION
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor) -> int:
     """FLOPs of q k^T for ``q`` (B, H, T, head_dim) and ``k`` (B, H_kv, S, head_dim)."""
     return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
+
+
+def _visible(length: int, left: int | None, right: int | None) -> int:
+    """Pairs of a query and a key in a window of ``left`` keys before and ``right`` behind each of ``length`` queries.
+
+    None or a negative number: no bound on that side.
+    """
+    hidden = 0
+    for side in (left, right):
+        beyond = 0 if side is None or side < 0 else max(length - 1 - side, 0)
+        hidden += beyond * (beyond + 1) // 2
+    return length * length - hidden

@@ -13,7 +13,7 @@ from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.costs.hardware import ASSUMED, Gpu
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END, is_nccl
-from stepgraph.graph.facts import is_overload, tensor_bytes
+from stepgraph.graph.facts import is_mutating, tensor_bytes
 
 aten = torch.ops.aten
 
@@ -87,7 +87,7 @@ def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, li
                 # A broadcast reads no more than is there, a slice no more than it shows.
                 part = min(tensor_bytes(source), tensor_bytes(root))
                 read[root] = max(read.get(root, 0), min(part, tensor_bytes(node)) if node.target in _LOOKUPS else part)
-        if is_overload(node):
+        if is_mutating(node):
             written += sum(tensor_bytes(n) for n in written_arguments(node))
         if aliases.root(node) is node and not (len(members) > 1 and inside.issuperset(readers[node])):
             written += tensor_bytes(node)

@@ -5,11 +5,13 @@ from collections import defaultdict
 import torch
 from torch import fx
 
-from stepgraph.graph.facts import HIDDEN_WRITES, is_mutating, is_view
+from stepgraph.graph.facts import HIDDEN_WRITES, is_launch, is_mutating, is_view
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes that ``node`` writes into."""
+    if is_launch(node):
+        return [node.args[i] for i in node.target.writes]
     if node.target in HIDDEN_WRITES:
         return [node.args[i] for i in HIDDEN_WRITES[node.target] if isinstance(node.args[i], fx.Node)]
     written: list[fx.Node] = []

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.graph.launch import Launch
+
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
 higher_order = torch.ops.higher_order
@@ -30,7 +32,7 @@ EXPENSIVE = {
     aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addbmm, aten.convolution, aten._scaled_mm, aten._grouped_mm,
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_attention_math, aten.sort, aten.topk,
+    aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
 }  # fmt: skip
 
 
@@ -62,6 +64,11 @@ def is_overload(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
+def is_launch(node: fx.Node) -> bool:
+    """Whether the node launches a Triton kernel of the model's own."""
+    return isinstance(node.target, Launch)
+
+
 def packet(node: fx.Node) -> object:
     """The operator whatever its overload; None for what is no operator."""
     return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
@@ -82,7 +89,7 @@ def is_random(node: fx.Node) -> bool:
 
 def is_mutating(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
-    return is_overload(node) and _writes(node.target)
+    return is_launch(node) or (is_overload(node) and _writes(node.target))
 
 
 def is_view(node: fx.Node) -> bool:

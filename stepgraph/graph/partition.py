@@ -11,7 +11,6 @@ from torch.fx.passes.split_module import split_module
 from stepgraph.graph.provenance import provenance
 
 aten = torch.ops.aten
-_READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def split(module: fx.GraphModule, group_of: Callable[[fx.Node], Any]) -> fx.GraphModule:
@@ -49,12 +48,19 @@ def needs_host(node: fx.Node) -> str | None:
     """Why ``node`` cannot be inside a CUDA graph, or None."""
     if node.op == "call_module" or node.op in ("placeholder", "get_attr", "output"):
         return None
-    if any(tag in getattr(node.target, "tags", ()) for tag in _READS_VALUES):
+    # An operator that may give a shape by values, as indexing with a mask, was traced only if here it does not.
+    if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()) or _has_symbols(node):
         return "its result depends on values the host must read"
+    if node.target is aten._grouped_mm.default and node.args[0].meta["val"].dtype != torch.bfloat16:
+        return "torch computes grouped products in bf16 alone without reading the groups' sizes on the host"
     devices = {t.device.type for t in tensors_of(node)}
     if devices - {"cuda"}:
         return f"it works on {' and '.join(sorted(devices))} tensors"
     return None
+
+
+def _has_symbols(node: fx.Node) -> bool:
+    return any(not isinstance(size, int) for tensor in tensors_of(node) for size in tensor.shape)
 
 
 def describe(node: fx.Node) -> str:

@@ -48,6 +48,11 @@ def tag(nodes: Sequence[fx.Node], region: Region) -> None:
         node.meta[KEY] = region
 
 
+def untag(node: fx.Node) -> None:
+    """Let ``node`` belong to no region."""
+    node.meta.pop(KEY, None)
+
+
 @dataclass(eq=False)
 class Piece:
     """Consecutive nodes of one region, their ``inputs`` in the order of first use, and those of the nodes that are read

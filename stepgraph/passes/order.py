@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import stepgraph.passes.attention.window
 import stepgraph.passes.cleanup.casts
 import stepgraph.passes.cleanup.constants
 import stepgraph.passes.cleanup.dead_code
+import stepgraph.passes.cleanup.index_gradients
 import stepgraph.passes.cleanup.views
 import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
@@ -32,11 +34,13 @@ ORDER = (
     "remove_noop_views",  # t(t(x)), view to the same shape
     "dedupe_casts",  # one cast of each tensor per phase
     "dead_code",  # what nothing reads
+    "index_gradients",  # gradients of an indexing without checking the indices again
     "dedupe_unshards",  # one gather of each parameter per forward or backward
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
+    "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
     "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
     "reshard_after_forward",  # gather parameters again in backward

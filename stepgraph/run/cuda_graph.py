@@ -12,6 +12,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import exchanging
+from stepgraph.graph.facts import is_launch
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import nodes_of
 from stepgraph.kernels.comm.copy_collectives import join, under_way
@@ -158,7 +159,8 @@ def run_watched(module: fx.GraphModule, flat: Sequence[torch.Tensor]) -> tuple[S
 
     def on_node(node: fx.Node) -> None:
         nonlocal current
-        current = node.name
+        # Only the first launch of a kernel that tunes itself waits.
+        current = "" if is_launch(node) and node.target.tunes else node.name
 
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -167,7 +169,7 @@ def run_watched(module: fx.GraphModule, flat: Sequence[torch.Tensor]) -> tuple[S
 
         def listen(message: Warning | str, *rest: Any, **kwargs: Any) -> None:
             if "synchronizing CUDA operation" in str(message):
-                waiting.add(current)
+                waiting.update(filter(None, [current]))
             else:
                 show(message, *rest, **kwargs)
 

@@ -64,6 +64,29 @@ def check_layouts(operator, device):
         assert (fake.stride(), fake.shape, fake.dtype) == (real.stride(), real.shape, real.dtype), layouts
 
 
+SIZES = [(4, 6, 5), (4, 6, 5, 7), (2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_batch_norm_in_every_order_of_memory(sizes):
+    """Channels last or contiguous on a CPU, whatever order comes in."""
+    ones, zeros = torch.ones(sizes[1]), torch.zeros(sizes[1])
+    for order in list(itertools.permutations(range(len(sizes))))[:: 5 if len(sizes) > 4 else 1]:
+        x = torch.randn([sizes[i] for i in order]).permute([order.index(i) for i in range(len(sizes))])
+        grads = torch.randn(sizes), torch.randn_like(x)
+
+        def results(*tensors):
+            x, *grads = tensors
+            out, mean, rstd = aten.native_batch_norm(x, ones, zeros, None, None, True, 0.1, 1e-5)
+            options = (ones, None, None, mean, rstd, True, 1e-5, [True] * 3)
+            return [out, *(aten.native_batch_norm_backward(grad, x, *options)[0] for grad in grads)]
+
+        mode = fake_mode()
+        with mode:
+            fakes = results(*map(mode.from_tensor, (x, *grads)))
+        assert [t.stride() for t in fakes] == [t.stride() for t in results(x, *grads)], order
+
+
 class Einsum(nn.Module):
     """The gradient of its weight comes transposed."""
 

@@ -24,18 +24,23 @@ from stepgraph import compat
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
-from stepgraph.graph.facts import argument, is_mutating, is_view
+from stepgraph.graph.facts import argument, is_launch, is_mutating, is_view, packet
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.inductor.regional import Piece, compile_pieces, region_of
+from stepgraph.inductor.regional import Piece, compile_pieces, region_of, untag
 from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.contract import PassReport, provided, register
 
 aten = torch.ops.aten
-_INDEX_PUTS = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_put_.default)
+_INDEX_PUTS = (
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl.default,
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
         guard = fusion_guard()
         config |= (guard | tuned_reductions(tuned=options.max_autotune)).options
     _drop_empty_operands(step.graph)
+    _leave_written(step.graph)
     (_regional if options.mode == "regional" else _full)(step, options, config, report)
     if guard is not None:
         made, refused = guard.report.allowed(), guard.report.refused()  # what is loaded from disk decides nothing
@@ -109,6 +115,17 @@ def _drop_empty_operands(graph: fx.Graph) -> None:
         replace(node, Builder(node, before=node)(aten.clone.default, *operands, memory_format=layout))
 
 
+def _leave_written(graph: fx.Graph) -> None:
+    """Leave to eager what launches of the model's own kernels write: Inductor may make one tensor of two that hold the
+    same, such as two of zeros."""
+    aliases = Aliases(graph)
+    written = {aliases.root(w) for node in graph.nodes if is_launch(node) for w in written_arguments(node)}
+    for node in graph.nodes if written else ():
+        if aliases.root(node) in written:
+            node.meta[KEEP_EAGER] = True
+            untag(node)
+
+
 def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
     report.matched = len({region for node in step.graph.nodes if (region := region_of(node))})
     pieces, report.notes = gather(step.graph)
@@ -128,9 +145,10 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
             return "optimizer" if node.meta.get(COMPILE) else None
         if getattr(node.target, "namespace", "") == "stepgraph" and is_mutating(node):
             return None
-        if node.meta.get(KEEP_EAGER):
+        if node.meta.get(KEEP_EAGER) or is_launch(node):
             return None
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
+        reason = reason or read_before_drawn(node)
         if reason:
             left[node] = reason
             return None
@@ -158,6 +176,8 @@ def _needs_gpu(node: fx.Node) -> str | None:
     """Why Inductor cannot compile ``node`` for a CPU, or None."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):  # FlexAttention
         return "Inductor compiles its backward for GPUs only"
+    if node.target is aten._grouped_mm.default:
+        return "Inductor takes grouped products in bf16 alone, and for a CPU knows another layout of their results"
     return None
 
 
@@ -170,6 +190,15 @@ def adds_in_any_order(node: fx.Node) -> str | None:
     if not adds or not node.meta["val"].is_floating_point():
         return None
     return "Inductor adds rows by atomic operations, in another order every time"
+
+
+def read_before_drawn(node: fx.Node) -> str | None:
+    """Why Inductor cannot compile ``node`` to what it computes, or None. It draws ``bernoulli`` in place, into a buffer
+    that one of its kernels makes, and takes for the reader's source what was in the buffer before: where it fuses the
+    two, dropout multiplies with uninitialized memory (seen on torch 2.13, on a CPU)."""
+    if packet(node) not in (aten.bernoulli, aten.bernoulli_):
+        return None
+    return "Inductor may read the numbers before it draws them"
 
 
 class _Aliased:

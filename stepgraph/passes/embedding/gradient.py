@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 import stepgraph.kernels.embedding.gradient  # noqa: F401  (defines torch.ops.stepgraph)
-from stepgraph.graph.edit import Builder, replace
+from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import argument
+from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
@@ -21,25 +22,64 @@ aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+_INDEXINGS = (aten.index_put.default, aten._index_put_impl.default)
+
+
 # Not forecast: it computes the same rows from the same rows, by another kernel.
 @register("embedding_gradient", "numerics", needs_cuda=True, forecast=False)
 def embedding_gradient(step: StepGraph, options: object, report: PassReport) -> None:
-    """Compute gradients of embeddings' tables in a fixed order, inside compiled pieces."""
-    for node in step.graph.find_nodes(op="call_function", target=aten.embedding_dense_backward.default):
+    """Compute gradients of lookups of rows in a fixed order, inside compiled pieces."""
+    for node in list(step.graph.nodes):
+        if node.target is aten.embedding_dense_backward.default:
+            reason, arguments = _embedding(node)
+        elif node.target in _INDEXINGS and argument(node, "accumulate") and phase_of(node) == "backward":
+            reason, arguments = _indexing(node)
+        else:
+            continue
         report.matched += 1
-        reason = _why_not(node)
         if reason:
             report.notes.append(f"{node.name} stays as it is: {reason}")
             continue
-        arguments = (argument(node, name) for name in ("grad_output", "indices", "num_weights", "padding_idx"))
-        replace(node, Builder(node, before=node)(torch.ops.stepgraph.embedding_backward.default, *arguments))
+        grad, indices, rows, padding = arguments
+        build = Builder(node, before=node)
+        if node.target in _INDEXINGS:  # which may count from the end
+            behind = build(aten.add.Tensor, indices, rows)
+            indices = build(aten.where.self, build(aten.lt.Scalar, indices, 0), behind, indices)
+        zeros = node.args[0]
+        replace(node, build(torch.ops.stepgraph.embedding_backward.default, grad, indices, rows, padding))
+        erase_unread(zeros)
         report.changed += 1
-    report.summary = f"{report.changed} of {report.matched} embeddings' gradients by sorting"
+    report.summary = f"{report.changed} of {report.matched} gradients of lookups by sorting"
 
 
-def _why_not(node: fx.Node) -> str | None:
-    """Why ``node`` cannot be rewritten, or None."""
+def _embedding(node: fx.Node) -> tuple[str | None, tuple]:
+    """Why the gradient of an embedding cannot be rewritten, or None; the operator's arguments."""
+    arguments = tuple(argument(node, name) for name in ("grad_output", "indices", "num_weights", "padding_idx"))
     if argument(node, "scale_grad_by_freq"):
-        return "it is scaled by how often a row was looked up"
+        return "it is scaled by how often a row was looked up", arguments
+    return _dtype(node), arguments
+
+
+def _indexing(node: fx.Node) -> tuple[str | None, tuple]:
+    """The same of the gradient of an indexing."""
+    zeros, indices, grad = node.args[:3]
+    arguments = (grad, indices[0], node.meta["val"].shape[0], -1)
+    if len(indices) != 1 or indices[0] is None or indices[0].meta["val"].dtype not in (torch.int64, torch.int32):
+        return "not one tensor of indices", arguments
+    index, rows = indices[0].meta["val"], node.meta["val"]
+    if rows.ndim != 2 or grad.meta["val"].shape != (*index.shape, rows.shape[1]):
+        return f"a gradient {tuple(grad.meta['val'].shape)} of rows {tuple(rows.shape)}", arguments
+    if not _is_zeros(zeros):
+        return "it is added to something", arguments
+    return _dtype(node), arguments
+
+
+def _is_zeros(node: fx.Node) -> bool:
+    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
+        return True
+    return node.target in (aten.full.default, aten.new_full.default) and node.args[-1] == 0
+
+
+def _dtype(node: fx.Node) -> str | None:
     dtype = node.meta["val"].dtype
     return None if dtype in _DTYPES else f"a gradient in {dtype}"

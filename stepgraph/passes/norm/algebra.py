@@ -44,11 +44,16 @@ def add(a: Polynomial, b: Polynomial, scale: float = 1.0) -> Polynomial:
     """``a + scale * b``; what cancels is left out."""
     result = dict(a)
     for monomial, coefficient in b.items():
-        old = result.pop(monomial, 0.0)
-        new = old + scale * coefficient
-        if abs(new) > _TOLERANCE * max(abs(old), abs(scale * coefficient)):
-            result[monomial] = new
+        _put(result, monomial, scale * coefficient)
     return result
+
+
+def _put(result: Polynomial, monomial: Monomial, coefficient: float) -> None:
+    """Add a term to ``result`` itself."""
+    old = result.pop(monomial, 0.0)
+    new = old + coefficient
+    if abs(new) > _TOLERANCE * max(abs(old), abs(coefficient)):
+        result[monomial] = new
 
 
 def multiply(a: Polynomial, b: Polynomial) -> Polynomial:
@@ -56,7 +61,7 @@ def multiply(a: Polynomial, b: Polynomial) -> Polynomial:
     result: Polynomial = {}
     for left, x in a.items():
         for right, y in b.items():
-            result = add(result, {_product(left, right): x * y})
+            _put(result, _product(left, right), x * y)
     return result
 
 
@@ -99,7 +104,8 @@ def row_mean(a: Polynomial) -> Polynomial:
         outside = frozenset((key, e) for key, e in monomial if _is_row_factor(key))
         inside = monomial - outside
         mean = {frozenset({(("mean", inside), 1.0)}): 1.0} if inside else constant(1)
-        result = add(result, multiply({outside: coefficient}, mean))
+        for rest, x in mean.items():
+            _put(result, _product(outside, rest), coefficient * x)
     return result
 
 
@@ -107,7 +113,7 @@ def column_sum(a: Polynomial, dims: tuple[int, ...]) -> Polynomial:
     """The sum over the dimensions ``dims`` of the rows."""
     result: Polynomial = {}
     for monomial, coefficient in a.items():
-        result = add(result, {frozenset({(("sum", dims, monomial), 1.0)}): coefficient})
+        _put(result, frozenset({(("sum", dims, monomial), 1.0)}), coefficient)
     return result
 
 

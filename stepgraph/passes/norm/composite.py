@@ -76,7 +76,8 @@ class Composite:
         kept = {self.x, *self.copies, found.weight, found.bias}
         found.nodes = [*inside, *found.outputs, *(found.gradient.results() if found.gradient else ())]
         gone = set(found.nodes)
-        for node in sorted(values.known, reverse=True):  # what only they read: squares, casts, the mean
+        read = sorted([*values.known, *values.sums], reverse=True)
+        for node in read:  # what only they read: squares, casts, the mean
             if node.op == "call_function" and node not in kept and node.users and set(node.users) <= gone:
                 gone.add(node)
         found.nodes = list(gone)
@@ -90,7 +91,7 @@ class Composite:
             for user in queue.pop().users:
                 if user in results or user in inside:
                     continue
-                if user in values.known:
+                if values.reads(user):
                     inside[user] = None
                     queue.append(user)
                 else:
@@ -107,6 +108,7 @@ class Composite:
         if xhat is None:
             return Refused(self.root, "what is under the root is not a mean square of rows plus eps")
         self.xhat, self.rstd = xhat, algebra.power(under, -0.5)
+        self.values.under = under
         self.values.get(self.root)
         self.dependent = [self.root, *self.values.spread([self.root])]
         best, outputs, covered, affine = -1, [], set(), None
@@ -206,10 +208,11 @@ class Composite:
         return list(candidates)[:8]
 
     def _before_weight(self, node: fx.Node) -> fx.Node:
-        """``dy`` behind ``dy * weight`` and casts."""
+        """``dy`` behind ``dy * weight`` and casts. A number that y is multiplied with is no part of the norm: its
+        product with a gradient is ``dy`` itself."""
         while True:
             node = before_widening(node)
-            if packet(node) is not aten.mul:
+            if packet(node) is not aten.mul or len(node.all_input_nodes) < 2:
                 return node
             full = [a for a in node.args if isinstance(a, fx.Node) and self.values.is_full(a)]
             if len(full) != 1 or not all(a in full or self.values.get(a) for a in node.all_input_nodes):
@@ -219,7 +222,7 @@ class Composite:
     def _gradient(self, found: Found, values: Values, dy: fx.Node, read: list[fx.Node]) -> Gradient:
         """The first node that equals each derivative."""
         slope = algebra.factor("full", dy)
-        dims = tuple(range(len(values.shape) - (1 if found.weight is None else _rank(found.weight))))
+        dims = values.longer_than_one(range(len(values.shape) - (1 if found.weight is None else _rank(found.weight))))
         wanted = {
             "dx": self._derivative(found, slope),
             "dw": algebra.column_sum(algebra.multiply(slope, self.xhat), dims) if found.weight is not None else None,
@@ -230,18 +233,14 @@ class Composite:
         if copies:
             gradient.x = copies[0]
         for node in read:
-            given = values.known[node]
+            given, other = values.sums.get(node) or (values.known[node], None)
             for name, expected in wanted.items():
-                if expected is None or getattr(gradient, name) is not None:
+                if expected is None or getattr(gradient, name) is not None or not algebra.same(given, expected):
                     continue
-                if name == "dx" and values.is_full(node):
-                    rest = algebra.add(given, expected, -1.0)
-                    other = self._other(rest, dy)
-                    if rest and other is None:
-                        continue
-                    gradient.dx, gradient.dh = node, other
-                elif name != "dx" and algebra.same(given, expected):
+                if name != "dx" and other is None:
                     setattr(gradient, name, node)
+                elif name == "dx" and values.is_full(node) and other not in (self.x, dy):
+                    gradient.dx, gradient.dh = node, other
         return gradient
 
     def _derivative(self, found: Found, dy: Polynomial) -> Polynomial:
@@ -251,16 +250,6 @@ class Composite:
         if found.kind == "layer":
             inner = algebra.add(inner, algebra.row_mean(g), -1.0)
         return algebra.multiply(self.rstd, inner)
-
-    def _other(self, rest: Polynomial, dy: fx.Node) -> fx.Node | None:
-        """The tensor that ``rest`` is, if it is one other than x and dy."""
-        if len(rest) != 1:
-            return None
-        ((monomial, coefficient),) = rest.items()
-        if abs(coefficient - 1) > 1e-6 or len(monomial) != 1:
-            return None
-        (((kind, node, *_), exponent),) = monomial
-        return node if kind == "full" and exponent == 1 and node not in (self.x, dy) else None
 
 
 def _rank(weight: fx.Node) -> int:

@@ -45,25 +45,35 @@ def before_widening(node: fx.Node) -> fx.Node:
 class Values:
     """Polynomials of the nodes around the tensor ``x``, shape (..., N).
 
-    ``known``: node -> polynomial. ``others``: whether a sum with a foreign tensor of the shape of x is read, as one
-    with the gradient that comes in from the residual stream.
+    ``known``: node -> polynomial. ``sums``: node -> (polynomial, the foreign tensor of the shape of x that is added to
+    it), as the gradient that comes in from the residual stream is. ``under``: what is under the norm's root.
+
+    How far is read does not grow with the graph, however many norms follow each other: a root of anything else than
+    ``under`` is foreign, and a sum with a foreign tensor is read only into copies and further sums of known terms.
     """
 
     def __init__(self, x: fx.Node, copies: Iterable[fx.Node] = ()):
         self.x = x
         self.shape = value_of(x).shape
         self.known: dict[fx.Node, Polynomial] = {node: algebra.factor("full", x) for node in (x, *copies)}
+        self.sums: dict[fx.Node, tuple[Polynomial, fx.Node]] = {}
+        self.under: Polynomial | None = None
         self._without_last: set[fx.Node] = set()
         self._foreign: dict[fx.Node, int] = {}  # and how far was looked
-        self.others = False
+        self._reads_sums = False
 
     def with_gradient(self, dy: fx.Node) -> "Values":
-        """The same, knowing ``dy`` too."""
+        """The same, knowing ``dy`` too, and reading sums with foreign tensors."""
         more = Values(self.x)
         more.known = {**self.known, dy: algebra.factor("full", dy)}
+        more.under = self.under
         more._without_last = set(self._without_last)
-        more.others = True
+        more._reads_sums = True
         return more
+
+    def reads(self, node: fx.Node) -> bool:
+        """Whether the node has been read."""
+        return node in self.known or node in self.sums
 
     def is_full(self, node: fx.Node) -> bool:
         """Whether the node makes one tensor of the shape of x."""
@@ -116,24 +126,29 @@ class Values:
             push(start)
         while heap:
             node = heapq.heappop(heap)
-            if self.get(node) is None and not (self.others and self._sum_with_foreign(node)):
+            if self.get(node) is None and not (self._reads_sums and self._read_sum(node)):
                 continue
             read.append(node)
             push(node)
         return read
 
-    def _sum_with_foreign(self, node: fx.Node) -> bool:
-        """Read ``known + foreign``."""
-        if packet(node) is not aten.add or not self.is_full(node) or node.kwargs.get("alpha", 1) != 1:
+    def _read_sum(self, node: fx.Node) -> bool:
+        """Read ``known + foreign``, what adds known terms to such a sum, and its copies."""
+        if not self.is_full(node):
             return False
-        left, right = node.args
-        if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
-            return False
-        mine, foreign = (left, right) if left in self.known else (right, left)
-        if mine not in self.known or foreign in self.known or not (self.is_full(mine) and self.is_full(foreign)):
-            return False
-        self.known[node] = algebra.add(self.known[mine], algebra.factor("full", before_widening(foreign)))
-        return True
+        if is_copy(node) or packet(node) in _VIEWS:
+            if node.args[0] in self.sums:
+                self.sums[node] = self.sums[node.args[0]]
+        elif packet(node) is aten.add and node.kwargs.get("alpha", 1) == 1 and len(node.args) == 2:
+            for mine, other in (node.args, reversed(node.args)):
+                if not (isinstance(mine, fx.Node) and isinstance(other, fx.Node)) or mine in self._without_last:
+                    continue
+                if mine in self.known and other in self.sums:
+                    polynomial, foreign = self.sums[other]
+                    self.sums[node] = algebra.add(polynomial, self.known[mine]), foreign
+                elif mine in self.known and not self.reads(other) and self.is_full(mine) and self.is_full(other):
+                    self.sums[node] = self.known[mine], before_widening(other)
+        return node in self.sums
 
     def _is_transparent_column(self, node: fx.Node) -> bool:
         """Whether to look behind a column: at what was cast, at a weight plus a number, and at sums over rows."""
@@ -161,6 +176,14 @@ class Values:
         if result is None:
             raise NotAlgebra
         return result
+
+    def power(self, a: Polynomial, exponent: float) -> Polynomial:
+        """``a ** exponent``, with roots of what is under this norm's root alone. Raises `NotAlgebra` for others."""
+        is_root = exponent != int(exponent) or (exponent < 0 and not (exponent == -1 and len(a) == 1))
+        is_number = a.keys() == {algebra.ONE}
+        if is_root and not is_number and self.under is not None and not algebra.same(a, self.under):
+            raise NotAlgebra
+        return algebra.power(a, exponent)
 
     def elementwise(self, node: fx.Node, arguments: Iterable[object], reach: int) -> list[Polynomial]:
         """The polynomials of arguments that are combined element by element."""
@@ -210,7 +233,11 @@ class Values:
             return total
         if mean or last in dims or read != self.shape:
             raise NotAlgebra
-        return algebra.column_sum(result, dims)
+        return algebra.column_sum(result, self.longer_than_one(dims))
+
+    def longer_than_one(self, dims: Iterable[int]) -> tuple[int, ...]:
+        """The dimensions of x over which there is something to sum."""
+        return tuple(d for d in dims if self.shape[d] > 1)
 
 
 def _dims_and_keep(node: fx.Node) -> tuple[list[int], bool]:
@@ -245,7 +272,7 @@ def _div(values: Values, node: fx.Node, reach: int) -> Polynomial:
     if node.kwargs.get("rounding_mode") is not None:
         raise NotAlgebra
     a, b = values.elementwise(node, node.args[:2], reach)
-    return algebra.multiply(a, algebra.power(b, -1.0))
+    return algebra.multiply(a, values.power(b, -1.0))
 
 
 def _power(exponent: float | None = None) -> Rule:
@@ -254,7 +281,7 @@ def _power(exponent: float | None = None) -> Rule:
         by = node.args[1] if exponent is None else exponent
         if not isinstance(by, (int, float)):
             raise NotAlgebra
-        return algebra.power(a, by)
+        return values.power(a, by)
 
     return rule
 

@@ -50,7 +50,7 @@ def test_models(tools, name, tolerance):
     (report,) = run_passes(step, [PASS])
     assert count == 1
     assert (report.matched, report.changed, report.notes) == (count, count, [])
-    assert f"{count} of {count} embeddings' gradients by sorting" in report.line()
+    assert f"{count} of {count} gradients of lookups by sorting" in report.line()
     assert not found(step, BEFORE) and len(found(step, AFTER)) == count
     for node, place, value in zip(found(step, AFTER), places, values, strict=True):
         made = node.meta["val"]
@@ -93,6 +93,61 @@ def test_what_stays(options, why):
     assert (report.matched, report.changed) == (1, 0)
     (note,) = report.notes
     assert note.startswith("embedding_dense_backward") and note.endswith(f"stays as it is: {why}")
+    assert torch.equal(model.weight.grad, expected.weight.grad)
+
+
+class Gather(nn.Module):
+    """Rows of a projection, gathered by indices as experts' tokens are."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 8).to(dtype))
+
+    def forward(self, x, *index):
+        rows = x @ self.weight
+        return rows[:, index[1]] if index[0] is None else rows[index]
+
+
+def gather_loss(model, batch):
+    return (model(batch["x"], *batch["index"]).float().tanh() ** 2).sum()
+
+
+@pytest.mark.parametrize("accumulated", [1, 5])
+@pytest.mark.parametrize("shape", [(30,), (6, 5), (0,)])
+def test_rows_that_were_gathered(shape, accumulated):
+    """Also with indices that count from the end, in steps with other indices."""
+    model = Gather()
+    expected = copy.deepcopy(model)
+
+    def batch():
+        return {"x": torch.randn(9, 16), "index": [torch.randint(-9, 9, shape)]}
+
+    step = stepgraph.capture(model, gather_loss, batch(), passes=[PASS])
+    assert report_of(step).changed == 1 and not found(step.graph, torch.ops.aten.index_put.default)
+    for _ in range(accumulated):
+        given = batch()
+        step(given)
+        gather_loss(expected, given).backward()
+    torch.testing.assert_close(model.weight.grad, expected.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("index", "dtype", "why"),
+    [
+        ([torch.tensor([1, 1, 3]), torch.tensor([0, 0, 5])], torch.float32, "not one tensor of indices"),
+        ([None, torch.tensor([0, 0, 5])], torch.float32, "not one tensor of indices"),
+        ([torch.tensor([0, 0, 5])], torch.float64, "a gradient in torch.float64"),
+    ],
+)
+def test_indexings_that_stay(index, dtype, why):
+    model = Gather(dtype)
+    expected = copy.deepcopy(model)
+    batch = {"x": torch.randn(9, 16, dtype=dtype), "index": index}
+    step = stepgraph.capture(model, gather_loss, batch, passes=[PASS])
+    step(batch)
+    gather_loss(expected, batch).backward()
+    report = report_of(step)
+    assert (report.matched, report.changed) == (1, 0) and report.notes[0].endswith(why)
     assert torch.equal(model.weight.grad, expected.weight.grad)
 
 

@@ -1,0 +1,39 @@
+"""Records launches of Triton kernels by the model itself, which torch's dispatcher does not see, as nodes."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph import compat
+from stepgraph.errors import CaptureError
+from stepgraph.graph.launch import traced_launch
+
+
+@contextlib.contextmanager
+def recorded_launches(wrote: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
+    """Inside a trace, a launch on its tensors becomes a node and runs nothing; one on real tensors runs as it is.
+
+    ``wrote`` is told which tensors a recorded launch may write.
+    """
+
+    def record(kernel: Any, grid: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        given = [leaf for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        for tensor in given:
+            if compat.is_traceable_wrapper_subclass(tensor):
+                raise CaptureError(
+                    f"the Triton kernel {compat.triton_kernel_name(kernel)} is launched on a {type(tensor).__name__}; "
+                    "give it plain tensors, such as x.to_local()"
+                )
+        if not any(map(compat.is_fake, given)):
+            return False
+        if not compat.is_tracing():  # inside an operator, which is recorded as one
+            return True
+        launch, tensors = traced_launch(kernel, grid, args, kwargs)
+        compat.record_call(launch, tensors)
+        wrote([tensors[i] for i in launch.writes])
+        return True
+
+    with compat.watch_triton_launches(record):
+        yield

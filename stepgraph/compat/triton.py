@@ -1,0 +1,109 @@
+"""Triton kernels that a model launches itself: seeing launches, and what a kernel writes."""
+
+import contextlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._library.triton import set_wrap_triton_enabled
+from torch.utils import _pytree as pytree
+
+
+@contextlib.contextmanager
+def watch_triton_launches(record: Callable[[Any, Any, Sequence[Any], Mapping[str, Any]], bool]) -> Iterator[None]:
+    """Inside, ``record(kernel, grid, args, kwargs)`` sees every launch of a Triton kernel, with its decorators; where
+    it returns True nothing is launched. ``torch.library.wrap_triton`` wraps nothing, so that its launches are seen too.
+    """
+    if "triton" not in sys.modules and not (torch.cuda.is_available() and importlib.util.find_spec("triton")):
+        yield
+        return
+    launched = _launched_classes()
+    saved = {cls: cls.run for cls in launched}
+
+    def watched(run: Callable) -> Callable:
+        def recorded(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
+            if not warmup and record(kernel, grid, args, kwargs):
+                return None
+            return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+
+        return recorded
+
+    for cls, run in saved.items():
+        cls.run = watched(run)
+    try:
+        with set_wrap_triton_enabled(False):
+            yield
+    finally:
+        for cls, run in saved.items():
+            cls.run = run
+
+
+def _launched_classes() -> list[type]:
+    from triton.runtime.autotuner import Autotuner, Heuristics
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    return [JITFunction, Autotuner, Heuristics, InterpretedFunction]
+
+
+def _chain(kernel: Any) -> list[Any]:
+    """``kernel`` and what its decorators wrap, the kernel proper last."""
+    chain = [kernel]
+    while hasattr(chain[-1], "arg_names") and hasattr(getattr(chain[-1], "fn", None), "arg_names"):
+        chain.append(chain[-1].fn)
+    return chain
+
+
+def triton_kernel_name(kernel: Any) -> str:
+    """The name of the function that ``kernel`` was made of."""
+    return _chain(kernel)[-1].fn.__name__
+
+
+def triton_kernel_tunes(kernel: Any) -> bool:
+    """Whether ``kernel`` measures several configurations at its first launch."""
+    return any(len(getattr(part, "configs", ())) > 1 for part in _chain(kernel))
+
+
+def triton_writes(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+    """Those of a launch's tensors that the kernel writes, by torch's analysis of its code; None where that needs a GPU
+    that is not there, or fails: any may be written."""
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
+
+    values = [*args, *kwargs.values()]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    leaves = pytree.tree_leaves(values)
+    nested = len(tensors) != sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if nested or not torch.cuda.is_available():
+        return None
+    bound = _bound(kernel, args, kwargs)
+    proper = _chain(kernel)[-1]
+    if bound is None or set(bound) != set(proper.arg_names):
+        return None
+    kernel_id = kernel_side_table.add_kernel(proper)
+    log = logging.getLogger("torch._dynamo")
+    level = log.level
+    # Where the analysis fails, torch takes all tensors for written, and warns at length.
+    log.setLevel(logging.CRITICAL)
+    try:
+        names = get_mutated_tensors(kernel_id, kernel_side_table.add_constant_args({}), bound, {})
+    finally:
+        log.setLevel(level)
+    return [bound[name] for name in names]
+
+
+def _bound(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The values of the parameters of the kernel proper, with one configuration; None for an interpreted one."""
+    *decorators, proper = _chain(kernel)
+    if not hasattr(proper, "params"):  # Triton's interpreter
+        return None
+    given = dict(zip(proper.arg_names, args, strict=False)) | dict(kwargs)
+    for part in decorators:
+        if getattr(part, "configs", None):
+            given = part.configs[0].all_kwargs() | given
+        for name, value in getattr(part, "values", {}).items():
+            given[name] = value(given)
+    defaults = {p.name: p.default for p in proper.params if p.has_default}
+    return {name: value for name, value in (defaults | given).items() if name in proper.arg_names}

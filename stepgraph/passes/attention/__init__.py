@@ -1,0 +1,1 @@
+"""Attention: masks that the graph itself determines."""
