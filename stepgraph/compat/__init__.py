@@ -52,6 +52,7 @@ from stepgraph.compat.tracing import (
     graph_of_trace,
     inline_compiled,
     intercept_checkpoint,
+    is_tracing,
     node_of_trace,
     record_call,
     rename_node,

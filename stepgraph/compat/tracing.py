@@ -43,6 +43,11 @@ def graph_of_trace() -> torch.fx.Graph:
     return get_proxy_mode().tracer.graph
 
 
+def is_tracing() -> bool:
+    """Whether what is called here is recorded: not inside an operator that is."""
+    return get_proxy_mode() is not None
+
+
 def node_of_trace(tensor: torch.Tensor) -> torch.fx.Node | None:
     """The node of the running `trace` that made ``tensor``; None for a tensor that it did not record."""
     slot = get_proxy_slot(tensor, get_proxy_mode().tracer, None)
