@@ -77,8 +77,13 @@ def _kind(given: Any) -> str:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raise for modules whose forward a trace does not see."""
+    """Raise for modules whose forward a trace does not see, and for those that have no form yet."""
     for path, module in named_modules(model):
+        if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+            raise CaptureError(
+                f"module {path or 'model'} ({type(module).__name__}) takes its shape from its first batch; run the "
+                "model once before the capture"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"module {path or 'model'} is a scripted or traced module ({type(module).__name__}), whose tensors and "
@@ -144,6 +149,17 @@ def refuse_own_backward(params: Sequence[tuple[str, torch.Tensor]]) -> None:
             "loss_fn calls backward(), whose gradients a captured step would lose; return the loss, and take gradients "
             "that the loss itself needs by torch.autograd.grad(..., create_graph=True)"
         )
+
+
+def refuse_replaced(before: Mapping[str, nn.Module], model: nn.Module) -> None:
+    """Raise if forward has replaced, added or removed modules; ``before``: by their paths."""
+    now = dict(model.named_modules())
+    for path in sorted(before.keys() | now.keys()):
+        if before.get(path) is not now.get(path):
+            raise CaptureError(
+                f"forward replaces module {compat.uncompiled_path(path)}; a captured step has the modules of before, "
+                "run the model once before the capture"
+            )
 
 
 def refuse_sparse(grad: torch.Tensor, path: str) -> None:

@@ -102,7 +102,7 @@ class Watch:
 @contextlib.contextmanager
 def swapped(model: nn.Module, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """The model holds ``tensors`` in place of its own while inside; whatever it assigns there is undone at the end."""
-    held = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers)]
+    held = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules)]
     saved = [dict(d) for d in held]
     try:
         for slot, tensor in zip(slots, tensors, strict=True):

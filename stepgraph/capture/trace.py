@@ -230,7 +230,8 @@ class _Trace:
         self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
         """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
-        kept_before, written = kept_tensors(self.model), Writes(self.reads)
+        kept_before, modules_before = kept_tensors(self.model), dict(self.model.named_modules())
+        written = Writes(self.reads)
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
             swapped(self.model, self.slots, tensors),
@@ -248,6 +249,7 @@ class _Trace:
             loss, grads = self._loss_and_grads(self._batch(flat, batch), params, frozen)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             self.changes = written.changes()
+            checks.refuse_replaced(modules_before, self.model)
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
