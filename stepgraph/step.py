@@ -13,7 +13,8 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, flatten_batch, trace_step
-from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import unwrap
 from stepgraph.capture.trace import LossFn, batch_sizes
 from stepgraph.graph.program import StepProgram
@@ -31,7 +32,7 @@ def capture(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
@@ -46,9 +47,9 @@ def capture(
         loss_fn: ``loss_fn(model, batch)`` returns a floating-point scalar.
         batch: an example: tensors and plain values in dicts, lists and tuples. Another batch of the same form runs
             the same graph; one of another form is captured again (at most ``MAX_CAPTURES`` are kept).
-        optimizer: ``torch.optim.AdamW`` or ``stepgraph.MasterAdamW``: clipping and the update become part of the
-            graph, and the learning rate is read from ``param_groups`` at every step. Without one, gradients land in
-            ``param.grad`` as ``backward()`` leaves them.
+        optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Muon`` or ``Adafactor``, ``stepgraph.MasterAdamW``, or a
+            list of them: clipping and the update become part of the graph, and learning rates are read from
+            ``param_groups`` at every step. Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.
         max_grad_norm: clip the step's gradients to this total 2-norm, before they are added to any ``param.grad``.
         accumulate: split the batch's tensors along their first dimension into so many microbatches; the step's loss
             and gradients are those of their mean. The graph is that of one microbatch, and a second one updates. A
@@ -89,7 +90,7 @@ class CapturedStep:
         model: nn.Module,
         loss_fn: LossFn,
         batch: Any,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         *,
         max_grad_norm: float | None,
         accumulate: int,
@@ -105,7 +106,7 @@ class CapturedStep:
         self.disable, self.dump = tuple(disable), dump
         self.metrics: dict[str, torch.Tensor] = {}
         self._modules = list(model.modules())
-        self._update = AdamWUpdate(optimizer) if optimizer is not None else None
+        self._update = Update(optimizer) if optimizer is not None else None
         self._bound: OrderedDict[tuple, BoundStep] = OrderedDict()
         leaves, spec = flatten_batch(batch)
         checks.check_microbatches(leaves, accumulate)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.optimizer import Update
 from stepgraph.capture.recorder import Recorder, user_frame, user_source
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError
@@ -30,7 +30,7 @@ def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
             )
 
 
-def check_owned(update: AdamWUpdate | None, slots: Sequence[Slot]) -> None:
+def check_owned(update: Update | None, slots: Sequence[Slot]) -> None:
     """Every parameter of the optimizer is the model's."""
     known = {id(slot.tensor) for slot in slots}
     for _, param in update.owned() if update else ():

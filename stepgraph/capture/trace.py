@@ -15,7 +15,9 @@ from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
-from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.optimizer.rule import Member
+from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
@@ -69,7 +71,7 @@ def trace_step(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
@@ -101,7 +103,7 @@ class _Trace:
         model: nn.Module,
         loss_fn: LossFn,
         batch: Any,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         max_grad_norm: float | None,
         accumulate: int,
     ):
@@ -112,7 +114,7 @@ class _Trace:
         self.needs_grad = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         self.tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.trained = [i for i, slot in enumerate(self.slots) if slot.tensor.requires_grad]
-        self.update = AdamWUpdate(optimizer) if optimizer is not None else None
+        self.update = Update(optimizer) if optimizer is not None else None
         checks.check_owned(self.update, self.slots)
         self.stateless = self.update.without_state() if self.update else []
         self.recorder = Recorder(model)
@@ -378,7 +380,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 def _record_update(
     recorder: Recorder,
-    update: AdamWUpdate,
+    update: Update,
     groups: Sequence[dict[str, Any]],
     grads: dict[int, torch.Tensor],
     flat: Sequence[torch.Tensor],
@@ -386,20 +388,15 @@ def _record_update(
     """Record the optimizer's update of every parameter that has a gradient; the slots updated."""
     paths = {i: path for group in groups for i, path in group["paths"].items()}
     updated: set[int] = set()
-    for group in groups:
+    for index, group in enumerate(groups):
         members = [m for m in group["members"] if m[0] in grads]
         if not members:
             continue
-        update.trace(
-            group["options"],
-            params=[flat[part][0] for _, part, _, _ in members],
-            grads=[grads[i] for i, _, _, _ in members],
-            states=[{key: flat[where][0] for key, where in wheres.items()} for _, _, wheres, _ in members],
-            live_steps=[count for _, _, _, count in members],
-            lr=flat[group["lr"]][0],
-            paths=[paths[i] for i, _, _, _ in members],
-            attribute=recorder.attribute,
-        )
+        traced = []
+        for i, part, wheres, seen in members:
+            state = {key: flat[where][0] for key, where in wheres.items()}
+            traced.append(Member(flat[part][0], grads[i], state, seen, paths[i]))
+        update.trace(index, traced, flat[group["lr"]][0], recorder.attribute)
         updated |= {i for i, _, _, _ in members}
     return updated
 

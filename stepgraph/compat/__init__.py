@@ -44,7 +44,13 @@ from stepgraph.compat.fake import (
     transformers_sees_values,
     without_modes,
 )
-from stepgraph.compat.optimizer import accelerated_inside, has_step_hooks, mark_stepped
+from stepgraph.compat.optimizer import (
+    accelerated_inside,
+    has_step_hooks,
+    mark_stepped,
+    muon_orthogonalized,
+    muon_rate,
+)
 from stepgraph.compat.tracing import (
     constant_of_trace,
     current_sequence_nr,

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -114,10 +113,11 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
 def inline_compiled() -> contextlib.AbstractContextManager:
     """Inside, functions and modules that ``torch.compile`` made run what they were made from, so that a trace sees it.
 
-    Without it they refuse to be traced. What is not loaded has compiled nothing.
+    Without it they refuse to be traced.
     """
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
+    from torch._dynamo import config  # a second to load, which only a trace needs
+
+    return config.patch(error_on_nested_fx_trace=False)
 
 
 def uncompiled_path(path: str) -> str:

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from stepgraph import compat
 from stepgraph.capture import Traced, gradients
-from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.optimizer import Update
 from stepgraph.capture.state import Watch
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.run.program import Accumulators, ProgramRunner
@@ -17,10 +16,10 @@ from stepgraph.run.program import Accumulators, ProgramRunner
 class BoundStep:
     """One form of a captured step. ``watch`` sees whether it must be captured again."""
 
-    def __init__(self, traced: Traced, update: AdamWUpdate | None, session: Session, accumulators: Accumulators):
+    def __init__(self, traced: Traced, update: Update | None, session: Session, accumulators: Accumulators):
         self.traced, self.update = traced, update
         self.runner = ProgramRunner(traced.program, traced.tensor_leaves, session, accumulators)
-        self.watch = Watch(traced.slots, update.optimizer if update else None)
+        self.watch = Watch(traced.slots, update.optimizers if update else ())
         self.lrs = {
             int(spec.name.removeprefix("lr.")): spec.tensor
             for step in traced.program.graphs.values()
@@ -36,12 +35,13 @@ class BoundStep:
             results = self.runner(leaves)
         gradients.land(self.traced.landing, results.gradients)
         if self.update:
-            compat.mark_stepped(self.update.optimizer)
+            self.update.mark_stepped()
         return results.loss, results.metrics
 
     def _set_rates(self) -> None:
+        groups = self.update.groups if self.update else ()
         for group, tensor in self.lrs.items():
-            lr = self.update.optimizer.param_groups[group]["lr"]
+            lr = groups[group]["lr"]
             if isinstance(lr, torch.Tensor):
                 tensor.copy_(lr)
                 self.lr_values.pop(group, None)
