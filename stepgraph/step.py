@@ -13,15 +13,17 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, flatten_batch, trace_step
-from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import unwrap
 from stepgraph.capture.trace import LossFn, batch_sizes
+from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.passes import Passes, PassReport, StepOptions, prepare, run_passes
 from stepgraph.run import Accumulators, BoundStep
-from stepgraph.run.bound import no_autocast
+from stepgraph.verify import Case, VerifyReport, verify
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
 MAX_CAPTURES = 8
@@ -31,7 +33,7 @@ def capture(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
@@ -46,9 +48,9 @@ def capture(
         loss_fn: ``loss_fn(model, batch)`` returns a floating-point scalar.
         batch: an example: tensors and plain values in dicts, lists and tuples. Another batch of the same form runs
             the same graph; one of another form is captured again (at most ``MAX_CAPTURES`` are kept).
-        optimizer: ``torch.optim.AdamW`` or ``stepgraph.MasterAdamW``: clipping and the update become part of the
-            graph, and the learning rate is read from ``param_groups`` at every step. Without one, gradients land in
-            ``param.grad`` as ``backward()`` leaves them.
+        optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Muon`` or ``Adafactor``, ``stepgraph.MasterAdamW``, or a
+            list of them: clipping and the update become part of the graph, and learning rates are read from
+            ``param_groups`` at every step. Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.
         max_grad_norm: clip the step's gradients to this total 2-norm, before they are added to any ``param.grad``.
         accumulate: split the batch's tensors along their first dimension into so many microbatches; the step's loss
             and gradients are those of their mean. The graph is that of one microbatch, and a second one updates. A
@@ -89,7 +91,7 @@ class CapturedStep:
         model: nn.Module,
         loss_fn: LossFn,
         batch: Any,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         *,
         max_grad_norm: float | None,
         accumulate: int,
@@ -105,7 +107,7 @@ class CapturedStep:
         self.disable, self.dump = tuple(disable), dump
         self.metrics: dict[str, torch.Tensor] = {}
         self._modules = list(model.modules())
-        self._update = AdamWUpdate(optimizer) if optimizer is not None else None
+        self._update = Update(optimizer) if optimizer is not None else None
         self._bound: OrderedDict[tuple, BoundStep] = OrderedDict()
         leaves, spec = flatten_batch(batch)
         checks.check_microbatches(leaves, accumulate)
@@ -135,19 +137,63 @@ class CapturedStep:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""
+        _refuse_autocast()
         leaves, spec = flatten_batch(batch)
+        self._current = self._bound_to(batch, leaves, spec)
+        loss, self.metrics = self._current(leaves)
+        return loss
+
+    def verify(self, batch: Any, *, locate: bool = False) -> VerifyReport:
+        """Compare the step with eager on ``batch``, both from the state of now, which is put back afterwards.
+
+        Parameters, buffers, gradients, the optimizer's state and every generator of random numbers are kept on the
+        host meanwhile. With an optimizer in the graph, gradients show in its state and in ``grad_norm``.
+
+        Args:
+            batch: as for a call of the step; on ranks, each rank's own, and all ranks verify together.
+            locate: if they differ, say also at which node or pass they part first, at the cost of up to one capture
+                for each pass.
+
+        Returns:
+            A `VerifyReport`: ``bitwise``, ``loss``, ``largest`` difference; as text, one screen.
+
+        Raises:
+            stepgraph.CaptureError: as a call of the step.
+        """
+        _refuse_autocast()
+        current, metrics = self._current, self.metrics
+        bound = self._bound_to(batch, *flatten_batch(batch))
+        case = Case(
+            self.model,
+            self.loss_fn,
+            self.optimizer,
+            self.max_grad_norm,
+            bound.traced.program.microbatches,
+            self.passes,
+            self.disable,
+            batch,
+            bound,
+        )
+        try:
+            return verify(case, locate)
+        finally:
+            self._current, self.metrics = current, metrics
+
+    def _bound_to(self, batch: Any, leaves: Sequence[Any], spec: Any) -> BoundStep:
+        """The form of the step for ``batch``, captured anew where what it was specialized on has changed."""
         signature = self._signature(leaves, spec)
         bound = self._bound.get(signature)
-        if bound is not None and bound.watch.sees_change():
-            del self._bound[signature]
-            bound = None
+        if bound is not None:
+            replaced, change = bound.watch.sees_change(), bound.plain.change()
+            if change:
+                warnings.warn(f"{change}: the step is captured again", stacklevel=3)
+            if replaced or change:
+                del self._bound[signature]
+                bound = None
         if bound is None:
-            with no_autocast():
-                bound = self._bind(batch, signature)
+            bound = self._bind(batch, signature)
         self._bound.move_to_end(signature)
-        self._current = bound
-        loss, self.metrics = bound(leaves)
-        return loss
+        return bound
 
     def _signature(self, leaves: Sequence[Any], spec: Any) -> tuple:
         """Everything outside the tensors' values that the graph was specialized on."""
@@ -181,7 +227,7 @@ class CapturedStep:
                 f"{MAX_CAPTURES} forms of the step are captured already; dropping the least recently used. Pad batches "
                 "to few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
                 "constants.",
-                stacklevel=3,
+                stacklevel=4,
             )
             self._bound.popitem(last=False)
         accumulate = self._microbatches(batch)
@@ -201,6 +247,13 @@ class CapturedStep:
                 report.graph = name
         bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
         return bound
+
+
+def _refuse_autocast() -> None:
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        raise CaptureError(
+            "autocast is on around the call of a captured step, whose casts are fixed; enter it inside loss_fn"
+        )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -3,15 +3,16 @@
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture.optimizer import AdamWUpdate
-from stepgraph.capture.recorder import Recorder, user_frame, user_source
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
+from stepgraph.capture.recorder import Recorder, is_user_file, user_frame, user_source
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError
 from stepgraph.graph.provenance import provenance
@@ -30,7 +31,7 @@ def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
             )
 
 
-def check_owned(update: AdamWUpdate | None, slots: Sequence[Slot]) -> None:
+def check_owned(update: Update | None, slots: Sequence[Slot]) -> None:
     """Every parameter of the optimizer is the model's."""
     known = {id(slot.tensor) for slot in slots}
     for _, param in update.owned() if update else ():
@@ -116,6 +117,24 @@ def check_loss(loss: Any) -> None:
         )
     if loss.grad_fn is None:
         raise CaptureError("the loss depends on no parameter that requires a gradient; check requires_grad and no_grad")
+
+
+def without_host_random(recorder: Recorder, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns. Raise if it draws random numbers on the host, which the graph would keep for ever."""
+    before = HostRandom(recorder.model)
+    result = call()
+    moved = before.moved()
+    if not moved:
+        return result
+    before.restore()
+    with LineOfDraw(before, is_user_file, recorder.stack) as line, contextlib.suppress(Exception):
+        call()
+    before.restore()
+    raise CaptureError(
+        f"{line.path or 'the model'}{f' ({line.source})' if line.source else ''} draws numbers from "
+        f"{' and '.join(moved)}, which would be the same in every step; draw them with torch, or outside and pass them "
+        "in the batch"
+    )
 
 
 def refuse_own_backward(params: Sequence[tuple[str, torch.Tensor]]) -> None:

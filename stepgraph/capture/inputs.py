@@ -7,7 +7,7 @@ import torch
 
 from stepgraph import compat
 from stepgraph.capture import gradients
-from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.optimizer import Update
 from stepgraph.capture.state import Slot, Wrapping, unwrap
 from stepgraph.graph.step_graph import InputSpec
 
@@ -44,26 +44,26 @@ class Inputs:
 
 
 def add_optimizer(
-    update: AdamWUpdate, slots: Sequence[Slot], inputs: Inputs, entries: Sequence[tuple[slice, Wrapping | None]]
+    update: Update, slots: Sequence[Slot], inputs: Inputs, entries: Sequence[tuple[slice, Wrapping | None]]
 ) -> list[dict[str, Any]]:
     """Add the optimizer's state and learning rates to the inputs; per group, what `_record_update` needs."""
     index_of = {id(slot.tensor): i for i, slot in enumerate(slots)}
-    groups = [{"options": g, "members": [], "paths": {}, "lr": None} for g in update.optimizer.param_groups]
+    groups = [{"options": g, "members": [], "paths": {}, "lr": None} for g in update.groups]
     for group_index, param in update.owned():
         if id(param) not in index_of or not param.requires_grad:  # the loss does not reach it, or it is frozen
             continue
         group = groups[group_index]
-        state = update.init_state(param, group["options"])
+        state = update.init_state(param, group_index)
         i = index_of[id(param)]
-        where = {key: inputs.add("optimizer", f"{slots[i].name}.{key}", state[key])[0] for key in update.keys}
-        # The unfused step count lives on the host, and parameters may differ in it.
-        count = 0.0 if group["options"]["fused"] else float(state["step"])
+        where = {key: inputs.add("optimizer", f"{slots[i].name}.{key}", state[key])[0] for key in state}
+        # A step count on the host: parameters may differ in it.
+        count = 0.0 if group["options"].get("fused") or "step" not in state else float(state["step"])
         group["members"].append((i, entries[i][0], where, count))
         group["paths"][i] = slots[i].path
     for group_index, group in enumerate(groups):
         if group["members"]:
-            first = inputs.specs[group["members"][0][2]["exp_avg"]][0].tensor
-            group["lr"], _ = inputs.add("lr", f"lr.{group_index}", update.lr_input(group["options"], first.device))
+            first = inputs.specs[group["members"][0][1]][0].tensor
+            group["lr"], _ = inputs.add("lr", f"lr.{group_index}", update.lr_input(group_index, first.device))
     return groups
 
 

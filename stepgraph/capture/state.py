@@ -55,8 +55,7 @@ def model_slots(model: nn.Module) -> list[Slot]:
                 slot.places.append((holder, key))
     slots = list(found.values())
     for slot in slots:
-        hooks = slot.tensor._backward_hooks or getattr(slot.tensor, "_post_accumulate_grad_hooks", None)
-        if hooks:
+        if compat.has_gradient_hooks(slot.tensor):
             raise CaptureError(
                 f"parameter {slot.name} has a gradient hook, which a captured step would not run; "
                 "remove it, or apply its effect to the loss or as a pass"
@@ -70,12 +69,12 @@ class Watch:
     Runs in every step over every tensor of the state, so its loops are those of the interpreter itself (``map``).
     """
 
-    def __init__(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer | None):
-        self._optimizer = optimizer
+    def __init__(self, slots: Sequence[Slot], optimizers: Sequence[torch.optim.Optimizer]):
+        self._optimizers = optimizers
         self._holders = [holder for slot in slots for holder, _ in slot.places]
         self._keys = [key for slot in slots for _, key in slot.places]
         self._held = [slot.tensor for slot in slots for _ in slot.places]
-        self._states = list(optimizer.state.values()) if optimizer is not None else []
+        self._states = self._state_dicts()
         self._tensors = [slot.tensor for slot in slots]
         self._wrapped = [t for t in self._tensors if compat.is_traceable_wrapper_subclass(t)]
         self._plain = [t for t in self._tensors if type(t) in (torch.Tensor, nn.Parameter)]
@@ -87,11 +86,14 @@ class Watch:
         places = list(map(torch.Tensor.data_ptr, self._plain))
         return places, inner, list(map(attrgetter("requires_grad"), self._tensors))
 
+    def _state_dicts(self) -> list[dict]:
+        return [state for optimizer in self._optimizers for state in optimizer.state.values()]
+
     def sees_change(self) -> bool:
         """Whether the step must be bound, and so captured, again."""
         if not all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
             return True
-        states = self._optimizer.state.values() if self._optimizer is not None else []
+        states = self._state_dicts()
         if len(states) != len(self._states) or not all(map(is_, states, self._states)):
             return True
         return self._look() != self._seen

@@ -15,7 +15,13 @@ from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
-from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.optimizer.rule import Member
+from stepgraph.capture.optimizer.update import Optimizers
+from stepgraph.capture.python import writes
+from stepgraph.capture.python.assigned import write_assigned
+from stepgraph.capture.python.reads import Reads
+from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
@@ -46,13 +52,14 @@ class Traced:
     """A captured step with what binds it to live tensors.
 
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``tensor_leaves``: which leaves of
-    the batch are tensors.
+    the batch are tensors. ``reads``: what Python read of the model's modules.
     """
 
     program: StepProgram
     landing: list[tuple[Slot, Wrapping | None]]
     slots: list[Slot]
     tensor_leaves: list[int]
+    reads: Reads
 
     @property
     def step(self) -> StepGraph:
@@ -69,7 +76,7 @@ def trace_step(
     model: nn.Module,
     loss_fn: LossFn,
     batch: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
@@ -89,8 +96,17 @@ def trace_step(
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
     trace = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
-    program = trace.whole() if accumulate == 1 else trace.accumulation()
-    return Traced(program, trace.landing, trace.slots, trace.tensor_leaves)
+    program = trace.program()
+    if trace.changes:
+        try:
+            with writes.after(model, trace.changes):
+                later = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
+                same = writes.same(program, later.program())
+            writes.check(trace.changes, later.changes, same)
+        except CaptureError:
+            trace.drop_state()
+            raise
+    return Traced(program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads)
 
 
 class _Trace:
@@ -101,7 +117,7 @@ class _Trace:
         model: nn.Module,
         loss_fn: LossFn,
         batch: Any,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         max_grad_norm: float | None,
         accumulate: int,
     ):
@@ -112,13 +128,24 @@ class _Trace:
         self.needs_grad = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         self.tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.trained = [i for i, slot in enumerate(self.slots) if slot.tensor.requires_grad]
-        self.update = AdamWUpdate(optimizer) if optimizer is not None else None
+        self.update = Update(optimizer) if optimizer is not None else None
         checks.check_owned(self.update, self.slots)
         self.stateless = self.update.without_state() if self.update else []
         self.recorder = Recorder(model)
         live = [t for slot in self.slots for t in unwrap(slot.tensor.detach())[0]]
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
         self.landing: list[tuple[Slot, Wrapping | None]] = []
+        self.reads = Reads(model)
+        self.changes: writes.Changes = {}
+
+    def program(self) -> StepProgram:
+        """The graphs of the step and their schedule."""
+        return self.whole() if self.accumulate == 1 else self.accumulation()
+
+    def drop_state(self) -> None:
+        """Forget the optimizer state that this trace created."""
+        if self.update:
+            self.update.drop_state(self.stateless)
 
     def whole(self) -> StepProgram:
         """One graph of forward, loss, backward and update."""
@@ -132,7 +159,7 @@ class _Trace:
             tensors = self._tensors(flat, entries)
             loss, grads, held = self._forward_backward(flat, tensors, batch)
             with self._in_optimizer():
-                _write_assigned(self.recorder, held, flat)
+                write_assigned(self.recorder, held, flat)
                 outputs.append(OutputSpec("loss", "loss"))
                 return [loss, *self._finish(flat, tensors, grads, groups, entries, outputs)]
 
@@ -155,7 +182,7 @@ class _Trace:
                         self.recorder.attribute(self.slots[i].path)
                         flat[sums[i]].add_(grad)
                 with self.recorder.in_phase("optimizer"):
-                    _write_assigned(self.recorder, held, flat)
+                    write_assigned(self.recorder, held, flat)
             reached.extend(grads)
             return [loss]
 
@@ -202,12 +229,13 @@ class _Trace:
     def _forward_backward(
         self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
-        """(loss, gradients by slot, what each place of the model holds after forward: see `_write_assigned`)."""
-        kept_before = kept_tensors(self.model)
+        """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
+        kept_before, written = kept_tensors(self.model), Writes(self.reads)
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
             swapped(self.model, self.slots, tensors),
             self.recorder.watch_modules(),
+            self.reads.noted(),
             torch.enable_grad(),
             KnownValues() as known,
             recorded_launches(known.note_writes),
@@ -219,6 +247,7 @@ class _Trace:
             frozen = {id(t): s.name for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad}
             loss, grads = self._loss_and_grads(self._batch(flat, batch), params, frozen)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
+            self.changes = written.changes()
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
@@ -230,7 +259,7 @@ class _Trace:
         Gradients of DTensors come as their local tensors. ``params``: (module path, tensor). A parameter that the loss
         does not reach has the gradient None. ``frozen``: see `Recorder.watch_backward`.
         """
-        loss = self.loss_fn(self.model, batch)
+        loss = checks.without_host_random(self.recorder, lambda: self.loss_fn(self.model, batch))
         checks.check_loss(loss)
         checks.refuse_own_backward(params)
         if self.accumulate > 1:
@@ -348,37 +377,9 @@ def _add_early(step: StepGraph) -> None:
             nodes[max(aliases.position[grad], *writes, 0)].append(node)
 
 
-def _write_assigned(
-    recorder: Recorder, held: Sequence[tuple[Slot, torch.Tensor, torch.Tensor]], flat: Sequence[torch.Tensor]
-) -> None:
-    """Write tensors that forward assigned to buffers into the buffers. ``held``: (slot, its stand-in, what is held)."""
-    for slot, old, _ in held:
-        if old.shape != slot.tensor.shape:
-            raise CaptureError(
-                f"forward reshapes {slot.name} in place, from {list(slot.tensor.shape)} to {list(old.shape)}; "
-                "a captured step cannot change the form of its state, reshape a view of it"
-            )
-    assigned = [(slot, old, new) for slot, old, new in held if new is not old]
-    for slot, old, new in assigned:
-        if new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
-            form = "None" if new is None else _form(new)
-            raise CaptureError(
-                f"forward replaces {slot.name}, {_form(old)}, by {form}; a captured step cannot change the form of its "
-                "state, keep shape, dtype and device"
-            )
-    values = gradients.unshared([new for _, _, new in assigned], taken=flat)  # one buffer may hold another's old value
-    for (slot, old, _), value in zip(assigned, values, strict=True):
-        recorder.attribute(slot.path)
-        old.copy_(value)
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f"a {tensor.dtype} tensor of shape {list(tensor.shape)} on {tensor.device}"
-
-
 def _record_update(
     recorder: Recorder,
-    update: AdamWUpdate,
+    update: Update,
     groups: Sequence[dict[str, Any]],
     grads: dict[int, torch.Tensor],
     flat: Sequence[torch.Tensor],
@@ -386,20 +387,15 @@ def _record_update(
     """Record the optimizer's update of every parameter that has a gradient; the slots updated."""
     paths = {i: path for group in groups for i, path in group["paths"].items()}
     updated: set[int] = set()
-    for group in groups:
+    for index, group in enumerate(groups):
         members = [m for m in group["members"] if m[0] in grads]
         if not members:
             continue
-        update.trace(
-            group["options"],
-            params=[flat[part][0] for _, part, _, _ in members],
-            grads=[grads[i] for i, _, _, _ in members],
-            states=[{key: flat[where][0] for key, where in wheres.items()} for _, _, wheres, _ in members],
-            live_steps=[count for _, _, _, count in members],
-            lr=flat[group["lr"]][0],
-            paths=[paths[i] for i, _, _, _ in members],
-            attribute=recorder.attribute,
-        )
+        traced = []
+        for i, part, wheres, seen in members:
+            state = {key: flat[where][0] for key, where in wheres.items()}
+            traced.append(Member(flat[part][0], grads[i], state, seen, paths[i]))
+        update.trace(index, traced, flat[group["lr"]][0], recorder.attribute)
         updated |= {i for i, _, _, _ in members}
     return updated
 

@@ -12,6 +12,8 @@ from torch import nn
 
 import stepgraph
 from stepgraph import parallel
+from stepgraph.capture.optimizer.update import Optimizers
+from stepgraph.capture.state import repeated_blocks
 from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.hf_weights import load_hf
 from stepgraph.config.train import TrainConfig
@@ -69,10 +71,26 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
     return model
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizers:
     """AdamW with fp32 state: matrices decay, vectors (norm weights) do not. bf16 parameters get fp32 masters; shards
-    are fp32 themselves."""
-    params = list(model.parameters())
+    are fp32 themselves. With ``optimizer="muon"`` a list of two: Muon for the matrices of the model's blocks, its steps
+    scaled to the size of AdamW's, so that one learning rate serves both; and AdamW for the rest."""
+    if config.optimizer == "muon":
+        blocks = [model.get_submodule(path) for path in repeated_blocks(model)]
+        matrices = dict.fromkeys(p for block in blocks for p in block.parameters() if p.ndim == 2)
+        scaled = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        rest = [p for p in model.parameters() if p not in matrices]
+        return [torch.optim.Muon(list(matrices), **scaled), _adamw(config, rest)]
+    return _adamw(config, list(model.parameters()))
+
+
+def param_groups(optimizer: Optimizers) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer, or of all in a list."""
+    several = optimizer if isinstance(optimizer, list) else [optimizer]
+    return [group for one in several for group in one.param_groups]
+
+
+def _adamw(config: TrainConfig, params: list[nn.Parameter]) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
@@ -115,7 +133,7 @@ def build_step(
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
     batch: dict[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     dump: Path | None,
 ) -> stepgraph.CapturedStep:
     """The training step as one graph, with the passes that the configuration asks for."""

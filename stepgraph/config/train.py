@@ -107,8 +107,15 @@ class _Training:
 class TrainConfig(StepOptions, _Training):
     """Train a language model from one captured step graph."""
 
+    # -- optimizer ----------------------------------------------------------------------------------------------------
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks, AdamW for all else; both with the learning rate and decay of AdamW."""
+
     dump_graphs: bool = False
     """Write the graph before and after each pass, as readable text, into the run folder."""
+
+    verify: bool = False
+    """Compare the captured step with eager before the first step; with --passes exact, end where a bit differs."""
 
     # -- validation, checkpoints and records --------------------------------------------------------------------------
     val_every: int = 50
@@ -174,10 +181,11 @@ class TrainConfig(StepOptions, _Training):
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype"):
+        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer"):
             self._require_choice(name)
         self._validate_length()
         self._validate_mesh()
+        self._validate_optimizer()
         self._validate_folders()
         mesh = self.mesh_spec
         self.validate_step(tp=mesh.tp if mesh else 1, dp_shard=mesh.dp_shard if mesh else 1)
@@ -217,6 +225,14 @@ class TrainConfig(StepOptions, _Training):
             spec.check_world(self.nproc)
         sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
+
+    def _validate_optimizer(self) -> None:
+        if self.optimizer == "adamw":
+            return
+        if self.precision == "bf16":
+            raise ValueError("optimizer=muon keeps no master weights: try --precision bf16-autocast")
+        if (spec := self.mesh_spec) and spec.dp_shard * spec.tp > 1:
+            raise ValueError(f"optimizer=muon needs whole matrices and mesh={self.mesh} shards them: try --mesh ddp=N")
 
     def _validate_folders(self) -> None:
         if self.resume is not None:
@@ -282,6 +298,8 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
+        if any(typing.get_origin(arg) is Literal and value in typing.get_args(arg) for arg in args):
+            return value
         return _decode(next(arg for arg in args if arg is not type(None)), value, where)
     if origin is Literal and value in args:
         return value

@@ -1,26 +1,26 @@
 """A captured step bound to the live tensors that it reads and writes."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from stepgraph import compat
 from stepgraph.capture import Traced, gradients
-from stepgraph.capture.optimizer import AdamWUpdate
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.python.reads import Plain
 from stepgraph.capture.state import Watch
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.run.program import Accumulators, ProgramRunner
 
 
 class BoundStep:
-    """One form of a captured step. ``watch`` sees whether it must be captured again."""
+    """One form of a captured step. ``watch`` and ``plain`` see whether it must be captured again."""
 
-    def __init__(self, traced: Traced, update: AdamWUpdate | None, session: Session, accumulators: Accumulators):
+    def __init__(self, traced: Traced, update: Update | None, session: Session, accumulators: Accumulators):
         self.traced, self.update = traced, update
         self.runner = ProgramRunner(traced.program, traced.tensor_leaves, session, accumulators)
-        self.watch = Watch(traced.slots, update.optimizer if update else None)
+        self.watch = Watch(traced.slots, update.optimizers if update else ())
+        self.plain = Plain(traced.reads)
         self.lrs = {
             int(spec.name.removeprefix("lr.")): spec.tensor
             for step in traced.program.graphs.values()
@@ -32,29 +32,19 @@ class BoundStep:
     def __call__(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss, metrics by name) of one step on the leaves of a batch; gradients land in ``param.grad``."""
         self._set_rates()
-        with no_autocast():
-            results = self.runner(leaves)
+        results = self.runner(leaves)
         gradients.land(self.traced.landing, results.gradients)
         if self.update:
-            compat.mark_stepped(self.update.optimizer)
+            self.update.mark_stepped()
         return results.loss, results.metrics
 
     def _set_rates(self) -> None:
+        groups = self.update.groups if self.update else ()
         for group, tensor in self.lrs.items():
-            lr = self.update.optimizer.param_groups[group]["lr"]
+            lr = groups[group]["lr"]
             if isinstance(lr, torch.Tensor):
                 tensor.copy_(lr)
                 self.lr_values.pop(group, None)
             elif self.lr_values.get(group) != lr:
                 tensor.fill_(lr)
                 self.lr_values[group] = lr
-
-
-@contextlib.contextmanager
-def no_autocast() -> Iterator[None]:
-    """The graph holds its casts; an autocast around the call must not add others."""
-    on = [d for d in ("cuda", "cpu") if torch.is_autocast_enabled(d)]
-    with contextlib.ExitStack() as stack:
-        for device in on:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield

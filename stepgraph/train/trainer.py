@@ -34,6 +34,7 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary, require_unused
 from stepgraph.train.records.progress import Progress, format_seconds
+from stepgraph.train.verify import NotExactError, verify_step
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
 WARMUP_STEPS = 2
@@ -172,7 +173,7 @@ class Run:
         On another mesh than the one that saved it, ranks have no data position of their own to go on from: the data
         goes on with the next epoch's order.
         """
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        options = [{k: v for k, v in group.items() if k != "params"} for group in build.param_groups(self.optimizer)]
         path = self.ranks.first(lambda: resolve(path))
         if self.checkpointer.is_of_this_mesh(path):
             self.checkpointer.load(path, self.state)
@@ -180,7 +181,7 @@ class Run:
             self.checkpointer.load(path, {k: v for k, v in self.state.items() if k != "loader"}, rng=False)
             self.loader.start_epoch(1 + max(state["epoch"] for state in loader_states(path)))
             self.say(f"the checkpoint is of another mesh: the data goes on with epoch {self.loader.epoch}")
-        for group, given in zip(self.optimizer.param_groups, options, strict=True):
+        for group, given in zip(build.param_groups(self.optimizer), options, strict=True):
             group.update(given)  # --weight-decay and the like may be changed on --resume
         if self.step >= self.config.steps and not self.restarted:
             raise ValueError(
@@ -207,6 +208,9 @@ class Run:
         status, error, lost = "failed", None, False
         try:
             self._capture()
+            if self.config.verify:
+                self.watch.at("the comparison with eager", limited=False)
+                verify_step(self.captured, self.validation, self.config, self.device, self.say)
             self._steps()
             finished = self.step == self.config.steps
             if finished:
@@ -216,7 +220,7 @@ class Run:
                 save_hf(self.model, self.config.export_hf)
                 self.say(f"weights for Hugging Face in {self.config.export_hf}")
             status = "finished" if finished else "interrupted"
-        except (NotFiniteError, OSError) as failure:
+        except (NotFiniteError, NotExactError, OSError) as failure:
             error = str(failure)
         except BaseException as failure:
             lost = is_lost_rank(failure)
@@ -306,7 +310,7 @@ class Run:
         if self.device.type == "cuda":
             batch = {k: v.pin_memory().to(self.device, non_blocking=True) for k, v in batch.items()}
         lr = lr_at(self.step, self.config)
-        for group in self.optimizer.param_groups:
+        for group in build.param_groups(self.optimizer):
             group["lr"] = lr
         self.watch.launches(self.step + 1)
         loss = self.captured(batch)

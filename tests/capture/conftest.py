@@ -34,9 +34,15 @@ def eager_step(model, loss_fn, batch, optimizer, max_grad_norm=None, accumulate=
     if max_grad_norm is not None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad()
+        for one in listed(optimizer):
+            one.step()
+            one.zero_grad()
     return total, norm
+
+
+def listed(several: Any) -> list:
+    """One optimizer or schedule, or several of them, as a list."""
+    return list(several) if isinstance(several, list | tuple) else [several]
 
 
 def assert_equal(expected: Any, actual: Any, what: str) -> None:
@@ -90,7 +96,7 @@ def check_training(
         twin = copy.deepcopy(model)
         optimizer = make_optimizer(twin) if make_optimizer else None
         outside = None if optimizer else torch.optim.SGD(twin.parameters(), lr=0.05)
-        schedule = make_schedule(optimizer) if make_schedule else None
+        schedule = [make_schedule(one) for one in listed(optimizer)] if make_schedule else []
         step = None
         if captured:
             rng = torch.get_rng_state()
@@ -117,9 +123,9 @@ def check_training(
             else:
                 results.append((step(batch), step.metrics.get("grad_norm")))
             rngs[k] = torch.get_rng_state()
-            if schedule is not None:
+            for one in schedule:
                 with contextlib.suppress(UserWarning):
-                    schedule.step()
+                    one.step()
         assert_equal(results[0][0], results[1][0], f"step {i}: loss")
         assert_equal(results[0][1], results[1][1], f"step {i}: grad_norm")
         assert torch.equal(*rngs), f"step {i}: state of the random generator"
@@ -129,7 +135,8 @@ def check_training(
                 outside.step()
                 outside.zero_grad()
     if make_optimizer:
-        assert_same_optimizer(runs[0][1], runs[1][1])
+        for a, b in zip(*(listed(optimizer) for _, optimizer, *_ in runs), strict=True):
+            assert_same_optimizer(a, b)
     assert torch.isfinite(results[0][0])
     return runs[1][4]
 

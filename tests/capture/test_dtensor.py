@@ -1,6 +1,7 @@
 """Models whose parameters are DTensors, unsharded in forward as fully sharded data parallelism does it."""
 
 import copy
+import functools
 import tempfile
 
 import pytest
@@ -15,6 +16,15 @@ import stepgraph
 from stepgraph.graph.provenance import provenance
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+
+
+OPTIMIZERS = {
+    "fused": functools.partial(torch.optim.AdamW, fused=True),
+    "unfused": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+    "muon": torch.optim.Muon,  # of one rank, whose shard is the whole matrix
+}
 
 
 class ShardedLinear(nn.Module):
@@ -60,7 +70,7 @@ def compare(mesh, dtype, optimizer, max_grad_norm, steps=10):
     """Train eagerly and captured; every rank compares its own shards bit for bit."""
     eager, captured = build(mesh, dtype), build(mesh, dtype)
     data = batches(mesh.get_local_rank(), dtype)
-    make = optimizer and (lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=optimizer == "fused"))
+    make = optimizer and (lambda model: OPTIMIZERS[optimizer](model.parameters(), lr=0.01))
     eager_optimizer = make and make(eager)
     step = stepgraph.capture(
         captured, loss_fn, data[0], make and make(captured), max_grad_norm=max_grad_norm, passes="exact"
@@ -101,7 +111,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", ["fused", "unfused", None])
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, None])
 def test_one_rank(mesh, dtype, optimizer):
     step = compare(mesh, dtype, optimizer, 0.1)
     assert step.graph.mesh == mesh

@@ -212,3 +212,22 @@ def test_a_truncated_newest_checkpoint_is_passed_over_for_the_one_before(trainer
     with pytest.warns(UserWarning, match="step-00000024 is skipped"):
         assert trainer.resume(folder) == 0
     assert_went_on(trainer, whole, folder)
+
+
+def test_muon_beside_adamw_goes_on_bitwise(trainer, tmp_path, monkeypatch):
+    options = ("--optimizer", "muon", "--passes", "exact", "--model.n-layers", 1, "--val-every", 0)
+    expected, folder = tmp_path / "expected", tmp_path / "run"
+    assert trainer.here(*options, "--out", expected) == 0
+    original = Run._launch
+
+    def interrupted(self):
+        if self.step == 6:
+            signal.raise_signal(signal.SIGINT)
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_launch", interrupted)
+        assert trainer.here(*options, "--out", folder) == 0
+    assert trainer.summary(folder)["status"] == "interrupted"
+    assert trainer.resume(folder) == 0
+    trainer.assert_same_run(expected, folder, 12)

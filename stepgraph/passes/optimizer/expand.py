@@ -1,12 +1,12 @@
-"""Writes clipping and the AdamW update as arithmetic, one chain per parameter, for Inductor to fuse.
+"""Writes clipping and the update of AdamW or Adam as arithmetic, one chain per parameter, for Inductor to fuse.
 
-Matches: ``_fused_adamw_`` of the optimizer phase, the ``_foreach_mul_`` that clips its gradients, and the
-``_foreach_copy_`` that rounds master weights into parameters. Before -> after: three sweeps over the gradients and two
-over the state -> one kernel per parameter that reads gradient, moments and weight once and writes them once. What
-depends on the step alone is computed once for all parameters, in fp64.
+Matches: ``_fused_adamw_`` and ``_fused_adam_`` of the optimizer phase, the ``_foreach_mul_`` that clips its gradients,
+and the ``_foreach_copy_`` that rounds master weights into parameters. Before -> after: three sweeps over the gradients
+and two over the state -> one kernel per parameter that reads gradient, moments and weight once and writes them once.
+What depends on the step alone is computed once for all parameters, in fp64.
 Tier numerics: the clipped gradient is not rounded to its dtype in between. Preconditions: after `inplace_update`,
-before `inductor`; worth it only when that compiles the result.
-Source: the formula of torch's fused AdamW (Loshchilov and Hutter 2019), evaluated in fp32.
+before `inductor`; worth it only when that compiles the result. Updates by other operators stay as they are.
+Source: the formula of torch's fused AdamW (Loshchilov and Hutter 2019) and Adam, evaluated in fp32.
 """
 
 import operator
@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import is_cast
+from stepgraph.graph.facts import is_cast, is_mutating
 from stepgraph.graph.marks import COMPILE
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
 aten = torch.ops.aten
+_UPDATES = (aten._fused_adamw_.tensor_lr, aten._fused_adam_.tensor_lr)
 _NORMS = (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)
 
 
@@ -37,8 +39,12 @@ _NORMS = (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)
     forecast=False,  # the roofline counts the update as one pass over its tensors already
 )
 def expand_optimizer(step: StepGraph, options: object, report: PassReport) -> None:
-    """Write clipping and AdamW as arithmetic that Inductor fuses into one kernel per parameter."""
-    updates = [n for n in step.nodes("optimizer") if n.target is aten._fused_adamw_.tensor_lr]
+    """Write clipping and fused AdamW or Adam as arithmetic that Inductor fuses into one kernel per parameter."""
+    updates = [n for n in step.nodes("optimizer") if n.target in _UPDATES]
+    if others := _updated_otherwise(step):
+        report.notes.append(
+            f"{others} parameters are updated by other operators than fused AdamW or Adam: left to eager"
+        )
     report.matched = sum(len(update.args[0]) for update in updates)
     for update in updates:
         if update.kwargs["amsgrad"]:
@@ -49,6 +55,15 @@ def expand_optimizer(step: StepGraph, options: object, report: PassReport) -> No
     report.summary = (
         f"{report.changed} of {report.matched} parameter updates written out, clipping and rounding with them"
     )
+
+
+def _updated_otherwise(step: StepGraph) -> int:
+    """How many parameters are written in the optimizer phase, but not by an update that this pass knows."""
+    written: set[fx.Node] = set()
+    for node in step.nodes("optimizer"):
+        if is_mutating(node) and node.target not in (*_UPDATES, aten._foreach_copy_.default):
+            written |= set(written_arguments(node))
+    return len(written & set(step.placeholders("parameter")))
 
 
 class _Compiled(Builder):
@@ -65,11 +80,12 @@ class _Compiled(Builder):
 
 
 class _Expansion:
-    """The expansion of one ``_fused_adamw_`` node."""
+    """The expansion of one ``_fused_adamw_`` or ``_fused_adam_`` node."""
 
     def __init__(self, step: StepGraph, update: fx.Node):
         self.update, self.options = update, update.kwargs
         self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, _, self.steps = update.args
+        self.decoupled = update.target is aten._fused_adamw_.tensor_lr
         self.rounding = self._rounding()
         names = dict(zip(step.placeholders(), (spec.name for spec in step.inputs), strict=True))
         #: Where each parameter is; of a master weight, the parameter that it is rounded into.
@@ -125,12 +141,14 @@ class _Expansion:
             scalars = build(aten.unbind.int, build(aten.select.int, rows, 1, 0))
             return [build(operator.getitem, scalars, i) for i in range(len(self.steps))]
 
-        decay = rounded(build(aten.rsub.Scalar, build(aten.mul.Tensor, lr, options["weight_decay"]), 1.0))
-        return {
+        factors = {
             "step_size": spaced(build(aten.div.Tensor, lr, correction(options["beta1"]))),
             "root": spaced(build(aten.sqrt.default, correction(options["beta2"]))),
-            "decay": decay,
         }
+        if self.decoupled:
+            decay = build(aten.rsub.Scalar, build(aten.mul.Tensor, lr, options["weight_decay"]), 1.0)
+            factors["decay"] = rounded(decay)
+        return factors
 
     def _update_one(self, i: int, grad: fx.Node, scale: fx.Node | None, factors: dict[str, Any]) -> None:
         build, options = _Compiled(self.update, self.paths[i]), self.options
@@ -141,13 +159,16 @@ class _Expansion:
         if options["maximize"]:
             g = build(aten.neg.default, g)
         m, v, p = (build.cast(node, torch.float32) for node in state)
+        if not self.decoupled and options["weight_decay"] != 0:
+            g = build(aten.add.Tensor, g, build(aten.mul.Tensor, p, options["weight_decay"]))
         m = build(aten.add.Tensor, m, build(aten.mul.Tensor, build(aten.sub.Tensor, g, m), 1 - options["beta1"]))
         squares = build(aten.mul.Tensor, build(aten.mul.Tensor, g, g), 1 - options["beta2"])
         v = build(aten.add.Tensor, build(aten.mul.Tensor, v, options["beta2"]), squares)
         root = build(aten.div.Tensor, build(aten.sqrt.default, v), factors["root"][i])
         delta = build(aten.div.Tensor, m, build(aten.add.Tensor, root, options["eps"]))
-        decayed = build(aten.mul.Tensor, p, factors["decay"])
-        p = build(aten.sub.Tensor, decayed, build(aten.mul.Tensor, delta, factors["step_size"][i]))
+        if self.decoupled:
+            p = build(aten.mul.Tensor, p, factors["decay"])
+        p = build(aten.sub.Tensor, p, build(aten.mul.Tensor, delta, factors["step_size"][i]))
         for old, new in zip(state, (m, v, p), strict=True):
             build(aten.copy_.default, old, new)
         if self.rounding is not None:

@@ -17,6 +17,7 @@ from collections import Counter
 import torch
 from torch import fx
 
+import stepgraph.kernels.optimizer  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import getitem_users, is_overload, tensor_bytes
@@ -24,7 +25,7 @@ from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 _IN_PLACE = {
     aten.add.Tensor: aten.add_.Tensor,
@@ -32,7 +33,9 @@ _IN_PLACE = {
     aten.div.Tensor: aten.div_.Tensor,
     aten.lerp.Scalar: aten.lerp_.Scalar,
     aten.mul.Tensor: aten.mul_.Tensor,
+    aten.rsqrt.default: aten.rsqrt_.default,
     aten.sqrt.default: aten.sqrt_.default,
+    ours.add_scaled.default: ours.add_scaled_.default,
 }
 
 

@@ -38,12 +38,12 @@ from stepgraph.train.checkpoint.files import check_index, dcp_load, dcp_save, sh
 from stepgraph.train.checkpoint.state import (
     Trim,
     decode,
-    describe_optimizer,
+    describe_optimizers,
     describe_tensors,
     encode,
     first_difference,
     model_tensors,
-    plan_optimizer,
+    plan_optimizers,
     rng_state,
     set_rng_state,
 )
@@ -64,7 +64,7 @@ class Checkpointer:
     every rank calls :meth:`save` and :meth:`load` with its own state (DTensors go as shards) on one shared file system;
     without it, one process works alone. One run writes to a folder at a time.
 
-    ``state`` is a dict with ``"model"`` (a module) and any of ``"optimizer"``, ``"loader"`` (an object with
+    ``state`` is a dict with ``"model"`` (a module) and any of ``"optimizer"`` (or a list), ``"loader"`` (an object with
     ``state_dict`` and ``load_state_dict``), ``"schedule"`` and ``"trainer"`` (plain dicts of numbers, strings, lists,
     tuples, dicts with string keys, small tensors). The RNG states of torch, CUDA, numpy and Python are always included.
     ``mesh``: the run's mesh as text. Tensors are saved in their true shapes and load on any mesh; each rank's RNG state
@@ -310,7 +310,7 @@ def _collect(state: dict, rank: int) -> tuple[dict[str, torch.Tensor], dict[str,
     tensors = {f"model.{name}": tensor for name, tensor in model.items()}
     shared = {part: encode(state[part], part) for part in ("schedule", "trainer") if part in state}
     if "optimizer" in state:
-        shared["optimizer"], optimizer_tensors = describe_optimizer(state["optimizer"], _names(live), trim)
+        shared["optimizer"], optimizer_tensors = describe_optimizers(state["optimizer"], _names(live), trim)
         tensors |= optimizer_tensors
     own = {"rng": encode(rng_state(), "rng")}
     if "loader" in state:
@@ -349,7 +349,7 @@ def _plan_load(
     restore_optimizer = None
     if "optimizer" in state:
         try:
-            slots, restore_optimizer = plan_optimizer(state["optimizer"], _names(live), shared["optimizer"], trim)
+            slots, restore_optimizer = plan_optimizers(state["optimizer"], _names(live), shared["optimizer"], trim)
         except ValueError as error:
             raise ValueError(f"checkpoint {path} does not fit: {error}") from error
         targets |= slots

@@ -125,6 +125,36 @@ def first_difference(saved: dict[str, list], here: dict[str, list]) -> str:
 # ---- optimizer ----
 
 
+def describe_optimizers(
+    optimizer: torch.optim.Optimizer | list, names: dict[int, str], trim: Trim
+) -> tuple[dict | list, dict[str, Tensor]]:
+    """`describe_optimizer` of one optimizer, or a list of the layouts of several, which share no parameter."""
+    if not isinstance(optimizer, list):
+        return describe_optimizer(optimizer, names, trim)
+    described = [describe_optimizer(one, names, trim) for one in optimizer]
+    return [layout for layout, _ in described], {k: t for _, tensors in described for k, t in tensors.items()}
+
+
+def plan_optimizers(
+    optimizer: torch.optim.Optimizer | list, names: dict[int, str], layout: dict | list, trim: Trim
+) -> tuple[dict[str, Tensor], Callable[[], None]]:
+    """`plan_optimizer` of one optimizer or of several."""
+    here, saved = (given if isinstance(given, list) else [given] for given in (optimizer, layout))
+    if len(here) != len(saved):
+        kinds = " and ".join(one["class"] for one in saved)
+        raise ValueError(
+            f"the checkpoint's optimizer is {kinds} and this run's is {' and '.join(type(o).__name__ for o in here)}; "
+            f"use {kinds}"
+        )
+    plans = [plan_optimizer(one, names, its, trim) for one, its in zip(here, saved, strict=True)]
+
+    def restore() -> None:
+        for _, finish in plans:
+            finish()
+
+    return {name: tensor for targets, _ in plans for name, tensor in targets.items()}, restore
+
+
 def describe_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str], trim: Trim
 ) -> tuple[dict, dict[str, Tensor]]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from stepgraph import passes
 from stepgraph.capture import trace_step
+from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.train import TrainConfig
 
@@ -19,7 +20,7 @@ def memory_advice(
     config: TrainConfig,
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     batch: dict[str, torch.Tensor],
 ) -> str:
     """One line for a step that ran out of memory: what was asked for, and the least ``--memory`` that would fit."""

@@ -1,0 +1,103 @@
+"""The optimizers in the graph, with their state and learning rates as inputs."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph import compat
+from stepgraph.capture.optimizer.adafactor import AdafactorRule
+from stepgraph.capture.optimizer.adam import AdamRule
+from stepgraph.capture.optimizer.master import MasterAdamW
+from stepgraph.capture.optimizer.muon import MuonRule
+from stepgraph.capture.optimizer.rule import Member, Rule
+from stepgraph.capture.optimizer.sgd import SGDRule
+
+_RULES: dict[type, Rule] = {
+    torch.optim.AdamW: AdamRule(),
+    MasterAdamW: AdamRule(),
+    torch.optim.Adam: AdamRule(),
+    torch.optim.SGD: SGDRule(),
+    torch.optim.Muon: MuonRule(),
+    torch.optim.Adafactor: AdafactorRule(),
+}
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+class Update:
+    """One update by one or several optimizers that share no parameter. ``groups``: the parameter groups of all, in
+    order, by whose place in this list learning rates are named."""
+
+    def __init__(self, optimizers: Optimizers):
+        self.optimizers = tuple(optimizers) if isinstance(optimizers, list | tuple) else (optimizers,)
+        if not self.optimizers:
+            raise ValueError("the list of optimizers is empty; give None to step the model yourself")
+        for optimizer in self.optimizers:
+            if type(optimizer) not in _RULES:
+                raise ValueError(
+                    f"optimizer {type(optimizer).__name__} cannot be captured; allowed: torch.optim.AdamW, Adam, SGD, "
+                    "Muon, Adafactor, stepgraph.MasterAdamW and lists of them; or capture without an optimizer and "
+                    "step it yourself"
+                )
+            if compat.has_step_hooks(optimizer):
+                raise ValueError("the optimizer has step hooks, which a captured step would not run; remove them")
+            _RULES[type(optimizer)].check(optimizer)
+        owners: dict[int, str] = {}
+        for optimizer, group in self._groups():
+            for param in group["params"]:
+                if id(param) in owners:
+                    raise ValueError(
+                        f"a parameter of shape {list(param.shape)} is in {owners[id(param)]} and in "
+                        f"{type(optimizer).__name__}; give it to one of them"
+                    )
+                owners[id(param)] = type(optimizer).__name__
+
+    def _groups(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        return [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for _, group in self._groups()]
+
+    def owned(self) -> list[tuple[int, torch.Tensor]]:
+        """(group index, parameter) of every parameter that is updated."""
+        return [(i, param) for i, group in enumerate(self.groups) for param in group["params"]]
+
+    def init_state(self, param: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
+        """What the graph reads and writes of the state of ``param``, by key; created as in eager's first step."""
+        optimizer, options = self._groups()[group]
+        return _RULES[type(optimizer)].init_state(optimizer, param, options)
+
+    def without_state(self) -> list[torch.Tensor]:
+        """The parameters that have no state yet."""
+        return [p for optimizer, g in self._groups() for p in g["params"] if not optimizer.state.get(p)]
+
+    def drop_state(self, params: Iterable[torch.Tensor]) -> None:
+        """Forget the state of ``params``."""
+        for param in params:
+            for optimizer in self.optimizers:
+                optimizer.state.pop(param, None)
+
+    def lr_input(self, group: int, device: torch.device) -> torch.Tensor:
+        """The tensor through which the graph reads a group's learning rate.
+
+        The CUDA fused kernels read an fp32 tensor; everything else takes fp64, so that a Python float keeps its value.
+        """
+        fused = self.groups[group].get("fused")
+        dtype = torch.float32 if fused and device.type == "cuda" else torch.float64
+        return torch.zeros((), dtype=dtype, device=device)
+
+    def constants(self) -> tuple:
+        """The options that are constants of the graph: when one changes, the step is captured again."""
+        return tuple((_RULES[type(o)].constants_of(group), len(group["params"])) for o, group in self._groups())
+
+    def trace(self, group: int, members: Sequence[Member], lr: torch.Tensor, attribute: Callable[[str], None]) -> None:
+        """Record the update of one group's ``members`` (see `Rule.trace`)."""
+        optimizer, options = self._groups()[group]
+        _RULES[type(optimizer)].trace(options, members, lr, attribute)
+
+    def mark_stepped(self) -> None:
+        """Tell learning rate schedulers that the optimizers have stepped."""
+        for optimizer in self.optimizers:
+            compat.mark_stepped(optimizer)

@@ -1,0 +1,44 @@
+"""``x + scale * y`` with a factor that is a tensor, bit for bit as ``torch.add`` with a number.
+
+On a CPU, ``torch.add`` rounds its factor to bf16 for bf16 tensors, and rounds once or twice, depending on where in
+memory an element lies. No formula of other operators gives the same bits, so these read the factor and call it.
+"""
+
+import torch
+
+torch.library.define("stepgraph::add_scaled", "(Tensor x, Tensor y, Tensor scale) -> Tensor")
+torch.library.define("stepgraph::add_scaled_", "(Tensor(a!) x, Tensor y, Tensor scale) -> Tensor(a!)")
+
+
+def add_scaled(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``torch.add(x, y, alpha=scale.item())``, on a CPU, in a graph.
+
+    Args:
+        x: (...), any floating-point or complex dtype.
+        y: (...), the shape of ``x``; the dtype of ``x`` or one that promotes to it.
+        scale: (), fp64.
+
+    Returns:
+        (...), in the dtype of ``x``. ``torch.ops.stepgraph.add_scaled_`` writes it into ``x``.
+    """
+    return torch.ops.stepgraph.add_scaled(x, y, scale)
+
+
+@torch.library.impl("stepgraph::add_scaled", "CPU")
+def _(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.add(x, y, alpha=scale.item())
+
+
+@torch.library.impl("stepgraph::add_scaled_", "CPU")
+def _(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.add_(y, alpha=scale.item())
+
+
+@torch.library.register_fake("stepgraph::add_scaled")
+def _(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.add(x, y)
+
+
+@torch.library.register_fake("stepgraph::add_scaled_")
+def _(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x

@@ -1,0 +1,27 @@
+"""Every operator takes the strides that come, and its fake says what it gives."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import stepgraph
+from tests.kernels import strides
+
+DTYPES = [torch.float32, torch.bfloat16]
+CALLS = {f"{name} {dtype}": call for dtype in DTYPES for name, *call in strides.calls("cpu", dtype)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_any_strides(name):
+    strides.check_call(name, *CALLS[name])
+
+
+def test_every_operator_is_there():
+    """Of norms, losses and embeddings; the others have their tests beside them."""
+    rooms = Path(stepgraph.__file__).parent / "kernels"
+    sources = [file.read_text() for room in ("norm", "loss", "embedding") for file in (rooms / room).glob("*.py")]
+    made = {f"stepgraph.{name}" for text in sources for name in re.findall(r'define\(\s*"stepgraph::(\w+)"', text)}
+    made |= {f"stepgraph.{name}" for text in sources for name in re.findall(r'custom_op\("stepgraph::(\w+)"', text)}
+    assert made == {str(call[0]) for call in CALLS.values()}
