@@ -13,7 +13,20 @@ import pytest
 ROOT = Path(__file__).parents[1]
 #: From the top down; a room imports from those below it. A file beside the rooms is a room of its own.
 ROOMS = (
-    *("__main__", "cli", "train", "bench", "inspect", "config", "step", "run", "passes", "parallel", "capture"),
+    *(
+        "__main__",
+        "cli",
+        "train",
+        "bench",
+        "inspect",
+        "integrations",
+        "config",
+        "step",
+        "run",
+        "passes",
+        "parallel",
+        "capture",
+    ),
     *("costs", "graph", "inductor", "kernels", "models", "compat", "errors"),
 )
 #: What torch has no public name for and keeps from version to version: the foreach functions, and the classes of what

@@ -10,6 +10,8 @@ names:
   step [PRESET ...] [options]        one training step; see stepgraph bench step --help
   train [PRESET] [options]           one training step over several devices, ours beside torchtitan; see stepgraph
                                      bench train --help
+  model NAME ... [options]           one training step of unmodified transformers models, beside eager, torch.compile
+                                     and Liger; see stepgraph bench model --help
   norm [options]                     RMS norm and layer norm, forward and backward, shape by shape, beside other
                                      packages' kernels; see stepgraph bench norm --help
   report FILE.json ... [--plot PNG]  recorded measurements as Markdown tables and as a chart
@@ -31,6 +33,10 @@ def main(argv: list[str]) -> int:
             from stepgraph.bench.train import command as train
 
             return train.main(rest)
+        case "model":
+            from stepgraph.bench.model import command as model
+
+            return model.main(rest)
         case "norm":
             from stepgraph.bench.norm import command as norm
 
@@ -39,4 +45,4 @@ def main(argv: list[str]) -> int:
             from stepgraph.bench import report
 
             return report.main(rest)
-    raise unknown_name("benchmark", name, ["step", "train", "norm", "report"])
+    raise unknown_name("benchmark", name, ["step", "train", "model", "norm", "report"])

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepgraph.bench.model.table import model_section, summary
 from stepgraph.bench.norm.table import norm_section
 from stepgraph.bench.results import kind_of, read
 from stepgraph.bench.table import section
@@ -13,10 +14,10 @@ from stepgraph.config.command_line import parse, require_folder
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Show what stepgraph bench step, train or norm recorded with --json."""
+    """Show what stepgraph bench step, train, model or norm recorded with --json."""
 
     plot: Path | None = None
-    """Also draw them, as a PNG, into this file: step times, tokens per second, or percent of copy bandwidth."""
+    """Also draw them, as a PNG, into this file: step times, tokens or images a second, or percent of copy bandwidth."""
 
 
 def main(argv: list[str]) -> int:
@@ -49,12 +50,20 @@ def _sections(kind: str, env: dict[str, Any], settings: dict[str, Any], rows: li
     """What a record says, in Markdown."""
     if kind == "norm":
         return [norm_section(env, settings, rows)]
+    if kind == "model":
+        models = {model: _of(model, rows) for model in settings["models"]}
+        return [*(model_section(model, env, settings, of) for model, of in models.items()), summary([*models.items()])]
     show = train_section if kind == "train" else section
     return [show(model, env, settings, _of(model, rows)) for model in settings["models"]]
 
 
 def _draw(kind: str, records: list[Any], png: Path) -> None:
+    panels = [(m, env, settings, _of(m, rows)) for env, settings, rows in records for m in settings.get("models", ())]
     match kind:  # matplotlib is slow to load
+        case "model":
+            from stepgraph.bench.model.plot import model_chart
+
+            model_chart(panels, png)
         case "norm":
             from stepgraph.bench.norm.plot import norm_chart
 
@@ -66,7 +75,6 @@ def _draw(kind: str, records: list[Any], png: Path) -> None:
         case _:
             from stepgraph.bench.plot import bar_chart
 
-            panels = [(m, env, settings, _of(m, rows)) for env, settings, rows in records for m in settings["models"]]
             bar_chart(panels, png)
 
 

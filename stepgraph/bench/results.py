@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepgraph.bench.model.results import ModelRow
 from stepgraph.bench.norm.results import NormRow
 from stepgraph.bench.train.results import TrainRow
 
@@ -19,7 +20,7 @@ from stepgraph.bench.train.results import TrainRow
 #: not, each time by up to 2**-9 = 2e-3 of a value and with either sign, so that little of it is left in a mean over
 #: thousands of tokens (5e-6 on golf). An update moves these losses by some 5e-3 of themselves: one that is wrong shows
 #: above 1e-3.
-TOLERANCES = {"fp32": 1e-4, "bf16": 1e-3, "bf16-autocast": 1e-3}
+TOLERANCES = {"fp32": 1e-4, "bf16": 1e-3, "bf16-autocast": 1e-3, "bf16-parameters": 1e-2}
 
 
 @dataclass(kw_only=True)
@@ -67,7 +68,7 @@ class Row:
     """Which loss is not that of the provider compared with, in one line."""
 
 
-def check_losses(rows: Sequence[Row], precision: str) -> str:
+def check_losses(rows: Sequence[Row | ModelRow], precision: str) -> str:
     """Compares every provider's first losses with eager's (without eager: the first provider's), one model's ``rows``.
 
     Sets ``disagreement`` where they differ by more than the tolerance, or are not finite. Returns the finding, a line.
@@ -113,13 +114,16 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
 
 
-def note(row: Row | TrainRow, text: str) -> None:
+def note(row: Row | TrainRow | ModelRow, text: str) -> None:
     """Tells the user how far the provider of ``row`` is; on stderr, so that stdout holds the result alone."""
     print(f"{row.model} | {row.provider} | {text}", file=sys.stderr, flush=True)
 
 
 def write(
-    path: Path, environment: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row | TrainRow | NormRow]
+    path: Path,
+    environment: dict[str, Any],
+    settings: dict[str, Any],
+    rows: Sequence[Row | TrainRow | NormRow | ModelRow],
 ) -> None:
     """Writes the record to ``path``."""
     record = {"environment": environment, "settings": settings, "rows": [dataclasses.asdict(row) for row in rows]}
@@ -127,7 +131,7 @@ def write(
 
 
 def kind_of(settings: dict[str, Any]) -> str:
-    """The benchmark that made a record with these settings: ``step``, ``train`` or ``norm``."""
+    """The benchmark that made a record with these settings: ``step``, ``train``, ``norm`` or ``model``."""
     return settings.get("benchmark", "step")
 
 
@@ -137,11 +141,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings = record["settings"]
-        kind = {"step": Row, "train": TrainRow, "norm": NormRow}[kind_of(settings)]
+        kind = {"step": Row, "train": TrainRow, "norm": NormRow, "model": ModelRow}[kind_of(settings)]
         return record["environment"], settings, [kind(**row) for row in record["rows"]]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not a record of stepgraph bench step, train or norm: give a file that --json wrote"
+            f"{path} is not a record of stepgraph bench step, train, norm or model: give a file that --json wrote"
         ) from error

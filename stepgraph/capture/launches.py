@@ -13,7 +13,7 @@ from stepgraph.graph.launch import traced_launch
 
 @contextlib.contextmanager
 def recorded_launches(wrote: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
-    """Inside a trace, a launch on its tensors becomes a node and runs nothing; others run as they are.
+    """Inside a trace, a launch on its tensors becomes a node and runs nothing; one on real tensors runs as it is.
 
     ``wrote`` is told which tensors a recorded launch may write.
     """
@@ -28,6 +28,8 @@ def recorded_launches(wrote: Callable[[Sequence[torch.Tensor]], None]) -> Iterat
                 )
         if not any(map(compat.is_fake, given)):
             return False
+        if not compat.is_tracing():  # inside an operator, which is recorded as one
+            return True
         launch, tensors = traced_launch(kernel, grid, args, kwargs)
         compat.record_call(launch, tensors)
         wrote([tensors[i] for i in launch.writes])

@@ -2,16 +2,17 @@
 
 import contextlib
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+
+from stepgraph.compat.versions import TORCH
 
 
 @contextlib.contextmanager
@@ -42,6 +43,11 @@ def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.
 def graph_of_trace() -> torch.fx.Graph:
     """The graph that the running `trace` writes."""
     return get_proxy_mode().tracer.graph
+
+
+def is_tracing() -> bool:
+    """Whether what is called here is recorded: not inside an operator that is."""
+    return get_proxy_mode() is not None
 
 
 def node_of_trace(tensor: torch.Tensor) -> torch.fx.Node | None:
@@ -80,7 +86,8 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
 
     A trace would otherwise record the recomputation, and wrongly if the function draws random numbers: eager restores
     the generator's state on the host, which no graph node does. Both variants of checkpoint look up the two replaced
-    names in their module when they are called.
+    names in their module when they are called. Should a version of torch call another, the capture fails: gradients
+    would be wrong in silence.
     """
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -102,17 +109,27 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
             finally:
                 leave()
 
-    with _replaced(torch_checkpoint, _checkpoint_without_reentrant_generator=generator, CheckpointFunction=Function):
+    def recording(*args: Any) -> NoReturn:
+        raise RuntimeError(
+            f"stepgraph does not know how torch {torch.__version__} recomputes under torch.utils.checkpoint, and the "
+            "gradients could be wrong: install a version that it is tested with, or capture without checkpointing"
+        )
+
+    # In torch 2.14 and 2.15 `checkpoint` calls the generator's implementation; 2.11 to 2.13 have only the generator.
+    name = "_checkpoint_without_reentrant_generator" + ("_impl" if TORCH >= (2, 14) else "")
+    hooks = {name: generator, "CheckpointFunction": Function, "_checkpoint_hook": recording}
+    with _replaced(torch_checkpoint, **hooks):
         yield
 
 
 def inline_compiled() -> contextlib.AbstractContextManager:
     """Inside, functions and modules that ``torch.compile`` made run what they were made from, so that a trace sees it.
 
-    Without it they refuse to be traced. What is not loaded has compiled nothing.
+    Without it they refuse to be traced.
     """
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo.config.patch(error_on_nested_fx_trace=False) if dynamo else contextlib.nullcontext()
+    from torch._dynamo import config  # a second to load, which only a trace needs
+
+    return config.patch(error_on_nested_fx_trace=False)
 
 
 def uncompiled_path(path: str) -> str:

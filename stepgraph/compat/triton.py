@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._library.triton import set_wrap_triton_enabled
+from torch.utils import _pytree as pytree
 
 
 @contextlib.contextmanager
 def watch_triton_launches(record: Callable[[Any, Any, Sequence[Any], Mapping[str, Any]], bool]) -> Iterator[None]:
     """Inside, ``record(kernel, grid, args, kwargs)`` sees every launch of a Triton kernel, with its decorators; where
-    it returns True nothing is launched."""
+    it returns True nothing is launched. ``torch.library.wrap_triton`` wraps nothing, so that its launches are seen too.
+    """
     if "triton" not in sys.modules and not (torch.cuda.is_available() and importlib.util.find_spec("triton")):
         yield
         return
@@ -31,7 +34,8 @@ def watch_triton_launches(record: Callable[[Any, Any, Sequence[Any], Mapping[str
     for cls, run in saved.items():
         cls.run = watched(run)
     try:
-        yield
+        with set_wrap_triton_enabled(False):
+            yield
     finally:
         for cls, run in saved.items():
             cls.run = run
@@ -70,7 +74,7 @@ def triton_writes(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
     values = [*args, *kwargs.values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    leaves = torch.utils._pytree.tree_leaves(values)
+    leaves = pytree.tree_leaves(values)
     nested = len(tensors) != sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if nested or not torch.cuda.is_available():
         return None

@@ -22,7 +22,7 @@ def package_versions() -> dict[str, str | None]:
     return {
         "stepgraph": stepgraph.__version__,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": package_version("triton"),
         "python": platform.python_version(),
     }
 
@@ -65,7 +65,8 @@ def git_state(checkout: Path) -> dict[str, Any] | None:
     return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The installed version of ``package``, None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -295,6 +295,8 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
+        if any(typing.get_origin(arg) is Literal and value in typing.get_args(arg) for arg in args):
+            return value
         return _decode(next(arg for arg in args if arg is not type(None)), value, where)
     if origin is Literal and value in args:
         return value

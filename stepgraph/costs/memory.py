@@ -147,7 +147,7 @@ def _kinds(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
             root = aliases.root(source)
             if reader == "backward" and phase_of(root) in ("forward", "loss"):
                 saved.add(root)
-            if reader == "optimizer" and phase_of(root) == "backward":
+            if reader == "optimizer" and phase_of(root) in ("loss", "backward"):
                 into_update.add(root)
             if reader == "backward" and collective:
                 into_collective.add(root)

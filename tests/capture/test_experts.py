@@ -1,5 +1,7 @@
 """Mixture of experts of transformers with its default experts, in fp32 and bf16, bit for bit."""
 
+import copy
+
 import pytest
 import torch
 
@@ -95,14 +97,20 @@ def test_loops_over_experts_are_refused_with_what_to_set():
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_default_passes_are_close(name, dtype):
+    """Their gradients in bf16 as close to those of fp32 as eager's are: some, as a router's bias's, cancel out."""
     model, (batch, *_) = build(name).to(dtype), batches()
     expected = loss_fn(model, batch)
-    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    eager = torch.autograd.grad(expected, list(model.parameters()))
+    exact = eager
+    if dtype == torch.bfloat16:
+        wide = copy.deepcopy(model).float()
+        exact = torch.autograd.grad(loss_fn(wide, batch), list(wide.parameters()))
     step = stepgraph.capture(model, loss_fn, batch, passes="default")
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(step(batch), expected.detach(), rtol=tolerance, atol=tolerance)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert (parameter.grad - gradient).norm() <= tolerance * gradient.norm() + 1e-6
+    for parameter, theirs, right in zip(model.parameters(), eager, exact, strict=True):
+        allowed = 2 * (theirs - right).norm() + tolerance * right.norm() + 1e-6
+        assert (parameter.grad - right).norm() <= allowed
 
 
 # The fake kernel of grouped products

@@ -3,6 +3,8 @@
 Triton's interpreter runs the kernels on the CPU, in eager and from the graph.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,14 +143,36 @@ def test_accumulated(check_training):
 
 
 @pytest.mark.long
-def test_default_passes(check_training):
-    """Inductor leaves launches alone; what it compiles beside them is close to eager."""
-    torch.manual_seed(3)
-    model, (batch, *_) = Model().eval(), batches()
+def test_default_passes(monkeypatch):
+    """Inductor leaves launches alone, and what they write: it would make one tensor of the two of zeros."""
+    monkeypatch.setattr(stepgraph.compat, "triton_writes", lambda kernel, args, kwargs: [args[0]])  # as on a GPU
+
+    class Sums(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            first, second = torch.ones_like(x), torch.ones_like(x)
+            scale_kernel[(1,)](first, x.numel(), 3.0, BLOCK=64)
+            scale_kernel[(1,)](second, x.numel(), 5.0, BLOCK=64)
+            ctx.save_for_backward(first, second)
+            return x * first + second
+
+        @staticmethod
+        def backward(ctx, g):
+            first, second = ctx.saved_tensors
+            return g * first - second
+
+    class Uses(nn.Linear):
+        def forward(self, x):
+            return Sums.apply(super().forward(x).tanh() * 2) + 1
+
+    model, (batch, *_) = Uses(WIDTH, WIDTH), batches()
     step = stepgraph.capture(model, loss_fn, batch, passes="default")
-    expected = loss_fn(model, batch)
-    model.seen.fill_(1)
-    torch.testing.assert_close(step(batch), expected)
+    assert len(launches(step.graph)) == 2
+    twin = copy.deepcopy(model)
+    expected = loss_fn(twin, batch)
+    expected.backward()
+    torch.testing.assert_close(step(batch), expected.detach())
+    torch.testing.assert_close(model.weight.grad, twin.weight.grad)
 
 
 def test_nodes_tell_what_they_are():
@@ -189,6 +213,29 @@ def test_compiled_kernels_are_recorded():
     step = trace_step(Scaled(WIDTH, WIDTH), loss_fn, batches()[0], None).step
     (node,) = launches(step)
     assert node.target.tunes and node.args[0].target is torch.ops.aten.clone.default
+
+
+def test_operators_around_kernels():
+    """``wrap_triton`` in a model is a launch; in an operator of the model it is a part of that."""
+    kernel = torch.library.wrap_triton(triton.jit(_scale))
+
+    @torch.library.triton_op("stepgraph_tests::scaled", mutates_args=())
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        kernel[(1,)](y, y.numel(), 2.0, BLOCK=64)
+        return y
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            y = x.clone()
+            kernel[(1,)](y, y.numel(), 2.0, BLOCK=64)
+            return super().forward(x) * y * scaled(x)
+
+    step = trace_step(Scaled(WIDTH, WIDTH), loss_fn, batches()[0], None).step
+    (node,) = launches(step)
+    assert node.args[0].target is torch.ops.aten.clone.default
+    assert [n for n in step.nodes() if n.target is torch.ops.stepgraph_tests.scaled.default]
+    assert not [n for n in step.nodes() if isinstance(n.target, torch._ops.HigherOrderOperator)]
 
 
 def test_values_after_a_launch_are_not_known():

@@ -37,6 +37,7 @@ configs = st.builds(
     max_grad_norm=st.none() | finite,
     precision=st.sampled_from(["fp32", "bf16-autocast", "bf16"]),
     disable_pass=st.lists(st.text(), max_size=3).map(tuple),
+    loss_chunks=st.integers(1, 99) | st.just("auto"),
     dump_graphs=st.booleans(),
     out=paths,
     resume=paths,

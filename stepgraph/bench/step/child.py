@@ -5,22 +5,19 @@ is a request. Every answer is one line of JSON on what was stdout; all else that
 """
 
 import json
-import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from stepgraph.bench.arguments import fused_adamw, random_batch
-from stepgraph.bench.device import kernels_of, mark, spans
-from stepgraph.bench.results import in_one_line
+from stepgraph.bench.device import kernels_of, times
+from stepgraph.bench.lane import requests, take_job
 from stepgraph.bench.step.providers import PROVIDERS, EagerStep, Parts, Step
 from stepgraph.config.build import build_model
 from stepgraph.config.device import peak_mem_gib
@@ -35,30 +32,11 @@ FIRST_STEPS = 5
 
 def main() -> None:
     """Answers requests until stdin ends."""
-    answers = _take_stdout()
-
-    def fail(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        sys.__excepthook__(kind, error, trace)
-        _answer(answers, {"error": in_one_line(error)})
-
-    sys.excepthook = fail
-    job = json.loads(sys.stdin.readline())
+    job, answer = take_job()
     run = Run(TrainConfig.from_json(job["config"]), job["provider"], torch.device(job["device"]))
-    _answer(answers, run.first_steps())
-    for line in sys.stdin:
-        request = json.loads(line)
-        _answer(answers, run.round(request["steps"]) if request["do"] == "round" else run.finish(request["steps"]))
-
-
-def _take_stdout() -> TextIO:
-    """The process's stdout, for answers alone: from here on whatever prints, compilers too, prints to stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
-
-
-def _answer(answers: TextIO, value: dict[str, Any]) -> None:
-    answers.write(json.dumps(value) + "\n")
+    answer(run.first_steps())
+    for request in requests():
+        answer(run.round(request["steps"]) if request["do"] == "round" else run.finish(request["steps"]))
 
 
 def make_parts(config: TrainConfig, device: torch.device) -> Parts:
@@ -105,7 +83,7 @@ class Run:
 
     def round(self, steps: int) -> dict[str, Any]:
         """The median time of ``steps`` steps, ms, queued one after another as a training loop does."""
-        return {"step_ms": median(self._times([self.step], steps)[0])}
+        return {"step_ms": median(times(self.device, [self.step], steps)[0])}
 
     def finish(self, steps: int) -> dict[str, Any]:
         """Peak memory so far, then what would disturb the steps if it were measured among them."""
@@ -124,32 +102,20 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _times(self, parts: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
-        """Milliseconds of each of ``parts``, run in turn ``repeats`` times. On CUDA by events in the stream, so that
-        nothing waits in between."""
-        self._wait()
-        marks = [mark(self.device)]
-        for _ in range(repeats):
-            for part in parts:
-                part()
-                marks.append(mark(self.device))
-        times = spans(marks)
-        return [times[i :: len(parts)] for i in range(len(parts))]
-
     def _host_times(self, steps: int) -> list[float]:
         """Milliseconds until the call returns, each from an idle device."""
-        times = []
+        spent = []
         for _ in range(steps):
             torch.cuda.synchronize()
             start = time.perf_counter()
             self.step()
-            times.append(1000 * (time.perf_counter() - start))
-        return times
+            spent.append(1000 * (time.perf_counter() - start))
+        return spent
 
     def _forward_and_backward(self, step: EagerStep, steps: int) -> dict[str, float]:
         kept: list[torch.Tensor] = []
         parts = [lambda: kept.append(step.forward()), lambda: kept.pop().backward(), step.update]
-        forward, backward, _ = self._times(parts, steps)
+        forward, backward, _ = times(self.device, parts, steps)
         return {"fwd_ms": median(forward), "bwd_ms": median(backward)}
 
     def _peak_memory(self) -> float:

@@ -2,21 +2,16 @@
 
 import contextlib
 import dataclasses
-import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from stepgraph.bench.arguments import BATCH_SEED, DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
+from stepgraph.bench.lane import Lane, rotated
 from stepgraph.bench.results import Row, check_losses, finite, note, write
 from stepgraph.bench.step.child import FIRST_STEPS
 from stepgraph.bench.step.providers import DEFAULT, PROVIDERS
@@ -132,7 +127,7 @@ def measure(config: TrainConfig, options: StepBench, device: torch.device) -> It
 def _measure_together(config: TrainConfig, options: StepBench, device: torch.device, names: list[str]) -> list[Row]:
     job = {"config": config.to_json(), "device": str(device)}
     with contextlib.ExitStack() as stack:
-        lanes = [stack.enter_context(Lane(Row(model=config.preset, provider=name))) for name in names]
+        lanes = [stack.enter_context(Lane(Row(model=config.preset, provider=name), CHILD)) for name in names]
         for lane in lanes:
             first = lane.ask(job | {"provider": lane.row.provider})
             if first:
@@ -140,7 +135,7 @@ def _measure_together(config: TrainConfig, options: StepBench, device: torch.dev
             first["losses"] = [finite(loss) for loss in first.pop("losses", [])]
             lane.keep(first | {"loss": next(iter(first["losses"]), None)})
         for repeat in range(options.repeats):
-            for lane in _rotated(lanes, repeat):
+            for lane in rotated(lanes, repeat):
                 if answer := lane.ask({"do": "round", "steps": options.steps}):
                     lane.row.step_ms_all.append(answer["step_ms"])
         for lane in lanes:
@@ -152,11 +147,6 @@ def _measure_together(config: TrainConfig, options: StepBench, device: torch.dev
     return [lane.row for lane in lanes]
 
 
-def _rotated(lanes: Sequence["Lane"], by: int) -> list["Lane"]:
-    start = by % len(lanes)
-    return [*lanes[start:], *lanes[:start]]
-
-
 def _conclude(row: Row, tokens: int) -> None:
     """Fills in what follows from the measurements. A provider that failed has no step time."""
     if row.error or not row.step_ms_all:
@@ -166,71 +156,3 @@ def _conclude(row: Row, tokens: int) -> None:
     row.tokens_per_s = 1000 * tokens / row.step_ms
     if row.provider.startswith("compile"):
         row.compile_s = row.first_step_s - row.step_ms / 1000
-
-
-class Lane:
-    """A provider's process and its row. Once it has failed it answers nothing. A context manager."""
-
-    def __init__(self, row: Row):
-        self.row = row
-        self.process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> "Lane":
-        self._folder = tempfile.TemporaryDirectory(prefix="stepgraph-bench-", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
-        self._log = folder / "stderr"
-        # Compile caches of its own: every provider compiles from nothing, and none finds another's kernels.
-        caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                CHILD,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=os.environ | caches,
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-        self._folder.cleanup()
-
-    def close(self) -> None:
-        """Ends the process, so that its memory is free for the next."""
-        if self.process is not None:
-            try:
-                self.process.communicate(timeout=30)  # the end of its stdin ends it, and its compile workers
-            except subprocess.TimeoutExpired:  # it is in the middle of a step
-                self.process.kill()
-                self.process.communicate()
-            self.process = None
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to ``request``; empty once the provider has failed, which sets the row's ``error``."""
-        if self.process is None:
-            return {}
-        try:
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        answer = json.loads(line) if line else {"error": self._how_it_ended()}
-        if "error" in answer:
-            self.row.error = answer["error"]
-            note(self.row, f"failed: {self.row.error}")
-            print(self._log.read_text(errors="replace")[-2000:], file=sys.stderr)
-            self.close()
-            return {}
-        return answer
-
-    def keep(self, answer: dict[str, Any]) -> None:
-        """Writes the figures of an answer into the row."""
-        for name, value in answer.items():
-            setattr(self.row, name, value)
-
-    def _how_it_ended(self) -> str:
-        code = self.process.wait()
-        return (
-            f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
-        )

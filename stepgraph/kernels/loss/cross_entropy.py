@@ -33,7 +33,7 @@ def cross_entropy_(
     """The cross entropy of ``logits``, which are overwritten with their gradient.
 
     Args:
-        logits: (M, V), fp32, bf16 or fp16, rows contiguous. Computed in fp32.
+        logits: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. Computed in fp32.
         targets: (M,) int64, in [0, V); rows with target ``ignore`` do not count. Any other makes the loss NaN.
         grad: fp32 scalar, the gradient of the loss that is returned.
         mean: the loss is the mean over rows that count, else their sum.

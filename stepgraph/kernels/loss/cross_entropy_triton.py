@@ -56,10 +56,9 @@ def configuration(V: int) -> tuple[int, int]:
     return block, min(max(block // 1024, 1), 4)
 
 
-def check_rows(logits: torch.Tensor) -> None:
-    """Raises ``ValueError`` unless the rows of ``logits`` (M, V) are contiguous."""
-    if logits.shape[1] > 1 and logits.stride(1) != 1:
-        raise ValueError(f"logits have strides {logits.stride()}, rows must be contiguous: call .contiguous() on them")
+def in_rows(logits: torch.Tensor) -> torch.Tensor:
+    """``logits`` (M, V), or a copy of them where their rows are not contiguous; rows may lie apart."""
+    return logits if logits.shape[1] <= 1 or logits.stride(1) == 1 else logits.contiguous()
 
 
 def launch(
@@ -71,7 +70,7 @@ def launch(
     config: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """As `cross_entropy.cross_entropy_`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
-    check_rows(logits)
+    given, logits = logits, in_rows(logits)
     rows, V = logits.shape
     count = (targets != ignore).sum() if mean else None
     scale = (grad / count if mean else grad).float()
@@ -82,5 +81,7 @@ def launch(
             logits, targets.contiguous(), scale, losses, logits.stride(0), V, ignore,
             BLOCK=block, ONE=block >= V, num_warps=warps,
         )  # fmt: skip
+    if logits is not given:
+        given.copy_(logits)
     total = losses.sum()
     return total / count if mean else total

@@ -34,7 +34,7 @@ def softmax_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum and sum of exponentials of each row, in one pass.
 
     Args:
-        logits: (M, V), fp32, bf16 or fp16, rows contiguous. Computed in fp32.
+        logits: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. Computed in fp32.
 
     Returns:
         ``highest`` (M,) and ``total`` (M,), the sum of ``exp(x - highest)``, both fp32. A row of -inf has total 0.
@@ -60,7 +60,8 @@ def split_gradient_(logits: torch.Tensor, log_sum: torch.Tensor, column: torch.T
     """Write the gradient of the cross entropy over the logits.
 
     Args:
-        logits: (M, V), fp32, bf16 or fp16, rows contiguous. Computed in fp32, rounded once.
+        logits: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. Computed in fp32,
+            rounded once.
         log_sum: (M,) fp32, the logarithm of the row's sum of exponentials over all ranks' columns.
         column: (M,) int64, the target's column here; outside [0, V) where another rank has it.
         slope: (M,) fp32, the gradient of the row's loss. Rows where it is 0 become zeros, whatever they hold.

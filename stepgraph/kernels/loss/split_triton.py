@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.kernels.loss.cross_entropy_triton import check_rows, configuration
+from stepgraph.kernels.loss.cross_entropy_triton import configuration, in_rows
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -54,7 +54,7 @@ def gradient_configuration(V: int) -> tuple[int, int]:
 
 def launch_parts(logits: torch.Tensor, config: tuple[int, int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """As `split.softmax_parts`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
-    check_rows(logits)
+    logits = in_rows(logits)
     rows, V = logits.shape
     highest = torch.empty(rows, dtype=torch.float32, device=logits.device)
     total = torch.empty_like(highest)  # outputs of an operator may not share memory
@@ -72,7 +72,7 @@ def launch_gradient(
     config: tuple[int, int] | None = None,
 ) -> None:
     """As `split.split_gradient_`. ``config``: (BLOCK, warps), see `gradient_configuration`."""
-    check_rows(logits)
+    given, logits = logits, in_rows(logits)
     rows, V = logits.shape
     block, warps = config or gradient_configuration(V)
     if rows:
@@ -80,3 +80,5 @@ def launch_gradient(
             logits, log_sum.contiguous(), column.contiguous(), slope.contiguous(), logits.stride(0), V,
             BLOCK=block, num_warps=warps,
         )  # fmt: skip
+    if logits is not given:
+        given.copy_(logits)

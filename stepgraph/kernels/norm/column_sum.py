@@ -11,7 +11,7 @@ _WARPS = 8
 
 
 def column_sum(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(R, C) float32, contiguous -> (C,) in ``dtype``: added in float32 in a fixed order, and rounded once.
+    """(R, C) float32, in any strides -> (C,) in ``dtype``: added in float32 in a fixed order, and rounded once.
 
     The operator ``torch.ops.stepgraph.column_sum``; on a CPU it is torch's sum. It has no gradient.
     """
@@ -31,6 +31,7 @@ def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     from stepgraph.kernels.norm.triton.partials import add_slots_kernel
 
     rows, columns = x.shape
+    x = x.contiguous()  # what generated code hands over is
     total = x.new_empty(columns, dtype=dtype)
     width = 8 if columns <= 8192 else 32
     at_once = min(1 << (rows - 1).bit_length(), 1024 * _WARPS // width)

@@ -24,7 +24,7 @@ from stepgraph import compat
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
-from stepgraph.graph.facts import argument, is_launch, is_mutating, is_view
+from stepgraph.graph.facts import argument, is_launch, is_mutating, is_view, packet
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
@@ -148,6 +148,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         if node.meta.get(KEEP_EAGER) or is_launch(node):
             return None
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
+        reason = reason or read_before_drawn(node)
         if reason:
             left[node] = reason
             return None
@@ -189,6 +190,15 @@ def adds_in_any_order(node: fx.Node) -> str | None:
     if not adds or not node.meta["val"].is_floating_point():
         return None
     return "Inductor adds rows by atomic operations, in another order every time"
+
+
+def read_before_drawn(node: fx.Node) -> str | None:
+    """Why Inductor cannot compile ``node`` to what it computes, or None. It draws ``bernoulli`` in place, into a buffer
+    that one of its kernels makes, and takes for the reader's source what was in the buffer before: where it fuses the
+    two, dropout multiplies with uninitialized memory (seen on torch 2.13, on a CPU)."""
+    if packet(node) not in (aten.bernoulli, aten.bernoulli_):
+        return None
+    return "Inductor may read the numbers before it draws them"
 
 
 class _Aliased:

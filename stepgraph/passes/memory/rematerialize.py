@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.facts import is_launch, tensor_bytes
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import region_of, tag
@@ -133,9 +133,11 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def _feeds_product(plan: Plan, root: fx.Node) -> bool:
-    """Whether a matrix product, attention or kernel of ours in backward reads it, so that it must lie in memory."""
+    """Whether a matrix product, attention, or kernel of ours or the model's own in backward reads it, so that it must
+    lie in memory."""
     return any(
-        plan.is_backward(user) and (plan.is_expensive(user) or "attention" in str(user.target) or _is_ours(user))
+        plan.is_backward(user)
+        and (plan.is_expensive(user) or "attention" in str(user.target) or _is_ours(user) or is_launch(user))
         for alias in plan.alias_nodes(root)
         for user in alias.users
     )

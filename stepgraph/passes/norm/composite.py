@@ -76,9 +76,8 @@ class Composite:
         kept = {self.x, *self.copies, found.weight, found.bias}
         found.nodes = [*inside, *found.outputs, *(found.gradient.results() if found.gradient else ())]
         gone = set(found.nodes)
-        for node in sorted(
-            [*values.known, *values.sums], reverse=True
-        ):  # what only they read: squares, casts, the mean
+        read = sorted([*values.known, *values.sums], reverse=True)
+        for node in read:  # what only they read: squares, casts, the mean
             if node.op == "call_function" and node not in kept and node.users and set(node.users) <= gone:
                 gone.add(node)
         found.nodes = list(gone)

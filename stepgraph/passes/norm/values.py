@@ -179,10 +179,10 @@ class Values:
 
     def power(self, a: Polynomial, exponent: float) -> Polynomial:
         """``a ** exponent``, with roots of what is under this norm's root alone. Raises `NotAlgebra` for others."""
-        divides = exponent == -1 and len(a) == 1
-        if exponent != int(exponent) or (exponent < 0 and not divides):
-            if self.under is not None and not algebra.same(a, self.under) and a.keys() != {algebra.ONE}:
-                raise NotAlgebra
+        is_root = exponent != int(exponent) or (exponent < 0 and not (exponent == -1 and len(a) == 1))
+        is_number = a.keys() == {algebra.ONE}
+        if is_root and not is_number and self.under is not None and not algebra.same(a, self.under):
+            raise NotAlgebra
         return algebra.power(a, exponent)
 
     def elementwise(self, node: fx.Node, arguments: Iterable[object], reach: int) -> list[Polynomial]:

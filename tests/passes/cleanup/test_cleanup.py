@@ -6,7 +6,9 @@ from torch import nn
 
 import stepgraph
 from stepgraph.capture import Provenance, set_provenance
-from stepgraph.passes import run_passes
+from stepgraph.passes import PassReport, run_passes
+from stepgraph.passes.contract import PASSES
+from stepgraph.passes.verify import wrong_values
 
 aten = torch.ops.aten
 CLEANUP = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code"]
@@ -251,3 +253,46 @@ def test_nothing_to_do_is_said(tools):
     for line in lines[:3]:
         assert "found nothing to do" in line and "nodes 1 (+0)" in line
     assert "0 unused nodes removed" in lines[3]
+
+
+# Gradients of indexing
+
+
+def gradient_of_indexing(w, i, j, g):
+    leaf = w.detach().requires_grad_()
+    rows = leaf[i, :, j]
+    (gradient,) = torch.autograd.grad(rows, leaf, g)
+    return rows.detach(), gradient
+
+
+def index_gradients(step):
+    """The pass, which otherwise needs a GPU."""
+    report = PassReport("index_gradients", "exact")
+    PASSES["index_gradients"].apply(step, None, report)
+    step.module.recompile()
+    return report
+
+
+def test_gradients_of_an_indexing_check_nothing_again(tools):
+    inputs = torch.randn(5, 3, 4), torch.tensor([0, 4, 4, 1]), torch.tensor([[3, 0, 0, 3]]), torch.randn(1, 4, 3)
+    step = tools.by_hand(gradient_of_indexing, *inputs, phase="backward")
+    report = index_gradients(step)
+    assert (report.matched, report.changed) == (1, 1) and not wrong_values(step)
+    assert aten.index_put.default not in tools.targets(step)
+    for ours, eager in zip(step.module(*inputs), gradient_of_indexing(*inputs), strict=True):
+        assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_unchecked_indices_stay_checked(tools, phase):
+    """A model's own ``index_put``, and one whose indices, or whose size, forward has not read with."""
+
+    def function(x, i, j, g):
+        zeros = torch.zeros_like(x)
+        small = torch.zeros_like(x[:2]).index_put([i], g, accumulate=True)
+        return x[i], zeros.index_put([j], g, accumulate=True), small, zeros.index_put([i], g)
+
+    inputs = X, torch.tensor([0, 1]), torch.tensor([1, 1]), torch.ones(2, 6)
+    step = tools.by_hand(function, *inputs, phase=phase)
+    assert index_gradients(step).changed == 0
+    assert tools.targets(step).count(aten.index_put.default) == 3

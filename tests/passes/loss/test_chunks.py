@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stepgraph
+from stepgraph.costs.flops import flops
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.facts import packet
 from stepgraph.passes import StepOptions, get, run_passes
@@ -273,3 +274,14 @@ def test_bad_number_of_parts(chunks):
         StepOptions(loss_chunks=chunks).validate_step()
     with pytest.raises(ValueError, match=r"loss_chunks=.*; allowed: auto, or a number of parts from 1 on"):
         FUSE.with_options(chunks=chunks)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_costs_are_seen(tools, bias):
+    """Parts are plain nodes: as many operations as in one part, and gradients that the memory account knows."""
+    totals = []
+    for chunks in (1, 4):
+        step = tools.trace(Head(bias=bias), plain, ids_and_targets())
+        run_passes(step, [FUSE.with_options(chunks=chunks)])
+        totals.append(sum(flops(node) for node in step.graph.nodes))
+    assert totals[0] == totals[1] > 0

@@ -1,0 +1,134 @@
+"""A provider in a process of its own: the parent's side, `Lane`, and the child's, `take_job` and `requests`.
+
+The first line of the child's stdin is its job; each further line is a request. Every answer is one line of JSON on what
+was its stdout.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stepgraph.bench.results import in_one_line, note
+
+Item = TypeVar("Item")
+
+
+class Lane:
+    """The process of ``command`` and the row of its provider. Once it has failed it answers nothing. A context manager.
+
+    ``limit_s``: seconds that an answer may take; None: no limit. What takes longer is a failure.
+    """
+
+    def __init__(self, row: Any, command: Sequence[str], limit_s: float | None = None):
+        self.row, self.command, self.limit_s = row, command, limit_s
+        self.process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "Lane":
+        self._folder = tempfile.TemporaryDirectory(prefix="stepgraph-bench-", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        self._log = folder / "stderr"
+        # Compile caches of its own: every provider compiles from nothing, and none finds another's kernels.
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | caches,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._folder.cleanup()
+
+    def close(self, patience_s: float = 30) -> None:
+        """Ends the process, so that its memory is free for the next. ``patience_s``: how long it may take to end."""
+        if self.process is not None:
+            try:
+                # The end of its stdin ends it, and its compile workers.
+                self.process.communicate(timeout=patience_s)
+            except subprocess.TimeoutExpired:  # it is in the middle of a step
+                self.process.kill()
+                self.process.communicate()
+            self.process = None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to ``request``; empty once the provider has failed, which sets the row's ``error``."""
+        self.send(request)
+        return self.receive()
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Hands over ``request`` without waiting; `receive` gives the answer."""
+        if self.process is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended: `receive` says how
+                print(json.dumps(request), file=self.process.stdin, flush=True)
+
+    def receive(self) -> dict[str, Any]:
+        """The answer to what was sent last, as `ask` gives it."""
+        if self.process is None:
+            return {}
+        patience_s = 30.0
+        # One answer a request: none is left in the buffer of stdout.
+        if self.limit_s is None or select.select([self.process.stdout], [], [], self.limit_s)[0]:
+            line = self.process.stdout.readline()
+            answer = json.loads(line) if line else {"error": self._how_it_ended()}
+        else:
+            answer, patience_s = {"error": f"not done after {self.limit_s:g} s"}, 0.0
+        if "error" in answer:
+            self.row.error = answer["error"]
+            note(self.row, f"failed: {self.row.error}")
+            print(self._log.read_text(errors="replace")[-2000:], file=sys.stderr)
+            self.close(patience_s)
+            return {}
+        return answer
+
+    def keep(self, answer: dict[str, Any]) -> None:
+        """Writes the figures of an answer into the row."""
+        for name, value in answer.items():
+            setattr(self.row, name, value)
+
+    def _how_it_ended(self) -> str:
+        code = self.process.wait()
+        return (
+            f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+        )
+
+
+def rotated(items: Sequence[Item], by: int) -> list[Item]:
+    """``items`` from number ``by`` on, then those before it."""
+    start = by % len(items)
+    return [*items[start:], *items[:start]]
+
+
+def take_job() -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
+    """In the child: (its job, what answers). From here on whatever prints, compilers too, prints to stderr, and an
+    error that ends the process is its last answer."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+
+    def fail(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        sys.__excepthook__(kind, error, trace)
+        answer({"error": in_one_line(error)})
+
+    sys.excepthook = fail
+    return json.loads(sys.stdin.readline()), answer
+
+
+def requests() -> Iterator[dict[str, Any]]:
+    """In the child: the requests, until stdin ends."""
+    for line in sys.stdin:
+        yield json.loads(line)

@@ -1,0 +1,1 @@
+"""``stepgraph bench model``: unmodified models of ``transformers`` beside eager, torch.compile and Liger."""

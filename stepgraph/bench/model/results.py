@@ -1,0 +1,92 @@
+"""What ``stepgraph bench model`` found: a row for each model and provider, and ours over the best of the others."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from typing import Any
+
+OURS = "stepgraph"
+
+
+@dataclass(kw_only=True)
+class ModelRow:
+    """One model under one provider. What was not or cannot be measured is null."""
+
+    model: str
+    """A name of ``bench.model.models.MODELS``."""
+    provider: str
+    """A name of ``bench.model.providers.PROVIDERS``."""
+    step_ms: float | None = None
+    """Time of a step, ms: median over the rounds."""
+    step_ms_all: list[float] = dataclasses.field(default_factory=list)
+    """The median step of each round, ms."""
+    per_s: float | None = None
+    """Tokens, of ViT images, per second at ``step_ms``."""
+    peak_mem_gib: float | None = None
+    """CUDA: most memory that torch's allocator reserved since the model was built, GiB. CPU: growth of the process's
+    peak resident memory since then."""
+    peak_allocated_gib: float | None = None
+    """CUDA: the same of tensors alive."""
+    params: int | None = None
+    """Parameters of the model, tied ones once."""
+    losses: list[float | None] = dataclasses.field(default_factory=list)
+    """Losses of the first steps; null where not finite."""
+    first_step_s: float | None = None
+    """From the built model to the end of the first step, s: capture and compilation included."""
+    capture_s: float | None = None
+    """stepgraph: capture and passes, s, compilers left out."""
+    compile_s: float | None = None
+    """stepgraph: compilers and recording of CUDA graphs, s. Others that compile: ``first_step_s`` less a step."""
+    cuda_graphs: str | None = None
+    """stepgraph on CUDA: how many CUDA graphs the step is, and how many nodes stay on the host."""
+    passes: list[str] | None = None
+    """stepgraph: what each pass did, line by line."""
+    notes: list[str] | None = None
+    """stepgraph: what else passes noted, at most 20 lines."""
+    versions: dict[str, Any] | None = None
+    """Versions of packages in the provider's process."""
+    unavailable: str | None = None
+    """Why the provider cannot do this model, in one line."""
+    error: str | None = None
+    """Why the provider failed, in one line."""
+    disagreement: str | None = None
+    """Which loss is not that of the provider compared with, in one line."""
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Ours beside the best of the others for one model, each None where a side is missing. Speed: above 1 is faster;
+    memory and first step: below 1 is less."""
+
+    model: str
+    best: str | None
+    speed: float | None
+    memory: float | None
+    first_step: float | None
+
+
+def ratios(model: str, rows: Sequence[ModelRow]) -> Ratios:
+    """Of one model's ``rows``: speed over the fastest other provider, memory over the least of any other, and the first
+    step over that of ``torch.compile`` by default. A provider with wrong losses counts for nothing."""
+    usable = [row for row in rows if row.step_ms and not row.error and not row.disagreement]
+    ours = next((row for row in usable if row.provider == OURS), None)
+    others = [row for row in usable if not row.provider.startswith(OURS)]
+    compiled = next((row for row in others if row.provider == "compile"), None)
+    if ours is None or not others:
+        return Ratios(model, None, None, None, None)
+    best = min(others, key=lambda row: row.step_ms)
+    least = min((row.peak_mem_gib for row in others if row.peak_mem_gib), default=None)
+    return Ratios(
+        model,
+        best.provider,
+        best.step_ms / ours.step_ms,
+        ours.peak_mem_gib / least if least and ours.peak_mem_gib is not None else None,
+        ours.first_step_s / compiled.first_step_s if compiled else None,
+    )
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of those ``values`` that there are; None if there is none."""
+    found = [value for value in values if value is not None]
+    return exp(sum(map(log, found)) / len(found)) if found else None

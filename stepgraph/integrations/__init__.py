@@ -1,0 +1,12 @@
+"""Captured steps inside other people's training loops."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    # transformers is asked for when its Trainer is.
+    if name == "GraphTrainer":
+        from stepgraph.integrations.trainer import GraphTrainer
+
+        return GraphTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has GraphTrainer")

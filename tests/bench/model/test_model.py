@@ -1,0 +1,187 @@
+"""``stepgraph bench model`` with real processes on tiny models, its record, summary and refusals."""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from stepgraph import bench
+from stepgraph.bench.model import command, models, providers
+from stepgraph.bench.model.models import MODELS, TASKS
+from stepgraph.bench.model.profile import group_of, kind_of
+from stepgraph.bench.model.results import ModelRow, geometric_mean, ratios
+from stepgraph.bench.model.table import summary
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """A run with providers that are right, wrong and unavailable: exit status, its record, its folder."""
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "CHILD", [sys.executable, str(Path(__file__).parent / "wrong_child.py")])
+        patch.setitem(command.PROVIDERS, "wrong", None)
+        words = ["--providers", "eager,wrong,liger,stepgraph-exact", "--together", "2"]
+        words += ["--steps", "2", "--rounds", "2", "--device", "cpu"]
+        places = ["--json", str(folder / "record.json"), "--profile", str(folder)]
+        status = bench.main(["model", "gpt2-debug", *words, *places])
+    return status, json.loads((folder / "record.json").read_text()), folder
+
+
+@pytest.fixture
+def rows(record):
+    return {row["provider"]: row for row in record[1]["rows"]}
+
+
+def test_the_record_holds_every_figure(record, rows):
+    settings = record[1]["settings"]
+    assert list(rows) == settings["providers"]
+    assert settings["models"]["gpt2-debug"]["sizes"] == MODELS["gpt2-debug"].sizes
+    for name in ("eager", "stepgraph-exact"):
+        row = rows[name]
+        assert row["error"] is None and row["disagreement"] is None
+        assert len(row["step_ms_all"]) == 2 and min(row["step_ms_all"]) <= row["step_ms"] <= max(row["step_ms_all"])
+        assert row["per_s"] == pytest.approx(1000 * 2 * 32 / row["step_ms"])
+        assert row["first_step_s"] > 0 and row["versions"]["transformers"] == transformers.__version__
+    ours = rows["stepgraph-exact"]
+    assert ours["losses"] == rows["eager"]["losses"] and ours["losses"][-1] < ours["losses"][0]
+    assert ours["passes"] and ours["capture_s"] > 0
+
+
+def test_a_wrong_provider_disagrees(record, rows):
+    assert record[0] == 1
+    assert "wrong: the loss of step" in rows["wrong"]["disagreement"]
+
+
+def test_a_provider_that_cannot_do_a_model_is_no_failure(rows):
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    reason = "Liger has no patches for gpt2" if installed else "liger-kernel is not installed: pip install liger-kernel"
+    assert rows["liger"]["unavailable"] == reason and rows["liger"]["error"] is None
+
+
+def test_the_profile_names_what_ran(record):
+    text = (record[2] / "gpt2-debug.stepgraph-exact.md").read_text()
+    assert "matrix products" in text and "aten::addmm" in text
+
+
+def test_the_report_prints_and_draws_the_record(record, capsys, tmp_path):
+    png = tmp_path / "chart.png"
+    assert bench.main(["report", str(record[2] / "record.json"), "--plot", str(png)]) == 0
+    said = capsys.readouterr().out
+    assert "### gpt2-debug, batch 2 x 32, bf16" in said and "losses disagree: wrong" in said
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith("-debug")])
+def test_every_kind_of_model_learns(name):
+    """Loss and gradients come from transformers alone."""
+    step = providers.EagerStep(models.build(name, CPU), models.batch_of(name, CPU))
+    losses = [step().item() for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert {p.dtype for p in step.params} == {torch.bfloat16}
+    assert step.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("qwen3-0.6b", 596),
+        ("qwen3-1.7b", 1721),
+        ("llama-3.2-1b", 1236),
+        ("gemma3-1b", 1000),
+        ("gpt2-medium", 356),  # 355 with 1,024 positions
+        ("smollm3-3b", 3075),
+        ("modernbert-base", 150),
+        ("modernbert-large", 396),
+        ("vit-l", 304),
+    ],
+)
+def test_models_have_the_published_sizes(name, millions):
+    config = getattr(transformers, MODELS[name].config)(**MODELS[name].sizes)
+    with torch.device("meta"):
+        model = getattr(transformers, TASKS[MODELS[name].task].auto_class).from_config(config)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+def test_weights_and_batch_are_the_same_in_every_process():
+    text = (
+        "import torch; from stepgraph.bench.model import models as m; d = torch.device('cpu'); "
+        "w = sum(p.double().abs().sum() for p in m.build('vit-debug', d).parameters()); "
+        "print(w.item(), m.batch_of('vit-debug', d)['pixel_values'].double().sum().item())"
+    )
+    said = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
+    weights = sum(p.double().abs().sum() for p in models.build("vit-debug", CPU).parameters())
+    assert [float(word) for word in said] == [
+        weights.item(),
+        models.batch_of("vit-debug", CPU)["pixel_values"].double().sum().item(),
+    ]
+
+
+def row(provider, step_ms, memory=10.0, first=10.0, **more):
+    return ModelRow(
+        model="m", provider=provider, step_ms=step_ms, step_ms_all=[step_ms], peak_mem_gib=memory, first_step_s=first,
+        **more,
+    )  # fmt: skip
+
+
+def test_ratios_are_over_the_best_of_the_others():
+    rows = [row("eager", 40, 8), row("compile", 20, 12, 60), row("liger", 30, 6), row("stepgraph", 10, 9, 30)]
+    found = ratios("m", [*rows, row("stepgraph-max-autotune", 5)])
+    assert dataclasses.astuple(found) == ("m", "compile", 2.0, 1.5, 0.5)
+
+
+def test_who_failed_or_is_wrong_counts_for_nothing():
+    rows = [row("eager", 40), row("compile", 5, disagreement="x"), row("liger", 5, error="x"), row("stepgraph", 20)]
+    assert ratios("m", rows).speed == 2.0 and ratios("m", rows).first_step is None
+    assert ratios("m", rows[:3]).speed is None
+    assert "m: not compared" in summary([("m", rows[:3])])
+
+
+def test_geometric_mean():
+    assert geometric_mean([2.0, None, 0.5, 8.0]) == pytest.approx(2.0)
+    assert geometric_mean([None]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "group"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matrix products", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT"),
+        ("triton_red_fused_add_mul_12", "Inductor's kernels", "triton_red_fused_add_mul"),
+        ("void pytorch_flash::flash_bwd_kernel<Traits<64> >", "attention", "pytorch_flash::flash_bwd_kernel"),
+        ("Memcpy DtoD (Device -> Device)", "copies and fills by the driver", "Memcpy DtoD (Device -> Device)"),
+        ("_rms_norm_backward", "other (Triton, stepgraph's own)", "_rms_norm_backward"),
+    ],
+)
+def test_kernels_are_grouped(name, kind, group):
+    assert (kind_of(name), group_of(name)) == (kind, group)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no model given: name one or more of qwen3-0.6b"),
+        (["qwen3-0.6"], "did you mean 'qwen3-0.6b'.*allowed: .*vit-l"),
+        (["zzz"], "unknown model 'zzz': choose one of .*vit-l"),
+        (["vit-l", "--providers", "eagr"], "unknown provider 'eagr': did you mean 'eager'"),
+        (["vit-l", "--rounds", "0"], "rounds=0 must be above 0"),
+        (["vit-l", "--together", "-1"], "together=-1 must be above 0"),
+        (["vit-l", "--profile", "no/such"], "profile=no/such is no folder; make it first"),
+    ],
+)
+def test_wrong_use_is_one_line(words, message):
+    with pytest.raises(ValueError, match=message) as error:
+        bench.main(["model", *words])
+    assert "\n" not in str(error.value)
+
+
+def test_without_transformers_one_line(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"transformers, which is missing: pip install 'stepgraph\[hf\]'"):
+        bench.main(["model", "vit-debug"])

@@ -1,0 +1,155 @@
+"""Heads and losses on a GPU: odd vocabularies and widths under Inductor, and logits in parts of the tokens."""
+
+import copy
+import statistics
+
+import pytest
+import torch
+from torch._inductor import config
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import stepgraph
+from stepgraph.inductor.compiled import Compiled
+from stepgraph.models import Llama3, Llama3Config, next_token_loss
+from stepgraph.passes import StepOptions
+from tests.inductor import test_strides as behind_products
+from tests.kernels import strides
+
+DEVICE = "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_take_any_strides(dtype):
+    for name, operator, arguments in strides.calls(DEVICE, dtype):
+        strides.check_call(name, operator, arguments)
+
+
+@pytest.mark.parametrize(("width", "forced"), [(1537, True), (4097, False)])
+@pytest.mark.parametrize("name", ["with_norm", "with_pair", "with_sums", "over_logits"])
+def test_operators_behind_products_of_odd_widths(name, width, forced):
+    """``forced``: Inductor pads the product, else only where it measures that this is faster."""
+    function = getattr(behind_products, name)
+    x, w = torch.randn(4096, 512, device=DEVICE), torch.randn(width, 512, device=DEVICE)
+    weight = torch.randn(width, device=DEVICE)
+    if name == "over_logits":
+        x = x[:1024]  # a target for each row
+    expected = function(x, w, weight)
+    with config.patch(force_shape_pad=forced):
+        piece = Compiled(make_fx(function, tracing_mode="fake")(x, w, weight), {})
+    for given, right in zip(piece(x, w, weight), expected, strict=True):
+        assert given.stride() == right.stride()
+        torch.testing.assert_close(given, right, rtol=1e-3, atol=1e-3 * right.abs().max().item())
+
+
+def gpt2(vocab, width, layers=4):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=width, n_layer=layers, n_head=3, vocab_size=vocab, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).to(DEVICE, torch.bfloat16)
+
+
+def hugging_face_loss(model, batch):
+    return model(batch["ids"], labels=batch["ids"]).loss
+
+
+def relative(given, expected):
+    return ((given.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)).item()
+
+
+@pytest.mark.parametrize(
+    ("vocab", "width", "chunks", "disable"),
+    [
+        (50257, 192, "auto", ()), (50257, 195, 3, ()), (50257, 195, "auto", ("fuse_loss",)), (5001, 1155, "auto", ()),
+    ],
+)  # fmt: skip
+def test_gpt2_of_odd_widths(vocab, width, chunks, disable):
+    """Default passes in bf16, 16 x 256 tokens: the logits, hidden states and heads of odd widths."""
+    torch.manual_seed(0)
+    model, ids = gpt2(vocab, width), torch.randint(vocab, (16, 256), device=DEVICE)
+    wide = copy.deepcopy(model).float()
+    truth = hugging_face_loss(wide, {"ids": ids})
+    truth.backward()
+    eager = copy.deepcopy(model)
+    hugging_face_loss(eager, {"ids": ids}).backward()
+    options = StepOptions(loss_chunks=chunks, disable_pass=disable)
+    step = stepgraph.capture(model, hugging_face_loss, {"ids": ids}, passes=options)
+    loss = step({"ids": ids}).clone()
+    torch.testing.assert_close(loss.float(), truth.detach(), rtol=2e-3, atol=0)
+    for (name, mine), exact, other in zip(model.named_parameters(), wide.parameters(), eager.parameters(), strict=True):
+        error, theirs = relative(mine.grad, exact.grad), relative(other.grad, exact.grad)
+        assert error < max(1.3 * theirs, 2e-2), f"{name}: relative error {error:.1e}, eager's {theirs:.1e}"
+    report = next(r for r in step.report if r.name == "fuse_loss") if "fuse_loss" not in disable else None
+    if report:
+        assert "the vocabulary padded to" in report.summary and report.notes == []
+
+
+LARGE = Llama3Config(dim=1024, n_layers=1, n_heads=8, n_kv_heads=8, ffn_dim=2048, vocab_size=151936, max_seq_len=2048)
+TOKENS = (4, 2048)
+
+
+def large_head(chunks):
+    """(step, batch, model) with 8,192 x 151,936 logits: 2.3 GiB."""
+    torch.manual_seed(0)
+    model = Llama3(LARGE).to(DEVICE, torch.bfloat16)
+    ids = torch.randint(LARGE.vocab_size, TOKENS, device=DEVICE)
+    batch = {"tokens": ids, "targets": ids.roll(-1, 1)}
+    options = StepOptions(loss_chunks=chunks, cuda_graph=False)
+    return stepgraph.capture(model, next_token_loss, batch, passes=options), batch, model
+
+
+def peak(step, batch):
+    step(batch)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step(batch)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("chunks", [2, 4, "auto"])
+def test_large_vocabulary_in_parts(chunks):
+    """Less memory by what the parts leave out, and the gradients of one part."""
+    logits = TOKENS[0] * TOKENS[1] * LARGE.vocab_size * 2
+    if torch.cuda.mem_get_info()[0] < 8 * logits:
+        pytest.skip(f"needs {8 * logits / 2**30:.0f} GiB of free GPU memory")
+    whole, batch, one = large_head(1)
+    step, _, model = large_head(chunks)
+    losses = [s(batch).clone() for s in (whole, step)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    for (name, mine), other in zip(model.named_parameters(), one.parameters(), strict=True):
+        assert relative(mine.grad, other.grad) < 1e-2, name
+    repeated = [p.grad.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    step(batch)
+    assert all(torch.equal(p.grad, r) for p, r in zip(model.parameters(), repeated, strict=True)), "two runs differ"
+    saved = peak(whole, batch) - peak(step, batch)
+    parts = 2 if chunks == "auto" else chunks
+    assert saved > 0.9 * logits * (1 - 1 / parts), f"{saved / logits:.2f} of the logits saved in {parts} parts"
+
+
+def seconds(step, batch, runs=10):
+    for _ in range(3):
+        step(batch)
+    times = []
+    for _ in range(runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step(batch)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def test_parts_are_as_fast():
+    """The head is most of this step; parts may not cost it five percent."""
+    took = {}
+    for chunks in (1, "auto", 4):
+        step, batch, _ = large_head(chunks)
+        took[chunks] = seconds(step, batch)
+        del step
+    assert max(took["auto"], took[4]) < 1.05 * took[1], ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in took.items())

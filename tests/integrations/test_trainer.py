@@ -1,0 +1,210 @@
+"""`GraphTrainer` beside ``transformers.Trainer``: the same logs, the same weights, the same checkpoints."""
+
+import os
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import AutoModelForCausalLM, Qwen3Config, Trainer, TrainingArguments, set_seed  # noqa: E402
+
+from stepgraph.integrations import GraphTrainer  # noqa: E402
+
+VOCAB = 61
+SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+def qwen(**options):
+    set_seed(0)
+    config = Qwen3Config(vocab_size=VOCAB, head_dim=8, attention_dropout=0.1, **SHAPE, **options)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def sequences(count, length=12):
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(VOCAB, (count, length), generator=generator)
+    labels = rows.clone()
+    labels[::3, :5] = -100  # microbatches count different numbers of targets
+    return [{"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)]
+
+
+def trained(kind, folder, model=None, *, count=22, resume=None, trainer_options=None, **options):
+    """(what was logged, the trainer) after an epoch over ``count`` sequences."""
+    defaults = dict(per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1, save_strategy="no")
+    arguments = TrainingArguments(str(folder), report_to=[], use_cpu=True, disable_tqdm=True, **(defaults | options))
+    own = {"passes": "exact"} if kind is GraphTrainer else {}
+    given = trainer_options or {}
+    trainer = kind(model=model or qwen(), args=arguments, train_dataset=sequences(count), **own, **given)
+    trainer.train(resume_from_checkpoint=resume)
+    steps = [
+        {k: log[k] for k in ("loss", "grad_norm", "learning_rate", "step")} for log in trainer.state.log_history[:-1]
+    ]
+    return steps, trainer
+
+
+def both(folder, **options):
+    return [trained(kind, folder / kind.__name__, **options) for kind in (Trainer, GraphTrainer)]
+
+
+def check_same(first, second):
+    assert first[0] == second[0]
+    for (name, p), q in zip(first[1].model.named_parameters(), second[1].model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 4},  # the epoch ends with 3 microbatches
+        {"gradient_accumulation_steps": 2, "count": 7},  # and with microbatches of two sequences and of one
+        {"bf16": True, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 3},
+        {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+        {"max_grad_norm": 0.0},
+        {"max_grad_norm": 0.3},
+        {"optim": "adamw_torch", "num_train_epochs": 2},
+    ],
+    ids=str,
+)
+def test_same_as_the_plain_trainer(tmp_path, options):
+    first, second = both(tmp_path, **options)
+    check_same(first, second)
+    assert len(first[0]) >= 2
+    assert second[1].captured is not None and {r.name for r in second[1].captured.report} >= {"inplace_update"}
+    assert all(p.grad is None for p in second[1].model.parameters())
+
+
+@pytest.mark.parametrize("exact", [2, 4])
+def test_accumulation_that_is_a_power_of_two_is_exact(tmp_path, exact):
+    check_same(*both(tmp_path, gradient_accumulation_steps=exact, count=16))
+
+
+def test_three_microbatches_round_once_more(tmp_path):
+    first, second = both(tmp_path, gradient_accumulation_steps=3, count=18)
+    for a, b in zip(first[0], second[0], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["smoothed", "function", "method"])
+def test_other_losses(tmp_path, loss):
+    """Label smoothing, ``compute_loss_func``, and a subclass whose ``compute_loss`` is a mean of its microbatch."""
+    options = {"gradient_accumulation_steps": 2, "count": 8}
+    if loss == "smoothed":
+        check_same(*both(tmp_path, label_smoothing_factor=0.1, **options))
+    elif loss == "function":
+
+        def of_logits(outputs, labels, num_items_in_batch=None):
+            return torch.nn.functional.cross_entropy(
+                outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum"
+            ) / (num_items_in_batch)
+
+        check_same(*both(tmp_path, trainer_options={"compute_loss_func": of_logits}, **options))
+    else:
+
+        class Own:
+            loss_is_scaled_for_ga = False
+
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                return model(**inputs).logits.float().square().mean()
+
+        kinds = [type(kind.__name__, (Own, kind), {}) for kind in (Trainer, GraphTrainer)]
+        steps = []
+        for i, kind in enumerate(kinds):
+            arguments = TrainingArguments(
+                str(tmp_path / str(i)), per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1,
+                gradient_accumulation_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+            )  # fmt: skip
+            own = {"passes": "exact"} if i else {}
+            trainer = kind(model=qwen(), args=arguments, train_dataset=sequences(8), **own)
+            trainer.train()
+            steps.append([log["loss"] for log in trainer.state.log_history[:-1]])
+        assert steps[0] == steps[1] and len(steps[0]) == 2
+
+
+def test_saving_and_resuming(tmp_path):
+    """Resumed at step 4 of 11, from its own checkpoint and from the plain Trainer's, it ends as if never stopped."""
+    whole, saved = both(tmp_path, save_strategy="steps", save_steps=4)
+    check_same(whole, saved)
+    for kind in (Trainer, GraphTrainer):
+        source = tmp_path / kind.__name__ / "checkpoint-4"
+        assert {"optimizer.pt", "scheduler.pt", "trainer_state.json"} <= set(os.listdir(source))
+        again = trained(GraphTrainer, tmp_path / "again", resume=str(source))
+        assert again[0] == whole[0]
+        check_same(whole, again)
+
+
+def test_evaluation_between_steps(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 3, "trainer_options": {"eval_dataset": sequences(4)}}
+    logs = []
+    for kind in (Trainer, GraphTrainer):
+        given = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1, "save_strategy": "no"}
+        arguments = TrainingArguments(
+            str(tmp_path / kind.__name__), report_to=[], use_cpu=True, disable_tqdm=True, eval_strategy="steps",
+            eval_steps=3, **given,
+        )  # fmt: skip
+        own = {"passes": "exact"} if kind is GraphTrainer else {}
+        trainer = kind(model=qwen(), args=arguments, train_dataset=sequences(12), **options["trainer_options"], **own)
+        trainer.train()
+        logs.append(
+            [{k: v for k, v in log.items() if k in ("loss", "eval_loss")} for log in trainer.state.log_history[:-1]]
+        )
+    assert logs[0] == logs[1] and sum("eval_loss" in log for log in logs[0]) == 2
+
+
+def test_default_passes_train_as_well(tmp_path):
+    first = trained(Trainer, tmp_path / "plain")
+    arguments = TrainingArguments(
+        str(tmp_path / "graph"), per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1, report_to=[],
+        use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    from stepgraph.passes import StepOptions
+
+    passes = StepOptions(inductor="off", norm="kernel")
+    trainer = GraphTrainer(model=qwen(), args=arguments, train_dataset=sequences(22), passes=passes)
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history[:-1]]
+    assert losses == pytest.approx([log["loss"] for log in first[0]], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"fp16": True}, "use bf16=True"),
+        ({"torch_compile": True, "torch_compile_backend": "eager"}, "drop torch_compile"),
+    ],
+)
+def test_what_is_refused(tmp_path, options, match):
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    for name, value in options.items():  # as they are where a GPU takes them
+        setattr(arguments, name, value)
+    with pytest.raises(ValueError, match=match):
+        GraphTrainer(model=qwen(), args=arguments, train_dataset=sequences(4))
+
+
+def test_several_gpus_are_refused(tmp_path):
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    arguments._n_gpu = 2
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=0"):
+        GraphTrainer(model=qwen(), args=arguments, train_dataset=sequences(4))
+
+
+def test_microbatches_of_different_lengths(tmp_path, caplog):
+    """The first step's microbatches differ, the second's do not."""
+    data = sequences(2) + sequences(2, length=10) + sequences(4)
+    ends = []
+    for kind in (Trainer, GraphTrainer):
+        arguments = TrainingArguments(
+            str(tmp_path / kind.__name__), per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
+            use_cpu=True, disable_tqdm=True, save_strategy="no", logging_steps=1,
+        )  # fmt: skip
+        own = {"passes": "exact"} if kind is GraphTrainer else {}
+        trainer = kind(model=qwen(), args=arguments, train_dataset=data, **own)
+        trainer._get_train_sampler = lambda *args: torch.utils.data.SequentialSampler(data)
+        trainer.train()
+        ends.append(([log["loss"] for log in trainer.state.log_history[:-1]], trainer))
+    assert ends[0][0] == ends[1][0] and len(ends[0][0]) == 6
+    check_same(*ends)
+    assert "differ in shape" in caplog.text

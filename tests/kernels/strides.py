@@ -1,0 +1,128 @@
+"""Calls of every operator on one device with inputs that lie in memory in other ways than contiguous."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+import stepgraph.kernels.embedding.gradient
+import stepgraph.kernels.loss.cross_entropy
+import stepgraph.kernels.loss.split
+import stepgraph.kernels.norm.column_sum  # noqa: F401  (each defines operators of torch.ops.stepgraph)
+from stepgraph.kernels.norm import operators  # noqa: F401
+
+ours = torch.ops.stepgraph
+ROWS, WIDTH, VOCAB = 6, 33, 37
+
+
+def padded(x):
+    """Rows that lie apart, as Inductor lays out odd widths."""
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 7), 3.0 if x.is_floating_point() else 3)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+def late(x):
+    """Beginning within a storage, at no multiple of 16 bytes."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def swapped(x):
+    """The first two dimensions the other way around in memory; a matrix's columns are then contiguous."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def expanded(x):
+    """One row for all: gradients of sums come so."""
+    return x.flatten(0, -2)[:1].view(*(1,) * (x.ndim - 1), -1).expand(x.shape)
+
+
+ANY = (padded, late, swapped, expanded)
+WRITTEN = (padded, late, swapped)
+
+Call = tuple[str, Callable, tuple]
+
+
+def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
+    """(name, operator, arguments): the arguments that must lie in rows in all layouts that leave rows contiguous, the
+    others in all."""
+
+    def data(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    logits, targets = data(ROWS, VOCAB), torch.randint(VOCAB, (ROWS,), device=device)
+    one, column = torch.tensor(1.0, device=device), data(ROWS, dtype=torch.float32)
+    for layout in WRITTEN:
+        yield f"cross_entropy_ {layout.__name__}", ours.cross_entropy_, (layout(logits), targets, one, True, -100)
+        arguments = (layout(logits), column, targets, column.abs())
+        yield f"split_gradient_ {layout.__name__}", ours.split_gradient_, arguments
+    spread = torch.stack([targets, targets], 1)[:, 1]
+    yield "cross_entropy_, targets apart", ours.cross_entropy_, (logits.clone(), spread, one, False, -100)
+    norm = (dtype, "layer", 1e-5, 0.0)
+    x, weight, r = data(2, ROWS, WIDTH), data(WIDTH), data(2, ROWS, WIDTH)
+    for layout in ANY:
+        name = layout.__name__
+        yield f"softmax_parts {name}", ours.softmax_parts, (layout(logits),)
+        yield f"column_sum {name}", ours.column_sum, (layout(data(ROWS, WIDTH, dtype=torch.float32)), dtype)
+        grad, indices = layout(x), torch.randint(VOCAB, (ROWS, 2), device=device).t()
+        yield f"embedding_backward {name}", ours.embedding_backward, (grad, indices, VOCAB, -1)
+        yield f"norm {name}", ours.norm, (layout(x), weight, weight, layout(r), *norm, True)
+        yield f"norm, fp8 {name}", ours.norm, (layout(x), weight, None, None, torch.float8_e4m3fn, *norm[1:], True)
+        h, mean = data(2, ROWS, WIDTH), data(2, ROWS, 2, dtype=torch.float32)[..., 0]
+        saved = (layout(h), weight, mean, mean.abs() + 1, layout(r))
+        yield f"norm_backward {name}", ours.norm_backward, (layout(x), *saved, *norm, dtype, True, True, True)
+        q, k = layout(data(2, ROWS, 4, 16)), layout(data(2, ROWS, 2, 16))
+        pair = (dtype, "rms", 1e-5, 0.0)
+        yield f"norm_pair {name}", ours.norm_pair, (q, k, data(16), data(16), *pair)
+        rstds = data(2, ROWS, 4, dtype=torch.float32), data(2, ROWS, 2, dtype=torch.float32)
+        arguments = (q, k, q, k, data(16), data(16), *rstds, *pair, True, True)
+        yield f"norm_pair_backward {name}", ours.norm_pair_backward, arguments
+    # A gradient may come with any last stride.
+    columns = x.transpose(1, 2).contiguous().transpose(1, 2)
+    saved = (x, weight, data(2, ROWS, dtype=torch.float32), data(2, ROWS, dtype=torch.float32).abs(), columns)
+    yield "norm_backward, columns", ours.norm_backward, (columns, *saved, *norm, dtype, True, True, True)
+    yield "embedding_backward, columns", ours.embedding_backward, (columns, indices, VOCAB, -1)
+
+
+def check_call(name: str, operator: Callable, arguments: tuple) -> None:
+    """The fake gives what the real one gives, and the layout of the inputs changes no value."""
+
+    def dense(value):
+        return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+    def clone(value):
+        return value.clone(memory_format=torch.preserve_format) if isinstance(value, torch.Tensor) else value
+
+    def as_list(result):
+        return [result] if isinstance(result, torch.Tensor) else list(result or ())
+
+    def same_memory(value):  # `clone` would make an expanded or a padded tensor dense
+        if not isinstance(value, torch.Tensor):
+            return value
+        size = value.untyped_storage().size() // value.element_size()
+        whole = value.as_strided((size,), (1,), 0).clone()
+        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    given = tuple(map(same_memory, arguments))
+    mode = torch._subclasses.FakeTensorMode()
+    fakes = tuple(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in given)
+    with mode:
+        expected = as_list(operator(*fakes))
+    straight = tuple(clone(dense(a)) for a in arguments)
+    results, plain = as_list(operator(*given)), as_list(operator(*straight))
+    assert len(results) == len(expected) == len(plain), name
+    for i, (real, fake, other) in enumerate(zip(results, expected, plain, strict=True)):
+        if real is None or fake is None:
+            assert real is fake is other is None, f"{name}, output {i}"
+            continue
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype), f"{name}, output {i}"
+        compare(real, other, f"{name}, output {i}")
+    for i, (mine, other) in enumerate(zip(given, straight, strict=True)):
+        if isinstance(mine, torch.Tensor):
+            compare(mine, other, f"{name}, argument {i} afterwards")
+
+
+def compare(given: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    # Sums over rows that lie otherwise may be taken in another order.
+    rtol = max(4 * torch.finfo(given.dtype).eps, 1e-5) if given.is_floating_point() else 0
+    given, expected = (t.double() if t.is_floating_point() else t for t in (given, expected))
+    torch.testing.assert_close(given, expected, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m: f"{what}: {m}")
