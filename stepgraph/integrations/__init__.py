@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from stepgraph.integrations.lengths import PadToLengths, choose_lengths
+
 
 def __getattr__(name: str) -> Any:
     # transformers is asked for when its Trainer is.
@@ -9,4 +11,6 @@ def __getattr__(name: str) -> Any:
         from stepgraph.integrations.trainer import GraphTrainer
 
         return GraphTrainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has GraphTrainer")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; it has GraphTrainer, PadToLengths and choose_lengths"
+    )
