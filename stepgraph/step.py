@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture import checks, flatten_batch, trace_step
+from stepgraph.capture import Traced, checks, flatten_batch, trace_step
+from stepgraph.capture.lengths import shorter
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import unwrap
@@ -21,7 +22,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.passes import Passes, PassReport, StepOptions, prepare, run_passes
+from stepgraph.passes import Passes, PassReport, StepOptions, prepare, rehearsed, run_passes
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.verify import Case, VerifyReport, verify
 
@@ -232,14 +233,9 @@ class CapturedStep:
             self._bound.popitem(last=False)
         accumulate = self._microbatches(batch)
         prepare(self.passes, self.disable, _device_of(self.model))
-        traced = trace_step(
-            self.model,
-            self.loss_fn,
-            batch,
-            self.optimizer,
-            max_grad_norm=self.max_grad_norm,
-            accumulate=accumulate,
-        )
+        if not self._bound:
+            self._rehearse(batch, accumulate)
+        traced = self._trace(batch, accumulate)
         several = len(traced.program.graphs) > 1
         for name, graph in traced.program.graphs.items():
             dump = self.dump / name if self.dump and several else self.dump
@@ -247,6 +243,35 @@ class CapturedStep:
                 report.graph = name
         bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
         return bound
+
+    def _trace(self, batch: Any, accumulate: int) -> Traced:
+        return trace_step(
+            self.model,
+            self.loss_fn,
+            batch,
+            self.optimizer,
+            max_grad_norm=self.max_grad_norm,
+            accumulate=accumulate,
+        )
+
+    def _rehearse(self, batch: Any, accumulate: int) -> None:
+        """Before the first capture of a step that is to serve any length: trace a shorter batch, and so learn what
+        depends on the length."""
+        passes = rehearsed(self.passes, self.disable, _device_of(self.model))
+        other = None if passes is None else shorter(batch)
+        if other is None:
+            return
+        try:
+            traced = self._trace(other, accumulate)
+        except Exception as error:  # it is not the user's batch: a model may refuse it
+            warnings.warn(
+                f"any_length: a batch of half the length cannot be traced ({str(error).splitlines()[0][:120]}), so the "
+                "first length is compiled by itself",
+                stacklevel=5,
+            )
+            return
+        for graph in traced.program.graphs.values():
+            run_passes(graph, passes)
 
 
 def _refuse_autocast() -> None:

@@ -1,6 +1,6 @@
 """A piece of a graph compiled by Inductor, as a module that frees its arguments while it runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,12 +8,16 @@ from torch import fx
 
 from stepgraph import compat
 
+#: Takes its arguments in a list, which it empties.
+Function = Callable[[list[Any]], Sequence[Any]]
+
 
 class Compiled(torch.nn.Module):
-    """One compiled piece."""
+    """One compiled piece. ``function``: what computes it, if that is compiled already."""
 
-    def __init__(self, piece: fx.GraphModule, config: dict[str, Any]):
+    def __init__(self, piece: fx.GraphModule, config: dict[str, Any], function: Function | None = None):
         super().__init__()
+        self.any_length = False  # whether `function` serves batches of other lengths too
         output = piece.graph.output_node()
         self.single = isinstance(output.args[0], fx.Node)
         if self.single:
@@ -23,7 +27,7 @@ class Compiled(torch.nn.Module):
         values = [n.meta["val"] if isinstance(n, fx.Node) else None for n in output.args[0]]
         self.strides = [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
         self.padded: list[int] | None = None
-        self.function = compat.inductor_compile(piece, examples, config)
+        self.function = function or compat.inductor_compile(piece, examples, config)
 
     def forward(self, *args: torch.Tensor) -> Any:
         return self.boxed(list(args))

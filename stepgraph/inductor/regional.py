@@ -18,6 +18,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.errors import unknown_name
 from stepgraph.inductor.compiled import Compiled
+from stepgraph.inductor.library import Use, compiled_once, note
 
 KEY = "stepgraph_region"
 _NODES = "stepgraph_nodes"
@@ -72,21 +73,27 @@ class Piece:
 
 @dataclass
 class Compilation:
-    """``module``: the graph with calls of compiled pieces. ``compiled``: one for each distinct structure."""
+    """``module``: the graph with calls of compiled pieces. ``compiled``: one for each distinct structure; ``uses``: how
+    each came about."""
 
     module: fx.GraphModule
     compiled: list[Compiled]
+    uses: list[Use]
 
 
-def compile_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict[str, Any]) -> Compilation:
+def compile_pieces(
+    module: fx.GraphModule, pieces: Sequence[Piece], config: dict[str, Any], *, any_length: bool = False
+) -> Compilation:
     """A copy of ``module`` that calls the compiled ``pieces``; ``module`` itself does not change.
 
     The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
+    ``any_length``: compile pieces of which another length was compiled or noted so that they serve any.
     Raises ``ValueError`` for an option that Inductor does not have.
     """
     known = compat.inductor_options()
     distinct: dict[tuple, str] = {}
     attributes: dict[str, Any] = {}
+    uses: list[Use] = []
     called: dict[fx.Node, str] = {}  # by a piece's first node
     starts: dict[fx.Node, Piece] = {}
     for piece in pieces:
@@ -96,10 +103,19 @@ def compile_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict
         key = structure(piece)
         if key not in distinct:
             distinct[key] = name = f"{piece.region.kind}_{len(distinct)}"
-            attributes[name] = Compiled(_extract(module, piece), config | dict(piece.region.options))
+            options = config | dict(piece.region.options)
+            attributes[name], use = compiled_once(key, _extract(module, piece), options, any_length)
+            uses.append(use)
         starts[piece.nodes[0]] = piece
         called[piece.nodes[0]] = distinct[key]
-    return Compilation(_with_calls(module, starts, called, attributes), [attributes[n] for n in distinct.values()])
+    compiled = [attributes[name] for name in distinct.values()]
+    return Compilation(_with_calls(module, starts, called, attributes), compiled, uses)
+
+
+def note_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict[str, Any]) -> None:
+    """Let the pieces of the next length be compiled for any length, though these are not compiled."""
+    for piece in {structure(piece): piece for piece in pieces}.values():
+        note(_extract(module, piece), config | dict(piece.region.options))
 
 
 def nodes_of(node: fx.Node) -> tuple[str, ...]:

@@ -30,6 +30,9 @@ class StepOptions:
     inductor: Literal["full", "regional", "off"] = "full"
     """full: compile the graph with Inductor, up to a minute; regional: only norms, RoPE, SwiGLU; off: nothing."""
 
+    any_length: bool = False
+    """Compile for batches of any length: only the first compiles. Kernels may be slower than for one length."""
+
     norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
     """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""
 

@@ -45,6 +45,13 @@ def prepare(passes: Passes, disable: Sequence[str], device: torch.device) -> Non
             p.prepare(device)
 
 
+def rehearsed(passes: Passes, disable: Sequence[str], device: torch.device) -> list[Pass] | None:
+    """``passes`` up to a compiler that serves any length of a batch, which they only rehearse; None without one."""
+    found = resolve(passes, disable, Target(device.type))
+    at = next((i for i, p in enumerate(found) if getattr(p.options, "any_length", False)), None)
+    return None if at is None else [*found[:at], found[at].with_options(rehearse=True)]
+
+
 def check(passes: Sequence[Pass], have: Iterable[str] = ()) -> None:
     """Raise ``ValueError`` if the order breaks a contract. ``have``: properties that the graph has already."""
     have = set(have)

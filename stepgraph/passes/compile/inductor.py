@@ -29,7 +29,7 @@ from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.inductor.regional import Piece, compile_pieces, region_of, untag
+from stepgraph.inductor.regional import Piece, compile_pieces, note_pieces, region_of, untag
 from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.contract import PassReport, provided, register
@@ -48,12 +48,16 @@ class InductorOptions:
     """``mode``: compile all, or only the regions that are tagged. ``rules``: on a GPU, fuse and tile reductions by
     `stepgraph.inductor`'s guard and tuning. ``max_autotune``: let Inductor time its choices while it compiles (minutes,
     on a GPU). ``cut_blocks``: cut between repeated blocks, of which there are four or more; without, kernels may span
-    two of them, and the time to compile grows with their number."""
+    two of them, and the time to compile grows with their number. ``any_length``: compile
+    pieces so that they serve batches of any length. ``rehearse``: compile nothing, only note for the capture of another
+    length what pieces there are."""
 
     mode: Literal["full", "regional"] = "full"
     rules: bool = True
     max_autotune: bool = False
     cut_blocks: bool = True
+    any_length: bool = False
+    rehearse: bool = False
 
 
 def _start_workers(device: torch.device) -> None:
@@ -68,7 +72,9 @@ def _start_workers(device: torch.device) -> None:
     after=("tag_regions", "rematerialize"),
     provides=("compiled",),
     terminal=True,
-    from_options=lambda options: {"mode": options.inductor} if options.inductor != "off" else None,
+    from_options=lambda options: (
+        {"mode": options.inductor, "any_length": options.any_length} if options.inductor != "off" else None
+    ),
     forecast=False,  # what its kernels move is what `costs.fusion` makes of the graph
     prepare=_start_workers,
 )
@@ -132,7 +138,7 @@ def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any],
     if not report.matched:
         report.notes.append("no region is tagged: tag_regions, listed before it, looks for them")
     report.changed = sum(len(piece.nodes) for piece in pieces)
-    _compile(step, pieces, config, report)
+    _compile(step, pieces, config, options, report)
 
 
 def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
@@ -159,16 +165,26 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
     report.notes = [f"left to eager: {describe(node)}: {reason}" for node, reason in left.items()]
     report.matched = sum(1 for _ in step.nodes())
     report.changed = sum(len(piece.nodes) for piece in pieces)
-    _compile(step, pieces, config, report)
+    _compile(step, pieces, config, options, report)
 
 
-def _compile(step: StepGraph, pieces: list[Piece], config: dict[str, Any], report: PassReport) -> None:
+def _compile(
+    step: StepGraph, pieces: list[Piece], config: dict[str, Any], options: InductorOptions, report: PassReport
+) -> None:
+    if options.rehearse:
+        note_pieces(step.module, pieces, config)
+        return
     with _timed(report):
-        result = compile_pieces(step.module, pieces, config)
+        result = compile_pieces(step.module, pieces, config, any_length=options.any_length)
         report.summary = (
             f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
             f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
         )
+        if reused := sum(use.reused for use in result.uses):
+            report.summary += f", {reused} reused"
+        if open_ := sum(use.any_length for use in result.uses):
+            report.summary += f", {open_} for any length"
+        report.notes += sorted({use.note for use in result.uses if use.note})
     step.executable = result.module
 
 
