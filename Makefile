@@ -2,8 +2,12 @@
 # Each makes .venv by itself. ARGS goes to the command: make train ARGS="--steps 50".
 PYTHON ?= python3
 BIN := .venv/bin
+# Without an NVIDIA driver, torch as CI has it, in a CPU build where pip finds one; with a driver, the newest torch.
+# To choose: make train PINS='torch==2.15.0'.
+PINS ?= $(if $(shell which nvidia-smi 2>/dev/null),,-c constraints.txt)
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS)
 
-.PHONY: train test test-long lint clean
+.PHONY: train test test-long test-torch lint clean
 
 train: .venv/.train
 	$(BIN)/python -m stepgraph train llama3-debug $(ARGS)
@@ -15,6 +19,11 @@ test: .venv/.test lint
 # Larger cases of what `test` covers: more ranks, more models, more of Inductor.
 test-long: .venv/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(nproc) --dist worksteal -m long $(ARGS)
+
+# The tests of `test` on another torch, in an environment of its own outside the checkout; the outcome goes to
+# benchmarks/versions.json: make test-torch VERSION=2.15.0
+test-torch:
+	$(PYTHON) tests/versions.py --torch "$(VERSION)" $(ARGS)
 
 lint: .venv/.test
 	$(BIN)/ruff check stepgraph tests
@@ -28,10 +37,10 @@ clean:
 	  { echo "stepgraph needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 train"; exit 1; }
 	$(PYTHON) -m venv .venv
 
-.venv/.train: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+.venv/.train: pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) -e .
 	@touch $@
 
-.venv/.test: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+.venv/.test: pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) -e '.[test]'
 	@touch $@ .venv/.train

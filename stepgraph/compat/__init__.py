@@ -1,9 +1,13 @@
 """Every private torch import and every difference between torch versions, once.
 
-Supported: torch 2.11 to 2.13. Other rooms read these names as ``compat.NAME``, and import nothing from torch itself
-that starts with an underscore.
+Supported: torch 2.11 to 2.15. Other rooms read these names as ``compat.NAME``, and import nothing from torch itself
+that starts with an underscore. A comment beside each version difference names the versions that it concerns.
 """
 
+# isort: off
+from stepgraph.compat.versions import TORCH  # first: it says in one line what an older torch would fail on
+
+# isort: on
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.utils import _pytree as pytree
@@ -44,6 +48,7 @@ from stepgraph.compat.fake import (
     transformers_sees_values,
     without_modes,
 )
+from stepgraph.compat.modules import has_gradient_hooks, hooks_of_every_module
 from stepgraph.compat.optimizer import (
     accelerated_inside,
     has_step_hooks,

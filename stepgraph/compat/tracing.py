@@ -4,13 +4,15 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+
+from stepgraph.compat.versions import TORCH
 
 
 @contextlib.contextmanager
@@ -84,7 +86,8 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
 
     A trace would otherwise record the recomputation, and wrongly if the function draws random numbers: eager restores
     the generator's state on the host, which no graph node does. Both variants of checkpoint look up the two replaced
-    names in their module when they are called.
+    names in their module when they are called. Should a version of torch call another, the capture fails: gradients
+    would be wrong in silence.
     """
 
     def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -106,7 +109,16 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
             finally:
                 leave()
 
-    with _replaced(torch_checkpoint, _checkpoint_without_reentrant_generator=generator, CheckpointFunction=Function):
+    def recording(*args: Any) -> NoReturn:
+        raise RuntimeError(
+            f"stepgraph does not know how torch {torch.__version__} recomputes under torch.utils.checkpoint, and the "
+            "gradients could be wrong: install a version that it is tested with, or capture without checkpointing"
+        )
+
+    # In torch 2.14 and 2.15 `checkpoint` calls the generator's implementation; 2.11 to 2.13 have only the generator.
+    name = "_checkpoint_without_reentrant_generator" + ("_impl" if TORCH >= (2, 14) else "")
+    hooks = {name: generator, "CheckpointFunction": Function, "_checkpoint_hook": recording}
+    with _replaced(torch_checkpoint, **hooks):
         yield
 
 
