@@ -16,6 +16,7 @@ Writes ``architectures.json`` beside this file, with the environment; with names
 import argparse
 import copy
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -80,12 +81,17 @@ def moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
+def line_of(error: Exception) -> str:
+    """Its first line, with paths as packages know them."""
+    return re.sub(r"\S*site-packages/", "", str(error).splitlines()[0])
+
+
 def exact(row: Architecture, device: torch.device, accumulate: int) -> bool | str:
     pair = Pair(row, device)
     try:
         results = pair.losses(pair.captured("exact", accumulate))
     except (stepgraph.CaptureError, RuntimeError) as error:
-        return str(error).splitlines()[0]
+        return line_of(error)
     if not all(torch.equal(a, b) for a, b in results):
         return "loss or gradient norm"
     return pair.first_difference() or True
@@ -98,7 +104,7 @@ def close(row: Architecture, device: torch.device) -> dict[str, Any]:
         step = pair.captured(stepgraph.StepOptions(norm="kernel", inductor="off") if on_cpu else "default")
         differences = [((a - b).abs() / a.abs()).item() for a, b in pair.losses(step)[::2]]
     except (stepgraph.CaptureError, RuntimeError) as error:
-        return {"loss_difference": str(error).splitlines()[0]}
+        return {"loss_difference": line_of(error)}
     return {
         "loss_difference": max(differences),
         "nodes": len(step.graph.graph.nodes),

@@ -4,6 +4,7 @@ Triton's interpreter runs the kernels on the CPU, in eager and from the graph.
 """
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -259,6 +260,20 @@ def test_other_kernels_are_refused_before_they_are_launched():
 
     with pytest.raises(CaptureError, match=r"test_launches.py:\d+: \.data_ptr\(\) .* torch.library.custom_op"):
         trace_step(Raw(WIDTH, WIDTH), loss_fn, batches()[0], None)
+
+
+def test_tensor_descriptors_are_refused():
+    @dataclasses.dataclass
+    class Descriptor:  # as Triton's, which needs a GPU to be made
+        base: torch.Tensor
+
+    class Uses(nn.Linear):
+        def forward(self, x):
+            scale_kernel[(1,)](Descriptor(super().forward(x)), WIDTH, 1.0, BLOCK=WIDTH)
+            return x
+
+    with pytest.raises(CaptureError, match=r"_scale is launched on a Descriptor, .*custom_op"):
+        trace_step(Uses(WIDTH, WIDTH), loss_fn, batches()[0], None)
 
 
 def test_a_constant_that_a_kernel_writes_is_refused():
