@@ -12,6 +12,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes import StepOptions
 from stepgraph.step import CapturedStep, capture
+from stepgraph.verify import VerifyReport
 
 __version__ = "0.1.0"
-__all__ = ["CaptureError", "CapturedStep", "MasterAdamW", "StepGraph", "StepOptions", "capture"]
+__all__ = ["CaptureError", "CapturedStep", "MasterAdamW", "StepGraph", "StepOptions", "VerifyReport", "capture"]

@@ -17,12 +17,13 @@ from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import unwrap
 from stepgraph.capture.trace import LossFn, batch_sizes
+from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.passes import Passes, PassReport, StepOptions, prepare, run_passes
 from stepgraph.run import Accumulators, BoundStep
-from stepgraph.run.bound import no_autocast
+from stepgraph.verify import Case, VerifyReport, verify
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
 MAX_CAPTURES = 8
@@ -136,19 +137,63 @@ class CapturedStep:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""
+        _refuse_autocast()
         leaves, spec = flatten_batch(batch)
+        self._current = self._bound_to(batch, leaves, spec)
+        loss, self.metrics = self._current(leaves)
+        return loss
+
+    def verify(self, batch: Any, *, locate: bool = False) -> VerifyReport:
+        """Compare the step with eager on ``batch``, both from the state of now, which is put back afterwards.
+
+        Parameters, buffers, gradients, the optimizer's state and every generator of random numbers are kept on the
+        host meanwhile. With an optimizer in the graph, gradients show in its state and in ``grad_norm``.
+
+        Args:
+            batch: as for a call of the step; on ranks, each rank's own, and all ranks verify together.
+            locate: if they differ, say also at which node or pass they part first, at the cost of up to one capture
+                for each pass.
+
+        Returns:
+            A `VerifyReport`: ``bitwise``, ``loss``, ``largest`` difference; as text, one screen.
+
+        Raises:
+            stepgraph.CaptureError: as a call of the step.
+        """
+        _refuse_autocast()
+        current, metrics = self._current, self.metrics
+        bound = self._bound_to(batch, *flatten_batch(batch))
+        case = Case(
+            self.model,
+            self.loss_fn,
+            self.optimizer,
+            self.max_grad_norm,
+            bound.traced.program.microbatches,
+            self.passes,
+            self.disable,
+            batch,
+            bound,
+        )
+        try:
+            return verify(case, locate)
+        finally:
+            self._current, self.metrics = current, metrics
+
+    def _bound_to(self, batch: Any, leaves: Sequence[Any], spec: Any) -> BoundStep:
+        """The form of the step for ``batch``, captured anew where what it was specialized on has changed."""
         signature = self._signature(leaves, spec)
         bound = self._bound.get(signature)
-        if bound is not None and bound.watch.sees_change():
-            del self._bound[signature]
-            bound = None
+        if bound is not None:
+            replaced, change = bound.watch.sees_change(), bound.plain.change()
+            if change:
+                warnings.warn(f"{change}: the step is captured again", stacklevel=3)
+            if replaced or change:
+                del self._bound[signature]
+                bound = None
         if bound is None:
-            with no_autocast():
-                bound = self._bind(batch, signature)
+            bound = self._bind(batch, signature)
         self._bound.move_to_end(signature)
-        self._current = bound
-        loss, self.metrics = bound(leaves)
-        return loss
+        return bound
 
     def _signature(self, leaves: Sequence[Any], spec: Any) -> tuple:
         """Everything outside the tensors' values that the graph was specialized on."""
@@ -182,7 +227,7 @@ class CapturedStep:
                 f"{MAX_CAPTURES} forms of the step are captured already; dropping the least recently used. Pad batches "
                 "to few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
                 "constants.",
-                stacklevel=3,
+                stacklevel=4,
             )
             self._bound.popitem(last=False)
         accumulate = self._microbatches(batch)
@@ -202,6 +247,13 @@ class CapturedStep:
                 report.graph = name
         bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
         return bound
+
+
+def _refuse_autocast() -> None:
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        raise CaptureError(
+            "autocast is on around the call of a captured step, whose casts are fixed; enter it inside loss_fn"
+        )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -22,6 +22,7 @@ ROOMS = (
         "integrations",
         "config",
         "step",
+        "verify",
         "run",
         "passes",
         "parallel",

@@ -19,7 +19,9 @@ from stepgraph.bench.train.results import TrainRow
 #: a forgotten clip shows above 1e-3. bf16, also by autocast: eager rounds between operators where a fused kernel does
 #: not, each time by up to 2**-9 = 2e-3 of a value and with either sign, so that little of it is left in a mean over
 #: thousands of tokens (5e-6 on golf). An update moves these losses by some 5e-3 of themselves: one that is wrong shows
-#: above 1e-3.
+#: above 1e-3. bf16-parameters (``bench model``): updates round to bf16 too, so a gradient near zero whose sign differs
+#: moves its parameter by a whole unit in the last place. A first guess, not yet measured on a GPU: five updates move a
+#: tiny model's loss by 2e-2, so one without updates shows, and a single wrong gradient may not.
 TOLERANCES = {"fp32": 1e-4, "bf16": 1e-3, "bf16-autocast": 1e-3, "bf16-parameters": 1e-2}
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture.optimizer import Update
-from stepgraph.capture.recorder import Recorder, user_frame, user_source
+from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
+from stepgraph.capture.recorder import Recorder, is_user_file, user_frame, user_source
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError
 from stepgraph.graph.provenance import provenance
@@ -76,8 +77,13 @@ def _kind(given: Any) -> str:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raise for modules whose forward a trace does not see."""
+    """Raise for modules whose forward a trace does not see, and for those that have no form yet."""
     for path, module in named_modules(model):
+        if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+            raise CaptureError(
+                f"module {path or 'model'} ({type(module).__name__}) takes its shape from its first batch; run the "
+                "model once before the capture"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"module {path or 'model'} is a scripted or traced module ({type(module).__name__}), whose tensors and "
@@ -118,6 +124,24 @@ def check_loss(loss: Any) -> None:
         raise CaptureError("the loss depends on no parameter that requires a gradient; check requires_grad and no_grad")
 
 
+def without_host_random(recorder: Recorder, call: Callable[[], Any]) -> Any:
+    """What ``call`` returns. Raise if it draws random numbers on the host, which the graph would keep for ever."""
+    before = HostRandom(recorder.model)
+    result = call()
+    moved = before.moved()
+    if not moved:
+        return result
+    before.restore()
+    with LineOfDraw(before, is_user_file, recorder.stack) as line, contextlib.suppress(Exception):
+        call()
+    before.restore()
+    raise CaptureError(
+        f"{line.path or 'the model'}{f' ({line.source})' if line.source else ''} draws numbers from "
+        f"{' and '.join(moved)}, which would be the same in every step; draw them with torch, or outside and pass them "
+        "in the batch"
+    )
+
+
 def refuse_own_backward(params: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raise if loss_fn has run backward itself."""
     if any(param.grad is not None for _, param in params):
@@ -125,6 +149,17 @@ def refuse_own_backward(params: Sequence[tuple[str, torch.Tensor]]) -> None:
             "loss_fn calls backward(), whose gradients a captured step would lose; return the loss, and take gradients "
             "that the loss itself needs by torch.autograd.grad(..., create_graph=True)"
         )
+
+
+def refuse_replaced(before: Mapping[str, nn.Module], model: nn.Module) -> None:
+    """Raise if forward has replaced, added or removed modules; ``before``: by their paths."""
+    now = dict(model.named_modules())
+    for path in sorted(before.keys() | now.keys()):
+        if before.get(path) is not now.get(path):
+            raise CaptureError(
+                f"forward replaces module {compat.uncompiled_path(path)}; a captured step has the modules of before, "
+                "run the model once before the capture"
+            )
 
 
 def refuse_sparse(grad: torch.Tensor, path: str) -> None:

@@ -19,7 +19,14 @@ def recorded_launches(wrote: Callable[[Sequence[torch.Tensor]], None]) -> Iterat
     """
 
     def record(kernel: Any, grid: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        given = [leaf for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        leaves = compat.pytree.tree_leaves((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for leaf in leaves:
+            if compat.is_fake(getattr(leaf, "base", None)):
+                raise CaptureError(
+                    f"the Triton kernel {compat.triton_kernel_name(kernel)} is launched on a {type(leaf).__name__}, "
+                    "which a captured step cannot make again; make the launch an operator by torch.library.custom_op"
+                )
         for tensor in given:
             if compat.is_traceable_wrapper_subclass(tensor):
                 raise CaptureError(

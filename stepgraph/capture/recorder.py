@@ -37,14 +37,18 @@ _COMPAT = os.path.dirname(compat.__file__) + os.sep
 _SKIPPED = (_TORCH, _HERE, _STEP, _COMPAT, contextlib.__file__)
 
 
-def _is_user_file(filename: str) -> bool:
-    return not filename.startswith(_SKIPPED) and not filename.startswith("<")
+_TRITON = os.path.join("triton", "runtime", "")  # launches a model's kernels
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a file is neither torch's nor Triton's nor of this room."""
+    return not filename.startswith((*_SKIPPED, "<")) and os.sep + _TRITON not in filename
 
 
 def user_frame(frame: FrameType | None) -> str:
     """``file:line`` of the innermost frame outside torch and this room."""
     while frame is not None:
-        if _is_user_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -53,7 +57,7 @@ def user_frame(frame: FrameType | None) -> str:
 def user_source(error: BaseException) -> str:
     """``file:line`` of the innermost frame outside torch and this room that ``error`` came through."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return next((f"{file}:{line}" for file, line in reversed(frames) if _is_user_file(file)), "")
+    return next((f"{file}:{line}" for file, line in reversed(frames) if is_user_file(file)), "")
 
 
 class Recorder:

@@ -55,8 +55,7 @@ def model_slots(model: nn.Module) -> list[Slot]:
                 slot.places.append((holder, key))
     slots = list(found.values())
     for slot in slots:
-        hooks = slot.tensor._backward_hooks or getattr(slot.tensor, "_post_accumulate_grad_hooks", None)
-        if hooks:
+        if compat.has_gradient_hooks(slot.tensor):
             raise CaptureError(
                 f"parameter {slot.name} has a gradient hook, which a captured step would not run; "
                 "remove it, or apply its effect to the loss or as a pass"
@@ -103,7 +102,7 @@ class Watch:
 @contextlib.contextmanager
 def swapped(model: nn.Module, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """The model holds ``tensors`` in place of its own while inside; whatever it assigns there is undone at the end."""
-    held = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers)]
+    held = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules)]
     saved = [dict(d) for d in held]
     try:
         for slot, tensor in zip(slots, tensors, strict=True):

@@ -18,6 +18,10 @@ from stepgraph.capture.launches import recorded_launches
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.rule import Member
 from stepgraph.capture.optimizer.update import Optimizers
+from stepgraph.capture.python import writes
+from stepgraph.capture.python.assigned import write_assigned
+from stepgraph.capture.python.reads import Reads
+from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
@@ -48,13 +52,14 @@ class Traced:
     """A captured step with what binds it to live tensors.
 
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``tensor_leaves``: which leaves of
-    the batch are tensors.
+    the batch are tensors. ``reads``: what Python read of the model's modules.
     """
 
     program: StepProgram
     landing: list[tuple[Slot, Wrapping | None]]
     slots: list[Slot]
     tensor_leaves: list[int]
+    reads: Reads
 
     @property
     def step(self) -> StepGraph:
@@ -91,8 +96,17 @@ def trace_step(
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
     trace = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
-    program = trace.whole() if accumulate == 1 else trace.accumulation()
-    return Traced(program, trace.landing, trace.slots, trace.tensor_leaves)
+    program = trace.program()
+    if trace.changes:
+        try:
+            with writes.after(model, trace.changes):
+                later = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
+                same = writes.same(program, later.program())
+            writes.check(trace.changes, later.changes, same)
+        except CaptureError:
+            trace.drop_state()
+            raise
+    return Traced(program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads)
 
 
 class _Trace:
@@ -121,6 +135,17 @@ class _Trace:
         live = [t for slot in self.slots for t in unwrap(slot.tensor.detach())[0]]
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
         self.landing: list[tuple[Slot, Wrapping | None]] = []
+        self.reads = Reads(model)
+        self.changes: writes.Changes = {}
+
+    def program(self) -> StepProgram:
+        """The graphs of the step and their schedule."""
+        return self.whole() if self.accumulate == 1 else self.accumulation()
+
+    def drop_state(self) -> None:
+        """Forget the optimizer state that this trace created."""
+        if self.update:
+            self.update.drop_state(self.stateless)
 
     def whole(self) -> StepProgram:
         """One graph of forward, loss, backward and update."""
@@ -134,7 +159,7 @@ class _Trace:
             tensors = self._tensors(flat, entries)
             loss, grads, held = self._forward_backward(flat, tensors, batch)
             with self._in_optimizer():
-                _write_assigned(self.recorder, held, flat)
+                write_assigned(self.recorder, held, flat)
                 outputs.append(OutputSpec("loss", "loss"))
                 return [loss, *self._finish(flat, tensors, grads, groups, entries, outputs)]
 
@@ -157,7 +182,7 @@ class _Trace:
                         self.recorder.attribute(self.slots[i].path)
                         flat[sums[i]].add_(grad)
                 with self.recorder.in_phase("optimizer"):
-                    _write_assigned(self.recorder, held, flat)
+                    write_assigned(self.recorder, held, flat)
             reached.extend(grads)
             return [loss]
 
@@ -204,12 +229,14 @@ class _Trace:
     def _forward_backward(
         self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
-        """(loss, gradients by slot, what each place of the model holds after forward: see `_write_assigned`)."""
-        kept_before = kept_tensors(self.model)
+        """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
+        kept_before, modules_before = kept_tensors(self.model), dict(self.model.named_modules())
+        written = Writes(self.reads)
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
             swapped(self.model, self.slots, tensors),
             self.recorder.watch_modules(),
+            self.reads.noted(),
             torch.enable_grad(),
             KnownValues() as known,
             recorded_launches(known.note_writes),
@@ -221,6 +248,8 @@ class _Trace:
             frozen = {id(t): s.name for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad}
             loss, grads = self._loss_and_grads(self._batch(flat, batch), params, frozen)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
+            self.changes = written.changes()
+            checks.refuse_replaced(modules_before, self.model)
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
@@ -232,7 +261,7 @@ class _Trace:
         Gradients of DTensors come as their local tensors. ``params``: (module path, tensor). A parameter that the loss
         does not reach has the gradient None. ``frozen``: see `Recorder.watch_backward`.
         """
-        loss = self.loss_fn(self.model, batch)
+        loss = checks.without_host_random(self.recorder, lambda: self.loss_fn(self.model, batch))
         checks.check_loss(loss)
         checks.refuse_own_backward(params)
         if self.accumulate > 1:
@@ -348,34 +377,6 @@ def _add_early(step: StepGraph) -> None:
             # Backward of a write into a view, such as ``x[0] = 0``, completes the gradient through a view of it.
             writes = [place for place in aliases.writes.get(aliases.root(grad), ()) if place < here]
             nodes[max(aliases.position[grad], *writes, 0)].append(node)
-
-
-def _write_assigned(
-    recorder: Recorder, held: Sequence[tuple[Slot, torch.Tensor, torch.Tensor]], flat: Sequence[torch.Tensor]
-) -> None:
-    """Write tensors that forward assigned to buffers into the buffers. ``held``: (slot, its stand-in, what is held)."""
-    for slot, old, _ in held:
-        if old.shape != slot.tensor.shape:
-            raise CaptureError(
-                f"forward reshapes {slot.name} in place, from {list(slot.tensor.shape)} to {list(old.shape)}; "
-                "a captured step cannot change the form of its state, reshape a view of it"
-            )
-    assigned = [(slot, old, new) for slot, old, new in held if new is not old]
-    for slot, old, new in assigned:
-        if new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
-            form = "None" if new is None else _form(new)
-            raise CaptureError(
-                f"forward replaces {slot.name}, {_form(old)}, by {form}; a captured step cannot change the form of its "
-                "state, keep shape, dtype and device"
-            )
-    values = gradients.unshared([new for _, _, new in assigned], taken=flat)  # one buffer may hold another's old value
-    for (slot, old, _), value in zip(assigned, values, strict=True):
-        recorder.attribute(slot.path)
-        old.copy_(value)
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f"a {tensor.dtype} tensor of shape {list(tensor.shape)} on {tensor.device}"
 
 
 def _record_update(

@@ -48,6 +48,7 @@ from stepgraph.compat.fake import (
     transformers_sees_values,
     without_modes,
 )
+from stepgraph.compat.modules import has_gradient_hooks, hooks_of_every_module
 from stepgraph.compat.optimizer import (
     accelerated_inside,
     has_step_hooks,

@@ -114,6 +114,9 @@ class TrainConfig(StepOptions, _Training):
     dump_graphs: bool = False
     """Write the graph before and after each pass, as readable text, into the run folder."""
 
+    verify: bool = False
+    """Compare the captured step with eager before the first step; with --passes exact, end where a bit differs."""
+
     # -- validation, checkpoints and records --------------------------------------------------------------------------
     val_every: int = 50
     """Steps between validations. 0: only at the end."""

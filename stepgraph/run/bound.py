@@ -1,25 +1,26 @@
 """A captured step bound to the live tensors that it reads and writes."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from stepgraph.capture import Traced, gradients
 from stepgraph.capture.optimizer import Update
+from stepgraph.capture.python.reads import Plain
 from stepgraph.capture.state import Watch
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.run.program import Accumulators, ProgramRunner
 
 
 class BoundStep:
-    """One form of a captured step. ``watch`` sees whether it must be captured again."""
+    """One form of a captured step. ``watch`` and ``plain`` see whether it must be captured again."""
 
     def __init__(self, traced: Traced, update: Update | None, session: Session, accumulators: Accumulators):
         self.traced, self.update = traced, update
         self.runner = ProgramRunner(traced.program, traced.tensor_leaves, session, accumulators)
         self.watch = Watch(traced.slots, update.optimizers if update else ())
+        self.plain = Plain(traced.reads)
         self.lrs = {
             int(spec.name.removeprefix("lr.")): spec.tensor
             for step in traced.program.graphs.values()
@@ -31,8 +32,7 @@ class BoundStep:
     def __call__(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss, metrics by name) of one step on the leaves of a batch; gradients land in ``param.grad``."""
         self._set_rates()
-        with no_autocast():
-            results = self.runner(leaves)
+        results = self.runner(leaves)
         gradients.land(self.traced.landing, results.gradients)
         if self.update:
             self.update.mark_stepped()
@@ -48,13 +48,3 @@ class BoundStep:
             elif self.lr_values.get(group) != lr:
                 tensor.fill_(lr)
                 self.lr_values[group] = lr
-
-
-@contextlib.contextmanager
-def no_autocast() -> Iterator[None]:
-    """The graph holds its casts; an autocast around the call must not add others."""
-    on = [d for d in ("cuda", "cpu") if torch.is_autocast_enabled(d)]
-    with contextlib.ExitStack() as stack:
-        for device in on:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield

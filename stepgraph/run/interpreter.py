@@ -48,7 +48,7 @@ class Interpreter:
             return node.target(*args, **kwargs)
         piece = getattr(self.module, node.target)
         if isinstance(piece, fx.GraphModule):
-            return piece(*args)
+            return piece.forward(*args)
         boxed = list(args)
         del args
         return piece.boxed(boxed)

@@ -30,7 +30,7 @@ def runner_of(step: StepGraph, shared: Shared | None = None) -> Callable[[Sequen
         return GraphRunner(step, shared or Shared(Session()))
     if step.executable is not step.module:  # compiled pieces, which free what they were the last to read
         return Interpreter(step.executable)
-    return lambda flat: step.executable(*flat)
+    return lambda flat: step.module.forward(*flat)  # without the hooks that a user gives to every module
 
 
 class Accumulators:
@@ -100,6 +100,7 @@ class ProgramRunner:
     ):
         self.program, self.tensor_leaves, self.session = program, tensor_leaves, session
         self.flat, sums = accumulators.of(program)
+        self.scratch = {compat.storage_key(buffer) for buffer in self.flat}
         shared = Shared(session)
         self.groups = {name: exchanging(step.graph) for name, step in program.graphs.items()}
         self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
@@ -121,6 +122,8 @@ class ProgramRunner:
             except BaseException:  # what the step began would be taken for what the next one begins
                 self.session.forget(frozenset().union(*self.groups.values()))
                 raise
+        # Clipping may scale an accumulator in place, which the next step clears: the caller's gradient is a copy.
+        results.gradients = [g.clone() if compat.storage_key(g) in self.scratch else g for g in results.gradients]
         return results
 
     def _inputs(self, graph: str, part: int | None, leaves: Sequence[Any]) -> list[Tensor]:

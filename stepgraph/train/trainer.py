@@ -34,6 +34,7 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary, require_unused
 from stepgraph.train.records.progress import Progress, format_seconds
+from stepgraph.train.verify import NotExactError, verify_step
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
 WARMUP_STEPS = 2
@@ -207,6 +208,9 @@ class Run:
         status, error, lost = "failed", None, False
         try:
             self._capture()
+            if self.config.verify:
+                self.watch.at("the comparison with eager", limited=False)
+                verify_step(self.captured, self.validation, self.config, self.device, self.say)
             self._steps()
             finished = self.step == self.config.steps
             if finished:
@@ -216,7 +220,7 @@ class Run:
                 save_hf(self.model, self.config.export_hf)
                 self.say(f"weights for Hugging Face in {self.config.export_hf}")
             status = "finished" if finished else "interrupted"
-        except (NotFiniteError, OSError) as failure:
+        except (NotFiniteError, NotExactError, OSError) as failure:
             error = str(failure)
         except BaseException as failure:
             lost = is_lost_rank(failure)

@@ -23,7 +23,8 @@ X = torch.randn(4, 4)
 
 
 def message_of(*arguments, **options):
-    before = [p.clone() for p in arguments[0].parameters()] if isinstance(arguments[0], nn.Module) else []
+    held = list(arguments[0].parameters()) if isinstance(arguments[0], nn.Module) else []
+    before = [] if any(map(nn.parameter.is_lazy, held)) else [p.clone() for p in held]
     with pytest.raises(CaptureError) as caught:
         stepgraph.capture(*arguments, **{"passes": "exact"} | options)
     message = str(caught.value)
@@ -67,6 +68,37 @@ def test_scripted_modules(compile):
     model = network()
     model[2] = torch.jit.script(model[2])
     assert "module 2 is a scripted or traced module (RecursiveScriptModule)" in message_of(model, loss_fn, X)
+
+
+def test_lazy_modules():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
+    assert "module 0 (LazyLinear) takes its shape from its first batch; run the model once" in message_of(
+        model, loss_fn, X
+    )
+    model(X)
+    stepgraph.capture(model, loss_fn, X, passes="exact")
+
+
+class Switching(nn.Module):
+    """Takes another module for its second one at its first call, as BigBird does for short sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Identity()
+
+    def forward(self, x):
+        if isinstance(self.second, nn.Identity):
+            self.second = nn.Linear(4, 4)
+        return self.second(self.first(x))
+
+
+def test_modules_that_forward_replaces():
+    model = nn.Sequential(Switching())
+    before = model[0].second
+    assert "forward replaces module 0.second" in message_of(model, loss_fn, X)
+    assert model[0].second is before
+    model(X)
+    stepgraph.capture(model, loss_fn, X, passes="exact")
 
 
 def test_sparse_embedding():

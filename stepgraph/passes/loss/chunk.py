@@ -1,7 +1,6 @@
 """The head and its loss in parts of the tokens, and at widths that products like, as `fuse_loss` rewrites them.
 
-Matches: ``stepgraph::cross_entropy_`` on the logits ``x w^T`` (with a bias, a soft cap or other pointwise operators and
-reshapes between), whose gradient is read by the products for ``dx`` and ``dw`` (and the bias's sum) alone.
+Matches: what `head` finds around a ``stepgraph::cross_entropy_``.
 
     before: logits = x w^T            after, for each part of the rows of x, one behind the other:
             loss, over logits                 logits = x_i w^T; loss_i, over logits
@@ -16,7 +15,6 @@ the bias's gradient are added in fp32. Everything else is computed as before.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -25,81 +23,52 @@ from torch import fx
 import stepgraph.kernels.loss.cross_entropy  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import is_pointwise, is_pure
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.passes.contract import PassReport
+from stepgraph.passes.loss.head import RESHAPES, Head, match
 
 aten = torch.ops.aten
 Chunks = int | Literal["auto"]
 
 #: What ``auto`` allows the logits of a part, and the fewest rows for products that are as fast as over all.
 PART_BYTES, FEWEST_ROWS = 5 * 2**28, 2048
-_ALIGNMENT = 16  # bytes, of a row that cuBLAS's fast kernels take
-_WIDTH = 64  # a padded vocabulary is a multiple of it, as tiles are
-_PADDED_ROWS = 512  # below them, the padded copy of the weight costs more than it gains
-#: Views that leave rows of logits whole and in their order, if they leave their width.
-_RESHAPES = (
-    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.alias.default, aten.detach.default,
-)  # fmt: skip
+_TILE = 128  # rows of a tile of a product
 
 
 def check_chunks(chunks: Chunks) -> None:
     """Raises ``ValueError`` unless ``chunks`` is a number of parts."""
-    if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
+    if chunks != "auto" and (type(chunks) is not int or chunks < 1):
         raise ValueError(f"loss_chunks={chunks}; allowed: auto, or a number of parts from 1 on")
-
-
-@dataclass
-class Head:
-    """The nodes of a head and its loss. ``between``: what lies between ``product`` and what reads the gradient, in the
-    order of the graph, ``loss`` among it. ``weight``: (D, V). ``dx``, ``dw``, ``db``: the readers of the gradient."""
-
-    product: fx.Node
-    loss: fx.Node
-    between: list[fx.Node] = field(default_factory=list)
-    transposed: list[fx.Node] = field(default_factory=list)
-    dx: list[fx.Node] = field(default_factory=list)
-    dw: list[fx.Node] = field(default_factory=list)
-    db: list[fx.Node] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.bias, self.x, self.weight = (None, *self.product.args)[-3:]
-        self.shape = tuple(self.product.meta["val"].shape)
-
-    def chunks(self, wanted: Chunks) -> int:
-        """How many parts: ``wanted``, or as many as memory asks for."""
-        rows, itemsize = self.shape[0], self.product.meta["val"].element_size()
-        if wanted == "auto":
-            wanted = min(math.ceil(rows * self.shape[1] * itemsize / PART_BYTES), rows // FEWEST_ROWS)
-        return max(min(wanted, rows), 1)
-
-    @property
-    def padding(self) -> int:
-        """Columns of zeros to add to the vocabulary. Pointwise operators might make something else of them."""
-        (rows, columns), itemsize = self.shape, self.product.meta["val"].element_size()
-        plain = all(node.target in _RESHAPES or node is self.loss for node in self.between)
-        return -columns % _WIDTH if plain and rows >= _PADDED_ROWS and columns * itemsize % _ALIGNMENT else 0
 
 
 def rewrite(loss: fx.Node, wanted: Chunks, report: PassReport) -> str:
     """Put the head of ``loss``, a ``stepgraph::cross_entropy_``, in parts; what was done, for the pass's summary."""
-    aliases = Aliases(loss.graph)
-    head = _match(loss, aliases)
+    head = match(loss, Aliases(loss.graph))
     if isinstance(head, str):
         if _wants(loss, wanted):
             report.notes.append(f"the head of {loss.name} stays in one part: {head}")
         return ""
-    chunks = head.chunks(wanted)
+    chunks = parts(head, wanted)
     if chunks == 1 and not head.padding:
         return ""
     rows, columns = head.shape
     step = math.ceil(rows / chunks)
-    if chunks > 1 and step > 128:
-        step = math.ceil(step / 128) * 128  # whole tiles
+    whole = math.ceil(step / _TILE) * _TILE
+    if math.ceil(rows / whole) == chunks:
+        step = min(whole, rows)
     bounds = [(a, min(a + step, rows)) for a in range(0, rows, step)]
-    _Writer(head, aliases).write(bounds)
+    _Writer(head).write(bounds)
     padded = f", the vocabulary padded to {columns + head.padding}" if head.padding else ""
-    return f"; head and loss of {rows} x {columns} logits in {len(bounds)} parts of {min(step, rows)} rows{padded}"
+    several = f"{len(bounds)} parts of {step} rows" if len(bounds) > 1 else "one part"
+    return f"; head and loss of {rows} x {columns} logits in {several}{padded}"
+
+
+def parts(head: Head, wanted: Chunks) -> int:
+    """How many: ``wanted``, or as many as memory asks for."""
+    rows, itemsize = head.shape[0], head.product.meta["val"].element_size()
+    if wanted == "auto":
+        wanted = min(math.ceil(rows * head.shape[1] * itemsize / PART_BYTES), rows // FEWEST_ROWS)
+    return max(min(wanted, rows), 1)
 
 
 def _wants(loss: fx.Node, wanted: Chunks) -> bool:
@@ -108,125 +77,12 @@ def _wants(loss: fx.Node, wanted: Chunks) -> bool:
     return value.numel() * value.element_size() > PART_BYTES if wanted == "auto" else wanted > 1
 
 
-# How it is found
-
-
-def _match(loss: fx.Node, aliases: Aliases) -> Head | str:
-    """The head whose logits ``loss`` takes, or why there is none that can be put in parts."""
-    product = _product(loss.args[0], math.prod(loss.args[0].meta["val"].shape))
-    if product is None:
-        return "its logits are no matrix product"
-    head = Head(product, loss)
-    region, queue = {product}, [product]
-    while queue:
-        for user in queue.pop().users:
-            if user in region:
-                continue
-            reason = _place(user, head, region)
-            if reason:
-                return reason
-            if user in head.between and user is not loss:
-                region.add(user)
-                queue.append(user)
-    head.between = sorted({*head.between, loss}, key=aliases.position.get)
-    return _unfit(head, region, aliases) or head
-
-
-def _product(node: fx.Node, size: int) -> fx.Node | None:
-    """The matrix product that ``node``'s elements come from, one by one."""
-    seen = set()
-    while node not in seen and node.op == "call_function":
-        seen.add(node)
-        if node.target is aten.mm.default or (node.target is aten.addmm.default and not node.kwargs):
-            return node
-        large = [n for n in node.all_input_nodes if _size(n) == size]
-        if len(large) != 1 or not _by_row(node):
-            return None
-        node = large[0]
-    return None
-
-
-def _place(user: fx.Node, head: Head, region: set[fx.Node]) -> str | None:
-    """Put ``user``, which reads the logits or what was made of them, where it belongs in ``head``; or why it cannot."""
-    value = user.meta.get("val")
-    size, columns = math.prod(head.shape), head.shape[1]
-    if user is head.loss:
-        head.between.append(user)
-    elif user.target is aten.t.default:
-        others = [
-            u for u in user.users if u.target is not aten.mm.default or u.args[0] is not user or u.args[1] is user
-        ]
-        if others:
-            return f"{others[0].name} reads its transpose"
-        head.transposed.append(user)
-        head.dw += user.users
-    elif user.target is aten.mm.default and user.args[1] not in region and user.args[0].meta["val"].shape == head.shape:
-        head.dx.append(user)
-    elif user.target is aten.sum.dim_IntList and user.args[1:] in (([0], True), ([0],)) and not user.kwargs:
-        head.db.append(user)
-    elif isinstance(value, torch.Tensor) and _size(user) == size and value.shape[-1] == columns:
-        if not _by_row(user):
-            return f"{user.name} reads its logits"
-        if user not in head.between:
-            head.between.append(user)
-    else:
-        return f"{user.name} reads its logits"
-    return None
-
-
-def _unfit(head: Head, region: set[fx.Node], aliases: Aliases) -> str | None:
-    """Why ``head`` cannot be computed where its loss is."""
-    here = aliases.position[head.loss]
-    x, columns = head.x, head.weight.meta["val"]
-
-    def early(node: fx.Node) -> bool:
-        return aliases.position[node] < here
-
-    for node in (n for n in head.between if n is not head.loss):
-        for source in node.all_input_nodes:
-            if source not in region and (source.meta["val"].ndim or not early(source)):
-                return f"{node.name} reads {source.name} beside its logits"
-    for reader in (*head.dx, *head.dw, *head.db):
-        if aliases.position[reader] < here:
-            return f"{reader.name} reads its logits before the loss"
-    for product in head.dx:
-        other = product.args[1]
-        same = aliases.root(other) is aliases.root(head.weight)
-        if (
-            not same
-            or other.meta["val"].stride() != columns.t().stride()
-            or other.meta["val"].shape != columns.t().shape
-        ):
-            return f"{product.name} multiplies by another weight"
-    for product in head.dw:
-        if product.args[1] is not x:
-            return f"{product.name} multiplies by what is not the input of the head"
-    last = max(map(aliases.position.get, (*head.dx, *head.dw)), default=here)
-    for tensor in (x, head.weight):
-        if aliases.written_between(tensor, aliases.position[head.product], last):
-            return f"{tensor.name} is written to between forward and backward"
-    return None
-
-
-def _by_row(node: fx.Node) -> bool:
-    """Whether rows of the node's result come from the same rows of what it reads."""
-    return node.target in _RESHAPES or (is_pointwise(node) and is_pure(node))
-
-
-def _size(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else -1
-
-
-# How it is written
-
-
 class _Writer:
     """Writes a head in parts before its loss. The loss counts as where all of it runs: nothing gathers or computes the
     weight again for its backward."""
 
-    def __init__(self, head: Head, aliases: Aliases):
-        self.head, self.aliases = head, aliases
+    def __init__(self, head: Head):
+        self.head = head
         self.columns = head.shape[1] + head.padding
         self.parts: list[fx.Node] = []
         self.sums: dict[fx.Node, list[fx.Node]] = {node: [] for node in (*head.dx, *head.db)}
@@ -286,7 +142,7 @@ class _Writer:
         for node in head.between:
             if node is head.loss:
                 self._loss(made, first, last)
-            elif node.target in _RESHAPES:
+            elif node.target in RESHAPES:
                 made[node] = made[node.args[0]]
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: made.get(n, n))

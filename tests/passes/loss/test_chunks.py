@@ -14,7 +14,10 @@ import stepgraph
 from stepgraph.costs.flops import flops
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.facts import packet
-from stepgraph.passes import StepOptions, get, run_passes
+from stepgraph.passes import StepOptions, configured, get, run_passes
+from stepgraph.passes.loss.chunk import parts
+from stepgraph.passes.loss.head import Head as Nodes
+from stepgraph.passes.memory.rematerialize import rematerialize
 
 aten = torch.ops.aten
 FUSE = replace(get("fuse_loss"), needs_cuda=False)
@@ -163,17 +166,16 @@ def test_memory_falls_with_the_parts(tools, chunks):
 
 def test_auto_is_by_memory():
     """As Qwen 3's head at 8 x 2048 tokens; GPT-2's; a small one."""
-    from stepgraph.passes.loss.chunk import Head as Nodes
 
-    def parts(rows, vocab, dtype=torch.bfloat16):
+    def wanted(rows, vocab, dtype=torch.bfloat16):
         graph = torch.fx.Graph()
         node = graph.placeholder("x")
         node.meta["val"] = torch.empty(rows, vocab, dtype=dtype, device="meta")
         node.args = (node, node)
-        return Nodes(node, node).chunks("auto")
+        return parts(Nodes(node, node), "auto")
 
-    assert parts(16384, 151936) == 4 and parts(16384, 50304) == 2 and parts(8192, 32000) == 1
-    assert parts(2048, 262144, torch.float32) == 1  # below 2048 rows products are slower
+    assert wanted(16384, 151936) == 4 and wanted(16384, 50304) == 2 and wanted(8192, 32000) == 1
+    assert wanted(2048, 262144, torch.float32) == 1  # below 2048 rows products are slower
 
 
 # Models of Hugging Face
@@ -268,7 +270,7 @@ def test_after_recomputation():
         torch.testing.assert_close(dict(model.named_parameters())[name].grad, grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunks", [0, -1, "some", 2.5])
+@pytest.mark.parametrize("chunks", [0, -1, "some", 2.5, True])
 def test_bad_number_of_parts(chunks):
     with pytest.raises(ValueError, match=r"loss_chunks=.*; allowed: auto, or a number of parts from 1 on"):
         StepOptions(loss_chunks=chunks).validate_step()
@@ -285,3 +287,23 @@ def test_costs_are_seen(tools, bias):
         run_passes(step, [FUSE.with_options(chunks=chunks)])
         totals.append(sum(flops(node) for node in step.graph.nodes))
     assert totals[0] == totals[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        ("llama gradients", "none"), ("llama gradients", "full"), ("llama gradients", "budget=0.3"),
+        ("llama bf16 gradients, accumulated", "full"), ("autocast", "full"), ("tied", "full"),
+    ],
+)  # fmt: skip
+def test_models_between_recomputation_and_a_minimum_cut(tools, name, memory):
+    records, traced, *_ = tools.prepared(name)
+    step = tools.copied(traced.step)
+    reports = run_passes(step, [*configured("exact", memory=memory, cuda_graph=False), FUSE.with_options(chunks=2)])
+    assert " in 2 parts of " in reports[-1].summary and reports[-1].notes == []
+    rematerialize(step)
+    step.graph.lint()
+    step.module.recompile()
+    tolerance = 2e-2 if "bf16" in name or name == "autocast" else 1e-5
+    for expected, mine in zip(records, tools.captured_records(name, step, 2), strict=False):
+        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)

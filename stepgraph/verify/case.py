@@ -1,0 +1,97 @@
+"""What is verified, and what one run of it gives."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph import compat
+from stepgraph.capture import flatten_batch
+from stepgraph.capture.optimizer.update import Optimizers
+from stepgraph.capture.trace import microbatch
+from stepgraph.graph.program import StepProgram
+from stepgraph.parallel.ranks import Ranks
+from stepgraph.passes import Passes
+from stepgraph.run import BoundStep
+from stepgraph.verify.eager import eager_step
+from stepgraph.verify.report import differences
+from stepgraph.verify.state import Key, RandomState, State
+
+#: The first call of a step that replays CUDA graphs runs node by node, the second records, the third replays.
+CALLS_TO_REPLAY = 3
+
+#: How many units of the last place the loss may be off, by the dtype that a step stores values in. Half precision: what
+#: is stored is rounded, here and there at other places. fp32 and fp64: sums are taken in another order; the error of a
+#: sum of n terms grows as the root of n, and a loss or a gradient's norm sums up to millions.
+ROUNDINGS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 1000, torch.float64: 1000}
+
+
+@dataclass
+class Case:
+    """A captured step and the batch that it is verified with. ``bound``: the form of the step for that batch."""
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
+    optimizer: Optimizers | None
+    max_grad_norm: float | None
+    accumulate: int
+    passes: Passes
+    disable: Sequence[str]
+    batch: Any
+    bound: BoundStep
+
+    @property
+    def state(self) -> State:
+        """What the step reads and writes."""
+        return State(self.model, self.optimizers, self.leaves)
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those in the graph."""
+        return self.bound.update.optimizers if self.bound.update else ()
+
+    @property
+    def leaves(self) -> list[Any]:
+        """Those of the batch."""
+        return flatten_batch(self.batch)[0]
+
+    def eager(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """One eager step: (loss, metrics)."""
+        leaves, spec = flatten_batch(self.batch)
+        parts = [
+            compat.pytree.tree_unflatten([microbatch(leaf, k, self.accumulate) for leaf in leaves], spec)
+            for k in range(self.accumulate)
+        ]
+        with torch.compiler.set_stance("force_eager"):  # what torch.compile made is captured as what is inside
+            return eager_step(self.model, self.loss_fn, parts, self.optimizers, self.max_grad_norm)
+
+
+def calls(program: StepProgram) -> int:
+    """How often a step is called until it runs as it will ever after."""
+    return CALLS_TO_REPLAY if any(graph.recording is not None for graph in program.graphs.values()) else 1
+
+
+def outcome(case: Case, run: Callable[[], tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> dict[Key, torch.Tensor]:
+    """What one ``run`` of the step gives and leaves, copied to the host."""
+    loss, metrics = run()
+    found: dict[Key, torch.Tensor] = {("loss", "loss"): loss.detach().to("cpu", copy=True)}
+    for name, value in metrics.items():
+        found["metric", name] = value.detach().to("cpu", copy=True)
+    state = case.state
+    found |= state.read()
+    random = RandomState(case.model, state.devices()).states()
+    return found | {("random state", name): value for name, value in random.items()}
+
+
+def differ(eager: dict[Key, torch.Tensor], captured: dict[Key, torch.Tensor]) -> bool:
+    """Whether two outcomes differ on any rank: ranks go on together, as the next run communicates."""
+    return any(Ranks().gather(lambda: bool(differences(eager, captured))))
+
+
+def tolerance(program: StepProgram) -> float:
+    """How far the loss may be off, as a part of itself, for the coarsest dtype that the step computes in."""
+    values = [node.meta.get("val") for graph in program.graphs.values() for node in graph.graph.nodes]
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)} & ROUNDINGS.keys()
+    return max((ROUNDINGS[dtype] * torch.finfo(dtype).eps for dtype in dtypes), default=0.0)

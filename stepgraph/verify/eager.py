@@ -1,0 +1,60 @@
+"""One training step as a plain loop runs it, which is what a captured step must equal."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph import compat
+from stepgraph.capture import gradients
+
+
+def eager_step(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    microbatches: list[Any],
+    optimizers: Sequence[torch.optim.Optimizer],
+    max_grad_norm: float | None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, metrics by name) of forward, backward, clipping and update.
+
+    Gradients of this step alone are clipped and updated with. Those that no optimizer takes are added to the
+    ``param.grad`` of before; the others leave it as it was.
+    """
+    params = [p for p in model.parameters() if p.requires_grad]
+    before = [p.grad for p in params]
+    for param in params:
+        param.grad = None
+    n, total, metrics = len(microbatches), None, {}
+    with torch.enable_grad():
+        for microbatch in microbatches:
+            loss = loss_fn(model, microbatch)
+            loss = loss / n if n > 1 else loss
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+    if max_grad_norm is not None:
+        metrics["grad_norm"] = _clip([p for p in params if p.grad is not None], max_grad_norm)
+    owned = set()
+    for optimizer in optimizers:
+        optimizer.step()
+        owned |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+    with torch.no_grad():
+        for param, old in zip(params, before, strict=True):
+            if id(param) in owned or param.grad is None:
+                param.grad = old
+            elif old is not None:
+                param.grad = old.add_(param.grad)
+    return total, metrics
+
+
+def _clip(params: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Clip as ``torch.nn.utils.clip_grad_norm_`` does; over the meshes of DTensors, as a captured step does."""
+    if not any(map(compat.is_traceable_wrapper_subclass, params)):
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    local = {i: gradients.local(p.grad, p) for i, p in enumerate(params)}
+    with torch.no_grad():
+        clipped, norm = gradients.clip(local, params, max_norm)
+        for i, grad in local.items():
+            grad.copy_(clipped[i])
+    return norm

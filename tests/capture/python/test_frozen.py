@@ -1,0 +1,332 @@
+"""What Python decides in a step is seen: drawn on the host, counted in forward, or changed since the capture."""
+
+import copy
+import inspect
+import random
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import stepgraph
+import stepgraph.step as step_module
+from stepgraph import CaptureError
+
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+
+class Inner(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 6), function
+        self.numpy_generator, self.generator = np.random.default_rng(3), random.Random(3)
+        self.count, self.scale, self.flag, self.length, self.mode = 3, 1.5, False, None, "first"
+
+    def forward(self, x):
+        return self.function(self, self.linear(x))
+
+
+def build(function):
+    return nn.Sequential(nn.Linear(6, 6), nn.ModuleDict({"inner": Inner(function)})["inner"])
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """How often a step was traced, as the length of a list."""
+    calls, trace_step = [], step_module.trace_step
+    monkeypatch.setattr(step_module, "trace_step", lambda *a, **k: calls.append(1) or trace_step(*a, **k))
+    return calls
+
+
+# ---- random numbers of the host ----
+
+
+def numpy_mask(self, x):
+    return x * torch.from_numpy((np.random.rand(6) > 0.5).astype(np.float32))
+
+
+def numpy_branch(self, x):
+    return x if np.random.uniform() < 0.5 else -x
+
+
+def python_branch(self, x):
+    return x if random.random() < 0.5 else -x
+
+
+def python_integer(self, x):
+    return x.roll(random.randint(1, 5), 1)
+
+
+def own_generator(self, x):
+    return x * float(self.numpy_generator.normal())
+
+
+def own_python_generator(self, x):
+    return x * self.generator.gauss(0, 1)
+
+
+def host_state():
+    return random.getstate(), str(np.random.get_state())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("function", "generator"),
+    [
+        (numpy_mask, r"numpy\.random"),
+        (numpy_branch, r"numpy\.random"),
+        (python_branch, "Python's random"),
+        (python_integer, "Python's random"),
+        (own_generator, r"the generator 1\.numpy_generator"),
+        (own_python_generator, r"the generator 1\.generator"),
+    ],
+)
+def test_random_numbers_of_the_host_are_refused_at_their_line(function, generator, accumulate):
+    model = build(function)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, held = host_state(), copy.deepcopy(model[1].numpy_generator.bit_generator.state)
+    message = rf"1 \((.+):(\d+)\) draws numbers from {generator}, .*pass them in the batch"
+    with pytest.raises(CaptureError, match=message) as caught:
+        stepgraph.capture(model, loss_fn, torch.randn(4, 6), optimizer, passes="exact", accumulate=accumulate)
+    file, line = re.match(message, str(caught.value)).groups()
+    assert file == __file__ and int(line) == inspect.getsourcelines(function)[1] + 1
+    assert "\n" not in str(caught.value)
+    assert host_state() == before and model[1].numpy_generator.bit_generator.state == held
+    assert not optimizer.state
+
+
+def test_a_draw_in_the_loss_has_no_module():
+    def noisy(model, x):
+        return loss_fn(model, x) * np.random.rand()
+
+    with pytest.raises(CaptureError, match=r"the model \(.*test_frozen.py:\d+\) draws numbers from numpy"):
+        stepgraph.capture(nn.Linear(6, 6), noisy, torch.randn(4, 6), passes="exact")
+
+
+def test_whisper_masks_its_spectrum_by_numpy():
+    """`apply_spec_augment` draws its masks with NumPy."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.WhisperConfig(
+        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, num_mel_bins=8,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=20, pad_token_id=0,
+        max_target_positions=16, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, apply_spec_augment=True,
+        mask_time_prob=0.5, mask_time_length=2,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config).train()
+    batch = {"input_features": torch.randn(2, 8, 40), "labels": torch.randint(3, 50, (2, 7))}
+    with pytest.raises(CaptureError, match=r"model \(.*modeling_whisper.py:\d+\) draws numbers from numpy.random"):
+        stepgraph.capture(model, lambda m, b: m(**b).loss, batch, passes="exact")
+    config.apply_spec_augment = False
+    assert stepgraph.capture(model, lambda m, b: m(**b).loss, batch, passes="exact").verify(batch).bitwise
+
+
+def test_torch_draws_anew_in_every_step_and_drawing_outside_is_free():
+    model, x = build(lambda self, x: F.dropout(x, 0.5)), torch.randn(4, 6)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    random.random(), np.random.rand()
+    assert not torch.equal(step(x), step(x))
+
+
+# ---- attributes that forward changes ----
+
+
+def counts_and_scales(self, x):
+    self.count += 1
+    return x * self.count
+
+
+def counts_in_a_constant(self, x):
+    self.count += 1
+    return x + torch.tensor(float(self.count))
+
+
+def anneals(self, x):
+    self.scale *= 0.9
+    return x * self.scale
+
+
+def first_time(self, x):
+    if not self.flag:
+        self.flag = True
+        return x * 2
+    return x
+
+
+def second_mode(self, x):
+    mode, self.mode = self.mode, "second"
+    return x.relu() if mode == "first" else x
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (counts_and_scales, r"1\.count counts in Python: 3 -> 4; it would be frozen; register it as a buffer"),
+        (counts_in_a_constant, r"1\.count counts in Python: 3 -> 4"),
+        (anneals, r"1\.scale counts in Python: 1\.5 -> 1\.35"),
+        (first_time, r"forward sets 1\.flag from False to True in Python and its next call differs"),
+        (second_mode, r"forward sets 1\.mode from 'first' to 'second'"),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_forward_counts_is_refused_where_it_matters(function, message, accumulate):
+    model = build(function)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = dict(vars(model[1]))
+    with pytest.raises(CaptureError, match=message) as caught:
+        stepgraph.capture(model, loss_fn, torch.randn(4, 6), optimizer, passes="exact", accumulate=accumulate)
+    assert "\n" not in str(caught.value)
+    assert vars(model[1]) == before and not optimizer.state
+
+
+def keeps_a_length(self, x):
+    if self.length is None:
+        self.length = x.shape[0]
+    return x * self.length
+
+
+def test_what_settles_is_captured():
+    model, x = build(keeps_a_length), torch.randn(4, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = stepgraph.capture(model, loss_fn, x, torch.optim.AdamW(model.parameters()), passes="exact")
+    assert model[1].length is None and step.verify(x).bitwise
+
+
+def test_a_counter_that_changes_nothing_yet_is_told():
+    def later(self, x):
+        self.count += 1
+        return x * 2 if self.count > 100 else x
+
+    model, x = build(later), torch.randn(4, 6)
+    with pytest.warns(UserWarning, match=r"1\.count counts in Python, and a captured step leaves it at 3; if a later"):
+        step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    assert step.verify(x).bitwise and model[1].count == 3
+
+
+def test_a_count_in_a_buffer_is_right():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return self.linear(x) * self.count
+
+    model, x = Counts(), torch.randn(4, 6)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    step(x)
+    assert step.verify(x).bitwise and model.count == 1
+
+
+# ---- what the user changes after the capture ----
+
+
+class Options:
+    def __init__(self):
+        self.scale = 2.0
+
+
+class Reads(nn.Module):
+    """Reads what modules have in Python: attributes of its own, of its class and of a configuration, and functions."""
+
+    constant = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)
+        self.act, self.activation = nn.ReLU(), F.relu
+        self.scale, self.unread, self.config = 1.5, 0, Options()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x):
+        x = self.activation(self.dropout(self.act(self.first(x))) * self.scale) * self.constant
+        return self.norm(self.last(x)) * self.config.scale
+
+
+CHANGES = {
+    "dropout": (lambda m: setattr(m.dropout, "p", 0.25), r"dropout\.p changed from 0\.5 to 0\.25"),
+    "number": (lambda m: setattr(m, "scale", 3.0), r"scale changed from 1\.5 to 3\.0"),
+    "type": (lambda m: setattr(m, "scale", True), r"scale changed from 1\.5 to True"),
+    "epsilon": (lambda m: setattr(m.norm, "eps", 0.1), r"norm\.eps changed from 1e-05 to 0\.1"),
+    "over the class": (lambda m: setattr(m, "constant", 5.0), r"constant changed from None to 5\.0"),
+    "configuration": (lambda m: setattr(m.config, "scale", 5.0), r"config\.scale changed from 2\.0 to 5\.0"),
+    "function": (lambda m: setattr(m, "activation", F.gelu), r"activation changed from relu to gelu"),
+    "submodule": (lambda m: setattr(m, "act", nn.GELU()), "submodules were replaced"),
+    "forward": (lambda m: setattr(m.act, "forward", F.gelu), r"act\.forward changed from None to gelu"),
+    "hook": (lambda m: m.act.register_forward_hook(lambda m, a, y: y * 3), "hooks of act were added"),
+    "pre-hook": (lambda m: m.register_forward_pre_hook(lambda m, a: (a[0] * 3,)), "hooks of the model were added"),
+    "backward": (lambda m: m.act.register_full_backward_hook(lambda m, i, o: (i[0] * 3,)), "hooks of act were added"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_since_the_capture_is_taken(kind, traces):
+    change, message = CHANGES[kind]
+    model, x = Reads(), torch.randn(4, 6)
+    step = stepgraph.capture(model, loss_fn, x, torch.optim.AdamW(model.parameters()), passes="exact")
+    step(x)
+    change(model)
+    with pytest.warns(UserWarning, match=f"{message}.*: the step is captured again"):
+        step(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(x)
+        assert step.verify(x).bitwise
+    assert len(traces) == 2
+
+
+def test_a_hook_that_is_removed_and_one_of_every_module(traces):
+    model, x = Reads(), torch.randn(4, 6)
+    handle = model.act.register_forward_hook(lambda m, a, y: y * 3)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    handle.remove()
+    with pytest.warns(UserWarning, match="hooks of act were added or removed"):
+        assert step.verify(x).bitwise
+    everywhere = nn.modules.module.register_module_forward_hook(lambda m, a, y: y * 1.5)
+    try:
+        with pytest.warns(UserWarning, match="hooks of every module were added"):
+            assert step.verify(x).bitwise
+    finally:
+        everywhere.remove()
+    assert len(traces) == 3
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_gradient_hook_since_the_capture_is_refused(method):
+    model, x = Reads(), torch.randn(4, 6)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    getattr(model.last.weight, method)(lambda *_: None)
+    with (
+        pytest.warns(UserWarning, match=r"a gradient hook of parameter last\.weight was added"),
+        pytest.raises(CaptureError, match=r"parameter last\.weight has a gradient hook"),
+    ):
+        step(x)
+
+
+def test_changes_that_do_not_concern_the_step_cost_nothing(traces):
+    """Attributes that forward does not read, equal values in other objects, and hooks of other modules."""
+    model, other, x = Reads(), nn.Linear(2, 2), torch.randn(4, 6)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(3):
+            model.unread, model.late, model.scale = i, i, float("1.5")
+            other.register_forward_hook(lambda *_: None)
+            step(x)
+    assert len(traces) == 1
+
+
+def test_capture_leaves_the_class_of_modules_alone():
+    before = dict(vars(nn.Module))
+    with pytest.raises(ZeroDivisionError):
+        stepgraph.capture(Reads(), lambda m, x: loss_fn(m, x) / (1 // 0), torch.randn(4, 6), passes="exact")
+    stepgraph.capture(Reads(), loss_fn, torch.randn(4, 6), passes="exact")
+    assert dict(vars(nn.Module)) == before
