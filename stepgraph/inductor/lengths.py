@@ -76,29 +76,33 @@ def generalize(first: Sequence[int], second: Sequence[int]) -> tuple[list[Number
     """(the numbers in terms of a length, the position where the length itself is one), or None if there is no such."""
     pairs = list(zip(first, second, strict=True))
     differing = sorted({(p, q) for p, q in pairs if p != q and min(p, q) > 1})
-    # The length that most of the others are multiples of; the least of those.
-    a, b = max(
-        differing, key=lambda length: sum(_multiple(length, pair) is not None for pair in differing), default=(0, 0)
-    )
-    found = [_number((a, b), pair) for pair in pairs] if differing else [None]
-    return None if None in found else (found, pairs.index((a, b)))
+    # Rather the length that most of the others are multiples of; of such, the least.
+    for length in sorted(differing, key=lambda length: -sum(_whole(length, pair) is not None for pair in differing)):
+        found = [_number(length, pair) for pair in pairs]
+        if None not in found:
+            return found, pairs.index(length)
+    return None
 
 
 def _number(length: tuple[int, int], pair: tuple[int, int]) -> Number | None:
     (a, b), (p, q) = length, pair
     if p == q:
         return Number(0, 0, p)
-    whole = _multiple(length, pair) or _multiple((a * a, b * b), pair)
+    whole = _whole(length, pair)
     if whole is not None:
-        return Number(whole, 1 if whole * a == p else 2, 0)
+        return whole
     factor, rest = divmod(q - p, b - a)
     return None if rest else Number(factor, 1, p - factor * a)
 
 
-def _multiple(length: tuple[int, int], pair: tuple[int, int]) -> int | None:
-    """The factor by which both are multiples, or None."""
-    factor = pair[0] // length[0]
-    return factor if factor > 0 and (factor * length[0], factor * length[1]) == pair else None
+def _whole(length: tuple[int, int], pair: tuple[int, int]) -> Number | None:
+    """The pair as a multiple of the length or of its square."""
+    for power in (1, 2):
+        a, b = (n**power for n in length)
+        factor = pair[0] // a
+        if factor > 0 and (factor * a, factor * b) == pair:
+            return Number(factor, power, 0)
+    return None
 
 
 class ForLengths:
