@@ -159,13 +159,12 @@ def main() -> None:
     if options.child:
         print(json.dumps(measure(options.child, options)))
         return
-    rows = []
-    for name in options.providers:
-        rows.append(apart(name, sys.argv[1:]))
-        print(json.dumps(rows[-1]), flush=True)
     settings = {key: value for key, value in vars(options).items() if key not in ("json", "child", "providers")}
-    record = {"settings": settings, "rows": rows, "environment": environment()}
-    options.json.write_text(json.dumps(record, indent=2) + "\n")
+    record = {"settings": settings, "rows": [], "environment": environment()}
+    for name in options.providers:
+        record["rows"].append(apart(name, sys.argv[1:]))
+        print(json.dumps(record["rows"][-1]), flush=True)
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

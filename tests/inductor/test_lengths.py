@@ -74,7 +74,7 @@ def test_one_compilation_serves_all_lengths():
     assert skeleton(first) == skeleton(second)
     found, where = generalize(numbers(first), numbers(second))
     made = ForLengths(second, found, where, numbers(second)[where], CONFIG)
-    for length in (10, 16, 5, 33, 128):
+    for length in (10, 16, 33, 128):
         n = made.at(numbers(piece(scores, *arguments(length))))
         inputs = [n, *arguments(length)]
         for ours, eager in zip(made.function(inputs), scores(*arguments(length)), strict=True):
@@ -83,7 +83,7 @@ def test_one_compilation_serves_all_lengths():
     # Other batches and widths differ in numbers that no length gives.
     x, w = arguments(10)
     assert made.at(numbers(piece(scores, x[:1], w))) is None
-    assert made.at(numbers(piece(scores, x, torch.randn(6, 12))) + []) is None
+    assert made.at(numbers(piece(scores, x[..., :4], w[:4]))) is None
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,10 @@ def test_a_piece_that_cannot_be_for_any_length_says_why(operator, why):
 
 
 class Tiny(nn.Module):
-    def __init__(self):
+    def __init__(self, width=8):
         super().__init__()
-        self.embed, self.inner, self.head = nn.Embedding(19, 8), nn.Linear(8, 8), nn.Linear(8, 19)
+        self.embed, self.inner = nn.Embedding(19, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, 19)
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -234,7 +235,7 @@ def test_a_batch_that_cannot_be_halved_is_compiled_by_itself():
 
     passes = StepOptions(any_length=True)
     with pytest.warns(UserWarning, match="half the length cannot be traced .*eight tokens"):
-        step = stepgraph.capture(Tiny(), eight, batch_of(8), passes=passes)
+        step = stepgraph.capture(Tiny(4), eight, batch_of(8), passes=passes)
     assert "for any length" not in inductor_report(step).summary
 
 

@@ -1,0 +1,102 @@
+"""Several lengths of one step on a GPU: they share the memory of their CUDA graphs, and pieces for any length serve."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+import stepgraph
+import stepgraph.step as step_module
+from stepgraph.models import Llama3, Llama3Config, next_token_loss
+from stepgraph.passes import StepOptions
+
+DEVICE, VOCAB = "cuda", 512
+
+
+def llama(layers=4, dim=256):
+    config = Llama3Config(
+        dim=dim, n_layers=layers, n_heads=4, n_kv_heads=2, ffn_dim=3 * dim, vocab_size=VOCAB, max_seq_len=4096
+    )
+    return Llama3(config).to(DEVICE)
+
+
+def batch_of(length, rows=4):
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(VOCAB, (rows, length + 1), generator=generator).to(DEVICE)
+    return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+
+
+def trained(model, lengths, passes):
+    """(losses, parameters, the step); eager where ``passes`` is None."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, fused=True)
+    step, losses = None, []
+    if passes is not None:
+        step = stepgraph.capture(model, next_token_loss, batch_of(lengths[0]), optimizer, passes=passes)
+    for length in lengths:
+        if step is None:
+            loss = next_token_loss(model, batch_of(length))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            loss = step(batch_of(length))
+        losses.append(loss.item())
+    return losses, list(model.parameters()), step
+
+
+def check_close(ours, eager, rtol=2e-3):
+    assert ours[0] == pytest.approx(eager[0], rel=rtol)
+    for p, q in zip(ours[1], eager[1], strict=True):
+        assert (p - q).norm() <= 1e-2 * q.norm()
+
+
+def test_forms_that_take_turns_are_right_in_shared_memory(deterministic):
+    """Every order of three lengths, each recorded and replayed among the others: bit for bit as without CUDA graphs."""
+    model = llama(2)
+    lengths = [n for order in itertools.permutations((128, 256, 192)) for n in order]
+    losses, parameters, _ = trained(model, lengths, StepOptions("exact"))
+    others, expected, _ = trained(model, lengths, StepOptions("exact", cuda_graph=False))
+    assert losses == others
+    assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
+
+
+def test_a_second_length_needs_no_second_memory():
+    """The graphs of a shorter length fit into what the longer one's leave free, but for its batch and results."""
+    model = llama(4)
+    torch.cuda.empty_cache()
+    step = trained(model, [2048] * 3, StepOptions(inductor="off"))[2]
+    torch.cuda.empty_cache()
+    alone = torch.cuda.memory_reserved()
+    for length in (2048 - 128, 2048 - 256, 2048 - 384):
+        for _ in range(3):
+            step(batch_of(length))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert len(step._bound) == 4
+    assert torch.cuda.memory_reserved() <= alone * 1.25 + 2**26
+
+
+def test_forms_that_go_leave_a_pool_that_others_record_into(monkeypatch):
+    monkeypatch.setattr(step_module, "MAX_CAPTURES", 1)
+    model = llama(2)
+    lengths = [128, 128, 128, 192, 192, 192, 128, 128, 128]
+    with pytest.warns(UserWarning, match="captured already"):
+        ours = trained(model, lengths, StepOptions(inductor="off", norm="eager"))
+    check_close(ours, trained(model, lengths, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", ["auto", "kernel"])
+def test_pieces_for_any_length(dtype, norm):
+    model = llama(4).to(dtype)
+    lengths = [256, 384, 200, 384, 77, 512, 256]
+    ours = trained(model, lengths, StepOptions(any_length=True, norm=norm))
+    if dtype == torch.float32:
+        check_close(ours, trained(model, lengths, None))
+    else:
+        assert ours[0] == pytest.approx(trained(model, lengths, None)[0], rel=2e-2)
+    report = next(r for r in ours[2].report if r.name == "inductor")
+    print(report.line(), *report.notes, sep="\n")
+    assert "reused" in report.summary
