@@ -101,14 +101,15 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     if padded:
         data = [PadToLengths(lengths, causal=True)(batch) for batch in data]
     data = [{key: value.to(options.device) for key, value in batch.items()} for batch in data]
-    seconds, losses = [], []
+    seconds, busy, losses = [], [], []
     start = time.perf_counter()
     run, forms = stepper(kind, options, data[0])
     seconds_to_capture = time.perf_counter() - start
     for batch in data:
-        begin = time.perf_counter()
+        begin, busy_before = time.perf_counter(), time.process_time()
         losses.append(run(batch).item())
         seconds.append(time.perf_counter() - begin)
+        busy.append(time.process_time() - busy_before)
     seconds[0] += seconds_to_capture
     firsts: dict[int, float] = {}  # by the length as it is run
     for batch, taken in zip(data, seconds, strict=True):
@@ -118,7 +119,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "provider": name,
         "total_s": sum(seconds),
+        # Of this process and of compilers, which other work on the machine lengthens less.
+        "total_cpu_s": sum(os.times()[:4]),
         "step_s": statistics.mean(seconds[-options.lengths :]),  # the last time over all lengths
+        "step_cpu_s": statistics.mean(busy[-options.lengths :]),
         "first_length_s": new[0],
         "second_length_s": new[1],
         "later_lengths_s": statistics.mean(new[2:]),
