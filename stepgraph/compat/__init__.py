@@ -20,6 +20,7 @@ from stepgraph.compat.compiler import (
     inductor_mixed_config,
     inductor_options,
     inductor_passes,
+    inductor_settings,
     keep_saved_tensors,
     start_compile_workers,
 )

@@ -62,6 +62,13 @@ def inductor_options() -> set[str]:
     return set(_inductor.list_options())
 
 
+def inductor_settings() -> tuple[Any, ...]:
+    """What decides, beside a graph and its options, what Inductor makes of it."""
+    from torch._inductor import config
+
+    return config.get_hash(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+
+
 def inductor_cache_counts() -> tuple[int, int]:
     """(hits, misses) of Inductor's graph cache on disk in this process so far."""
     from torch._dynamo.utils import counters

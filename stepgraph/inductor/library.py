@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from stepgraph import compat
 from stepgraph.inductor.compiled import Compiled, Function
 from stepgraph.inductor.lengths import ForLengths, generalize, numbers, skeleton
 
@@ -116,7 +117,8 @@ def _of_length(opened: ForLengths, length: int) -> Function:
 
 
 def _key(config: dict[str, Any]) -> tuple:
-    """Options that compare as they compile."""
-    return tuple(
+    """Options, and torch's own settings of now, in a form that compares as they compile."""
+    options = (
         (name, value.uuid() if hasattr(value, "uuid") else repr(value)) for name, value in sorted(config.items())
     )
+    return *options, *compat.inductor_settings()

@@ -8,6 +8,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
@@ -173,6 +174,20 @@ def test_a_piece_that_cannot_be_for_any_length_says_why(operator, why):
         torch.testing.assert_close(module(x), function(x))
         assert not use.reused and not use.any_length
         assert (why in use.note) == (i > 0)
+
+
+def test_torch_s_settings_are_part_of_what_is_shared():
+    """Inductor is told to compile ReLU wrongly, by its own setting: what was compiled before does not serve."""
+
+    def function(x):
+        return torch.relu(x * 2) + 1
+
+    x, results = torch.randn(5, 3), []
+    for bug in (None, "accuracy", None):
+        with config.patch({"cpp.inject_relu_bug_TESTING_ONLY": bug}):
+            module, use = compiled(function, x)
+            results.append((module, use.reused, torch.allclose(module(x), function(x))))
+    assert [result[1:] for result in results] == [(False, True), (False, False), (True, True)]
 
 
 # ---- steps ----
