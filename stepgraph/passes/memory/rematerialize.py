@@ -67,8 +67,8 @@ def carry_least(step: StepGraph, options: RematerializeOptions, report: PassRepo
 
 
 def _ragged(node: fx.Node) -> bool:
-    """Whether ``node`` is a product so wide that Inductor pads its rows (``padding_stride_threshold``), and its rows are
-    not aligned. Gradients behind such a product were wrong where backward computed what follows it again: GPT-2 of
+    """Whether ``node`` is a product so wide that Inductor pads its rows (``padding_stride_threshold``), which are not
+    aligned. Gradients behind such a product were wrong where backward computed what follows it again: GPT-2 of
     width 1155 in bf16 on an H100, torch 2.11; on a CPU the same code is right. Without this pass they are right there
     too (tests/gpu/test_head_gpu.py)."""
     value = node.meta.get("val")
