@@ -1,4 +1,4 @@
-"""The recipes of docs/integrations.md for accelerate and Lightning: the losses and weights of the loops they replace."""
+"""The recipes of docs/integrations.md for accelerate and Lightning: losses and weights of the loops they replace."""
 
 import copy
 import warnings
