@@ -84,7 +84,7 @@ def test_one_compilation_serves_all_lengths():
     # Other batches and widths differ in numbers that no length gives.
     x, w = arguments(10)
     assert made.at(numbers(piece(scores, x[:1], w))) is None
-    assert made.at(numbers(piece(scores, x[..., :4], w[:4]))) is None
+    assert made.at(numbers(piece(scores, x[..., :4], w[:4, :4]))) is None
 
 
 @pytest.mark.parametrize(
