@@ -113,6 +113,7 @@ def terms_of(step: StepGraph, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int
     def counted(*arguments: Any) -> None:
         nonlocal terms
         terms += 1
+        assert terms < 10**6, "terms multiply: without a limit this would not end"
         put(*arguments)
 
     with monkeypatch.context() as patch:
