@@ -8,7 +8,8 @@ Each is trained for three steps from the same weights and random state, eagerly 
   default ones. On a CPU, where Inductor would compile for minutes, ``StepOptions(norm="kernel", inductor="off")``: the
   plain-torch forms of our operators.
 
-Writes ``architectures.json`` beside this file, with the environment; with names, their rows alone are made anew.
+Writes ``architectures.json`` beside this file, with the environment; with names, their rows alone are made anew,
+so each row names its commit.
 
     python benchmarks/architectures.py [NAME ...] [--device cuda] [--json FILE]
 """
@@ -126,19 +127,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    rows = []
+    rows, about = [], environment()
     for row in ARCHITECTURES:
         if args.names and row.name not in args.names:
             continue
         found = {"name": row.name, "kind": row.kind, "model": row.model, "parameters": parameters(row.build())}
         found |= {"exact": exact(row, args.device, 1), "exact_accumulated": exact(row, args.device, 2)}
-        rows.append(found | close(row, args.device))
+        rows.append(found | close(row, args.device) | {"commit": about["git"] and about["git"]["commit"][:7]})
         print(json.dumps(rows[-1]), flush=True)
     if args.names and args.json.exists():
         new = {row["name"]: row for row in rows}
         rows = [new.get(row["name"], row) for row in json.loads(args.json.read_text())["models"]]
     record = {"transformers": transformers.__version__, "steps": STEPS, "device": str(args.device), "models": rows}
-    args.json.write_text(json.dumps(record | {"environment": environment()}, indent=1) + "\n")
+    args.json.write_text(json.dumps(record | {"environment": about}, indent=1) + "\n")
     equal = sum(row["exact"] is True and row["exact_accumulated"] is True for row in rows)
     print(f"{equal} of {len(rows)} bitwise equal to eager; written to {args.json}")
 

@@ -37,9 +37,12 @@ _COMPAT = os.path.dirname(compat.__file__) + os.sep
 _SKIPPED = (_TORCH, _HERE, _STEP, _COMPAT, contextlib.__file__)
 
 
+_TRITON = os.path.join("triton", "runtime", "")  # launches a model's kernels
+
+
 def is_user_file(filename: str) -> bool:
-    """Whether a file is neither torch's nor of this room."""
-    return not filename.startswith(_SKIPPED) and not filename.startswith("<")
+    """Whether a file is neither torch's nor Triton's nor of this room."""
+    return not filename.startswith((*_SKIPPED, "<")) and os.sep + _TRITON not in filename
 
 
 def user_frame(frame: FrameType | None) -> str:

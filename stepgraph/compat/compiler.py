@@ -2,11 +2,17 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from stepgraph.compat.replaced import replaced
+from stepgraph.compat.versions import TORCH
 
 
 def inductor_compile(
@@ -20,10 +26,15 @@ def inductor_compile(
     from torch._inductor import config, standalone_compile
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
+    # From 2.14 on torch takes the graph's own fake mode; capture's has no ShapeEnv, without which Inductor's cache on
+    # disk is bypassed. 2.11 to 2.13 take a new mode with one, as here.
+    own_mode = {"_resolve_fake_mode": lambda *_: FakeTensorMode(shape_env=ShapeEnv())} if TORCH >= (2, 14) else {}
     try:
-        artifact = standalone_compile(
-            module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
-        )
+        # The function hides its module, which has the same name.
+        with replaced(sys.modules["torch._inductor.standalone_compile"], **own_mode):
+            artifact = standalone_compile(
+                module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
+            )
     except InductorError as failure:
         if not isinstance(failure.inner_exception, InvalidCxxCompiler):
             raise

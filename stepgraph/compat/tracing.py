@@ -3,7 +3,6 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +11,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
+from stepgraph.compat.replaced import replaced
 from stepgraph.compat.versions import TORCH
 
 
@@ -118,7 +118,7 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
     # In torch 2.14 and 2.15 `checkpoint` calls the generator's implementation; 2.11 to 2.13 have only the generator.
     name = "_checkpoint_without_reentrant_generator" + ("_impl" if TORCH >= (2, 14) else "")
     hooks = {name: generator, "CheckpointFunction": Function, "_checkpoint_hook": recording}
-    with _replaced(torch_checkpoint, **hooks):
+    with replaced(torch_checkpoint, **hooks):
         yield
 
 
@@ -147,16 +147,5 @@ def dispatch_flex_attention() -> Iterator[None]:
     """
     import torch.nn.attention.flex_attention as flex
 
-    with _replaced(flex, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True, _validate_device=lambda *_: None):
+    with replaced(flex, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True, _validate_device=lambda *_: None):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(module: ModuleType, **values: Any) -> Iterator[None]:
-    """Inside, names of ``module`` have other values."""
-    saved = {name: getattr(module, name) for name in values}
-    vars(module).update(values)
-    try:
-        yield
-    finally:
-        vars(module).update(saved)

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch._library.triton import set_wrap_triton_enabled
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stepgraph.compat.fake import operator_needing_values
 
 
 @contextlib.contextmanager
@@ -88,14 +91,16 @@ def triton_writes(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     # Where the analysis fails, torch takes all tensors for written, and warns at length.
     log.setLevel(logging.CRITICAL)
     try:
-        names = get_mutated_tensors(kernel_id, kernel_side_table.add_constant_args({}), bound, {})
+        with _disable_current_modes():
+            names = get_mutated_tensors(kernel_id, kernel_side_table.add_constant_args({}), bound, {})
     finally:
         log.setLevel(level)
     return [bound[name] for name in names]
 
 
 def _bound(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The values of the parameters of the kernel proper, with one configuration; None for an interpreted one."""
+    """The values of the parameters of the kernel proper, with one configuration; None for an interpreted one, and where
+    heuristics look at addresses, which fake tensors have not."""
     *decorators, proper = _chain(kernel)
     if not hasattr(proper, "params"):  # Triton's interpreter
         return None
@@ -104,6 +109,11 @@ def _bound(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
         if getattr(part, "configs", None):
             given = part.configs[0].all_kwargs() | given
         for name, value in getattr(part, "values", {}).items():
-            given[name] = value(given)
+            try:
+                given[name] = value(given)
+            except RuntimeError as error:
+                if operator_needing_values(error) is None:
+                    raise
+                return None
     defaults = {p.name: p.default for p in proper.params if p.has_default}
     return {name: value for name, value in (defaults | given).items() if name in proper.arg_names}

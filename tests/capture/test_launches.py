@@ -5,6 +5,8 @@ Triton's interpreter runs the kernels on the CPU, in eager and from the graph.
 
 import copy
 import dataclasses
+import importlib
+import re
 
 import pytest
 import torch
@@ -182,8 +184,8 @@ def test_nodes_tell_what_they_are():
     assert [node.target.__name__ for node in nodes] == ["_forward", "_forward", "_scale", "_backward", "_backward"]
     assert all(is_mutating(node) and not is_pure(node) for node in nodes)
     text = step.text()
-    assert "triton._forward(" in text and "forward blocks.0 test_launches.py:" in text
-    assert "backward blocks.1 test_launches.py:" in text
+    assert re.search(r"= triton\._forward\(.*# forward blocks\.0 test_launches\.py:\d+", text)
+    assert re.search(r"= triton\._backward\(.*# backward blocks\.1 test_launches\.py:\d+", text)
     aliases = Aliases(step.graph)
     made = {aliases.root(written) for node in nodes for written in node.args}
     assert all(aliases.writes[root] for root in made)
@@ -214,6 +216,31 @@ def test_compiled_kernels_are_recorded():
     step = trace_step(Scaled(WIDTH, WIDTH), loss_fn, batches()[0], None).step
     (node,) = launches(step)
     assert node.target.tunes and node.args[0].target is torch.ops.aten.clone.default
+
+
+def test_what_a_kernel_writes_is_asked_of_torch(monkeypatch):
+    """Torch's analysis gets every parameter of the kernel proper, those of decorators and defaults among them."""
+    asked = []
+
+    def analysis(kernel_id, constants_id, arguments, descriptors):
+        asked.append((dict(arguments), constants_id, descriptors))
+        return ["y"]
+
+    def body(x, y, n, scale=2.0, EVEN: tl.constexpr = False, BLOCK: tl.constexpr = 16):
+        pass
+
+    wrap = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
+    monkeypatch.setattr(wrap, "get_mutated_tensors", analysis)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    heuristics = triton.heuristics({"EVEN": lambda given: given["n"] % given["BLOCK"] == 0})(triton.jit(body))
+    kernel = triton.autotune([triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64})], key=["n"])(heuristics)
+    x, y = torch.ones(64), torch.ones(64)
+    (written,) = stepgraph.compat.triton_writes(kernel, (x, y), {"n": 64, "num_warps": 4})
+    assert written is y
+    ((arguments, _, descriptors),) = asked
+    assert arguments.pop("x") is x and arguments.pop("y") is y and descriptors == {}
+    assert arguments == {"n": 64, "scale": 2.0, "EVEN": True, "BLOCK": 32}
+    assert stepgraph.compat.triton_writes(kernel, (x,), {"n": 64}) is None  # y is missing: the launch itself will say
 
 
 def test_operators_around_kernels():

@@ -20,6 +20,8 @@ def interpreted(program: Path, folder: Path, cases: Sequence[Any]) -> Any:
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": root}, timeout=300)
     if "only 0-dimensional arrays can be converted to Python scalars" in done.stderr:
         pytest.skip("the interpreter of this Triton (3.6) does not work with this numpy (2.4)")
+    if "mask has unsupported dtype" in done.stderr:
+        pytest.skip("the interpreter of this Triton (3.9) takes no mask that a comparison of 64-bit scalars is part of")
     assert done.returncode == 0, done.stderr
     return torch.load(folder / "results.pt")
 
@@ -31,6 +33,7 @@ def assert_no_spills(
     ``aligned``: those that 16 divides."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
@@ -38,7 +41,7 @@ def assert_no_spills(
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in names}
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, "-"]
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, "-"]
     report = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True).stderr
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
     assert spills == [("0", "0")], f"{kernel.fn.__name__} {constants}, {warps} warps: {report}"

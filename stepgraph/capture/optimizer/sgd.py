@@ -4,8 +4,8 @@ With ``fused=True`` one fused node per parameter group; otherwise torch's single
 on a CPU.
 
 Eager sets the momentum buffer to the first gradient, and a graph has no first step. A buffer of -0.0 gives the same
-bits: ``momentum * -0.0 + g`` is ``g``, its sign included. With dampening the graph reads from a tensor whether the step
-is the first.
+bits: ``momentum * -0.0 + g`` is ``g``, its sign included. With dampening the graph asks whether the buffer is
+-0.0 throughout, which only an unfilled one is (or one that has seen nothing but gradients of -0.0).
 Source: Sutskever et al., On the importance of initialization and momentum (2013), as torch.optim.SGD computes it.
 """
 
@@ -13,15 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from stepgraph.capture.optimizer.arithmetic import add_scaled, scaled
 from stepgraph.capture.optimizer.rule import Member, Rule
 
 aten = torch.ops.aten
-
-#: Momentum buffers made here, for dampened momentum: whether no step has filled them yet, a tensor.
-_UNFILLED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class SGDRule(Rule):
@@ -35,16 +31,11 @@ class SGDRule(Rule):
             return {}
         state = optimizer.state[param]
         if state.get("momentum_buffer") is None:
-            buffer = torch.zeros_like(param, memory_format=torch.preserve_format).neg_()
-            if group["dampening"] != 0:
-                if group["fused"]:
-                    raise ValueError("SGD(fused=True, dampening=...) cannot be captured; use fused=False")
-                _UNFILLED[buffer] = torch.ones((), dtype=torch.bool, device=param.device)
-            state["momentum_buffer"] = buffer
-        tensors = {"momentum_buffer": state["momentum_buffer"]}
-        if tensors["momentum_buffer"] in _UNFILLED:
-            tensors["unfilled"] = _UNFILLED[tensors["momentum_buffer"]]
-        return tensors
+            if group["dampening"] != 0 and group["fused"]:
+                raise ValueError("SGD(fused=True, dampening=...) cannot be captured; use fused=False")
+            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            _parts(state["momentum_buffer"]).neg_()
+        return {"momentum_buffer": state["momentum_buffer"]}
 
     def trace(
         self, group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor, attribute: Callable[[str], None]
@@ -81,9 +72,18 @@ def _trace_one(group: dict[str, Any], member: Member, lr: torch.Tensor) -> None:
     if momentum != 0:
         buffer = scaled(state["momentum_buffer"], momentum, group["foreach"])
         buffer = torch.add(buffer, grad, alpha=1 - group["dampening"])
-        if "unfilled" in state:
-            buffer = torch.where(state["unfilled"], grad, buffer)
-            state["unfilled"].fill_(False)
+        if group["dampening"] != 0:
+            buffer = torch.where(_unfilled(state["momentum_buffer"]), grad, buffer)
         state["momentum_buffer"].copy_(buffer)
         grad = torch.add(grad, buffer, alpha=momentum) if group["nesterov"] else buffer
     param.copy_(add_scaled(param, grad, -lr))
+
+
+def _unfilled(buffer: torch.Tensor) -> torch.Tensor:
+    """Whether no step has filled the buffer yet, a bool scalar."""
+    return ((_parts(buffer) == 0) & torch.signbit(_parts(buffer))).all()
+
+
+def _parts(buffer: torch.Tensor) -> torch.Tensor:
+    """The real numbers of ``buffer``."""
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer

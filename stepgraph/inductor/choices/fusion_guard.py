@@ -6,8 +6,8 @@ spill and the kernel is slower than its parts (pytorch issue 179423). For the fi
 the guard estimates the registers that the kernel would need at its tile, and refuses what would spill.
 
 It also refuses two fusions whose results are silently wrong: a column sum whose output is a view of a larger buffer,
-such as a slice of a concatenation, is never written there (pytorch issue 193061); and if the rows do not fill the last
-tile, the sum includes what lies beyond them (pytorch issue 195845).
+such as a slice of a concatenation, is never written there (pytorch issue 193061, up to torch 2.14); and if the rows do
+not fill the last tile, the sum includes what lies beyond them (pytorch issue 195845).
 
 Idea: pytorch pull request 179494, which counts loads.
 """

@@ -99,11 +99,9 @@ class _Attention:
             )  # fmt: skip
             for i, old in getitem_users(backward).items():
                 if i < 3:
-                    place = Builder(old, before=old)
-                    old.replace_all_uses_with(place(aten.transpose.int, place(operator.getitem, grads, i), 1, 2))
+                    _take_place(old, Builder(old, before=old)(operator.getitem, grads, i))
             erase_unread(*getitem_users(backward).values())
-        old_out = getitem_users(forward)[0]
-        old_out.replace_all_uses_with(Builder(forward, before=old_out)(aten.transpose.int, out, 1, 2))
+        _take_place(getitem_users(forward)[0], out)
         erase_unread(*getitem_users(forward).values())
 
 
@@ -133,6 +131,20 @@ def _find(forward: fx.Node, masks: Masks) -> _Attention | str:
     if q.shape[2] != k.shape[2]:
         return "queries and keys differ in number"
     return _Attention(forward, sorted(backwards), band)
+
+
+def _take_place(old: fx.Node, new: fx.Node) -> None:
+    """Let ``new`` (B, T, H, D) stand for ``old`` (B, H, T, D), in the strides that what reads it was traced for."""
+    value = old.meta["val"]
+    build = Builder(old, before=old)
+    new = build(aten.transpose.int, new, 1, 2)
+    if new.meta["val"].stride() != value.stride():
+        outer_first = sorted(range(4), key=lambda dim: (-value.stride(dim), dim))
+        back = sorted(range(4), key=outer_first.__getitem__)
+        new = build(aten.permute.default, new, outer_first)
+        new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
+        new = build(aten.permute.default, new, back)
+    old.replace_all_uses_with(new)
 
 
 def _size(side: int | None) -> int:

@@ -12,6 +12,7 @@ disk, under a key of the graph and all options, so that a later run loads it.
 """
 
 import contextlib
+import operator
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,8 +123,10 @@ def _leave_written(graph: fx.Graph) -> None:
     written = {aliases.root(w) for node in graph.nodes if is_launch(node) for w in written_arguments(node)}
     for node in graph.nodes if written else ():
         if aliases.root(node) in written:
-            node.meta[KEEP_EAGER] = True
-            untag(node)
+            maker = node.args[0] if node.target is operator.getitem else node
+            for one in (node, maker):
+                one.meta[KEEP_EAGER] = True
+                untag(one)
 
 
 def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:

@@ -62,6 +62,7 @@ class Interface(device_interface.CudaInterface):
     device_count = staticmethod(lambda: 1)
     is_available = staticmethod(lambda: True)
     get_compute_capability = staticmethod(lambda device=None: 90)
+    is_triton_capable = staticmethod(lambda device=None: True)
     raise_if_triton_unavailable = staticmethod(lambda device=None: None)
 
 

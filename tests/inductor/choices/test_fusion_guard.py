@@ -64,8 +64,9 @@ def spills(generated, folder, capsys):
 
 @pytest.mark.slow
 def test_refused_fusion_spills_and_its_parts_do_not(codegen, tmp_path, capsys):
-    specs = residual_stream_specs(98304, 512, 3, FP32)
-    graph = codegen.trace(residual_stream(512, 3), *specs)["backward"]
+    layers = 3 if compat.TORCH <= (2, 13) else 7  # Triton 3.8 keeps in registers what 3.7 spilled
+    specs = residual_stream_specs(98304, 512, layers, FP32)
+    graph = codegen.trace(residual_stream(512, layers), *specs)["backward"]
     default = codegen.generate(graph)
     guard = fusion_guard()
     with codegen.rules(guard):
@@ -111,10 +112,11 @@ def returned_without_being_written(wrapper: str) -> set[str]:
 
 
 def test_sum_into_a_slice_is_written_only_with_the_guard(codegen):
-    """Pytorch issue 193061, in 2.10 to 2.13: the gradient of the table is memory that nothing wrote."""
+    """Pytorch issue 193061, in 2.10 to 2.14: the gradient of the table is memory that nothing wrote."""
     specs = ((1, 65536, 1024), BF16), ((1, 4, 1024), BF16)
     graph = codegen.trace(modulated(1024), *specs)["backward"]
-    assert len(returned_without_being_written(codegen.generate(graph).wrapper)) == 1
+    unwritten = returned_without_being_written(codegen.generate(graph).wrapper)
+    assert len(unwritten) == (compat.TORCH <= (2, 14))
     guard = fusion_guard()
     with codegen.rules(guard):
         assert returned_without_being_written(codegen.generate(graph).wrapper) == set()

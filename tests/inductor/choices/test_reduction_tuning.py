@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stepgraph import compat
 from stepgraph.inductor import fusion_guard, tuned_reductions
 from stepgraph.inductor.choices.reduction_tuning import IN_FLIGHT, Tuning
 from stepgraph.inductor.choices.registers import Loads, estimate
@@ -171,7 +172,8 @@ def test_forward_reads_its_rows_once(codegen, norm, kind):
 
 def test_few_rows_are_fused_too_and_small_ones_are_not(codegen, norm):
     wide, small = norm("rms", 4096, 8192)["backward"], norm("rms", 4096, 512)["backward"]
-    assert codegen.generate(wide).mixed == []
+    # Inductor asks for twice as many rows as columns up to torch 2.14.
+    assert len(codegen.generate(wide).mixed) == (compat.TORCH >= (2, 15))
     with codegen.rules(tuned_reductions()):
         assert codegen.generate(small).mixed == []
         assert len(codegen.generate(wide).mixed) == 1

@@ -72,13 +72,16 @@ def test_reasons(mask, reason):
 
 
 def attention_graph(
-    make_mask, *, hidden=-INF, op="cudnn", dtype=torch.bfloat16, channels=64, causal=False, dropout=0.0, length=48
+    make_mask, *, op="cudnn", hidden=-INF, shared=False, dtype=torch.bfloat16, channels=64, causal=False, dropout=0.0
 ):
-    """Forward and backward of attention under ``make_mask(q, padding)``, twice, in CUDA's operators."""
+    """Forward and backward of attention under ``make_mask(q, padding)``, twice, in CUDA's operators. ``shared``: all
+    heads have the same keys."""
+    length = 48
     forward = getattr(aten, f"_scaled_dot_product_{op}_attention").default
     backward = getattr(aten, f"_scaled_dot_product_{op}_attention_backward").default
 
     def attend(q, k, v, dy, mask):
+        k = k[:, :1].expand(q.shape) if shared else k
         bias = torch.where(mask, 0.0, hidden).to(q.dtype).expand(2, 4, length, length)
         if op == "cudnn":
             out, lse, *_, seed, offset, _ = forward(q, k, v, bias, True, dropout, causal, False, scale=0.3)
@@ -90,7 +93,11 @@ def attention_graph(
 
     def program(q, k, v, dy, padding):
         mask = make_mask(q, padding)
-        return [*attend(q, k, v, dy, mask), *attend(k, q, v, dy, mask)]
+        results = [*attend(q, k, v, dy, mask), *attend(k, q, v, dy, mask)]
+        # What reads them in the strides that they have: whole heads, as shared keys' gradients are added up.
+        return results + [
+            result.view(2, 1, -1, length, channels).sum(1) for result in results if result.is_contiguous()
+        ]
 
     with FakeTensorMode() as mode:
         inputs = [torch.empty(2, 4, length, channels, dtype=dtype) for _ in range(4)]
@@ -102,7 +109,9 @@ def attention_graph(
             phase = "backward" if "backward" in node.name else "forward"
             set_provenance(node, Provenance("attn", phase, "model.py:1"))
     specs = [InputSpec("parameter", str(i)) for i in range(len(inputs))]
-    return StepGraph(module, specs, [OutputSpec("metric", str(i)) for i in range(8)])
+    return StepGraph(
+        module, specs, [OutputSpec("metric", str(i)) for i in range(len(module.graph.output_node().args[0]))]
+    )
 
 
 def distances(q):
@@ -127,9 +136,11 @@ def count(step, target):
 @pytest.mark.parametrize(
     ("make_mask", "sides", "pairs"), [(sliding, (7, 0), 48 * 8 - 28), (around, (5, 5), 48 * 11 - 30)]
 )
-def test_a_window(op, hidden, make_mask, sides, pairs):
-    step = attention_graph(make_mask, op=op, hidden=hidden)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_window(op, hidden, make_mask, sides, pairs, shared):
+    step = attention_graph(make_mask, op=op, hidden=hidden, shared=shared)
     shapes = [n.meta["val"].shape for n in step.graph.output_node().args[0]]
+    assert len(shapes) > 8 or op == "efficient"
     (report,) = run_passes(step, [PASS])
     assert (report.matched, report.changed, report.notes) == (2, 2, [])
     assert "2 of 2" in report.summary

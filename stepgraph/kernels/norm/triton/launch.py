@@ -80,18 +80,20 @@ def _hooked() -> bool:
 def _launcher(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner | None:
     """Calls the C function that launches ``kernel``, as Triton does without hooks and scratch memory.
 
-    None for versions of Triton other than 3.6 and 3.7. The function takes the grid and the stream, what `CudaLauncher`
-    knows of the kernel, and the arguments: one by one (3.6), or in one sequence with their descriptions (3.7).
+    None for versions of Triton other than 3.6 to 3.9. The function takes the grid and the stream, what `CudaLauncher`
+    knows of the kernel, and the arguments: one by one (3.6), or in one sequence with their descriptions (3.7 to 3.9).
     """
     launcher, version = kernel.run, triton.__version__.split(".")[:2]
     if type(launcher) is not CudaLauncher or launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    if getattr(launcher, "gsan_enabled", False):  # Triton 3.9's race detector, which needs arguments of its own
         return None
     launch, metadata, no_hooks, no_scratch = launcher.launch, kernel.packed_metadata, (None, None, None), (None, None)
     options = (kernel.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
     if version == ["3", "6"]:
         fixed = (*options, *no_scratch, metadata, *no_hooks)
         return lambda stream, addresses: launch(grid, 1, 1, stream, *fixed, *addresses, *rest)
-    if version == ["3", "7"]:
+    if version in (["3", "7"], ["3", "8"], ["3", "9"]):
         fixed = (*options, metadata, *no_hooks, *no_scratch, launcher.arg_annotations, launcher.kernel_signature)
         return lambda stream, addresses: launch(grid, 1, 1, stream, *fixed, (*addresses, *rest))
     return None
