@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph import compat
+from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.facts import is_mutating, is_overload, is_pure
 from stepgraph.graph.provenance import provenance, set_provenance, together
 
@@ -38,9 +40,13 @@ class Builder:
         """A node that calls ``target``; ``like``: in the name of this node instead."""
         with self.graph.inserting_before(self.place) if self.place else contextlib.nullcontext():
             node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = fake_value(node)
+        node.meta["val"] = self.value_of(node)
         set_provenance(node, provenance(like) if like else self.origin)
         return node
+
+    def value_of(self, node: fx.Node) -> Any:
+        """The fake value of a new node."""
+        return fake_value(node)
 
     def cast(self, node: fx.Node, dtype: torch.dtype, like: fx.Node | None = None) -> fx.Node:
         """``node`` in ``dtype``: itself, if it has that."""
@@ -59,10 +65,54 @@ def fake_value(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)
 
 
+class FakeValues:
+    """`fake_value` for many calls that are alike, as those of one update for every parameter: each is evaluated once.
+
+    Every node gets a tensor of its own, as an operator gives it. Only for operators whose result depends on nothing
+    but dtypes, shapes, strides and devices, and that make a new tensor or, written in place, return their argument.
+    """
+
+    def __init__(self):
+        #: By the call, its tensors by their form: what it gave.
+        self._known: dict[tuple, compat.FakeTensor] = {}
+
+    def __call__(self, node: fx.Node) -> Any:
+        """The fake value of ``node``."""
+        if is_mutating(node):
+            (written,) = written_arguments(node)
+            return written.meta["val"]
+        key = (node.target, *map(_form, node.args), *((name, _form(value)) for name, value in node.kwargs.items()))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = fake_value(node)
+            return known
+        shape, strides, dtype = known.shape, known.stride(), known.dtype
+        with torch.no_grad():
+            made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            return compat.FakeTensor(known.fake_mode, made, known.device)
+
+
+def _form(value: Any) -> Any:
+    """What the result of a call depends on in an argument."""
+    if isinstance(value, fx.Node):
+        tensor = value.meta["val"]
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return type(value), value
+
+
 def replace(old: fx.Node, new: fx.Node) -> None:
     """Every reader of ``old`` reads ``new``, and ``old`` goes. What only it read stays: see `erase_unread`."""
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
+
+
+def replace_all(new_of: dict[fx.Node, fx.Node]) -> None:
+    """`replace` each key by its value, none of which is a key. What reads many of them, as one update of all
+    parameters does, is rewritten once instead of once for each."""
+    for user in dict.fromkeys(user for old in new_of for user in old.users):
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda n: new_of.get(n, n))
+    for old in new_of:
+        old.graph.erase_node(old)
 
 
 def erase_unread(*nodes: fx.Node, collectives: bool = False) -> int:

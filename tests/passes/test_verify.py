@@ -8,7 +8,7 @@ from torch import nn
 
 from stepgraph.passes import Pass, configured, run_passes
 from stepgraph.passes.contract import NoOptions
-from stepgraph.passes.verify import InconsistentGraph, wrong_values
+from stepgraph.passes.verify import InconsistentGraph, RecordedValues, wrong_values
 
 aten = torch.ops.aten
 X = torch.arange(24.0).view(4, 6) / 7 - 1
@@ -178,3 +178,21 @@ def test_what_capture_recorded_wrongly_is_no_pass_fault(tools):
     run_passes(step, [wrong(copies)])
     with pytest.raises(InconsistentGraph):
         run_passes(step, [wrong(records_another_type)])
+
+
+def test_work_is_linear_in_depth(tools, monkeypatch):
+    """Every node that a pass made is looked at once, and layers of one form are evaluated as one."""
+    looked, evaluated = [], []
+    follows, evaluate = RecordedValues._follows, RecordedValues._evaluate
+    monkeypatch.setattr(RecordedValues, "_follows", lambda self, node: looked.append(node) or follows(self, node))
+    monkeypatch.setattr(RecordedValues, "_evaluate", lambda self, node: evaluated.append(node) or evaluate(self, node))
+    counts = []
+    for layers in (6, 12, 24):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU()) for _ in range(layers)))
+        step = tools.trace(model, lambda m, b: m(b["x"]).square().mean(), {"x": X})
+        looked.clear(), evaluated.clear()
+        run_passes(step, configured(memory="full", inductor="off"))
+        counts.append((len(looked), len(evaluated)))
+    (few, once), (more, again), (most, still) = counts
+    assert few > 0 and most - more <= 2 * (more - few)
+    assert once == again == still > 0

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.aliases import written_arguments
-from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.edit import Builder, FakeValues, erase_unread
 from stepgraph.graph.facts import is_cast, is_mutating
 from stepgraph.graph.marks import COMPILE
 from stepgraph.graph.provenance import phase_of
@@ -69,14 +69,19 @@ def _updated_otherwise(step: StepGraph) -> int:
 class _Compiled(Builder):
     """Adds nodes that Inductor compiles, for the update of the parameter of the module ``path``."""
 
-    def __init__(self, update: fx.Node, path: str):
+    def __init__(self, update: fx.Node, path: str, values: FakeValues):
         super().__init__(update, before=update)
+        self.values = values
         self.origin = self.origin._replace(path=path)
 
     def __call__(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().__call__(target, *args, **kwargs)
         node.meta[COMPILE] = True
         return node
+
+    def value_of(self, node: fx.Node) -> Any:
+        """As of the other parameters' nodes: one update is like the next."""
+        return self.values(node)
 
 
 class _Expansion:
@@ -87,6 +92,7 @@ class _Expansion:
         self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, _, self.steps = update.args
         self.decoupled = update.target is aten._fused_adamw_.tensor_lr
         self.rounding = self._rounding()
+        self.values = FakeValues()
         names = dict(zip(step.placeholders(), (spec.name for spec in step.inputs), strict=True))
         #: Where each parameter is; of a master weight, the parameter that it is rounded into.
         self.paths = [names[p].rpartition(".")[0] for p in (self.rounding.args[0] if self.rounding else self.params)]
@@ -107,9 +113,12 @@ class _Expansion:
         for done in (self.update, self.rounding):
             if done is not None:
                 done.graph.erase_node(done)
+        unscaled: dict[fx.Node, set[fx.Node]] = {}
         for grad, clip in sources:
             if clip is not None:
-                _leave_unscaled(grad, clip)
+                unscaled.setdefault(clip, set()).add(grad)
+        for clip, grads in unscaled.items():
+            _leave_unscaled(grads, clip)
         erase_unread(*(converted for converted in self.grads if is_cast(converted)))
 
     def _before_clip(self, grad: fx.Node) -> tuple[fx.Node, fx.Node | None]:
@@ -151,7 +160,7 @@ class _Expansion:
         return factors
 
     def _update_one(self, i: int, grad: fx.Node, scale: fx.Node | None, factors: dict[str, Any]) -> None:
-        build, options = _Compiled(self.update, self.paths[i]), self.options
+        build, options = _Compiled(self.update, self.paths[i], self.values), self.options
         state = self.exp_avgs[i], self.exp_avg_sqs[i], self.params[i]
         g = build.cast(grad, torch.float32)
         if scale is not None:
@@ -175,9 +184,9 @@ class _Expansion:
             build(aten.copy_.default, self.rounding.args[0][i], p)
 
 
-def _leave_unscaled(grad: fx.Node, clip: fx.Node) -> None:
-    """Take ``grad`` out of the ``_foreach_mul_`` that clips it."""
-    rest = [g for g in clip.args[0] if g is not grad]
+def _leave_unscaled(grads: set[fx.Node], clip: fx.Node) -> None:
+    """Take ``grads`` out of the ``_foreach_mul_`` that clips them: all at once, since each change reads its list."""
+    rest = [g for g in clip.args[0] if g not in grads]
     if rest:
         clip.update_arg(0, rest)
     else:

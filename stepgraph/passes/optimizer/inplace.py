@@ -19,7 +19,7 @@ from torch import fx
 
 import stepgraph.kernels.optimizer  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.edit import Builder, replace
+from stepgraph.graph.edit import Builder, replace_all
 from stepgraph.graph.facts import getitem_users, is_overload, tensor_bytes
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
@@ -70,8 +70,7 @@ def _foreach_mul(step: StepGraph, node: fx.Node, report: PassReport) -> int:
         return 0
     rest = [k for k in range(len(grads)) if k not in set(dead)]
     Builder(node, before=node)(aten._foreach_mul_.Tensor, [grads[k] for k in dead], factor)
-    for k in dead:
-        replace(items[k], grads[k])
+    replace_all({items[k]: grads[k] for k in dead})
     for place, k in enumerate(rest):
         items[k].update_arg(1, place)
     node.update_arg(0, [grads[k] for k in rest])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepgraph.capture import trace_step
+from stepgraph.capture import StepGraph, trace_step
 from stepgraph.passes import run_passes
 from stepgraph.passes.norm import algebra
 from stepgraph.passes.norm.found import Found
@@ -106,47 +106,60 @@ def test_gradients_of_scaled_outputs_and_of_one_head(name):
     assert report_of(check(model, own_loss, batch, KERNEL)).changed > 0
 
 
-def steps_of_algebra(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """(norms, terms written while finding them) of a Gemma 3 in bf16: four norms and two of heads in each layer."""
-    model, batch = model_and_batch("Gemma 3", num_hidden_layers=layers)
-    step = trace_step(model.bfloat16(), own_loss, batch).step
-    run_passes(step, CLEAN)
+def terms_of(step: StepGraph, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """(norms found whole, terms of polynomials written while finding them)."""
     terms, put = 0, algebra._put
 
     def counted(*arguments: Any) -> None:
         nonlocal terms
         terms += 1
+        assert terms < 10**6, "terms multiply: without a limit this would not end"
         put(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(algebra, "_put", counted)
-        return sum(isinstance(f, Found) for f in find(step.graph)), terms
+        return sum(isinstance(f, Found) and f.gradient is not None for f in find(step.graph)), terms
+
+
+def gemma(layers: int) -> StepGraph:
+    """A Gemma 3 in bf16: four norms and two of heads in each layer."""
+    model, batch = model_and_batch("Gemma 3", num_hidden_layers=layers)
+    step = trace_step(model.bfloat16(), own_loss, batch).step
+    run_passes(step, CLEAN)
+    return step
 
 
 def test_work_is_linear_in_depth(monkeypatch):
     """Norm after norm, with a residual stream that leads through all of them in both directions."""
-    few, terms = steps_of_algebra(4, monkeypatch)
-    many, more = steps_of_algebra(12, monkeypatch)
+    few, terms = terms_of(gemma(4), monkeypatch)
+    many, more = terms_of(gemma(12), monkeypatch)
     assert (few, many) == (25, 73)
     assert more / many < 1.1 * terms / few
 
 
-def test_work_is_linear_in_norms_of_norms():
+class NormsOfNorms(torch.nn.Module):
     """Layer norms of layer norms, each a sum of terms that the next one squares: without a cut they would multiply."""
 
-    class Chain(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weights = torch.nn.ParameterList(torch.rand(8) + 0.5 for _ in range(12))
+    def __init__(self, n: int):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.rand(8) + 0.5 for _ in range(n))
 
-        def forward(self, x):
-            for weight in self.weights:
-                centered = x - x.mean(-1, keepdim=True)
-                x = centered / torch.sqrt(centered.pow(2).mean(-1, keepdim=True) + 1e-5) * weight + weight.exp()
-            return x
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., 8) -> (..., 8)
+        for weight in self.weights:
+            centered = x - x.mean(-1, keepdim=True)
+            x = centered / torch.sqrt(centered.pow(2).mean(-1, keepdim=True) + 1e-5) * weight + weight.exp()
+        return x
 
-    batch = {"x": torch.randn(2, 3, 8)}
-    step = trace_step(Chain(), lambda m, b: m(b["x"]).square().mean(), batch).step
-    run_passes(step, CLEAN)
-    found = find(step.graph)
-    assert len(found) == 12 and all(isinstance(f, Found) and f.gradient for f in found)
+
+def test_work_is_linear_in_norms_of_norms(monkeypatch):
+    counts = []
+    for n in (6, 12, 24):
+        step = trace_step(NormsOfNorms(n), lambda m, b: m(b["x"]).square().mean(), {"x": torch.randn(2, 3, 8)}).step
+        run_passes(step, CLEAN)
+        norms, terms = terms_of(step, monkeypatch)
+        assert norms == n
+        counts.append(terms)
+    few, more, most = counts
+    assert few > 6
+    # Each norm beyond the first few costs what the one before it does.
+    assert (most - more) / 12 <= 1.1 * (more - few) / 6

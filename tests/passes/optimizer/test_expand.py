@@ -1,15 +1,18 @@
 """Updates written out as arithmetic, and what the pass says of those that it leaves."""
 
 import copy
+import operator
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import stepgraph
-from stepgraph.passes import get
+from stepgraph.capture import trace_step
+from stepgraph.graph import edit
+from stepgraph.passes import get, run_passes
 
 EXPAND = replace(get("expand_optimizer"), needs_cuda=False)  # on a GPU it pays; its arithmetic is the same here
 aten = torch.ops.aten
@@ -51,3 +54,52 @@ def test_other_updates_are_named():
     report = step.report[-1]
     assert report.changed == 2
     assert "2 parameters are updated by other operators" in report.notes[0]
+
+
+def work(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """(operators evaluated on fake tensors, arguments put into lists) for layers of one form, clipped."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
+    step = trace_step(model, mse, batch, optimizer, max_grad_norm=1.0).step
+    run_passes(step, ["inplace_update"])
+    evaluated = put = 0
+    fake_value, update_arg = edit.fake_value, fx.Node.update_arg
+
+    def evaluate(node):
+        nonlocal evaluated
+        evaluated += node.target is not operator.getitem
+        return fake_value(node)
+
+    def update(node, i, value):
+        nonlocal put
+        put += len(value) if isinstance(value, (list, tuple)) else 1
+        update_arg(node, i, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(edit, "fake_value", evaluate)
+        patch.setattr(fx.Node, "update_arg", update)
+        (report,) = (r for r in run_passes(step, [EXPAND]) if r.name == "expand_optimizer")
+    assert report.changed == 2 * layers
+    return evaluated, put
+
+
+def test_work_is_linear_in_parameters(monkeypatch):
+    """Updates that are alike are evaluated once, and what clips the gradients is not read again for each of them."""
+    few, put = work(8, monkeypatch)
+    many, more = work(16, monkeypatch)
+    assert few == many > 0
+    assert put <= 16 and more <= 32
+
+
+def test_every_tensor_of_an_update_is_its_own():
+    """Equal calls are evaluated once, but no two nodes share a recorded tensor, but for what is written in place."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = trace_step(model, mse, {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}, optimizer).step
+    run_passes(step, ["inplace_update", EXPAND])
+    made = [n.meta["val"] for n in step.nodes("optimizer") if n.target in (aten.mul.Tensor, aten.div.Tensor)]
+    assert len({id(value) for value in made}) == len({value.untyped_storage()._cdata for value in made}) == len(made)
+    for node in step.nodes("optimizer"):
+        if node.target is aten.copy_.default:
+            assert node.meta["val"] is node.args[0].meta["val"]
