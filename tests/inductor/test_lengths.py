@@ -16,6 +16,9 @@ from stepgraph.inductor import library
 from stepgraph.inductor.lengths import ForLengths, generalize, numbers, skeleton
 from stepgraph.passes import StepOptions
 
+# Inductor's C++ compiler takes most of a test's time.
+pytestmark = pytest.mark.slow
+
 CONFIG = {"fallback_random": True}
 
 
