@@ -27,7 +27,7 @@ from stepgraph.run import Accumulators, BoundStep
 from stepgraph.verify import Case, VerifyReport, verify
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
-MAX_CAPTURES = 64
+MAX_CAPTURES = 8
 
 
 def capture(

@@ -21,30 +21,20 @@ from stepgraph.passes.compile.cuda_graph import split_at_host
 from stepgraph.run.interpreter import Interpreter
 
 
-class Pool:
-    """Memory of CUDA graphs that never run at once: the forms of a step, such as its lengths, need no more than the
-    largest. What a form returns is copied at once, and inside a form graphs replay in the order of their recording."""
+class Shared:
+    """What the CUDA graphs of one program share: the session of their exchanges, and memory.
+
+    They replay in the order in which they were recorded, and what one returns is copied at once: each may so use the
+    memory that those before it leave free.
+    """
+
+    def __init__(self, session: Session):
+        self.session = session
 
     @functools.cached_property
-    def handle(self) -> Any:
-        """torch's name for the pool, made where the first graph is recorded. An empty graph keeps the pool while forms
-        come and go: torch refuses to record into a pool whose last graph is gone."""
-        handle = torch.cuda.graph_pool_handle()
-        self._keeper = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        stream = _recording_stream(torch.cuda.current_device())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")
-            with torch.cuda.graph(self._keeper, pool=handle, stream=stream, capture_error_mode="thread_local"):
-                pass
-        return handle
-
-
-class Shared:
-    """What the CUDA graphs of one program share: the session of their exchanges, and memory."""
-
-    def __init__(self, session: Session, pool: Pool):
-        self.session, self.pool = session, pool
+    def pool(self) -> Any:
+        """The memory pool, made where the first graph is recorded."""
+        return torch.cuda.graph_pool_handle()
 
 
 class GraphRunner:
@@ -121,7 +111,7 @@ class GraphRunner:
         self.spans = [spanned(flat[i]).clone() for i in self.batch]
         for span, i in zip(self.spans, self.batch, strict=True):
             self.static[i] = span.as_strided(flat[i].shape, flat[i].stride())
-        pool = self.shared.pool.handle
+        pool = self.shared.pool
         values: dict[fx.Node, Any] = {}
         inputs = iter(self.static)
         program: list[_Piece] = []

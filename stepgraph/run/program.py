@@ -13,7 +13,7 @@ from stepgraph.graph.collectives import exchanging
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.run.cuda_graph import GraphRunner, Pool, Shared
+from stepgraph.run.cuda_graph import GraphRunner, Shared
 from stepgraph.run.interpreter import Interpreter
 
 Tensor = torch.Tensor
@@ -27,18 +27,16 @@ _ALIGNED = 128
 def runner_of(step: StepGraph, shared: Shared | None = None) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     """What runs one graph, called with the list of its inputs."""
     if step.recording is not None:
-        return GraphRunner(step, shared or Shared(Session(), Pool()))
+        return GraphRunner(step, shared or Shared(Session()))
     if step.executable is not step.module:  # compiled pieces, which free what they were the last to read
         return Interpreter(step.executable)
     return lambda flat: step.module.forward(*flat)  # without the hooks that a user gives to every module
 
 
 class Accumulators:
-    """Memory that forms of a step share, since they never run at once: for sums of gradients, by the form of what it
-    holds, and for CUDA graphs."""
+    """Memory for sums of gradients, by the form of what it holds: forms of a step that never run at once share it."""
 
     def __init__(self) -> None:
-        self.pool = Pool()
         self._held: dict[_Forms, tuple[list[Tensor], dict[str, Tensor]]] = {}
 
     def of(self, program: StepProgram) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -103,9 +101,8 @@ class ProgramRunner:
         self.program, self.tensor_leaves, self.session = program, tensor_leaves, session
         self.flat, sums = accumulators.of(program)
         self.scratch = {compat.storage_key(buffer) for buffer in self.flat}
+        shared = Shared(session)
         self.groups = {name: exchanging(step.graph) for name, step in program.graphs.items()}
-        # Other ranks may still read what one form left while the next one runs: only one form has fences for that.
-        shared = Shared(session, Pool() if any(self.groups.values()) else accumulators.pool)
         self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
         self.bound = {
             name: [sums[s.name] if s.kind == "accumulator" else s.tensor for s in step.inputs if s.kind != "batch"]
