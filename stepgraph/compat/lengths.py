@@ -1,7 +1,6 @@
 """Symbolic sizes: a length that the compiler keeps open, and what it assumed of it."""
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -11,6 +10,8 @@ class SymbolicLength:
     ``mode``: the fake mode whose tensors may have it as a size."""
 
     def __init__(self, hint: int):
+        from torch._dynamo.source import ConstantSource  # imports Dynamo and Inductor, which takes seconds
+
         self.mode = FakeTensorMode(shape_env=ShapeEnv())
         context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
         fake = self.mode.from_tensor(torch.empty(hint), source=ConstantSource("length"), symbolic_context=context)

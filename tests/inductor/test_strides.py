@@ -62,7 +62,7 @@ def test_outputs_have_the_strides_that_the_graph_records(padded_products, functi
         )
         for given, right in pairs:
             assert given.stride() == right.stride()
-            torch.testing.assert_close(given, right)
+            torch.testing.assert_close(given, right, rtol=1e-4, atol=1e-4)  # sums of 257 products in another order
     assert piece.padded, "Inductor padded no product: the test tests nothing"
 
 
