@@ -92,9 +92,10 @@ class Trainer:
 
     @staticmethod
     def events(folder: Path, tag: str) -> list[tuple[int, float]]:
-        """(step, value) of TensorBoard's scalar ``tag``."""
+        """(step, value) of TensorBoard's scalar ``tag``, by step: files of one second are read in their names' order,
+        in which a process's 10th comes before its 9th."""
         shown = EventAccumulator(str(folder / "tb")).Reload().Scalars(tag)
-        return [(event.step, event.value) for event in shown]
+        return sorted((event.step, event.value) for event in shown)
 
     @staticmethod
     def checkpoints(folder: Path) -> list[str]:
