@@ -1,5 +1,6 @@
 """What `Update` asks of each kind of optimizer: its constants, its state, and one update as graph nodes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ def count_dtype() -> torch.dtype:
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
-class Rule:
+class Rule(ABC):
     """One kind of optimizer. ``constants``: options of a group that the graph has as constants. ``flags``: options that
     must be off. ``complex``: whether parameters may be complex. ``shards``: whether a shard's update needs no other."""
 
@@ -65,12 +66,13 @@ class Rule:
         """The options that are constants of the graph: when one changes, the step is captured again."""
         return tuple(group.get(key) for key in self.constants)
 
+    @abstractmethod
     def init_state(
         self, optimizer: torch.optim.Optimizer, param: torch.Tensor, group: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """The tensors of the state that the graph reads and writes, by key; created as in eager's first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def trace(
         self, group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor, attribute: Callable[[str], None]
     ) -> None:
@@ -78,4 +80,3 @@ class Rule:
 
         ``attribute`` is called with the module path of what is recorded next.
         """
-        raise NotImplementedError

@@ -28,7 +28,7 @@ from stepgraph.passes.contract import PassReport, register
 
 aten = torch.ops.aten
 
-#: Forward -> its backward, and where that takes forward's output and log sum.
+#: Forward -> its backward.
 _BACKWARD = {
     aten._scaled_dot_product_cudnn_attention.default: aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_efficient_attention.default: aten._scaled_dot_product_efficient_attention_backward.default,
