@@ -93,8 +93,8 @@ class CapturedStep:
     """A training step: ``loss = step(batch)``.
 
     ``metrics``: tensors of the latest call. ``grad_norm``: when gradients are clipped. ``skipped``: with
-    ``on_nonfinite="skip"``. ``repeated``: of models with expert parallelism, how often the step was repeated, with larger
-    buffers for experts each time.
+    ``on_nonfinite="skip"``. ``repeated``: of models with expert parallelism, how often the step was
+    repeated, with larger buffers for experts each time.
     """
 
     def __init__(
