@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.launch import Launch
+from stepgraph.kernels.moe import grouped  # noqa: F401  (defines operators of torch.ops.stepgraph)
 
 OpOverload = torch._ops.OpOverload
 aten = torch.ops.aten
@@ -33,6 +34,7 @@ EXPENSIVE = {
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
+    torch.ops.stepgraph.grouped_mm, torch.ops.stepgraph.grouped_mm_weight,
 }  # fmt: skip
 
 
