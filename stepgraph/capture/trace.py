@@ -20,6 +20,7 @@ from stepgraph.capture.optimizer.rule import Member
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.python import writes
 from stepgraph.capture.python.assigned import write_assigned
+from stepgraph.capture.python.end_of_step import traced_end_of_step
 from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
@@ -193,19 +194,16 @@ class _Trace:
 
     def _update_graph(self, reached: Sequence[int]) -> StepGraph:
         """Clipping and the optimizer's update from accumulated gradients; without an optimizer, the gradients."""
-        slots = [self.slots[i] for i in reached]
         inputs = Inputs(self.mode)
-        entries = inputs.add_slots(slots)
-        groups = add_optimizer(self.update, slots, inputs, entries) if self.update else []
-        params = [inputs.fakes[where][0] for where, _ in entries]
-        sums = [inputs.add_accumulator(slot.name, param) for slot, param in zip(slots, params, strict=True)]
+        entries = inputs.add_slots(self.slots)
+        groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
+        sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in reached}
         outputs: list[OutputSpec] = []
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
-            tensors = [wrap(flat[where], wrapping) for where, wrapping in entries]
-            grads = {k: flat[place] for k, place in enumerate(sums)}
+            grads = {i: flat[place] for i, place in sums.items()}
             with self._in_optimizer():
-                return self._finish(flat, tensors, grads, groups, entries, outputs, slots)
+                return self._finish(flat, self._tensors(flat, entries), grads, groups, entries, outputs)
 
         return self._graph(traced, inputs, outputs)
 
@@ -295,20 +293,23 @@ class _Trace:
         groups: list[dict[str, Any]],
         entries: Sequence[tuple[slice, Wrapping | None]],
         outputs: list[OutputSpec],
-        slots: Sequence[Slot] | None = None,
     ) -> list[torch.Tensor]:
-        """Clip, update, and return the norm and the gradients that no update took. ``outputs`` grows with them."""
-        slots = self.slots if slots is None else slots
+        """Clip, update, and return the metrics and the gradients that no update took. ``outputs`` grows with them."""
         results = []
         if self.max_grad_norm is not None:
             grads, norm = gradients.clip(grads, tensors, self.max_grad_norm)
             results.append(norm)
             outputs.append(OutputSpec("metric", "grad_norm"))
         self.updated = _record_update(self.recorder, self.update, groups, grads, flat) if self.update else set()
+        if self.update:
+            with self.reads.noted():
+                metrics = traced_end_of_step(self.recorder, self.model, self.slots, tensors, flat)
+            results.extend(metrics.values())
+            outputs.extend(OutputSpec("metric", name) for name in metrics)
         landed = {i: grad for i, grad in grads.items() if i not in self.updated}
-        self.updated = {id(slots[i].tensor) for i in self.updated}
-        self.landing.extend((slots[i], entries[i][1]) for i in landed)
-        outputs.extend(OutputSpec("grad", slots[i].name) for i in landed)
+        self.updated = {id(self.slots[i].tensor) for i in self.updated}
+        self.landing.extend((self.slots[i], entries[i][1]) for i in landed)
+        outputs.extend(OutputSpec("grad", self.slots[i].name) for i in landed)
         return results + gradients.unshared(landed.values(), taken=flat)
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import gradients
+from stepgraph.capture.python.end_of_step import end_of_step
 
 
 def eager_step(
@@ -17,7 +18,7 @@ def eager_step(
     optimizers: Sequence[torch.optim.Optimizer],
     max_grad_norm: float | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, metrics by name) of forward, backward, clipping and update.
+    """(loss, metrics by name) of forward, backward, clipping, update and what modules do behind it.
 
     Gradients of this step alone are clipped and updated with. Those that no optimizer takes are added to the
     ``param.grad`` of before; the others leave it as it was.
@@ -39,6 +40,8 @@ def eager_step(
     for optimizer in optimizers:
         optimizer.step()
         owned |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if optimizers:
+        metrics |= end_of_step(model)
     with torch.no_grad():
         for param, old in zip(params, before, strict=True):
             if id(param) in owned or param.grad is None:
