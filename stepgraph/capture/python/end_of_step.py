@@ -13,7 +13,7 @@ from torch import nn
 from stepgraph.capture import gradients
 from stepgraph.capture.python.assigned import write_assigned
 from stepgraph.capture.recorder import Recorder
-from stepgraph.capture.state import Slot, named_modules, swapped
+from stepgraph.capture.state import Slot, named_modules, swapped, unwrap
 from stepgraph.errors import CaptureError
 
 
@@ -52,13 +52,21 @@ def traced_end_of_step(
     slots: Sequence[Slot],
     tensors: Sequence[torch.Tensor],
     flat: Sequence[torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """The same in a trace, where the model holds ``tensors``, made of ``flat``, in its ``slots``."""
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The same in a trace, where the model holds ``tensors``, made of ``flat``, in its ``slots``; and the slots that
+    were written."""
     metrics: dict[str, torch.Tensor] = {}
+    versions = _versions(tensors)
     with swapped(model, slots, tensors):
         for path, module in _declared(model):
             recorder.attribute(path)
             metrics |= _run(path, module)
         held = [(s, t, holder[key]) for s, t in zip(slots, tensors, strict=True) for holder, key in s.places]
     write_assigned(recorder, held, flat)
-    return dict(zip(metrics, gradients.unshared(metrics.values(), taken=flat), strict=True))
+    written = [i for i, (old, new) in enumerate(zip(versions, _versions(tensors), strict=True)) if old != new]
+    return dict(zip(metrics, gradients.unshared(metrics.values(), taken=flat), strict=True)), written
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """How often each tensor was written in place."""
+    return [tuple(inner._version for inner in unwrap(tensor)[0]) for tensor in tensors]
