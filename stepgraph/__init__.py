@@ -12,6 +12,7 @@ from stepgraph.capture.python.end_of_step import end_of_step
 from stepgraph.errors import CaptureError
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes import StepOptions
+from stepgraph.regions import region
 from stepgraph.step import CapturedStep, capture
 from stepgraph.verify import VerifyReport
 
@@ -25,4 +26,5 @@ __all__ = [
     "VerifyReport",
     "capture",
     "end_of_step",
+    "region",
 ]

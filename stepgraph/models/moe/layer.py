@@ -8,6 +8,7 @@ from stepgraph.models.moe.exchange import Exchange, LocalExchange
 from stepgraph.models.moe.experts import Experts
 from stepgraph.models.moe.router import Router
 from stepgraph.models.swiglu import SwiGLU
+from stepgraph.regions import region
 
 
 class MoE(nn.Module):
@@ -24,6 +25,10 @@ class MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
         tokens = x.flatten(0, 1)  # (N, D)
         chosen, weights = self.router(tokens)  # (N, K)
-        rows, offsets, state = self.exchange.dispatch(tokens, chosen, self.n_experts)  # (R, D)
-        y = self.exchange.combine(self.experts(rows, offsets), weights, state).view_as(x)
+        with region("dispatch"):
+            rows, offsets, state = self.exchange.dispatch(tokens, chosen, self.n_experts)  # (R, D)
+        with region("compute"):
+            rows = self.experts(rows, offsets)
+        with region("combine"):
+            y = self.exchange.combine(rows, weights, state).view_as(x)
         return y if self.shared is None else y + self.shared(x)
