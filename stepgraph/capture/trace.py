@@ -24,6 +24,7 @@ from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
+from stepgraph.capture.stages.share import Share
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
 from stepgraph.graph.aliases import Aliases
@@ -80,12 +81,16 @@ def trace_step(
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
+    share: Share | None = None,
 ) -> Traced:
     """Capture one training step of ``model``.
 
     The model's tensors may be real, fake, or on the meta device (these are traced as CPU tensors). Nothing is
     computed and the model is unchanged afterwards; only missing optimizer state is created, as eager's first step
     would. Raises `CaptureError` with module path and source line for what cannot be captured.
+
+    ``share``: this rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut; the graph
+    of the update that of the parameters that are here, with the others on the meta device.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
@@ -95,12 +100,12 @@ def trace_step(
     checks.check_batch(leaves)
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
-    trace = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
+    trace = StepTrace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate, share)
     program = trace.program()
     if trace.changes:
         try:
             with writes.after(model, trace.changes):
-                later = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
+                later = StepTrace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate, share)
                 same = writes.same(program, later.program())
             writes.check(trace.changes, later.changes, same)
         except CaptureError:
@@ -109,7 +114,7 @@ def trace_step(
     return Traced(program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads)
 
 
-class _Trace:
+class StepTrace:
     """One capture: what its graphs have in common."""
 
     def __init__(
@@ -120,8 +125,10 @@ class _Trace:
         optimizer: Optimizers | None,
         max_grad_norm: float | None,
         accumulate: int,
+        share: Share | None = None,
     ):
         self.model, self.loss_fn, self.max_grad_norm, self.accumulate = model, loss_fn, max_grad_norm, accumulate
+        self.share = share
         self.slots = model_slots(model)
         leaves, self.spec = flatten_batch(batch)
         self.leaves = [microbatch(leaf, 0, accumulate) for leaf in leaves]
@@ -133,6 +140,7 @@ class _Trace:
         self.stateless = self.update.without_state() if self.update else []
         self.recorder = Recorder(model)
         live = [t for slot in self.slots for t in unwrap(slot.tensor.detach())[0]]
+        self.home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
         self.landing: list[tuple[Slot, Wrapping | None]] = []
         self.reads = Reads(model)
@@ -149,7 +157,7 @@ class _Trace:
 
     def whole(self) -> StepProgram:
         """One graph of forward, loss, backward and update."""
-        inputs = Inputs(self.mode)
+        inputs = Inputs(self.mode, self.home)
         entries = inputs.add_slots(self.slots)
         groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
         batch = self._batch_inputs(inputs)
@@ -168,7 +176,7 @@ class _Trace:
 
     def accumulation(self) -> StepProgram:
         """The graph of one microbatch, which adds its gradients to accumulators, and the graph of the update."""
-        inputs = Inputs(self.mode)
+        inputs = Inputs(self.mode, self.home)
         entries = inputs.add_slots(self.slots)
         sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in self.trained}
         batch = self._batch_inputs(inputs)
@@ -193,8 +201,10 @@ class _Trace:
 
     def _update_graph(self, reached: Sequence[int]) -> StepGraph:
         """Clipping and the optimizer's update from accumulated gradients; without an optimizer, the gradients."""
-        slots = [self.slots[i] for i in reached]
-        inputs = Inputs(self.mode)
+        everywhere, share = [self.slots[i] for i in reached], self.share
+        slots = [slot for slot in everywhere if share is None or share.holds(slot.name)]
+        stages = share and share.all_stages(everywhere, slots)
+        inputs = Inputs(self.mode, self.home)
         entries = inputs.add_slots(slots)
         groups = add_optimizer(self.update, slots, inputs, entries) if self.update else []
         params = [inputs.fakes[where][0] for where, _ in entries]
@@ -205,7 +215,9 @@ class _Trace:
             tensors = [wrap(flat[where], wrapping) for where, wrapping in entries]
             grads = {k: flat[place] for k, place in enumerate(sums)}
             with self._in_optimizer():
-                return self._finish(flat, tensors, grads, groups, entries, outputs, slots)
+                if share:
+                    grads = {k: share.whole(slots[k].name, grad) for k, grad in grads.items()}
+                return self._finish(flat, tensors, grads, groups, entries, outputs, slots, stages)
 
         return self._graph(traced, inputs, outputs)
 
@@ -296,12 +308,13 @@ class _Trace:
         entries: Sequence[tuple[slice, Wrapping | None]],
         outputs: list[OutputSpec],
         slots: Sequence[Slot] | None = None,
+        stages: gradients.AllStages | None = None,
     ) -> list[torch.Tensor]:
         """Clip, update, and return the norm and the gradients that no update took. ``outputs`` grows with them."""
         slots = self.slots if slots is None else slots
         results = []
         if self.max_grad_norm is not None:
-            grads, norm = gradients.clip(grads, tensors, self.max_grad_norm)
+            grads, norm = gradients.clip(grads, tensors, self.max_grad_norm, stages)
             results.append(norm)
             outputs.append(OutputSpec("metric", "grad_norm"))
         self.updated = _record_update(self.recorder, self.update, groups, grads, flat) if self.update else set()

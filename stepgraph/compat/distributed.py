@@ -33,6 +33,11 @@ def flight_records(device_type: str) -> list[dict[str, Any]]:
     return pickle.loads(dump(True, False, False)).get("entries", [])  # bytes that torch has just written
 
 
+def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
+    """``wait_tensor(tensor)`` waits for ``work``."""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
 def process_group(name: str) -> torch.distributed.ProcessGroup:
     """The process group that a graph's nodes call ``name``."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)

@@ -1,8 +1,9 @@
 """`StepProgram`: a training step as named graphs and a schedule of calls.
 
 A plain step is one graph, called once. Accumulation is a schedule over two: the graph of one microbatch, called once
-for each, and the graph of the update. Values flow between calls in inputs of kind ``accumulator``, which graphs share
-by name and write in place.
+for each, and the graph of the update. A pipeline is a schedule over the graphs of a rank's stages, with sends and
+receives among the calls. Values flow between calls in inputs of kind ``accumulator``, which graphs share by name and
+write in place, and in outputs of kind ``value``, which inputs of that name read in calls for the same microbatch.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ class Call:
 
 @dataclass
 class StepProgram:
-    """``graphs``: by name. ``schedule``: the calls of one step, in order."""
+    """``graphs``: by name, the first of them `main`. ``schedule``: the calls of one step, in order."""
 
     graphs: dict[str, StepGraph]
     schedule: list[Call]
@@ -39,13 +40,13 @@ class StepProgram:
 
     @property
     def main(self) -> StepGraph:
-        """The graph that runs forward and backward."""
-        return self.graphs[self.schedule[0].graph]
+        """The graph that runs forward and backward; of a pipeline, the first forward."""
+        return next(iter(self.graphs.values()))
 
     @property
     def microbatches(self) -> int:
         """Parts that the batch is split into."""
-        return sum(call.microbatch is not None for call in self.schedule)
+        return 1 + max(call.microbatch for call in self.schedule if call.microbatch is not None)
 
     @property
     def capture_s(self) -> float:

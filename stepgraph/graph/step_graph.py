@@ -16,12 +16,13 @@ from stepgraph.graph.provenance import phase_of, provenance
 class InputSpec:
     """One placeholder and what it is bound to.
 
-    ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch`` or ``accumulator`` (the sum of a parameter's
-    gradients over microbatches, which calls of a step add to and nobody reads after it).
+    ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch``, ``accumulator`` (the sum of a parameter's
+    gradients over microbatches, which calls of a step add to and nobody reads after it), ``value`` (what another call
+    for the same microbatch gave) or ``loss`` (the sum of what calls gave so far, zero if none did).
     ``name``: fully qualified name of the tensor, ``optimizer`` ones as ``<parameter>.<key>``, ``lr`` ones as
     ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``, ``accumulator`` ones as their parameter.
-    ``tensor``: the live local tensor. None where a call brings it (``batch``) or a runner allocates it
-    (``accumulator``).
+    ``tensor``: the live local tensor. None where a call brings it (``batch``, ``value``, ``loss``) or a runner
+    allocates it (``accumulator``).
     """
 
     kind: str
@@ -31,7 +32,9 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One output. ``kind``: ``loss``, ``metric`` (``name``: its name) or ``grad`` (``name``: its parameter)."""
+    """One output. ``kind``: ``loss``, ``total`` (the loss of the whole step, in the place of the sum), ``metric``
+    (``name``: its name), ``grad`` (``name``: its parameter), ``value`` (``name``: that of the inputs that read it) or
+    ``arriving`` (a value that is being received)."""
 
     kind: str
     name: str

@@ -1,0 +1,40 @@
+"""What one rank of a pipeline has of a step, by which capture leaves the rest out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from stepgraph import compat
+from stepgraph.capture.gradients import AllStages
+from stepgraph.capture.state import Slot
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of a model whose stages other ranks have too.
+
+    ``holders``: for each parameter, by name, the ranks of the pipeline that hold it; the first counts its norm.
+    ``rank``: this one. ``group``: the ranks of the pipeline. ``tied``: the group of each set of several holders.
+    """
+
+    holders: Mapping[str, tuple[int, ...]]
+    rank: int
+    group: dist.ProcessGroup
+    tied: Mapping[tuple[int, ...], dist.ProcessGroup]
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank holds the parameter ``name``, and updates it."""
+        return self.rank in self.holders[name]
+
+    def whole(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of ``name``, of which ``grad`` is what this rank's stages give: summed over its holders."""
+        holders = self.holders[name]
+        return compat.all_reduce(grad, "sum", self.tied[holders]) if len(holders) > 1 else grad
+
+    def all_stages(self, reached: Sequence[Slot], own: Sequence[Slot]) -> AllStages:
+        """``reached``: the parameters that have gradients on any rank; ``own``: those among them that are here."""
+        place = {slot.name: i for i, slot in enumerate(own)}
+        counted = [place[s.name] if self.holders[s.name][0] == self.rank else None for s in reached]
+        return AllStages([slot.tensor for slot in reached], counted, self.group)
