@@ -43,21 +43,22 @@ def pipeline_order(
     return [_numbered([step for action in made.pipeline_order[r] for step in _steps(action)]) for r in range(ranks)]
 
 
-def _numbered(steps: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
-    """All schedules run the microbatches of a stage in order. Counted here: of 1F1B's last rank, torch (2.11 to 2.15)
-    counts the forwards from one."""
-    seen: Counter[tuple[str, int]] = Counter()
+def _numbered(steps: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Each stage runs the forwards of its microbatches in order. Counted here: torch (2.11 to 2.15) counts those of
+    1F1B's last rank from one."""
+    seen: Counter[int] = Counter()
     numbered = []
-    for step in steps:
-        numbered.append((*step, seen[step]))
-        seen[step] += 1
+    for kind, stage, microbatch in steps:
+        if kind == "forward":
+            microbatch, seen[stage] = seen[stage], seen[stage] + 1
+        numbered.append((kind, stage, microbatch))
     return numbered
 
 
-def _steps(action: Any) -> list[tuple[str, int]]:
+def _steps(action: Any) -> list[tuple[str, int, int]]:
     if action is None:
         return []
     if (parts := getattr(action, "sub_actions", None)) is not None:
         return [step for part in parts for step in _steps(part)]
     name = _KINDS.get(action.computation_type.name)
-    return [] if name is None else [(name, action.stage_index)]
+    return [] if name is None else [(name, action.stage_index, action.microbatch_index)]
