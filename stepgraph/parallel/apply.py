@@ -47,8 +47,8 @@ def parallelize(
         raise ValueError("the model is parallel already; build a new one to parallelize it differently")
     if (mesh.axis("pp") is None) != (pipeline is None):
         raise ValueError(
-            f"mesh {mesh.spec} and pipeline={pipeline} do not agree; give parallelize what plan_pipeline made for a mesh "
-            "with pp, and nothing for another"
+            f"mesh {mesh.spec} and pipeline={pipeline} do not agree; give parallelize what plan_pipeline made for a "
+            "mesh with pp, and nothing for another"
         )
     tp = mesh.axis("tp")
     if tp is not None:
@@ -71,7 +71,9 @@ def parallelize(
             splits += [("dp_shard", 0)] if fsdp and param.ndim else []
             dtype = param_dtype if param_dtype and param.is_floating_point() else param.dtype
             layout = Layout(param.shape, mesh, tuple(splits), dtype, reduce_dtype)
-            shard, first = stored.setdefault(id(param), (_shard(param, layout, "meta" if id(param) in elsewhere else device), layout))
+            shard, first = stored.setdefault(
+                id(param), (_shard(param, layout, "meta" if id(param) in elsewhere else device), layout)
+            )
             if layout.splits != first.splits:  # a tied parameter
                 full = f"{path}.{name}"
                 raise ValueError(f"the plan splits {full}, which is tied, in two ways; make its styles agree")

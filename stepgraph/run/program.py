@@ -92,7 +92,10 @@ class Results:
 
 
 class ProgramRunner:
-    """Runs the program of a step on the tensors that its inputs are bound to. ``session``: the exchanges of its ranks."""
+    """Runs the program of a step on the tensors that its inputs are bound to.
+
+    ``session``: the exchanges of the step's ranks.
+    """
 
     def __init__(self, program: StepProgram, session: Session, accumulators: Accumulators):
         self.program, self.session = program, session

@@ -1,4 +1,4 @@
-"""A pipeline's loss, gradients, norm and updated parameters: bitwise those of the same microbatches on one rank, eager."""
+"""A pipeline's loss, gradients, norm and updated parameters: bitwise those of the same microbatches on one rank."""
 
 import dataclasses
 import tempfile
@@ -61,9 +61,7 @@ def check_gradients(mesh, schedule, n, config=DEEP, exact=True, **options):
     alone, (model, pipeline) = whole_model(config), pipelined(mesh, schedule, config)
     batch = global_batch(0, 1, n)
     expected = eager_gradients(alone, one_rank_loss, batch, n)
-    step = stepgraph.capture(
-        model, next_token_loss(mesh), batch, accumulate=n, passes=configured("exact", **options)
-    )
+    step = stepgraph.capture(model, next_token_loss(mesh), batch, accumulate=n, passes=configured("exact", **options))
     assert torch.equal(step(batch), expected)
     held = parallel.held_parameters(model)
     for name, param in alone.named_parameters():
@@ -77,7 +75,7 @@ def check_gradients(mesh, schedule, n, config=DEEP, exact=True, **options):
 
 def check_training(mesh, schedule, n, config=DEEP, **options):
     """Loss, the norm of all stages' gradients, and parameters after every update."""
-    alone, (model, pipeline) = whole_model(config), pipelined(mesh, schedule, config)
+    alone, (model, _) = whole_model(config), pipelined(mesh, schedule, config)
     optimizer, held = adamw(alone.parameters()), parallel.held_parameters(model)
     step = stepgraph.capture(
         model,

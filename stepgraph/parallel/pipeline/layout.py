@@ -160,9 +160,7 @@ def _even(step: StepGraph, stages: int, schedule: str, ranks: int) -> tuple[int,
     for n in range(1, blocks + 1):
         best.append({})
         for k in range(1, min(n, stages) + 1):
-            found = (
-                (max(best[m][k - 1][0], total[n] - total[m]), m) for m in range(k - 1, n) if k - 1 in best[m]
-            )
+            found = ((max(best[m][k - 1][0], total[n] - total[m]), m) for m in range(k - 1, n) if k - 1 in best[m])
             best[n][k] = min(found)
     starts, end = [], blocks
     for k in range(stages, 0, -1):
@@ -196,5 +194,3 @@ def _readers(node: fx.Node, cut: Cut) -> set[int]:
             elif user in cut.free:
                 queue.append(user)
     return found
-
-
