@@ -126,6 +126,17 @@ class CapturedStep:
         return self._current.traced.program
 
     @property
+    def waited_s(self) -> float:
+        """Seconds of the latest call that this rank waited for other stages of a pipeline; reading it waits for the
+        call's end."""
+        return self._current.runner.waits.seconds()
+
+    def where(self) -> str:
+        """What a pipeline's call that runs now is in, such as ``forward.1 of microbatch 3``; "" without a pipeline."""
+        now = self._current.runner.now if self.pipeline is not None else None
+        return "" if now is None else str(now)
+
+    @property
     def graphs(self) -> dict[str, StepGraph]:
         """Its graphs by name: ``step``, or with ``accumulate`` above 1 ``microbatch`` and ``update``."""
         return self.program.graphs

@@ -6,6 +6,7 @@ receives among the calls. Values flow between calls in inputs of kind ``accumula
 write in place, and in outputs of kind ``value``, which inputs of that name read in calls for the same microbatch.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ class Call:
 
     graph: str
     microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return self.graph if self.microbatch is None else f"{self.graph} of microbatch {self.microbatch}"
 
 
 @dataclass
@@ -59,6 +63,10 @@ class StepProgram:
             return self.main.text()
         counts = zip(self.graphs, self.counted(), strict=True)
         return "\n".join(f"# {name}, called {n} times a step\n{graph.text()}" for name, (graph, n) in counts)
+
+    def count_by_phase(self) -> dict[str, int]:
+        """Number of operator nodes in each phase, of all graphs."""
+        return dict(sum((Counter(graph.count_by_phase()) for graph in self.graphs.values()), Counter()))
 
     def counted(self) -> Iterator[tuple[StepGraph, int]]:
         """Each graph, with how often a step calls it."""

@@ -1,6 +1,8 @@
 """Runs a step program: the calls of its schedule, one after the other."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +114,10 @@ class ProgramRunner:
             name: [(i, spec) for i, spec in enumerate(step.inputs) if spec.kind in ("batch", "value", "loss")]
             for name, step in program.graphs.items()
         }
-        self.values = Values(program)
+        self.waits = Waits()
+        self.values = Values(program, self.waits)
+        self.now: Call | None = None
+        """The call that runs; after a failure it stays."""
 
     def __call__(self, leaves: Sequence[Any]) -> Results:
         """Run one step on the leaves of a batch."""
@@ -121,15 +126,23 @@ class ProgramRunner:
         with torch.no_grad(), compat.below_autograd(), self.session:
             try:
                 _reset(self.flat)
+                self.waits.clear()
                 for i, call in enumerate(self.program.schedule):
+                    self.now = call
                     self.session.fence(self.groups[call.graph])
-                    made = self.runners[call.graph](self._inputs(i, call, leaves, results.loss))
+                    flat = self._inputs(i, call, leaves, results.loss)
+                    # The loss is shared when all stages have come to the end.
+                    ends = call.graph == "share_loss"
+                    with self.waits.on(flat[0].device) if ends else contextlib.nullcontext():
+                        made = self.runners[call.graph](flat)
+                    del flat  # and with it what the call was the last to read
                     for spec, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
                         if spec.kind in ("value", "arriving"):
                             values.keep(spec, call.microbatch, value)
                         else:
                             results.take(spec, value)
                 sent(self.session)
+                self.now = None
             except BaseException:  # what the step began would be taken for what the next one begins
                 self.session.forget(frozenset().union(*self.groups.values()))
                 values.clear()
@@ -160,7 +173,8 @@ class ProgramRunner:
 class Values:
     """What calls of a program give to later ones, by name and microbatch. Each is dropped with its last reader."""
 
-    def __init__(self, program: StepProgram):
+    def __init__(self, program: StepProgram, waits: "Waits"):
+        self.waits = waits
         self.last: dict[tuple[str, int | None], int] = {}
         for i, call in enumerate(program.schedule):
             for spec in program.graphs[call.graph].inputs:
@@ -185,5 +199,36 @@ class Values:
         key = name, microbatch
         if key in self._arriving:
             self._arriving.remove(key)
-            torch.ops._c10d_functional.wait_tensor(self._held[key])
+            with self.waits.on(self._held[key].device):
+                torch.ops._c10d_functional.wait_tensor(self._held[key])
         return self._held.pop(key) if self.last[key] == call else self._held[key]
+
+
+class Waits:
+    """How long a step waits for other stages of a pipeline: on a GPU its stream, on a CPU the process."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._seconds, self._events = 0.0, []
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """What is inside waits."""
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def seconds(self) -> float:
+        """Of the latest step; waits for its end."""
+        for _, end in self._events:
+            end.synchronize()
+        return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3

@@ -79,6 +79,10 @@ class Pipeline:
         """The group for messages of one kind from ``peer`` to this rank."""
         return self.channels[forward, self.rank > peer]
 
+    def __str__(self) -> str:
+        starts = ", ".join(map(str, self.starts))
+        return f"pipeline {self.name}: {self.stages} stages on {self.ranks} ranks, their first blocks {starts}"
+
     def share(self) -> Share:
         """What capture must know of this rank's part."""
         return Share(self.holders, self.rank, self.group, self.tied)

@@ -58,6 +58,20 @@ class StageGraphs:
         next(iter(graphs.values())).capture_s = self.capture_s
         return StepProgram(graphs, [*calls, Call("share_loss"), Call("update")])
 
+    def forward_program(self) -> StepProgram:
+        """The program of forward alone, for one batch, where the microbatch's graph has no backward."""
+        pipeline, last = self.pipeline, len(self.pipeline.ranks_of) - 1
+        graphs = {f"forward.{stage}": step for stage, step in self.whole.items()}
+        calls = []
+        for stage in pipeline.own:
+            if stage and pipeline.ranks_of[stage - 1] != pipeline.rank:
+                calls.append(Call(f"receive_forward.{stage}", 0))
+            calls.append(Call(f"forward.{stage}", 0))
+            if stage < last and pipeline.ranks_of[stage + 1] != pipeline.rank:
+                calls.append(Call(f"send_forward.{stage}", 0))
+        graphs |= {call.graph: self._message(call.graph) for call in calls if call.graph not in graphs}
+        return StepProgram(graphs | {"share_loss": self._share_loss()}, [*calls, Call("share_loss")])
+
     def _message(self, name: str) -> StepGraph:
         """The graph that sends or receives a stage's message: ``send_forward.2``, ``receive_backward.0``."""
         kind, _, stage = name.partition(".")
