@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.capture.state import Slot, Wrapping, wrap
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.step_graph import StepGraph
 
 
 class AllStages(NamedTuple):
@@ -140,3 +143,19 @@ def land(landing: Sequence[tuple[Slot, Wrapping | None]], grads: Sequence[torch.
             slot.tensor.grad = grad
         else:
             slot.tensor.grad.add_(grad)
+
+
+def add_early(step: StepGraph) -> None:
+    """Move each addition to an accumulator right behind what completes the gradient, which then need not be kept.
+
+    A gradient that forward or the step's inputs hold (backward may hand on such a tensor) is added where it is.
+    """
+    sums, aliases, nodes = set(step.placeholders("accumulator")), Aliases(step.graph), list(step.graph.nodes)
+    for node in list(step.nodes("backward")):
+        if node.op != "call_function" or not node.args or node.args[0] not in sums:
+            continue
+        grad, here = node.args[1], aliases.position[node]
+        if phase_of(grad) == "backward":
+            # Backward of a write into a view, such as ``x[0] = 0``, completes the gradient through a view of it.
+            writes = [place for place in aliases.writes.get(aliases.root(grad), ()) if place < here]
+            nodes[max(aliases.position[grad], *writes, 0)].append(node)

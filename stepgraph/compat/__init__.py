@@ -33,6 +33,8 @@ from stepgraph.compat.distributed import (
     name_group,
     process_group,
     register_work,
+    several_gloo_threads,
+    single_gloo_thread,
     symmetric_memory,
 )
 from stepgraph.compat.eager import (

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from stepgraph import compat
 from stepgraph.errors import unknown_name
 
 
@@ -138,18 +139,15 @@ class Mesh:
         names = tuple(name for name in reversed(spec.sizes) if spec.sizes[name] > 1 and name != "pp")
         self.names = names or ("dp_shard",)
         every = (*self.names, "pp") if spec.pp > 1 else self.names
-        grid = DeviceMesh(device_type, ranks.reshape([spec.sizes[name] for name in every]), mesh_dim_names=every)
+        ranks = ranks.reshape([spec.sizes[name] for name in every])
+        with compat.single_gloo_thread():
+            grid = _device_mesh(device_type, ranks, every)
+            self.stage_group = _stage_group(spec)
         # Slices are made here, once: torch 2.11 cannot make them during a trace.
         self.devices = grid[self.names] if spec.pp > 1 else grid
         shown = every if spec.pp == 1 else (*names, "pp")  # a pipeline alone has no other axis
         self._slices = {name: grid if len(every) == 1 else grid[name] for name in shown}
         self._coordinate = dict(zip(every, grid.get_coordinate(), strict=True))
-        self.stage_group = dist.group.WORLD
-        for stage in range(spec.pp if spec.pp > 1 else 0):  # every rank makes the groups of all
-            size = spec.size // spec.pp
-            group = dist.new_group(list(range(stage * size, stage * size + size)), group_desc="stage")
-            if stage == self.place("pp"):
-                self.stage_group = group
 
     def axis(self, name: str) -> DeviceMesh | None:
         """The one-dimensional mesh of this rank's peers along ``name``; None where the mesh lacks it."""
@@ -173,3 +171,22 @@ class Mesh:
     def placements(self, of: Callable[[str], Placement]) -> tuple[Placement, ...]:
         """What ``of`` says of each of the mesh's axes, in their order."""
         return tuple(map(of, self.names))
+
+
+def _device_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """A ``DeviceMesh`` whose collectives are safe while several are in flight: one axis over all ranks would otherwise
+    have the default process group, with as many threads as whoever opened it gave it."""
+    if len(names) == 1 and device_type == "cpu" and compat.several_gloo_threads(dist.group.WORLD):
+        return DeviceMesh.from_group(dist.new_group(), device_type, mesh_dim_names=names)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+
+def _stage_group(spec: MeshSpec) -> dist.ProcessGroup:
+    """The ranks that share this one's stage of a pipeline; without a pipeline all. Every rank makes all the groups."""
+    found, size = dist.group.WORLD, spec.size // spec.pp
+    for first in range(0, spec.size if spec.pp > 1 else 0, size):
+        ranks = range(first, first + size)
+        group = dist.new_group(list(ranks), group_desc="stage")
+        if dist.get_rank() in ranks:
+            found = group
+    return found

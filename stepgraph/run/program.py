@@ -75,10 +75,11 @@ def _reset(flat: Sequence[Tensor]) -> None:
 
 @dataclass
 class Results:
-    """What a step gave: the loss (the sum of the calls' own), metrics by name, gradients in order."""
+    """What a step gave: the loss (the sum of the calls' own), metrics and levels by name, gradients in order."""
 
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    levels: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[Tensor] = field(default_factory=list)
 
     def take(self, spec: OutputSpec, value: Tensor) -> None:
@@ -89,6 +90,8 @@ class Results:
             self.loss = value
         elif spec.kind == "metric":
             self.metrics[spec.name] = value
+        elif spec.kind == "level":
+            self.levels[spec.name] = value
         else:
             self.gradients.append(value)
 
@@ -106,8 +109,9 @@ class ProgramRunner:
         shared = Shared(session)
         self.groups = {name: exchanging(step.graph) for name, step in program.graphs.items()}
         self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
+        held = {("accumulator", name): value for name, value in sums.items()} | self._own(program)
         self.bound = {
-            name: [sums[spec.name] if spec.kind == "accumulator" else spec.tensor for spec in step.inputs]
+            name: [held.get((spec.kind, spec.name), spec.tensor) for spec in step.inputs]
             for name, step in program.graphs.items()
         }
         self.given = {
@@ -119,14 +123,29 @@ class ProgramRunner:
         self.now: Call | None = None
         """The call that runs; after a failure it stays."""
 
+    def _own(self, program: StepProgram) -> dict[tuple[str, str], Tensor]:
+        """Memory for state from before the step, and for levels, by kind and name."""
+        specs = [spec for step in program.graphs.values() for spec in step.inputs]
+        live = {spec.name: spec.tensor for spec in specs if spec.kind in ("parameter", "buffer")}
+        before = {spec.name: live[spec.name] for spec in specs if spec.kind == "before"}
+        kept = {
+            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            for name, tensor in before.items()
+        }
+        self.kept = [(kept[name], tensor) for name, tensor in before.items()]
+        device = next((tensor.device for tensor in live.values()), None)
+        self.levels = {
+            spec.name: torch.zeros((), dtype=torch.float64, device=device) for spec in specs if spec.kind == "level"
+        }
+        return {("before", name): t for name, t in kept.items()} | {("level", n): t for n, t in self.levels.items()}
+
     def __call__(self, leaves: Sequence[Any]) -> Results:
         """Run one step on the leaves of a batch."""
         results, values = Results(), self.values
         values.clear()
         with torch.no_grad(), compat.below_autograd(), self.session:
             try:
-                _reset(self.flat)
-                self.waits.clear()
+                self._begin()
                 for i, call in enumerate(self.program.schedule):
                     self.now = call
                     self.session.fence(self.groups[call.graph])
@@ -141,6 +160,9 @@ class ProgramRunner:
                             values.keep(spec, call.microbatch, value)
                         else:
                             results.take(spec, value)
+                        if spec.kind == "level" and call.microbatch is not None and spec.name in self.levels:
+                            highest = self.levels[spec.name]
+                            torch.maximum(highest, value, out=highest)
                 sent(self.session)
                 self.now = None
             except BaseException:  # what the step began would be taken for what the next one begins
@@ -150,6 +172,14 @@ class ProgramRunner:
         # Clipping may scale an accumulator in place, which the next step clears: the caller's gradient is a copy.
         results.gradients = [g.clone() if compat.storage_key(g) in self.scratch else g for g in results.gradients]
         return results
+
+    def _begin(self) -> None:
+        _reset(self.flat)
+        self.waits.clear()
+        for kept, now in self.kept:
+            kept.copy_(now)
+        for level in self.levels.values():
+            level.zero_()
 
     def _inputs(self, number: int, call: Call, leaves: Sequence[Any], loss: Tensor | None) -> list[Tensor]:
         """The inputs of the call at place ``number`` of the schedule."""

@@ -7,6 +7,8 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks
+from stepgraph.capture.guard import conditions
+from stepgraph.capture.guard.update import Guard
 from stepgraph.capture.inputs import Inputs
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
@@ -24,7 +26,7 @@ def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> tuple[StepGr
     checks.check_modules(model)
     checks.check_signature(loss_fn, model, batch)
     checks.check_batch(flatten_batch(batch)[0])
-    trace = _Forward(model, loss_fn, batch, None, None, 1)
+    trace = _Forward(model, loss_fn, batch, None, None, 1, Guard(skip_nonfinite=False))
     return trace.graph(), trace.tensor_leaves
 
 
@@ -44,6 +46,7 @@ class _Forward(StepTrace):
                 recorded_launches(known.note_writes),
                 compat.transformers_sees_values(known.knows),
                 compat.checks_of_known_values(known.knows),
+                conditions.collected() as self.conditions,
             ):
                 loss = checks.without_host_random(
                     self.recorder, lambda: self.loss_fn(self.model, self._batch(flat, batch))

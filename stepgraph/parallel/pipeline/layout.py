@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import fx, nn
 
+from stepgraph import compat
 from stepgraph.capture.stages.forward import trace_forward
 from stepgraph.capture.stages.share import Share
 from stepgraph.capture.trace import LossFn
@@ -40,12 +41,13 @@ class Pipeline:
         self.group = mesh.axis("pp").get_group()
         # Messages of one kind that go one way share a group, in which nothing overtakes: in one group for both ways
         # NCCL would wait for a send before it begins a receive.
-        self.channels = {
-            (forward, up): self._group(f"{'forward' if forward else 'backward'}.{way}")
-            for forward in (True, False)
-            for up, way in ((True, "up"), (False, "down"))
-        }
-        self.tied = {holders: self._tied(holders) for holders in sorted(set(self.holders.values())) if holders[1:]}
+        with compat.single_gloo_thread():
+            self.channels = {
+                (forward, up): self._group(f"{'forward' if forward else 'backward'}.{way}")
+                for forward in (True, False)
+                for up, way in ((True, "up"), (False, "down"))
+            }
+            self.tied = {holders: self._tied(holders) for holders in sorted(set(self.holders.values())) if holders[1:]}
 
     def _group(self, what: str) -> dist.ProcessGroup:
         """One more group of this rank's pipeline, which its ranks alone make."""
