@@ -33,8 +33,7 @@ class Share:
         holders = self.holders[name]
         return compat.all_reduce(grad, "sum", self.tied[holders]) if len(holders) > 1 else grad
 
-    def all_stages(self, reached: Sequence[Slot], own: Sequence[Slot]) -> AllStages:
-        """``reached``: the parameters that have gradients on any rank; ``own``: those among them that are here."""
-        place = {slot.name: i for i, slot in enumerate(own)}
-        counted = [place[s.name] if self.holders[s.name][0] == self.rank else None for s in reached]
-        return AllStages([slot.tensor for slot in reached], counted, self.group)
+    def all_stages(self, slots: Sequence[Slot], reached: Sequence[int]) -> AllStages:
+        """``reached``: of the model's ``slots`` those that have gradients on any rank."""
+        counted = [i if self.holders[slots[i].name][0] == self.rank else None for i in reached]
+        return AllStages([slots[i].tensor for i in reached], counted, self.group)
