@@ -29,10 +29,12 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 class Roofline:
-    """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them."""
+    """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them. ``moved``: the
+    bytes of memory that the kernel reads and writes, likewise."""
 
     def __init__(self, graph: fx.Graph, aliases: Aliases, fusion: Fusion, gpu: Gpu):
         self.seconds: dict[fx.Node, float] = {}
+        self.moved: dict[fx.Node, int] = {}
         self.flops = 0
         kernels: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
@@ -49,6 +51,7 @@ class Roofline:
             self.flops += work
             copied = _copied(members[-1])
             moved = _traffic(members, aliases, readers) if copied is None else copied
+            self.moved[members[-1]] = moved
             self.seconds[members[-1]] = gpu.kernel_seconds(
                 work, _dtype(members[-1]), moved, attention=any(map(is_attention, members))
             )

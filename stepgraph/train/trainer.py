@@ -414,7 +414,7 @@ class Run:
         return sum(report.compile_s for report in self.captured.report) if self.captured else None
 
     def _write_passes(self) -> None:
-        reports = self.captured.report
+        reports = [dataclasses.replace(report, excerpts=[]) for report in self.captured.report]  # the page has those
         self.folder.write_passes(passes.format_report(reports) + "\n", [dataclasses.asdict(r) for r in reports])
 
 
