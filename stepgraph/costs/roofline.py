@@ -29,7 +29,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 class Roofline:
-    """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them. ``moved``: the
+    """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them. ``moved``:
     bytes of memory that the kernel reads and writes, likewise."""
 
     def __init__(self, graph: fx.Graph, aliases: Aliases, fusion: Fusion, gpu: Gpu):

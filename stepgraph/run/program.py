@@ -1,10 +1,12 @@
 """Runs a step program: the calls of its schedule, one after the other."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture.state import unwrap
@@ -104,6 +106,8 @@ class ProgramRunner:
         shared = Shared(session)
         self.groups = {name: exchanging(step.graph) for name, step in program.graphs.items()}
         self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
+        #: Where this is set, graphs run node by node, and it is called with a graph's name and a node before that runs.
+        self.on_node: Callable[[str, fx.Node], None] | None = None
         self.bound = {
             name: [sums[s.name] if s.kind == "accumulator" else s.tensor for s in step.inputs if s.kind != "batch"]
             for name, step in program.graphs.items()
@@ -118,13 +122,18 @@ class ProgramRunner:
                 for call in self.program.schedule:
                     self.session.fence(self.groups[call.graph])
                     flat = self._inputs(call.graph, call.microbatch, leaves)
-                    results.take(self.program.graphs[call.graph], self.runners[call.graph](flat))
+                    results.take(self.program.graphs[call.graph], self._run(call.graph, flat))
             except BaseException:  # what the step began would be taken for what the next one begins
                 self.session.forget(frozenset().union(*self.groups.values()))
                 raise
         # Clipping may scale an accumulator in place, which the next step clears: the caller's gradient is a copy.
         results.gradients = [g.clone() if compat.storage_key(g) in self.scratch else g for g in results.gradients]
         return results
+
+    def _run(self, graph: str, flat: list[Tensor]) -> Sequence[Tensor]:
+        if self.on_node is None:
+            return self.runners[graph](flat)
+        return Interpreter(self.program.graphs[graph].executable, functools.partial(self.on_node, graph))(flat)
 
     def _inputs(self, graph: str, part: int | None, leaves: Sequence[Any]) -> list[Tensor]:
         """The inputs of one call; the batch comes last."""

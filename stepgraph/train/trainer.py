@@ -1,5 +1,6 @@
 """The story of a run, top to bottom: data, model, capture, steps, records."""
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -21,7 +22,7 @@ from stepgraph.config.device import device_name, device_peak, is_out_of_memory, 
 from stepgraph.config.environment import environment
 from stepgraph.config.hf_weights import save_hf
 from stepgraph.config.host_memory import keep_freed_memory
-from stepgraph.config.train import TrainConfig
+from stepgraph.config.train import TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.ranks import Ranks
@@ -32,8 +33,12 @@ from stepgraph.train.faults.out_of_memory import memory_advice
 from stepgraph.train.faults.signals import StopSignals
 from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
-from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary, require_unused
+from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
 from stepgraph.train.records.progress import Progress, format_seconds
+from stepgraph.train.start import check_export, choose_folder, config_line
+from stepgraph.train.traces.memory import MemorySnapshot
+from stepgraph.train.traces.page import RunPage
+from stepgraph.train.traces.profile import StepProfile
 from stepgraph.train.verify import NotExactError, verify_step
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
@@ -101,9 +106,10 @@ class Run:
         self.speaks = self.ranks.rank == 0
         self.say = _print if self.speaks else _say_nothing
         self.runs_ahead = self.device.type == "cuda"
-        self.ranks.first(lambda: _check_export(config))
+        self.ranks.first(lambda: check_export(config))
         # Before the data is opened, which may take long.
-        path, self.restarted, resume = self.ranks.first(lambda: _choose_folder(config))
+        path, self.restarted, resume = self.ranks.first(lambda: choose_folder(config))
+        self.snapshot = MemorySnapshot(path) if config.memory_snapshot and self.speaks else None
         build.seed_all(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -153,10 +159,13 @@ class Run:
         self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {device_name(self.device)}")
         again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
         self.say(f"run folder {path}" + (again if self.restarted or resume else ""))
-        self.say(f"config {_config_line(config)}")
+        self.say(f"config {config_line(config)}")
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
         over = "" if mesh is None else f", mesh {mesh.spec} of {mesh.spec.size} ranks"
         self.say(f"model {self.params:,} parameters, {config.tokens_per_step:,} tokens per step{over}")
+        self.page = RunPage(path, config, device, self.say) if self.speaks else None
+        self.profile = StepProfile(parse_steps(config.profile), device, path, self.speaks) if config.profile else None
+        self.warmup = WARMUP_STEPS + (self.profile is not None)  # one more, node by node, names kernels
         self.folder.write_config(config)
         self.folder.write_environment(environment())
 
@@ -278,14 +287,19 @@ class Run:
                 more = self.step < config.steps
                 validate = more and config.val_every and self.step % config.val_every == 0
                 save = more and config.checkpoint_every and self.step % config.checkpoint_every == 0
-                if validate or save or not self.runs_ahead:
+                show = self.finished == self.warmup and self.page is not None and self.page.account is None
+                if validate or save or show or not self.runs_ahead:
                     self._finish(launched, progress)
                     launched = None
+                if show:
+                    self.page.write(self.captured.program)
+                    if self.snapshot:
+                        self.snapshot.write()
                 if validate:
                     progress.note(f"step {self.step} | val_loss {self._validate():.4f}")
                 if save:
                     self._save()
-                if validate or save:
+                if validate or save or show:
                     self.last_time = time.perf_counter()
             if launched:
                 self._finish(launched, progress)
@@ -313,7 +327,9 @@ class Run:
         for group in build.param_groups(self.optimizer):
             group["lr"] = lr
         self.watch.launches(self.step + 1)
-        loss = self.captured(batch)
+        profile = self.profile and self.profile.around(self.step + 1, self.captured)
+        with profile or contextlib.nullcontext():
+            loss = self.captured(batch)
         self.done["step"] += 1
         self.done["tokens"] += self.config.tokens_per_step
         return Launched(self.step, self.done["tokens"], loss, self.captured.metrics["grad_norm"], batch, lr)
@@ -329,7 +345,7 @@ class Run:
         self._require_finite(f"the gradient norm of step {step}", grad_norm, step, launched.batch)
         self.last_loss = loss
         self.finished += 1
-        if self.finished > WARMUP_STEPS:
+        if self.finished > self.warmup and not (self.profile and self.profile.disturbs(step)):
             self.times_ms.append(step_ms)
             self.watch.timed(step_ms / 1e3)
         if step % self.config.log_every == 0 or step == self.config.steps:
@@ -399,6 +415,10 @@ class Run:
             versions=environment()["versions"],
         )
         self.folder.write_summary(summary)
+        if self.snapshot:
+            self.snapshot.write()
+        if self.page is not None:
+            self.page.finish(self.captured and self.captured.program, summary, self.profile and self.profile.result)
         if self.last_loss is not None:
             self.folder.draw_loss(self.unigram)
         self.folder.close()
@@ -420,29 +440,3 @@ class Run:
 
 def _say_nothing(*_: object) -> None:
     """What ranks other than 0 print."""
-
-
-def _check_export(config: TrainConfig) -> None:
-    if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
-        raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
-
-
-def _choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
-    """(the run folder, whether an elastic agent's earlier attempt at this run used it, whether to go on from its newest
-    checkpoint): such an attempt may have died before its first checkpoint."""
-    store, key = parallel.job_store(), "run-folder"
-    if store is not None and store.check([key]):
-        path = Path(store.get(key).decode())
-        return path, True, Checkpointer(path / "checkpoints").latest() is not None
-    path = config.run_folder()
-    if not config.resume:
-        require_unused(path)
-    if store is not None:
-        store.set(key, str(path))
-    return path, False, config.resume is not None
-
-
-def _config_line(config: TrainConfig) -> str:
-    """Every option and its value, in one line."""
-    values = dataclasses.asdict(config) | {"model": dataclasses.asdict(config.model)}
-    return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)

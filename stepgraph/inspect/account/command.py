@@ -12,12 +12,9 @@ from stepgraph.costs.hardware import GPUS, Gpu
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.compare import difference
-from stepgraph.inspect.account.page import read_page, write_page
+from stepgraph.inspect.account.page import PAGE, read_page, write_page
 from stepgraph.inspect.forecast.forecast import SETTINGS, simulated
 from stepgraph.passes import StepOptions, Target
-
-#: The name of the page in a run folder.
-PAGE = "page.html"
 
 
 @dataclass(frozen=True)

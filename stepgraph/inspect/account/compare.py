@@ -8,6 +8,7 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stepgraph.inspect.account.account import peak_of
@@ -19,9 +20,11 @@ _MOST_FORMS, _MOST_LINES = 200, 40
 def difference(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: str) -> dict[str, Any]:
     """What ``b`` has otherwise than ``a``.
 
-    ``names``; ``options``: [name, in a, in b]; ``figures``: the same for what the steps cost; ``modules``: [path, phase, ns in a,
-    ns in b], equal blocks together; ``passes``: [name, line in a, line in b]; ``nodes``: ``{graph, path, phase, count, a, b, node}``: lines of the graphs' texts that only one
-    has, how many modules differ so, and the first node in ``a``; ``left_out``: forms of difference that are not listed.
+    - ``names``: of both. ``options``: [name, in a, in b]. ``figures``: the same for what the steps cost.
+    - ``modules``: [path, phase, ns in a, ns in b], equal blocks together. ``passes``: [name, line in a, line in b].
+    - ``nodes``: ``a``, ``b``: lines that only one has of the graphs' texts, ``more``: how many are left out of each;
+      ``graph``, ``path``, ``phase``: where; ``count``: modules that differ so; ``node``: the first of them in ``a``.
+    - ``left_out``: forms of such a difference that are not listed.
     """
     forms = [form for name in {g["name"]: None for g in (*a["graphs"], *b["graphs"])} for form in _graphs(a, b, name)]
     forms.sort(key=lambda form: -form["count"] * (len(form["a"]) + len(form["b"])))
@@ -37,17 +40,15 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: 
 
 
 def _title(account: Mapping[str, Any], name: str) -> str:
-    head = account["head"]
-    return " ".join(filter(None, [name if name != head["title"] else "", head["title"], head["mesh"]]))
+    head, short = account["head"], Path(name).name
+    return " ".join(filter(None, [short if short != head["title"] else "", head["title"], head["mesh"]]))
 
 
 def _options(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
     def flat(head: Mapping[str, Any]) -> dict[str, Any]:
         own = {key: head[key] for key in ("mesh", "gpu", "device")}
-        return (
-            own | head["options"]
-            | {f"model.{k}": v for k, v in head["model"].items()} | {f"version of {k}": v for k, v in head["versions"].items()}
-        )  # fmt: skip
+        own |= head["options"] | {f"model.{key}": value for key, value in head["model"].items()}
+        return own | {f"version of {key}": value for key, value in head["versions"].items()}
 
     x, y = flat(a), flat(b)
     return [[key, x.get(key), y.get(key)] for key in x | y if x.get(key) != y.get(key)]

@@ -8,6 +8,8 @@ from typing import Any
 
 from stepgraph.inspect.account.account import FORMAT
 
+#: The name of the page in a run folder.
+PAGE = "page.html"
 _PARTS = Path(__file__).parent / "page"
 #: In the order in which they are loaded: each uses those before it.
 _SCRIPTS = (
@@ -44,7 +46,7 @@ def write_page(path: Path, account: dict[str, Any], difference: dict[str, Any] |
 
 
 def read_page(path: Path) -> dict[str, Any]:
-    """The account that the page ``path`` shows. Raises ``ValueError`` for another file, or a page of another version."""
+    """The account that the page ``path`` shows. Raises ``ValueError`` for another file and another version's page."""
     found = _BLOCK.search(path.read_text(encoding="utf-8", errors="replace"))
     if found is None:
         raise ValueError(f"{path} is no page of stepgraph inspect: give a run folder, a preset or such a page")

@@ -90,12 +90,12 @@ function drawMoment(text, list) {
   if (Object.keys(graph.beside).length) rows.push({ kind: Object.keys(graph.beside).join(", "), beside: true, bytes: sum(Object.values(graph.beside)), members: [] });
   rows.sort((a, b) => b.bytes - a.bytes);
   const line = (row) => {
-    if (row.beside) return el("tr", {}, el("td.number", {}, bytes(row.bytes)), el("td", {}, row.kind), el("td", {}, "state that the step's other graphs take"), el("td"), el("td.spare"), el("td"));
+    if (row.beside) return el("tr", {}, el("td.number", {}, bytes(row.bytes)), el("td", {}, row.kind), el("td", {}, "state that the step's other graphs take"), el("td.spare"), el("td.spare"), el("td"));
     const [file, code] = graph.source(row.node), why = keptWhy(graph, row.members[0], i), many = row.members.length > 1;
     const tr = el("tr", {},
       el("td.number", {}, bytes(row.bytes)), el("td", {}, swatch(row.kind), row.kind),
       el("td", {}, many ? el("button.toggle", { type: "button", "aria-label": "each of them", onclick: () => expand(tr, row) }, "▸") : null, nodeLink(graph, row.node, many ? `${row.path || graph.nodes.name[row.node]} (${row.members.length} alike)` : tensorName(graph, row.node))),
-      el("td", {}, el("code", {}, graph.type(row.node))),
+      el("td.spare", {}, el("code", {}, graph.type(row.node))),
       el("td.spare", {}, file ? el("span", {}, file, " ", el("code.muted", {}, code)) : ""),
       el("td", {}, why.parts));
     return tr;
@@ -108,6 +108,6 @@ function drawMoment(text, list) {
     each.forEach((e) => e.classList.add("folded")); tr.after(...each);
   };
   const more = growing(rows, 14, line, body);
-  const head = ["bytes", "kind", "tensor", "shape", "made by this line", "why it is held"].map((title, k) => el(k ? k === 4 ? "th.spare" : "th" : "th.number", { scope: "col" }, title));
+  const head = ["bytes", "kind", "tensor", "shape", "made by this line", "why it is held"].map((title, k) => el(k ? k === 3 || k === 4 ? "th.spare" : "th" : "th.number", { scope: "col" }, title));
   list.replaceChildren(el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, head)), body)), ...(more ? [more] : []));
 }

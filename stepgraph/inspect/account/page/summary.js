@@ -74,7 +74,7 @@ function whatMemory(graph) {
   const rows = liveAt(graph, i).slice(0, 3);
   return answer("What fills the memory?", "#memory",
     shares(KINDS.map((name, k) => [name, name, memory.kinds[k][i]]), whole),
-    el("p", {}, `Most is held in ${graph.phase(i)}${graph.path(i) ? ` of ${graph.path(i)}` : ""}: ${bytes(whole)}`, account.head.gpu_memory ? ` of ${bytes(account.head.gpu_memory)}` : "", ". The largest:"),
+    el("p", {}, `Most is held in ${graph.phase(i)}${graph.path(i) ? ` of ${graph.path(i)}` : ""}: ${bytes(whole)}`, account.head.gpu_memory && !String(account.head.device).startsWith("CPU") ? ` of ${bytes(account.head.gpu_memory)}` : "", ". The largest:"),
     el("ul", {}, rows.map((row) => el("li", {}, `${bytes(row.bytes)} `, nodeLink(graph, row.node, row.members.length > 1 ? `${row.path || graph.nodes.name[row.node]} (${row.members.length} alike)` : tensorName(graph, row.node)), `: ${keptWhy(graph, row.members[0], i).short}`))));
 }
 

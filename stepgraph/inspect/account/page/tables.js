@@ -87,6 +87,28 @@ function kernelsPart() {
   return box;
 }
 
+/** What a profile measured, node by node or piece by piece, beside the forecast. */
+function measuredPart() {
+  const profile = account.profile;
+  if (!profile) return null;
+  const section = part("measured", "Measured"), rows = [];
+  for (const [key, found] of Object.entries(profile.nodes)) {
+    const [name, node] = key.split("/"), graph = graphs.find((g) => g.name === name), i = graph && graph.number.get(node);
+    if (i === undefined || !graph) continue;
+    const inside = found.of > 1 ? graph.nodes.piece.map((p, j) => [p, j]).filter(([p]) => p >= 0 && p === graph.nodes.piece[i]).map(([, j]) => j) : [i];
+    rows.push({ graph, i, ns: found.ns, forecast: graph.calls * sum(inside.map((j) => graph.nodes.ns[j])), of: found.of || 1 });
+  }
+  rows.sort((a, b) => b.ns - a.ns);
+  const whole = sum(rows.map((r) => r.ns)) || 1, body = el("tbody");
+  const more = growing(rows, 15, (r) => el("tr", {}, el("td.number", {}, time(r.ns)), el("td.number", {}, percent(r.ns / whole)), el("td.number", {}, time(r.forecast)),
+    el("td", {}, nodeLink(r.graph, r.i), r.of > 1 ? el("small", {}, ` and ${r.of - 1} more, compiled together`) : ""), el("td", {}, el("code", {}, r.graph.operator(r.i))), el("td", {}, r.graph.path(r.i) || "the model", " ", el("small", {}, r.graph.phase(r.i)))), body);
+  const titles = [["measured", 1], ["share", 1], [`forecast, ${account.head.gpu}`, 1], ["node", 0], ["operator", 0], ["module", 0]];
+  section.append(el("p.muted", {}, `Time a step on the ${profile.on}, in steps ${profile.steps[0]} to ${profile.steps[1] - 1}; kernels that run at once are each counted in full. The trace beside this page, trace.json.gz, opens in ui.perfetto.dev.`,
+    profile.kernel_ns ? ` Of ${time(profile.kernel_ns)} of kernels, ${percent(profile.named_ns / profile.kernel_ns)} have a node.` : ""),
+    el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), more || "");
+  return section;
+}
+
 // Passes
 
 function passesPart() {
@@ -138,7 +160,8 @@ function whyExposed(graph, c) {
   if (queue > c.exposed / 2) return `it starts ${time(queue)} late, behind the earlier collectives over ${c.axis}`;
   if (between < c.ns * 0.02) {
     if (c.launched - c.ready > c.ns * 0.5) return `${needed} at once, though it could start ${time(c.launched - c.ready)} earlier: launching it ahead would hide it`;
-    return c.launched < graph.end * 0.01 ? `${needed} at once, and nothing runs before it in the step` : `${needed} at once, and what it sends is ready only then`;
+    if (!c.launched) return `${needed} at once, and nothing runs before it in the step`;
+    return `${needed} at once, and what it sends is ready only then` + (c.axis === "tp" && graph.phase(c.node) !== "optimizer" ? ": --async-tp sends it in parts while the product runs" : "");
   }
   return `it takes ${time(c.ns)} and only ${time(between)} of computing lies between launch and wait`;
 }

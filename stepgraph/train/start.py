@@ -1,0 +1,36 @@
+"""Before a run begins: its folder, what it would overwrite, and its options in one line."""
+
+import dataclasses
+from pathlib import Path
+
+from stepgraph import parallel
+from stepgraph.config.train import TrainConfig
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
+from stepgraph.train.records.folder import require_unused
+
+
+def check_export(config: TrainConfig) -> None:
+    """Raise ``ValueError`` for an export that would overwrite something."""
+    if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
+        raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
+
+
+def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
+    """(the run folder, whether an elastic agent's earlier attempt at this run used it, whether to go on from its newest
+    checkpoint): such an attempt may have died before its first checkpoint."""
+    store, key = parallel.job_store(), "run-folder"
+    if store is not None and store.check([key]):
+        path = Path(store.get(key).decode())
+        return path, True, Checkpointer(path / "checkpoints").latest() is not None
+    path = config.run_folder()
+    if not config.resume:
+        require_unused(path)
+    if store is not None:
+        store.set(key, str(path))
+    return path, False, config.resume is not None
+
+
+def config_line(config: TrainConfig) -> str:
+    """Every option and its value, in one line."""
+    values = dataclasses.asdict(config) | {"model": dataclasses.asdict(config.model)}
+    return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
