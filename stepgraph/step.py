@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx, nn
@@ -25,10 +25,13 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.passes import Passes, PassReport, StepOptions, prepare, rehearsed, run_passes
 from stepgraph.run import Accumulators, BoundStep
+from stepgraph.run.bound import UnfitStepError
 from stepgraph.verify import Case, VerifyReport, verify
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
 MAX_CAPTURES = 8
+
+T = TypeVar("T")
 
 
 def capture(
@@ -39,6 +42,7 @@ def capture(
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
+    on_nonfinite: Literal["update", "skip"] = "update",
     passes: Passes = "default",
     disable: Sequence[str] = (),
     dump: Path | None = None,
@@ -57,6 +61,9 @@ def capture(
         accumulate: split the batch's tensors along their first dimension into so many microbatches; the step's loss
             and gradients are those of their mean. The graph is that of one microbatch, and a second one updates. A
             later batch that it does not divide is split into the fewest microbatches no larger than the first ones.
+        on_nonfinite: ``"skip"``: a step whose loss or gradient norm is not finite on any rank changes no parameter,
+            buffer or optimizer state, decided on the device; ``metrics["skipped"]`` tells, a bool scalar. Its batch and
+            random numbers are used up.
         passes: ``"exact"`` (bitwise equal to eager), ``"default"``, a ``stepgraph.StepOptions``, or a list of names and
             configured passes.
         disable: names of passes to leave out.
@@ -76,6 +83,7 @@ def capture(
         optimizer,
         max_grad_norm=max_grad_norm,
         accumulate=accumulate,
+        on_nonfinite=on_nonfinite,
         passes=passes,
         disable=disable,
         dump=dump,
@@ -85,7 +93,9 @@ def capture(
 class CapturedStep:
     """A training step: ``loss = step(batch)``.
 
-    ``metrics``: tensors of the latest call, ``grad_norm`` among them when gradients are clipped.
+    ``metrics``: tensors of the latest call. ``grad_norm``: when gradients are clipped. ``skipped``: with
+    ``on_nonfinite="skip"``. ``repeated``: of models with expert parallelism, how often the step was
+    repeated, with larger buffers for experts each time.
     """
 
     def __init__(
@@ -97,6 +107,7 @@ class CapturedStep:
         *,
         max_grad_norm: float | None,
         accumulate: int,
+        on_nonfinite: str,
         passes: Passes,
         disable: Sequence[str],
         dump: Path | None,
@@ -104,7 +115,9 @@ class CapturedStep:
         optimizer = compat.accelerated_inside(optimizer)
         checks.check_arguments(model, loss_fn, batch, optimizer)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        self.max_grad_norm, self.accumulate = max_grad_norm, accumulate
+        self.accumulate, self._skip_nonfinite = accumulate, checks.skips_nonfinite(on_nonfinite, optimizer)
+        # The norm must be known: an infinite limit leaves gradients as they are.
+        self.max_grad_norm = math.inf if max_grad_norm is None and self._skip_nonfinite else max_grad_norm
         self.passes = passes if isinstance(passes, str | StepOptions) else list(passes)
         self.disable, self.dump = tuple(disable), dump
         self.metrics: dict[str, torch.Tensor] = {}
@@ -141,9 +154,27 @@ class CapturedStep:
         """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""
         _refuse_autocast()
         leaves, spec = flatten_batch(batch)
-        self._current = self._bound_to(batch, leaves, spec)
-        loss, self.metrics = self._current(leaves)
+        (loss, self.metrics), repeated = self._until_fit(lambda: self._run(batch, leaves, spec))
+        if self._current.traced.repairs:
+            self.metrics["repeated"] = torch.tensor(repeated)
         return loss
+
+    def _run(self, batch: Any, leaves: Sequence[Any], spec: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self._current = self._bound_to(batch, leaves, spec)
+        return self._current(leaves)
+
+    def _until_fit(self, run: Callable[[], T]) -> tuple[T, int]:
+        """(what ``run`` gives, how often it was repeated): after a step that is unfit, the host repairs what made it so
+        and drops the captures that had it as it was."""
+        for repeated in itertools.count():
+            try:
+                return run(), repeated
+            except UnfitStepError as unfit:
+                unfit.repair()
+                stale = [key for key, bound in self._bound.items() if bound.traced.repairs.keys() & unfit.levels]
+            self._current = None  # its memory is free for what is captured next
+            for signature in stale:
+                del self._bound[signature]
 
     def verify(self, batch: Any, *, locate: bool = False) -> VerifyReport:
         """Compare the step with eager on ``batch``, both from the state of now, which is put back afterwards.
@@ -164,6 +195,13 @@ class CapturedStep:
         """
         _refuse_autocast()
         current, metrics = self._current, self.metrics
+        try:
+            return self._until_fit(lambda: self._verify(batch, locate))[0]
+        finally:
+            kept = any(bound is current for bound in self._bound.values())
+            self._current, self.metrics = current if kept else next(reversed(self._bound.values())), metrics
+
+    def _verify(self, batch: Any, locate: bool) -> VerifyReport:
         bound = self._bound_to(batch, *flatten_batch(batch))
         case = Case(
             self.model,
@@ -175,11 +213,9 @@ class CapturedStep:
             self.disable,
             batch,
             bound,
+            self._skip_nonfinite,
         )
-        try:
-            return verify(case, locate)
-        finally:
-            self._current, self.metrics = current, metrics
+        return verify(case, locate)
 
     @contextlib.contextmanager
     def watched(self, on_node: Callable[[str, fx.Node], None]) -> Iterator[None]:
@@ -268,6 +304,7 @@ class CapturedStep:
             self.optimizer,
             max_grad_norm=self.max_grad_norm,
             accumulate=accumulate,
+            skip_nonfinite=self._skip_nonfinite,
         )
 
     def _rehearse(self, batch: Any, accumulate: int) -> None:

@@ -34,6 +34,23 @@ class Inputs:
         """Add parameters and buffers."""
         return [self.add("parameter" if s.is_parameter else "buffer", s.name, s.tensor) for s in slots]
 
+    def add_before(self, where: slice) -> slice:
+        """Add what the inputs at ``where``, tensors of the model, were before the step."""
+        start = len(self.specs)
+        for spec, now in zip(self.specs[where], self.fakes[where], strict=True):
+            with self.mode:
+                like = torch.empty_strided(now.shape, now.stride(), dtype=now.dtype, device=now.device)
+            self.specs.append(InputSpec("before", spec.name))
+            self.fakes.append(like)
+        return slice(start, len(self.specs))
+
+    def add_level(self, name: str) -> int:
+        """Add the highest level of the condition ``name``, an fp64 scalar, on the device of the first input."""
+        with self.mode:
+            self.fakes.append(torch.empty((), dtype=torch.float64, device=self.fakes[0].device))
+        self.specs.append(InputSpec("level", name))
+        return len(self.specs) - 1
+
     def add_accumulator(self, name: str, param: torch.Tensor) -> int:
         """Add the sum of the gradients of ``param``, a local fake tensor; where it is."""
         with self.mode, torch.no_grad():
@@ -46,7 +63,7 @@ class Inputs:
 def add_optimizer(
     update: Update, slots: Sequence[Slot], inputs: Inputs, entries: Sequence[tuple[slice, Wrapping | None]]
 ) -> list[dict[str, Any]]:
-    """Add the optimizer's state and learning rates to the inputs; per group, what `_record_update` needs."""
+    """Add the optimizer's state and learning rates to the inputs; per group, what `Update.record` needs."""
     index_of = {id(slot.tensor): i for i, slot in enumerate(slots)}
     groups = [{"options": g, "members": [], "paths": {}, "lr": None} for g in update.groups]
     for group_index, param in update.owned():

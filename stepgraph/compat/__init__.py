@@ -32,6 +32,8 @@ from stepgraph.compat.distributed import (
     init_fake_world,
     name_group,
     process_group,
+    several_gloo_threads,
+    single_gloo_thread,
     symmetric_memory,
 )
 from stepgraph.compat.eager import (

@@ -144,6 +144,7 @@ def build_step(
         optimizer,
         max_grad_norm=clip_at(config),
         accumulate=config.accumulate,
+        on_nonfinite="skip" if config.on_nonfinite == "skip" else "update",
         passes=config,
         dump=dump,
     )

@@ -85,6 +85,12 @@ class _Training:
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this total L2 norm. None: no clipping."""
 
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient norm that is not finite ends the run, or its step is left out bitwise and counted."""
+
+    max_skipped: int = 10
+    """With --on-nonfinite skip: so many steps left out in a row end the run."""
+
     # -- numerics and device ------------------------------------------------------------------------------------------
     precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
     """bf16-autocast: fp32 parameters, torch.autocast. bf16: bf16 parameters, fp32 master weights and AdamW state."""
@@ -183,7 +189,7 @@ class TrainConfig(StepOptions, _Training):
         """Raises ValueError, in one line, for the first option that cannot be right. Reads no data."""
         for name in (
             *("seq_len", "batch_size", "accumulate", "steps", "lr", "eps", "log_every", "val_batches"),
-            *("keep_checkpoints", "comm_timeout"),
+            *("keep_checkpoints", "comm_timeout", "max_skipped"),
         ):
             self._require(name, lambda value: value > 0, "above 0")
         for name in ("seed", "warmup_steps", "weight_decay", "val_every", "checkpoint_every", "max_restarts"):
@@ -193,7 +199,7 @@ class TrainConfig(StepOptions, _Training):
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer"):
+        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite"):
             self._require_choice(name)
         self._validate_length()
         self._validate_mesh()

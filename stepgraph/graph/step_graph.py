@@ -17,12 +17,14 @@ from stepgraph.graph.provenance import phase_of, provenance
 class InputSpec:
     """One placeholder and what it is bound to.
 
-    ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch`` or ``accumulator`` (the sum of a parameter's
-    gradients over microbatches, which calls of a step add to and nobody reads after it).
+    ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch``, ``accumulator`` (the sum of a parameter's
+    gradients over microbatches, which calls of a step add to and nobody reads after it), ``before`` (what a parameter
+    or buffer that forward writes was before the step) or ``level`` (the highest that calls of a step gave, see below).
     ``name``: fully qualified name of the tensor, ``optimizer`` ones as ``<parameter>.<key>``, ``lr`` ones as
-    ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``, ``accumulator`` ones as their parameter.
+    ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``, ``accumulator`` and ``before`` ones as their parameter or
+    buffer, ``level`` ones as their condition.
     ``tensor``: the live local tensor. None where a call brings it (``batch``) or a runner allocates it
-    (``accumulator``).
+    (``accumulator``, ``before``, ``level``).
     """
 
     kind: str
@@ -32,7 +34,8 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One output. ``kind``: ``loss``, ``metric`` (``name``: its name) or ``grad`` (``name``: its parameter)."""
+    """One output. ``kind``: ``loss``, ``metric`` (``name``: its name), ``grad`` (``name``: its parameter) or ``level``
+    (``name``: the condition that the update depends on, see `stepgraph.capture.guard`)."""
 
     kind: str
     name: str

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from stepgraph import compat
 from stepgraph.errors import unknown_name
 
 
@@ -134,7 +135,8 @@ class Mesh:
         ranks = ranks.permute(*reversed(range(ranks.ndim)))
         self.names = tuple(name for name in reversed(spec.sizes) if spec.sizes[name] > 1) or ("dp_shard",)
         ranks = ranks.reshape([spec.sizes[name] for name in self.names])
-        self.devices = DeviceMesh(device_type, ranks, mesh_dim_names=self.names)
+        with compat.single_gloo_thread():
+            self.devices = _device_mesh(device_type, ranks, self.names)
         # Slices are made here, once: torch 2.11 cannot make them during a trace.
         single = len(self.names) == 1
         self._slices = {name: self.devices if single else self.devices[name] for name in self.names}
@@ -163,3 +165,11 @@ class Mesh:
     def placements(self, of: Callable[[str], Placement]) -> tuple[Placement, ...]:
         """What ``of`` says of each of the mesh's axes, in their order."""
         return tuple(map(of, self.names))
+
+
+def _device_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """A ``DeviceMesh`` whose collectives are safe while several are in flight: one axis over all ranks would otherwise
+    have the default process group, with as many threads as whoever opened it gave it."""
+    if len(names) == 1 and device_type == "cpu" and compat.several_gloo_threads(dist.group.WORLD):
+        return DeviceMesh.from_group(dist.new_group(), device_type, mesh_dim_names=names)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)

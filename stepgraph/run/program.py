@@ -74,10 +74,11 @@ def _reset(flat: Sequence[Tensor]) -> None:
 
 @dataclass
 class Results:
-    """What a step gave: the loss (the sum of the calls' own), metrics by name, gradients in order."""
+    """What a step gave: the loss (the sum of the calls' own), metrics and levels by name, gradients in order."""
 
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    levels: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[Tensor] = field(default_factory=list)
 
     def take(self, step: StepGraph, values: Sequence[Tensor]) -> None:
@@ -87,6 +88,8 @@ class Results:
                 self.loss = value if self.loss is None else self.loss + value
             elif spec.kind == "metric":
                 self.metrics[spec.name] = value
+            elif spec.kind == "level":
+                self.levels[spec.name] = value
             else:
                 self.gradients.append(value)
 
@@ -108,21 +111,41 @@ class ProgramRunner:
         self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
         #: Where this is set, graphs run node by node, and it is called with a graph's name and a node before that runs.
         self.on_node: Callable[[str, fx.Node], None] | None = None
+        held = {("accumulator", name): value for name, value in sums.items()} | self._own(program)
         self.bound = {
-            name: [sums[s.name] if s.kind == "accumulator" else s.tensor for s in step.inputs if s.kind != "batch"]
+            name: [held.get((s.kind, s.name), s.tensor) for s in step.inputs if s.kind != "batch"]
             for name, step in program.graphs.items()
         }
+
+    def _own(self, program: StepProgram) -> dict[tuple[str, str], Tensor]:
+        """Memory for state from before the step, and for levels, by kind and name."""
+        specs = [spec for step in program.graphs.values() for spec in step.inputs]
+        live = {spec.name: spec.tensor for spec in specs if spec.kind in ("parameter", "buffer")}
+        before = {spec.name: live[spec.name] for spec in specs if spec.kind == "before"}
+        kept = {
+            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            for name, tensor in before.items()
+        }
+        self.kept = [(kept[name], tensor) for name, tensor in before.items()]
+        device = next((tensor.device for tensor in live.values()), None)
+        self.levels = {
+            spec.name: torch.zeros((), dtype=torch.float64, device=device) for spec in specs if spec.kind == "level"
+        }
+        return {("before", name): t for name, t in kept.items()} | {("level", n): t for n, t in self.levels.items()}
 
     def __call__(self, leaves: Sequence[Any]) -> Results:
         """Run one step on the leaves of a batch."""
         results = Results()
         with torch.no_grad(), compat.below_autograd(), self.session:
             try:
-                _reset(self.flat)
+                self._begin()
                 for call in self.program.schedule:
                     self.session.fence(self.groups[call.graph])
                     flat = self._inputs(call.graph, call.microbatch, leaves)
                     results.take(self.program.graphs[call.graph], self._run(call.graph, flat))
+                    if call.microbatch is not None:
+                        for name, highest in self.levels.items():
+                            torch.maximum(highest, results.levels[name], out=highest)
             except BaseException:  # what the step began would be taken for what the next one begins
                 self.session.forget(frozenset().union(*self.groups.values()))
                 raise
@@ -134,6 +157,13 @@ class ProgramRunner:
         if self.on_node is None:
             return self.runners[graph](flat)
         return Interpreter(self.program.graphs[graph].executable, functools.partial(self.on_node, graph))(flat)
+
+    def _begin(self) -> None:
+        _reset(self.flat)
+        for kept, now in self.kept:
+            kept.copy_(now)
+        for level in self.levels.values():
+            level.zero_()
 
     def _inputs(self, graph: str, part: int | None, leaves: Sequence[Any]) -> list[Tensor]:
         """The inputs of one call; the batch comes last."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_states, resolve
 from stepgraph.train.data import PackedLoader, open_data, unigram_entropy, validation_batches
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
+from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import memory_advice
 from stepgraph.train.faults.signals import StopSignals
 from stepgraph.train.faults.watch import Watch
@@ -92,10 +92,6 @@ class Launched:
     lr: float
 
 
-class NotFiniteError(RuntimeError):
-    """A loss or a gradient norm is not finite."""
-
-
 class Run:
     """One training run: everything it holds, and the loop. Every rank of a mesh has one; rank 0 prints and writes."""
 
@@ -138,6 +134,7 @@ class Run:
         self.saved_step: int | None = None
         if resume:
             self._load(path)
+        self.finite = Finite(config, path, self.ranks)
         self.folder: RunFolder | SilentFolder = SilentFolder(path)
         self.ranks.first(self._open_folder)
 
@@ -341,10 +338,12 @@ class Run:
         loss, grad_norm = launched.loss.item(), launched.grad_norm.item()
         now = time.perf_counter()
         step_ms, self.last_time = (now - self.last_time) * 1e3, now
-        self._require_finite(f"the loss of step {step}", loss, step, launched.batch)
-        self._require_finite(f"the gradient norm of step {step}", grad_norm, step, launched.batch)
-        self.last_loss = loss
         self.finished += 1
+        if not self.finite.accepts(step, loss, grad_norm, launched.batch, self.saved_step):
+            progress.note(f"step {step} left out: its loss is {loss}, its gradient norm {grad_norm}")
+            self.folder.log(step, skipped_steps=self.finite.skipped)
+            return
+        self.last_loss = loss
         if self.finished > self.warmup and not (self.profile and self.profile.disturbs(step)):
             self.times_ms.append(step_ms)
             self.watch.timed(step_ms / 1e3)
@@ -361,16 +360,6 @@ class Run:
             progress.update(step, **record)
             self.folder.log(step, **record, lr=launched.lr, tokens=launched.tokens)
 
-    def _require_finite(self, what: str, value: float, step: int, batch: dict[str, torch.Tensor]) -> None:
-        """Stop the run, and keep the batch, if ``value`` is not finite: nothing after it can be of use."""
-        if math.isfinite(value):
-            return
-        rank = f"-rank-{self.ranks.rank}" if self.ranks.world > 1 else ""
-        path = self.folder.path / f"bad-batch-step-{step}{rank}.pt"
-        torch.save({k: v.cpu() for k, v in batch.items()}, path)
-        again = "start again" if self.saved_step is None else f"--resume {self.folder.path} (step {self.saved_step})"
-        raise NotFiniteError(f"{what} is {value}; its batch is kept in {path}; {again} with a lower --lr")
-
     @torch.no_grad()
     def _validate(self) -> float:
         """Mean loss over the validation batches, run eagerly; recorded at the current step."""
@@ -379,7 +368,8 @@ class Run:
         losses = []
         for batch in self.validation:
             losses.append(self.loss_fn(self.model, {k: v.to(self.device) for k, v in batch.items()}).item())
-            self._require_finite(f"the validation loss after step {self.step}", losses[-1], self.step, batch)
+            what = f"the validation loss after step {self.step}"
+            self.finite.require(what, losses[-1], self.step, batch, self.saved_step)
         self.model.train()
         self.val_loss = statistics.fmean(losses)
         self.folder.log(self.step, val_loss=self.val_loss)
@@ -402,6 +392,7 @@ class Run:
             params=self.params,
             steps=self.step,
             tokens=self.done["tokens"],
+            skipped_steps=self.finite.skipped,
             train_loss_nats=self.last_loss,
             val_loss_nats=self.val_loss,
             unigram_entropy_nats=self.unigram,

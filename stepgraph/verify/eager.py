@@ -16,8 +16,10 @@ def eager_step(
     microbatches: list[Any],
     optimizers: Sequence[torch.optim.Optimizer],
     max_grad_norm: float | None,
+    skip_nonfinite: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, metrics by name) of forward, backward, clipping and update.
+    """(loss, metrics by name) of forward, backward, clipping and update. ``skip_nonfinite``: parameters, buffers and
+    optimizer state are left as they were where the loss or the norm is not finite.
 
     Gradients of this step alone are clipped and updated with. Those that no optimizer takes are added to the
     ``param.grad`` of before; the others leave it as it was.
@@ -27,6 +29,7 @@ def eager_step(
     for param in params:
         param.grad = None
     n, total, metrics = len(microbatches), None, {}
+    kept = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())] if skip_nonfinite else []
     with torch.enable_grad():
         for microbatch in microbatches:
             loss = loss_fn(model, microbatch)
@@ -35,9 +38,17 @@ def eager_step(
             total = loss.detach() if total is None else total + loss.detach()
     if max_grad_norm is not None:
         metrics["grad_norm"] = _clip([p for p in params if p.grad is not None], max_grad_norm)
+    if skip_nonfinite:
+        metrics["skipped"] = ~torch.isfinite(torch.stack([total, metrics["grad_norm"]])).all()
+    skipped = skip_nonfinite and bool(metrics["skipped"])
+    if skipped:
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
     owned = set()
     for optimizer in optimizers:
-        optimizer.step()
+        if not skipped:
+            optimizer.step()
         owned |= {id(p) for group in optimizer.param_groups for p in group["params"]}
     with torch.no_grad():
         for param, old in zip(params, before, strict=True):

@@ -51,7 +51,8 @@ def _faked(_: int, rank: int, world: int, function: Callable, args: tuple) -> No
 def _rank(rank: int, world: int, store: str, function: Callable, args: tuple) -> None:
     faulthandler.enable()  # a rank that aborts says where
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    with compat.single_gloo_thread():
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
         function(*args)
         dist.barrier()

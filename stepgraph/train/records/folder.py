@@ -27,6 +27,8 @@ class Summary:
     """Optimizer updates done, those before a resume included."""
     tokens: int
     """Training tokens seen in these steps."""
+    skipped_steps: int
+    """Steps since the run began or was resumed that changed nothing, as their loss or gradient norm was not finite."""
     train_loss_nats: float | None
     """Cross-entropy of the last step's batch, nats per token."""
     val_loss_nats: float | None
