@@ -74,7 +74,8 @@ class Changes:
         for alike in sorted(forms.values(), key=len, reverse=True)[:_MOST_FORMS]:
             before, after = alike[0]
             shown.append(Excerpt(len(alike), _where([*before, *after]), _lines(before, old), _lines(after, now)))
-        return shown + _moves([n for n in old_order if n in present], [n for n in order if n in old], old, now)
+        stayed = {n for n in present if n in old and n.op == "call_function"}
+        return shown + _moves([n for n in old_order if n in stayed], [n for n in order if n in stayed], old, now)
 
 
 def _join_reader(groups: "_Groups", reader: fx.Node, old: _Call, new: _Call) -> None:
@@ -95,7 +96,7 @@ def _moves(then: list[fx.Node], order: list[fx.Node], old: dict, now: dict) -> l
     """The node that came furthest, where nodes changed places: beside its neighbours, then and now. ``then``,
     ``order``: the nodes that were there and still are, in their orders."""
     ranks = {n: i for i, n in enumerate(then)}
-    moved = [i for i in _out_of_order([ranks[n] for n in order]) if order[i].op == "call_function"]
+    moved = _out_of_order([ranks[n] for n in order])
     if not moved:
         return []
     i = max(moved, key=lambda i: abs(ranks[order[i]] - i))

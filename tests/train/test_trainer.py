@@ -62,7 +62,7 @@ def test_what_a_run_leaves_behind(finished, trainer):
     folder, printed = finished
     assert sorted(path.name for path in folder.iterdir()) == [
         *("checkpoints", "config.json", "environment.json", "graph.txt", "graphs", "loss.png", "metrics.jsonl"),
-        *("passes.json", "passes.txt", "summary.json", "tb"),
+        *("page.html", "passes.json", "passes.txt", "summary.json", "tb"),
     ]
     summary = trainer.summary(folder)
     assert list(summary) == [field.name for field in dataclasses.fields(Summary)]

@@ -28,10 +28,11 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: 
     """
     forms = [form for name in {g["name"]: None for g in (*a["graphs"], *b["graphs"])} for form in _graphs(a, b, name)]
     forms.sort(key=lambda form: -form["count"] * (len(form["a"]) + len(form["b"])))
+    x, y = _figures(a), _figures(b)
     return {
         "names": [_title(a, name_a), _title(b, name_b)],
         "options": _options(a["head"], b["head"]),
-        "figures": [[name, x, _figures(b)[name]] for name, x in _figures(a).items()],
+        "figures": [[name, x.get(name), y.get(name)] for name in x | y],
         "modules": _modules(a, b),
         "passes": _passes(a["passes"], b["passes"]),
         "nodes": forms[:_MOST_FORMS],

@@ -87,8 +87,9 @@ def test_collectives_travel_in_order(case):
             if c["waited"] is not None and "mm" not in c["kind"]:
                 assert c["exposed"] == pytest.approx(max(0, c["started"] + c["ns"] - c["waited"]), abs=3)
                 free[c["axis"]] = c["started"] + c["ns"]
-    if case[0] == "fsdp=4":
-        assert any(c["exposed"] == 0 for c in case[2][0]["graphs"][0]["collectives"])
+        # Overlapped: some are needed later than they are launched.
+        every = found["collectives"]
+        assert not every or any(c["waited"] and c["waited"] > c["launched"] for c in every)
 
 
 def test_storages_are_alive_from_maker_to_last_reader(case):
