@@ -101,7 +101,8 @@ class StepGraph:
         return None
 
     def text(self) -> str:
-        """The graph as readable text: one line per node with shape, dtype, module path, phase and source line."""
+        """The graph as readable text: one line per node with shape, dtype, phase, module path, source line, role and
+        region."""
         lines = []
         for node in self.graph.nodes:
             if node.op == "output":
@@ -126,6 +127,7 @@ def line_of(node: fx.Node, target: Any, args: Sequence[Any], kwargs: Mapping[str
         if found.checkpoint is not None:
             where += f" checkpoint {found.checkpoint}"
         where += f" ({found.role})" if found.role else ""
+        where += f" [{found.region}]" if found.region else ""
     return f"{node.name}: {type_of(node)} = {call}{where}"
 
 

@@ -123,7 +123,8 @@ def _columns(step: StepGraph, order: list[fx.Node], number: Mapping[fx.Node, int
         columns["path"].append(paths(found.path if found else ""))
         columns["source"].append(sources(_source(found.source if found else "")))
         columns["role"].append(roles(str(found.role) if found and found.role else ""))
-        columns["region"].append(regions(f"{region.kind} {region.id}" if region else ""))
+        compiled = f"{region.kind} {region.id}, for Inductor" if region else ""
+        columns["region"].append(regions("; ".join(filter(None, [found.region if found else "", compiled]))))
         columns["phase"].append(PHASES.index(phase_of(node)))
         columns["checkpoint"].append(-1 if found is None or found.checkpoint is None else found.checkpoint)
     tables = {"calls_text": calls, "types": types, "paths": paths, "sources": sources}

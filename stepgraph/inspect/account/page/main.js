@@ -46,7 +46,7 @@ function everything() {
   for (const p of account.passes) all.push({ text: p.name, hint: `pass: ${p.skipped ? "skipped" : p.summary || "found nothing to do"}`, href: `#pass/${p.graph || "step"}/${p.name}` });
   for (const g of graphs) for (let i = 0; i < g.size; i++) {
     const input = g.inputOf.get(i);
-    all.push({ text: g.nodes.name[i], hint: [g.operator(i), g.type(i), where(g, i), input && input.name, graphs.length > 1 && g.name].filter(Boolean).join(" · "), more: `${g.source(i)[0]} ${g.source(i)[1]} ${g.role(i)}`, href: `#node/${g.name}/${g.nodes.name[i]}` });
+    all.push({ text: g.nodes.name[i], hint: [g.operator(i), g.type(i), where(g, i), input && input.name, graphs.length > 1 && g.name].filter(Boolean).join(" · "), more: `${g.source(i)[0]} ${g.source(i)[1]} ${g.role(i)} ${g.regions[g.nodes.region[i]]}`, href: `#node/${g.name}/${g.nodes.name[i]}` });
   }
   for (const e of all) e.low = `${e.text} ${e.hint} ${e.more || ""}`.toLowerCase();
   return all;
