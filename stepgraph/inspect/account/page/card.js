@@ -10,7 +10,7 @@ function drawCard(graph, i) {
   const row = (name, ...value) => rows.push(el("dt", {}, name), el("dd", {}, ...value));
   const links = (nodes, most = 8) => { const list = el("span", {}); const one = (j, k) => el("span", {}, k ? ", " : "", nodeLink(graph, j)); list.append(...nodes.slice(0, most).map(one)); if (nodes.length > most) list.append(el("small", {}, ` and ${nodes.length - most} more`)); return nodes.length ? list : "none"; };
   if (input) row("input", `${input.kind} ${input.name}`);
-  row("gives", el("code", {}, graph.type(i)));
+  row("gives", el("code", {}, graph.type(i) || "nothing"));
   row("module", graph.path(i) ? graph.path(i) : "the model itself");
   row("phase", graph.phase(i), n.checkpoint[i] >= 0 ? ` (in checkpoint ${n.checkpoint[i]})` : "");
   if (file) row("line", file, el("br"), el("code", {}, code));

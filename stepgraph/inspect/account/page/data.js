@@ -45,7 +45,7 @@ class Graph {
 
   path(i) { return this.paths[this.nodes.path[i]]; }
   phase(i) { return PHASES[this.nodes.phase[i]]; }
-  type(i) { return this.types[this.nodes.type[i]]; }
+  type(i) { const text = this.types[this.nodes.type[i]]; return text === "?" ? "" : text; }
   source(i) { return this.sources[this.nodes.source[i]]; }
   role(i) { return this.roles[this.nodes.role[i]]; }
   operator(i) { return this.calls_text[this.nodes.call[i]].split("(")[0]; }

@@ -46,8 +46,7 @@ function modulesPart() {
         button.textContent = open ? "▾" : "▸"; button.setAttribute("aria-expanded", open);
         if (!open) { const close = (rows) => rows.splice(0).forEach((r) => { r.closeAll(); r.remove(); }); close(below); return; }
         const parts = [...node.children].sort((a, b) => sum(b[1].ns) - sum(a[1].ns)).map(([key, child]) => row(child, depth + 1, key === "*" ? `each of ${child.blocks.size} blocks, together` : key));
-        if (node.blocks) for (const [key, child] of node.blocks) parts.push(row(child, depth + 1, `block ${key}`));
-        parts.forEach((p) => p.classList.toggle("folded", !!node.blocks && p.textContent.startsWith("▸block")));
+        if (node.blocks) parts.push(row({ ...node, children: node.blocks, blocks: null }, depth + 1, "block by block"));
         below.push(...parts); tr.after(...parts);
       };
       tr.closeAll = () => below.splice(0).forEach((r) => { r.closeAll(); r.remove(); });
@@ -209,6 +208,7 @@ function collectivesPart() {
     const graph = shown();
     if (!graph.collectives.length) { box.replaceChildren(el("p.muted", {}, account.head.ranks > 1 ? "This graph has none." : "One rank communicates with nobody.")); return; }
     const rows = alikeCollectives(graph);
+    const titles = [["collective", 0], ["what for", 0], ["over × ranks", 0], ["bytes", 1], ["takes", 1], ["exposed", 1], ["launch to wait", 1], ["hidden by", 0], ["why it is exposed", 0]];
     const body = el("tbody");
     const line = (members) => {
       const worst = members.reduce((a, b) => (b.exposed > a.exposed ? b : a)), many = members.length > 1, by = hiddenBy(graph, worst), role = graph.role(worst.node);
@@ -220,6 +220,7 @@ function collectivesPart() {
         el("td.number", {}, worst.waited === null ? "never waited for" : time(worst.waited - worst.launched)),
         el("td", {}, by.nodes.length ? by.nodes.slice(0, 2).map(([i, t], k) => [k ? ", " : "", nodeLink(graph, i), ` ${time(t)}`]).flat() : "nothing", by.nodes.length > 2 ? ` and ${by.nodes.length - 2} more` : ""),
         el("td", {}, worst.exposed ? whyExposed(graph, worst) : ""));
+      [...tr.children].forEach((cell, k) => { cell.dataset.title = k < 2 ? "" : titles[k][0]; });
       return tr;
     };
     const expand = (tr, members) => {
@@ -229,7 +230,6 @@ function collectivesPart() {
       const each = members.map((c) => line([c])); each.forEach((e) => e.classList.add("folded")); tr.after(...each);
     };
     const more = growing(rows, 20, (r) => line(r.members), body);
-    const titles = [["collective", 0], ["what for", 0], ["over × ranks", 0], ["bytes", 1], ["takes", 1], ["exposed", 1], ["launch to wait", 1], ["hidden by", 0], ["why it is exposed", 0]];
     box.replaceChildren(el("p.muted", {}, "Those that computation waits for longest come first; of alike ones the row tells of the worst. Bytes are those of the whole tensor."),
       el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), ...(more ? [more] : []));
   });
