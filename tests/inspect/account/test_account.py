@@ -87,9 +87,8 @@ def test_collectives_travel_in_order(case):
             if c["waited"] is not None and "mm" not in c["kind"]:
                 assert c["exposed"] == pytest.approx(max(0, c["started"] + c["ns"] - c["waited"]), abs=3)
                 free[c["axis"]] = c["started"] + c["ns"]
-        # Overlapped: some are needed later than they are launched.
-        every = found["collectives"]
-        assert not every or any(c["waited"] and c["waited"] > c["launched"] for c in every)
+        if case[0] == "fsdp=4":  # overlapped: some are needed later than they are launched
+            assert any(c["waited"] > c["launched"] for c in found["collectives"])
 
 
 def test_storages_are_alive_from_maker_to_last_reader(case):
