@@ -1,6 +1,5 @@
-"""Before a run begins: its folder, what it would overwrite, and its options in one line."""
+"""Before a run begins: its folder, and what it would overwrite."""
 
-import dataclasses
 from pathlib import Path
 
 from stepgraph import parallel
@@ -28,9 +27,3 @@ def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
     if store is not None:
         store.set(key, str(path))
     return path, False, config.resume is not None
-
-
-def config_line(config: TrainConfig) -> str:
-    """Every option and its value, in one line."""
-    values = dataclasses.asdict(config) | {"model": dataclasses.asdict(config.model)}
-    return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
