@@ -10,7 +10,8 @@ function headPart() {
     el("h1", {}, head.title),
     el("p", {}, what.join(" · ")),
     el("p.muted", {}, head.device ? `It ran on ${head.device}. ` : "Nothing ran: this is a forecast. ",
-      `Times are forecast for ${head.gpu} GPUs unless they are called measured. ${made}.`),
+      `Times are forecast for ${head.gpu} GPUs unless they are called measured. ${made}.`,
+      /\bpp=/.test(head.mesh) ? " Of a pipeline this is rank 0: its calls, without the time that it waits for other stages and the memory of microbatches under way." : ""),
     el("div.figures", {}, figures(head)),
     graphChoice(),
     el("div.answers", { id: "answers" }));
