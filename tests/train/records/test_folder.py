@@ -30,6 +30,7 @@ def summary(**changes):
         "tokens_per_s": 2000.0,
         "step_ms_median": 1000.0,
         "mfu": None,
+        "bubble": None,
         "capture_s": 1.0,
         "compile_s": 2.0,
         "peak_mem_gib": 0.5,
