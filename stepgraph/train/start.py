@@ -1,10 +1,11 @@
-"""Before a run begins: its folder, and what it would overwrite."""
+"""Before a run begins: its folder, what it would overwrite, and its data."""
 
 from pathlib import Path
 
 from stepgraph import parallel
 from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
+from stepgraph.train.data import DataBundle, open_data
 from stepgraph.train.records.folder import require_unused
 
 
@@ -27,3 +28,14 @@ def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
     if store is not None:
         store.set(key, str(path))
     return path, False, config.resume is not None
+
+
+def open_fitting_data(config: TrainConfig) -> DataBundle:
+    """The data of a run. Raises ``ValueError`` where the tokenizer has more tokens than the model."""
+    data = open_data(config.data, config.tokenizer)
+    if data.tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model {config.model.vocab_size}: "
+            f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
+        )
+    return data

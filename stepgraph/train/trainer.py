@@ -27,7 +27,7 @@ from stepgraph.models import flops_per_token
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_states, resolve
-from stepgraph.train.data import PackedLoader, open_data, unigram_entropy, validation_batches
+from stepgraph.train.data import PackedLoader, unigram_entropy, validation_batches
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import memory_advice
@@ -36,7 +36,7 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
 from stepgraph.train.records.progress import Progress, format_seconds
-from stepgraph.train.start import check_export, choose_folder
+from stepgraph.train.start import check_export, choose_folder, open_fitting_data
 from stepgraph.train.traces.memory import MemorySnapshot
 from stepgraph.train.traces.page import RunPage
 from stepgraph.train.traces.profile import StepProfile
@@ -112,12 +112,7 @@ class Run:
         if self.device.type == "cpu":
             keep_freed_memory()
 
-        data = open_data(config.data, config.tokenizer)
-        if data.tokenizer.vocab_size > config.model.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model {config.model.vocab_size}: "
-                f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
-            )
+        data = open_fitting_data(config)
         sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         if mesh is not None:  # ranks of one tp group read the same
             sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
@@ -296,9 +291,7 @@ class Run:
                     self._finish(launched, progress)
                     launched = None
                 if show:
-                    self.page.write(self.captured.program)
-                    if self.snapshot:
-                        self.snapshot.write()
+                    self._show()
                 if validate:
                     progress.note(f"step {self.step} | val_loss {self._validate():.4f}")
                 if save:
@@ -374,6 +367,12 @@ class Run:
             progress.update(step, **record)
             repeated = {"repeated_steps": self.repeated_steps} if "repeated" in launched.metrics else {}
             self.folder.log(step, **record, **repeated, lr=launched.lr, tokens=launched.tokens)
+
+    def _show(self) -> None:
+        """Write what shows the step: the page, and the snapshot of its memory."""
+        self.page.write(self.captured.program)
+        if self.snapshot:
+            self.snapshot.write()
 
     def _validate(self) -> float:
         """Mean loss over the validation batches; recorded at the current step."""
