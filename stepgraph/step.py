@@ -5,6 +5,7 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.passes import Passes, PassReport, StepOptions, prepare, rehearsed, run_passes
+from stepgraph.passes import Passes, PassReport, StepOptions, Target, prepare, rehearsed, resolve, run_passes
 from stepgraph.run import Accumulators, BoundStep
+from stepgraph.run.saved.store import Outcome, Request, store_of
 from stepgraph.verify import Case, VerifyReport, verify
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
@@ -41,6 +43,7 @@ def capture(
     passes: Passes = "default",
     disable: Sequence[str] = (),
     dump: Path | None = None,
+    saved: Path | str | None = None,
 ) -> "CapturedStep":
     """Capture the training step of ``model`` as one graph and return it as a callable.
 
@@ -60,6 +63,8 @@ def capture(
             configured passes.
         disable: names of passes to leave out.
         dump: folder for the graph's text before and after each pass.
+        saved: load the step from this folder if it was saved there, and else save it; ``"auto"``: from the user's
+            cache. What is loaded is code: name no folder that you do not trust. ``step.saved`` says what happened.
 
     Returns:
         A `CapturedStep`.
@@ -78,13 +83,15 @@ def capture(
         passes=passes,
         disable=disable,
         dump=dump,
+        saved=saved,
     )
 
 
 class CapturedStep:
     """A training step: ``loss = step(batch)``.
 
-    ``metrics``: tensors of the latest call, ``grad_norm`` among them when gradients are clipped.
+    ``metrics``: tensors of the latest call, ``grad_norm`` among them when gradients are clipped. ``saved``: how its
+    latest form came about, where a folder of saved steps was given.
     """
 
     def __init__(
@@ -99,6 +106,7 @@ class CapturedStep:
         passes: Passes,
         disable: Sequence[str],
         dump: Path | None,
+        saved: Path | str | None,
     ):
         optimizer = compat.accelerated_inside(optimizer)
         checks.check_arguments(model, loss_fn, batch, optimizer)
@@ -114,6 +122,8 @@ class CapturedStep:
         checks.check_microbatches(leaves, accumulate)
         self._largest = [size // accumulate for size in batch_sizes(leaves)]
         self._session, self._accumulators = Session(), Accumulators()
+        self._store = None if saved is None else store_of(saved)
+        self.saved = Outcome()
         self._current = self._bind(batch, self._signature(leaves, spec))
 
     @property
@@ -236,13 +246,24 @@ class CapturedStep:
         if not self._bound:
             self._rehearse(batch, accumulate)
         traced = self._trace(batch, accumulate)
+        if self._store is None:
+            self._rewrite(traced)
+        else:
+            self.saved = self._store.rewrite(traced, self._request(traced), partial(self._rewrite, traced), not self._bound)
+        bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
+        return bound
+
+    def _rewrite(self, traced: Traced) -> None:
+        """Apply the passes to the graphs of a captured program."""
         several = len(traced.program.graphs) > 1
         for name, graph in traced.program.graphs.items():
             dump = self.dump / name if self.dump and several else self.dump
             for report in run_passes(graph, self.passes, disable=self.disable, dump=dump):
                 report.graph = name
-        bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
-        return bound
+
+    def _request(self, traced: Traced) -> Request:
+        passes = resolve(self.passes, self.disable, Target.of(traced.step))
+        return Request(traced.program, passes, _device_of(self.model), traced.step.mesh)
 
     def _trace(self, batch: Any, accumulate: int) -> Traced:
         return trace_step(

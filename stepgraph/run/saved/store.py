@@ -1,0 +1,310 @@
+"""Finds, loads and saves the steps of a folder."""
+
+import gzip
+import json
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stepgraph import compat
+from stepgraph.capture import Traced
+from stepgraph.graph.program import StepProgram
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.inductor.regional import PieceCall, piece_calls, with_functions
+from stepgraph.passes.contract import Pass
+from stepgraph.run.saved import key
+from stepgraph.run.saved.folder import DamagedEntry, Entry, Folder, UnsafeFolder, cache_folder
+from stepgraph.run.saved.graphs import Captured, Reader, Writer, decode_reports, encode_reports
+from stepgraph.run.saved.values import NotLoadable, NotSavable
+
+#: So many saved steps are looked at for what a miss says.
+_COMPARED = 16
+
+
+@dataclass
+class Outcome:
+    """How a step came about. ``loaded``: ``start`` (not even captured), ``graph`` (neither rewritten nor compiled) or
+    None. ``seconds``: that looking it up and loading took. ``notes``: what a user should know, each in one line."""
+
+    loaded: str | None = None
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """The outcome in one line."""
+        what = {
+            "start": "loaded; nothing was captured, rewritten or compiled",
+            "graph": "loaded; it was captured again, and neither rewritten nor compiled",
+            None: "made new",
+        }[self.loaded]
+        return f"step {what} ({self.seconds:.1f} s)"
+
+
+@dataclass
+class Request:
+    """One program to find or to make. ``passes``: as resolved for its target. ``mesh``: of its DTensors."""
+
+    program: StepProgram
+    passes: Sequence[Pass]
+    device: torch.device
+    mesh: Any
+
+    def __post_init__(self) -> None:
+        self.own = own_device(self.device)
+        self.captured = Captured.of(self.program)
+        self.text = self.program.text()
+
+    def parts(self) -> dict[str, Any]:
+        """The key of the graph. Raises `NotSavable`."""
+        writer = Writer(self.own, None)
+        written = writer.program(self.program)
+        nodes = sum(len(graph["graph"]["nodes"]) for graph in written["graphs"].values())
+        graph = {"nodes": nodes, "text": key.digest([written, writer.digest])}
+        return {"graph": graph} | surroundings(self.passes, self.device, self.mesh)
+
+
+def surroundings(passes: Sequence[Pass], device: torch.device, mesh: Any) -> dict[str, Any]:
+    """The parts of a key that do not depend on the model."""
+    compiles = any(p.name == "inductor" for p in passes)
+    try:
+        facts = key.pass_facts(passes)
+    except ValueError as reason:
+        raise NotSavable(str(reason)) from None
+    return {
+        "passes": facts,
+        "versions": key.versions(),
+        "device": key.device_facts(device, compiles),
+        "settings": key.settings(compiles),
+        "mesh": key.mesh_facts(mesh),
+    }
+
+
+def store_of(where: Path | str) -> "Store | None":
+    """The store of a folder that a caller named, or of the user's cache (``"auto"``; None where that is off)."""
+    if where != "auto":
+        return Store(Folder(Path(where), given=True))
+    path = cache_folder()
+    return None if path is None else Store(Folder(path, given=False))
+
+
+def own_device(device: torch.device) -> torch.device | None:
+    """The GPU of this rank, with its number; None on a CPU."""
+    if device.type != "cuda" or device.index is not None:
+        return device if device.type == "cuda" else None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Store:
+    """The steps of one folder."""
+
+    def __init__(self, folder: Folder):
+        self.folder = folder
+        self.damaged: set[str] = set()
+
+    def rewrite(self, traced: Traced, request: Request, passes: Callable[[], None], together: bool) -> Outcome:
+        """Load what ``passes`` would make of the captured program, or let them make it and save it.
+
+        ``together``: every rank is here; of those that have one graph the first makes it, and the others load it.
+        """
+        start = time.perf_counter()
+        outcome = Outcome()
+        try:
+            parts = request.parts()
+        except NotSavable as reason:
+            outcome.notes.append(f"the step cannot be saved: {reason}")
+            parts = {"graph": None}
+        name = key.entry_name("graph", parts) if parts["graph"] else f"none-{_rank()}"
+        found = bool(parts["graph"]) and self.load(name, traced, request, outcome)
+        if not found and parts["graph"]:
+            outcome.notes += self.missed(parts, request.text)
+        outcome.seconds = time.perf_counter() - start
+        if not together or not dist.is_initialized() or dist.get_world_size() == 1:
+            if not found:
+                passes()
+                self.save(name, parts, traced, request, outcome)
+            return outcome
+        return self._together(name, parts, traced, request, passes, outcome, found)
+
+    def _together(
+        self,
+        name: str,
+        parts: dict[str, Any],
+        traced: Traced,
+        request: Request,
+        passes: Callable[[], None],
+        outcome: Outcome,
+        found: bool,
+    ) -> Outcome:
+        asked: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(asked, None if found else name)
+        if not any(asked):
+            return outcome
+        first = not found and asked.index(name) == dist.get_rank()
+        failure: BaseException | None = None
+        if first:
+            try:
+                passes()
+                self.save(name, parts, traced, request, outcome)
+            except BaseException as error:  # the others wait: they are told before it is raised
+                failure = error
+        dist.barrier()
+        if failure is not None:
+            raise failure
+        if not first and not found:
+            outcome.notes.clear()
+            if name.startswith("graph") and self.load(name, traced, request, outcome):
+                outcome.notes.append(f"made by rank {asked.index(name)}, which has the same graph")
+            else:
+                passes()
+        return outcome
+
+    def load(self, name: str, traced: Traced, request: Request | None, outcome: Outcome) -> bool:
+        """Put the saved step ``name`` in the place of ``traced.program``; whether it is there and whole."""
+        entry = self.read(name, outcome)
+        if entry is None:
+            return False
+        live = request.captured.find(traced.program) if request else None
+        tensors = {(s.kind, s.name): s.tensor for step in traced.program.graphs.values() for s in step.inputs}
+        own = request.own if request else None
+        mesh = request.mesh if request else None
+        try:
+            traced.program = program_of(entry, own, tensors.get, live, mesh)
+        except NotLoadable as reason:
+            outcome.notes.append(f"a saved step does not fit here: {reason}")
+            return False
+        outcome.loaded = "graph"
+        return True
+
+    def read(self, name: str, outcome: Outcome) -> Entry | None:
+        """An entry, or None where there is none that may be used."""
+        try:
+            return self.folder.read(name)
+        except DamagedEntry as reason:
+            self.damaged.add(name)
+            outcome.notes.append(f"a saved step is damaged and not used: {reason}")
+        except UnsafeFolder as reason:
+            outcome.notes.append(f"no saved step is used: {reason}")
+        return None
+
+    def save(self, name: str, parts: dict[str, Any], traced: Traced, request: Request, outcome: Outcome) -> None:
+        """Save the rewritten program. What cannot be saved is told, and costs no step."""
+        if not parts["graph"]:
+            return
+        try:
+            files = files_of(traced.program, request)
+        except NotSavable as reason:
+            outcome.notes.append(f"the step cannot be saved: {reason}")
+            return
+        self.write(name, parts, files, outcome)
+
+    def write(self, name: str, parts: dict[str, Any], files: dict[str, bytes], outcome: Outcome) -> None:
+        """Write an entry; a full disk costs a warning."""
+        try:
+            self.folder.write(name, parts, files, replace=name in self.damaged)
+            self.damaged.discard(name)
+        except (OSError, UnsafeFolder) as failure:
+            reason = failure.strerror if isinstance(failure, OSError) else failure
+            warnings.warn(f"the step is not saved in {self.folder.path}: {reason}", stacklevel=2)
+            outcome.notes.append(f"the step is not saved: {reason}")
+
+    def missed(self, parts: dict[str, Any], text: str) -> list[str]:
+        """Why no saved step is the one that is wanted: what the nearest one differs in."""
+        nearest = self.nearest("graph", parts)
+        if nearest is None:
+            return []
+        name, differing = nearest
+        if len(differing) == 1 and differing[0].startswith("graph"):
+            differing = [f"the graph, first at {_first_difference(self._text(name), text)}"]
+        return [f"no saved step fits; the nearest differs in {', '.join(differing)}"]
+
+    def nearest(self, kind: str, parts: dict[str, Any]) -> tuple[str, list[str]] | None:
+        """(the saved entry that differs in the fewest parts, what differs); None where there is none."""
+        best: tuple[str, list[str]] | None = None
+        try:
+            names = self.folder.names(kind)[:_COMPARED]
+        except UnsafeFolder:
+            return None
+        for name in names:
+            try:
+                found = key.difference(self.folder.parts(name), parts)
+            except (DamagedEntry, UnsafeFolder):
+                continue
+            if best is None or len(found) < len(best[1]):
+                best = name, found
+        return best
+
+    def _text(self, name: str) -> str:
+        try:
+            return gzip.decompress(self.folder.read(name).files["captured.txt.gz"]).decode()
+        except DamagedEntry:
+            return ""
+
+
+def files_of(program: StepProgram, request: Request) -> dict[str, bytes]:
+    """The files of a rewritten program. Raises `NotSavable`."""
+    writer = Writer(request.own, request.captured)
+    written = {"program": writer.program(program), "constants": [len(data) for data in writer.constants]}
+    files: dict[str, bytes] = {"captured.txt.gz": gzip.compress(request.text.encode(), mtime=0)}
+    written["reports"] = {name: encode_reports(step) for name, step in program.graphs.items()}
+    written["pieces"] = {}
+    for name, step in program.graphs.items():
+        if step.executable is not step.module:
+            calls, pieces = _pieces(step)
+            written["pieces"][name] = [[call.name, call.nodes] for call in calls]
+            files |= {f"{name}.{piece}": data for piece, data in pieces.items()}
+    written["live"] = writer.live
+    files["constants"] = b"".join(writer.constants)
+    files["program.json"] = json.dumps(written, separators=(",", ":")).encode()
+    return files
+
+
+def _pieces(step: StepGraph) -> tuple[list[PieceCall], dict[str, bytes]]:
+    calls, pieces = piece_calls(step.executable), {}
+    for name in dict.fromkeys(call.name for call in calls):
+        piece = getattr(step.executable, name)
+        if piece.any_length:
+            raise NotSavable("a piece that serves any length has no saved form: leave out any_length")
+        try:
+            pieces[name] = compat.inductor_artifact(piece.function)
+        except ValueError as reason:
+            raise NotSavable(str(reason)) from None
+    return calls, pieces
+
+
+def program_of(entry: Entry, own: torch.device | None, tensor: Callable, live: Any, mesh: Any) -> StepProgram:
+    """The program of an entry, bound to live tensors. ``tensor``, ``live``: see `Reader`, ``tensor`` of one pair.
+    Raises `NotLoadable`."""
+    saved = json.loads(entry.files["program.json"])
+    constants, at = [], 0
+    for size in saved["constants"]:
+        constants.append(entry.files["constants"][at : at + size])
+        at += size
+    program = Reader(own, constants, lambda kind, name: tensor((kind, name)), live).program(saved["program"], mesh)
+    for name, step in program.graphs.items():
+        if name in saved["pieces"]:
+            calls = [PieceCall(piece, tuple(nodes)) for piece, nodes in saved["pieces"][name]]
+            functions = {c.name: compat.inductor_load(entry.files[f"{name}.{c.name}"]) for c in _distinct(calls)}
+            step.executable = with_functions(step.module, calls, functions)
+        decode_reports(saved["reports"][name], step)
+    return program
+
+
+def _distinct(calls: Sequence[PieceCall]) -> list[PieceCall]:
+    return list({call.name: call for call in calls}.values())
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _first_difference(saved: str, now: str) -> str:
+    for a, b in zip(saved.splitlines(), now.splitlines(), strict=False):
+        if a != b:
+            return f"{b.strip()[:160]!r}, saved was {a.strip()[:160]!r}"
+    return "its end, or a number that the text leaves out"
