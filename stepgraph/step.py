@@ -25,7 +25,8 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.passes import Passes, PassReport, StepOptions, Target, prepare, rehearsed, resolve, run_passes
 from stepgraph.run import Accumulators, BoundStep
-from stepgraph.run.saved.store import Outcome, Request, store_of
+from stepgraph.run.saved.start import Start
+from stepgraph.run.saved.store import Outcome, store_of
 from stepgraph.verify import Case, VerifyReport, verify
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
@@ -241,15 +242,14 @@ class CapturedStep:
                 stacklevel=4,
             )
             self._bound.popitem(last=False)
-        accumulate = self._microbatches(batch)
-        prepare(self.passes, self.disable, _device_of(self.model))
-        if not self._bound:
-            self._rehearse(batch, accumulate)
-        traced = self._trace(batch, accumulate)
-        if self._store is None:
+        accumulate, first = self._microbatches(batch), not self._bound
+        if self._store is None or self.dump:  # what is loaded has nothing to dump
+            traced = self._capture(batch, accumulate)
             self._rewrite(traced)
         else:
-            self.saved = self._store.rewrite(traced, self._request(traced), partial(self._rewrite, traced), not self._bound)
+            start = self._start(batch, accumulate)
+            capture = partial(self._capture, batch, accumulate)
+            traced, self.saved = self._store.step(start, capture, self._rewrite, together=first)
         bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
         return bound
 
@@ -261,9 +261,18 @@ class CapturedStep:
             for report in run_passes(graph, self.passes, disable=self.disable, dump=dump):
                 report.graph = name
 
-    def _request(self, traced: Traced) -> Request:
-        passes = resolve(self.passes, self.disable, Target.of(traced.step))
-        return Request(traced.program, passes, _device_of(self.model), traced.step.mesh)
+    def _start(self, batch: Any, accumulate: int) -> Start:
+        device = _device_of(self.model)
+        passes = resolve(self.passes, self.disable, Target.on(device))
+        return Start(
+            self.model, self.loss_fn, batch, self._update, self.max_grad_norm, accumulate, passes, device
+        )
+
+    def _capture(self, batch: Any, accumulate: int) -> Traced:
+        prepare(self.passes, self.disable, _device_of(self.model))
+        if not self._bound:
+            self._rehearse(batch, accumulate)
+        return self._trace(batch, accumulate)
 
     def _trace(self, batch: Any, accumulate: int) -> Traced:
         return trace_step(

@@ -254,6 +254,8 @@ class Run:
         program = self.captured.program
         self.watch.watches(program)
         self.capture_s = time.perf_counter() - start
+        if self.config.step != "off":
+            self.say("\n   ".join([self.captured.saved.line(), *self.captured.saved.notes]))
         counts = [f"{phase} {n:,}" for graph in program.graphs.values() for phase, n in graph.count_by_phase().items()]
         self.say(f"graph captured in {program.capture_s:.1f} s; nodes after passes: {', '.join(counts)}")
         self.say(passes.format_report(self.captured.report))

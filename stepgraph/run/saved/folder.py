@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 #: Names the folder of automatic saving, or says "off".
 VARIABLE = "STEPGRAPH_CACHE"
 #: Entries that the automatic folder keeps; the least recently used go first.
-MOST_ENTRIES = 64
+MOST_ENTRIES = 512
 _WRITING = ".writing-"
 _STALE_S = 86_400
 

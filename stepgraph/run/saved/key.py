@@ -61,7 +61,7 @@ def versions() -> dict[str, str]:
     """Of all that decides what a capture, a pass and a compiler make: packages, and stepgraph's own sources."""
     found = {"format": str(FORMAT), "python": platform.python_version(), "torch": torch.__version__}
     found |= {"cuda": str(torch.version.cuda), "stepgraph": own_sources()}
-    for package in ("triton", "transformers", "flash-attn-4", "quack-kernels"):
+    for package in ("numpy", "triton", "transformers", "flash-attn-4", "quack-kernels"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -92,7 +92,7 @@ def device_facts(device: torch.device, compiles: bool) -> dict[str, Any]:
         if compiles:
             found["number"] = torch.cuda.current_device() if device.index is None else device.index
     found |= {"cpu": platform.machine(), "vectors": torch.backends.cpu.get_cpu_capability()}
-    return found | {"threads": torch.get_num_threads()}
+    return found | ({"threads": torch.get_num_threads()} if device.type == "cpu" else {})
 
 
 def settings(compiles: bool) -> dict[str, str]:
@@ -100,6 +100,7 @@ def settings(compiles: bool) -> dict[str, str]:
     cuda = torch.backends.cuda
     found = {
         "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "cudnn": [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic],
@@ -124,7 +125,7 @@ def mesh_facts(mesh: Any) -> dict[str, Any]:
     """The ranks and how they are laid out; which of them this one is does not count."""
     if not dist.is_initialized():
         return {"ranks": 1}
-    found = {"ranks": dist.get_world_size(), "backend": dist.get_backend()}
+    found: dict[str, Any] = {"ranks": dist.get_world_size()}
     found["ranks a machine"] = os.environ.get("LOCAL_WORLD_SIZE", "all")
     if mesh is not None:
         found |= {"axes": list(mesh.mesh_dim_names or ()), "sizes": list(mesh.mesh.shape)}

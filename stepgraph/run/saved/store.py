@@ -1,5 +1,6 @@
 """Finds, loads and saves the steps of a folder."""
 
+import contextlib
 import gzip
 import json
 import time
@@ -21,6 +22,9 @@ from stepgraph.passes.contract import Pass
 from stepgraph.run.saved import key
 from stepgraph.run.saved.folder import DamagedEntry, Entry, Folder, UnsafeFolder, cache_folder
 from stepgraph.run.saved.graphs import Captured, Reader, Writer, decode_reports, encode_reports
+from stepgraph.run.saved.describe import Indescribable
+from stepgraph.run.saved.sources import Sources
+from stepgraph.run.saved.start import Bindings, Start, changed_since, name_groups, record_of, traced_of
 from stepgraph.run.saved.values import NotLoadable, NotSavable
 
 #: So many saved steps are looked at for what a miss says.
@@ -30,9 +34,11 @@ _COMPARED = 16
 @dataclass
 class Outcome:
     """How a step came about. ``loaded``: ``start`` (not even captured), ``graph`` (neither rewritten nor compiled) or
-    None. ``seconds``: that looking it up and loading took. ``notes``: what a user should know, each in one line."""
+    None. ``kept``: the entry that holds it, None where it is not saved. ``seconds``: that looking it up and loading
+    took. ``notes``: what a user should know, each in one line."""
 
     loaded: str | None = None
+    kept: str | None = None
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
@@ -59,6 +65,7 @@ class Request:
         self.own = own_device(self.device)
         self.captured = Captured.of(self.program)
         self.text = self.program.text()
+        self.live: list[str] = []  # why its graph cannot do without a capture
 
     def parts(self) -> dict[str, Any]:
         """The key of the graph. Raises `NotSavable`."""
@@ -107,77 +114,147 @@ class Store:
         self.folder = folder
         self.damaged: set[str] = set()
 
-    def rewrite(self, traced: Traced, request: Request, passes: Callable[[], None], together: bool) -> Outcome:
-        """Load what ``passes`` would make of the captured program, or let them make it and save it.
+    def step(
+        self, start: Start, capture: Callable[[], Traced], rewrite: Callable[[Traced], None], together: bool
+    ) -> tuple[Traced, Outcome]:
+        """The step of ``start``: loaded, or captured and then loaded, or made by ``rewrite`` and saved.
 
-        ``together``: every rank is here; of those that have one graph the first makes it, and the others load it.
+        ``together``: every rank is here. Those that have one graph share it: the first makes it, the others load it.
         """
-        start = time.perf_counter()
+        began = time.perf_counter()
+        together = together and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
         outcome = Outcome()
+        parts = self._start_parts(start, outcome)
+        traced = self._started(start, parts, outcome) if parts else None
+        if together and not all(_gathered(traced is not None)):
+            traced = None  # a capture may open process groups, which all ranks must do
+        if traced is not None:
+            outcome.loaded, outcome.kept = "start", key.entry_name("start", parts)
+            outcome.seconds = time.perf_counter() - began
+            return traced, outcome
+        sources = Sources()
+        with sources.recorded() if parts else contextlib.nullcontext():
+            traced = capture()
+        request = Request(traced.program, start.passes, start.device, start.mesh)
+        name = self._rewritten(traced, request, rewrite, together, outcome)
+        if parts and name:
+            self._save_start(start, parts, sources, traced, name, outcome)
+        return traced, outcome
+
+    def _start_parts(self, start: Start, outcome: Outcome) -> dict[str, Any] | None:
+        try:
+            return start.parts() | surroundings(start.passes, start.device, start.mesh)
+        except (Indescribable, NotSavable) as reason:
+            outcome.notes.append(f"the step is captured at every start, as nothing stands for {reason}")
+            return None
+
+    def _started(self, start: Start, parts: dict[str, Any], outcome: Outcome) -> Traced | None:
+        """The step of a start that was saved, without a capture."""
+        name = key.entry_name("start", parts)
+        entry = self.read(name, outcome)
+        if entry is None:
+            if name not in self.damaged and (nearest := self.nearest("start", parts)):
+                outcome.notes.append(f"captured, as no saved start is this one; the nearest differs in {', '.join(nearest[1])}")
+            return None
+        record = json.loads(entry.files["start.json"])
+        change = changed_since(record)
+        if change:
+            self.damaged.add(name)  # out of date: to be replaced
+            outcome.notes.append(f"captured, as {change} changed since the saved start")
+            return None
+        graphs = self.read(record["graph"], outcome)
+        if graphs is None:
+            return None
+        try:
+            axes = json.loads(graphs.files["program.json"])["program"]["graphs"].values()
+            name_groups(start, {name: axis for step in axes for name, axis in step["axes"].items()})
+            program = program_of(graphs, own_device(start.device), Bindings(start, record), None, start.mesh)
+        except NotLoadable as reason:
+            outcome.notes.append(f"a saved step does not fit here: {reason}")
+            return None
+        return traced_of(start, record, program)
+
+    def _save_start(
+        self, start: Start, parts: dict[str, Any], sources: Sources, traced: Traced, graph: str, outcome: Outcome
+    ) -> None:
+        try:
+            data = record_of(start, traced, sources, graph)
+        except Indescribable as reason:
+            outcome.notes.append(f"the step is captured at every start, as nothing stands for {reason}")
+            return
+        self.write(key.entry_name("start", parts), parts, {"start.json": data}, outcome)
+
+    def _rewritten(
+        self, traced: Traced, request: Request, rewrite: Callable[[Traced], None], together: bool, outcome: Outcome
+    ) -> str | None:
+        """Load what ``rewrite`` would make of a capture, or let it make it and save it; the name of its entry, None
+        where its graph alone cannot stand for the start."""
+        began = time.perf_counter()
         try:
             parts = request.parts()
         except NotSavable as reason:
             outcome.notes.append(f"the step cannot be saved: {reason}")
-            parts = {"graph": None}
-        name = key.entry_name("graph", parts) if parts["graph"] else f"none-{_rank()}"
-        found = bool(parts["graph"]) and self.load(name, traced, request, outcome)
-        if not found and parts["graph"]:
+            parts = {}
+        name = key.entry_name("graph", parts) if parts else None
+        found = bool(name) and self._load(name, traced, request, outcome)
+        if name and not found and name not in self.damaged:
             outcome.notes += self.missed(parts, request.text)
-        outcome.seconds = time.perf_counter() - start
-        if not together or not dist.is_initialized() or dist.get_world_size() == 1:
-            if not found:
-                passes()
-                self.save(name, parts, traced, request, outcome)
-            return outcome
-        return self._together(name, parts, traced, request, passes, outcome, found)
+        outcome.seconds = time.perf_counter() - began
+        saved = found
 
-    def _together(
-        self,
-        name: str,
-        parts: dict[str, Any],
-        traced: Traced,
-        request: Request,
-        passes: Callable[[], None],
-        outcome: Outcome,
-        found: bool,
-    ) -> Outcome:
-        asked: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(asked, None if found else name)
-        if not any(asked):
-            return outcome
-        first = not found and asked.index(name) == dist.get_rank()
+        def make() -> None:
+            nonlocal saved
+            rewrite(traced)
+            saved = bool(name) and self._save(name, parts, traced, request, outcome)
+
+        if together:
+            saved = self._shared(name, traced, request, make, outcome, found) or saved
+        elif not found:
+            make()
+        outcome.kept = name if saved else None
+        return name if saved and not request.live else None
+
+    def _shared(
+        self, name: str | None, traced: Traced, request: Request, make: Callable[[], None], outcome: Outcome, found: bool
+    ) -> bool:
+        """Make or load the step on every rank; whether it was loaded."""
+        wanted = _gathered(None if found else name or f"rank {dist.get_rank()}")
+        if not any(wanted):
+            return True
+        maker = dist.get_rank() if found else wanted.index(wanted[dist.get_rank()])
         failure: BaseException | None = None
-        if first:
+        if not found and maker == dist.get_rank():
             try:
-                passes()
-                self.save(name, parts, traced, request, outcome)
-            except BaseException as error:  # the others wait: they are told before it is raised
+                make()
+            except BaseException as error:  # the others wait: they are told first
                 failure = error
         dist.barrier()
         if failure is not None:
             raise failure
-        if not first and not found:
-            outcome.notes.clear()
-            if name.startswith("graph") and self.load(name, traced, request, outcome):
-                outcome.notes.append(f"made by rank {asked.index(name)}, which has the same graph")
-            else:
-                passes()
-        return outcome
+        if found or maker == dist.get_rank():
+            return found
+        if not self._load(name, traced, request, outcome):
+            make()
+            return False
+        outcome.notes = [f"rank {maker}, which has the same graph, made the step"]
+        return True
 
-    def load(self, name: str, traced: Traced, request: Request | None, outcome: Outcome) -> bool:
-        """Put the saved step ``name`` in the place of ``traced.program``; whether it is there and whole."""
+    def _load(self, name: str, traced: Traced, request: Request, outcome: Outcome) -> bool:
+        """Put the saved step ``name`` in the place of the captured program; whether it is there and whole."""
         entry = self.read(name, outcome)
         if entry is None:
             return False
-        live = request.captured.find(traced.program) if request else None
         tensors = {(s.kind, s.name): s.tensor for step in traced.program.graphs.values() for s in step.inputs}
-        own = request.own if request else None
-        mesh = request.mesh if request else None
         try:
-            traced.program = program_of(entry, own, tensors.get, live, mesh)
+            live = request.captured.find(traced.program)
+            program = program_of(entry, request.own, tensors.get, live, request.mesh)
         except NotLoadable as reason:
             outcome.notes.append(f"a saved step does not fit here: {reason}")
             return False
+        for graph, step in program.graphs.items():
+            step.capture_s = traced.program.graphs[graph].capture_s
+        traced.program = program
+        request.live = json.loads(entry.files["program.json"])["live"]
         outcome.loaded = "graph"
         return True
 
@@ -192,26 +269,26 @@ class Store:
             outcome.notes.append(f"no saved step is used: {reason}")
         return None
 
-    def save(self, name: str, parts: dict[str, Any], traced: Traced, request: Request, outcome: Outcome) -> None:
-        """Save the rewritten program. What cannot be saved is told, and costs no step."""
-        if not parts["graph"]:
-            return
+    def _save(self, name: str, parts: dict[str, Any], traced: Traced, request: Request, outcome: Outcome) -> bool:
+        """Save the rewritten program; whether it is saved. What cannot be is told, and costs no step."""
         try:
             files = files_of(traced.program, request)
         except NotSavable as reason:
             outcome.notes.append(f"the step cannot be saved: {reason}")
-            return
-        self.write(name, parts, files, outcome)
+            return False
+        return self.write(name, parts, files, outcome)
 
-    def write(self, name: str, parts: dict[str, Any], files: dict[str, bytes], outcome: Outcome) -> None:
-        """Write an entry; a full disk costs a warning."""
+    def write(self, name: str, parts: dict[str, Any], files: dict[str, bytes], outcome: Outcome) -> bool:
+        """Write an entry; whether it is there. A full disk costs a warning."""
         try:
             self.folder.write(name, parts, files, replace=name in self.damaged)
             self.damaged.discard(name)
+            return True
         except (OSError, UnsafeFolder) as failure:
             reason = failure.strerror if isinstance(failure, OSError) else failure
             warnings.warn(f"the step is not saved in {self.folder.path}: {reason}", stacklevel=2)
             outcome.notes.append(f"the step is not saved: {reason}")
+            return False
 
     def missed(self, parts: dict[str, Any], text: str) -> list[str]:
         """Why no saved step is the one that is wanted: what the nearest one differs in."""
@@ -258,7 +335,7 @@ def files_of(program: StepProgram, request: Request) -> dict[str, bytes]:
             calls, pieces = _pieces(step)
             written["pieces"][name] = [[call.name, call.nodes] for call in calls]
             files |= {f"{name}.{piece}": data for piece, data in pieces.items()}
-    written["live"] = writer.live
+    written["live"] = request.live = writer.live
     files["constants"] = b"".join(writer.constants)
     files["program.json"] = json.dumps(written, separators=(",", ":")).encode()
     return files
@@ -299,8 +376,11 @@ def _distinct(calls: Sequence[PieceCall]) -> list[PieceCall]:
     return list({call.name: call for call in calls}.values())
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _gathered(value: Any) -> list[Any]:
+    """The value of every rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _first_difference(saved: str, now: str) -> str:
