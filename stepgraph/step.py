@@ -4,10 +4,10 @@ import itertools
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -23,14 +23,28 @@ from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.passes import Passes, PassReport, StepOptions, Target, prepare, rehearsed, resolve, run_passes
+from stepgraph.parallel.pipeline import StageGraphs, check_schedule, pipeline_of
+from stepgraph.passes import (
+    Passes,
+    PassReport,
+    StepOptions,
+    Target,
+    around_cut,
+    prepare,
+    rehearsed,
+    resolve,
+    run_passes,
+)
 from stepgraph.run import Accumulators, BoundStep
+from stepgraph.run.bound import UnfitStepError
 from stepgraph.run.saved.start import Start
 from stepgraph.run.saved.store import Outcome, store_of
 from stepgraph.verify import Case, VerifyReport, verify
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
 MAX_CAPTURES = 8
+
+T = TypeVar("T")
 
 
 def capture(
@@ -41,6 +55,7 @@ def capture(
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
+    on_nonfinite: Literal["update", "skip"] = "update",
     passes: Passes = "default",
     disable: Sequence[str] = (),
     dump: Path | None = None,
@@ -60,6 +75,9 @@ def capture(
         accumulate: split the batch's tensors along their first dimension into so many microbatches; the step's loss
             and gradients are those of their mean. The graph is that of one microbatch, and a second one updates. A
             later batch that it does not divide is split into the fewest microbatches no larger than the first ones.
+        on_nonfinite: ``"skip"``: a step whose loss or gradient norm is not finite on any rank changes no parameter,
+            buffer or optimizer state, decided on the device; ``metrics["skipped"]`` tells, a bool scalar. Its batch and
+            random numbers are used up.
         passes: ``"exact"`` (bitwise equal to eager), ``"default"``, a ``stepgraph.StepOptions``, or a list of names and
             configured passes.
         disable: names of passes to leave out.
@@ -81,6 +99,7 @@ def capture(
         optimizer,
         max_grad_norm=max_grad_norm,
         accumulate=accumulate,
+        on_nonfinite=on_nonfinite,
         passes=passes,
         disable=disable,
         dump=dump,
@@ -91,8 +110,10 @@ def capture(
 class CapturedStep:
     """A training step: ``loss = step(batch)``.
 
-    ``metrics``: tensors of the latest call, ``grad_norm`` among them when gradients are clipped. ``saved``: how its
-    latest form came about, where a folder of saved steps was given.
+    ``metrics``: tensors of the latest call. ``grad_norm``: when gradients are clipped. ``skipped``: with
+    ``on_nonfinite="skip"``. ``repeated``: of models with expert parallelism, how often the step was
+    repeated, with larger buffers for experts each time.
+    ``saved``: how the step's latest form came about, where a folder of saved steps was given.
     """
 
     def __init__(
@@ -104,6 +125,7 @@ class CapturedStep:
         *,
         max_grad_norm: float | None,
         accumulate: int,
+        on_nonfinite: str,
         passes: Passes,
         disable: Sequence[str],
         dump: Path | None,
@@ -112,10 +134,15 @@ class CapturedStep:
         optimizer = compat.accelerated_inside(optimizer)
         checks.check_arguments(model, loss_fn, batch, optimizer)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        self.max_grad_norm, self.accumulate = max_grad_norm, accumulate
+        self.accumulate, self._skip_nonfinite = accumulate, checks.skips_nonfinite(on_nonfinite, optimizer)
+        # The norm must be known: an infinite limit leaves gradients as they are.
+        self.max_grad_norm = math.inf if max_grad_norm is None and self._skip_nonfinite else max_grad_norm
         self.passes = passes if isinstance(passes, str | StepOptions) else list(passes)
         self.disable, self.dump = tuple(disable), dump
         self.metrics: dict[str, torch.Tensor] = {}
+        self.pipeline = pipeline_of(model)
+        if self.pipeline is not None:
+            check_schedule(self.pipeline.name, self.pipeline.ranks, accumulate)
         self._modules = list(model.modules())
         self._update = Update(optimizer) if optimizer is not None else None
         self._bound: OrderedDict[tuple, BoundStep] = OrderedDict()
@@ -133,6 +160,23 @@ class CapturedStep:
         return self._current.traced.program
 
     @property
+    def saves(self) -> bool:
+        """Whether it looks for its forms among saved steps, and saves what it does not find; not where graphs are
+        dumped, which are those of passes that ran."""
+        return self._store is not None and not self.dump
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of the latest call that this rank waited for other stages of a pipeline; reading it waits for the
+        call's end."""
+        return self._current.runner.waits.seconds()
+
+    def where(self) -> str:
+        """What a pipeline's call that runs now is in, such as ``forward.1 of microbatch 3``; "" without a pipeline."""
+        now = self._current.runner.now if self.pipeline is not None else None
+        return "" if now is None else str(now)
+
+    @property
     def graphs(self) -> dict[str, StepGraph]:
         """Its graphs by name: ``step``, or with ``accumulate`` above 1 ``microbatch`` and ``update``."""
         return self.program.graphs
@@ -145,15 +189,33 @@ class CapturedStep:
     @property
     def report(self) -> list[PassReport]:
         """Reports of the passes applied to the graphs, one graph after the other."""
-        return [report for graph in self.graphs.values() for report in graph.log]
+        return [*self.program.log, *(report for graph in self.graphs.values() for report in graph.log)]
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""
         _refuse_autocast()
         leaves, spec = flatten_batch(batch)
-        self._current = self._bound_to(batch, leaves, spec)
-        loss, self.metrics = self._current(leaves)
+        (loss, self.metrics), repeated = self._until_fit(lambda: self._run(batch, leaves, spec))
+        if self._current.traced.repairs:
+            self.metrics["repeated"] = torch.tensor(repeated)
         return loss
+
+    def _run(self, batch: Any, leaves: Sequence[Any], spec: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self._current = self._bound_to(batch, leaves, spec)
+        return self._current(leaves)
+
+    def _until_fit(self, run: Callable[[], T]) -> tuple[T, int]:
+        """(what ``run`` gives, how often it was repeated): after a step that is unfit, the host repairs what made it so
+        and drops the captures that had it as it was."""
+        for repeated in itertools.count():
+            try:
+                return run(), repeated
+            except UnfitStepError as unfit:
+                unfit.repair()
+                stale = [key for key, bound in self._bound.items() if bound.traced.repairs.keys() & unfit.levels]
+            self._current = None  # its memory is free for what is captured next
+            for signature in stale:
+                del self._bound[signature]
 
     def verify(self, batch: Any, *, locate: bool = False) -> VerifyReport:
         """Compare the step with eager on ``batch``, both from the state of now, which is put back afterwards.
@@ -173,7 +235,16 @@ class CapturedStep:
             stepgraph.CaptureError: as a call of the step.
         """
         _refuse_autocast()
+        if self.pipeline is not None:
+            raise ValueError("verify compares with eager, which runs whole models: verify on a mesh without pp")
         current, metrics = self._current, self.metrics
+        try:
+            return self._until_fit(lambda: self._verify(batch, locate))[0]
+        finally:
+            kept = any(bound is current for bound in self._bound.values())
+            self._current, self.metrics = current if kept else next(reversed(self._bound.values())), metrics
+
+    def _verify(self, batch: Any, locate: bool) -> VerifyReport:
         bound = self._bound_to(batch, *flatten_batch(batch))
         case = Case(
             self.model,
@@ -185,11 +256,9 @@ class CapturedStep:
             self.disable,
             batch,
             bound,
+            self._skip_nonfinite,
         )
-        try:
-            return verify(case, locate)
-        finally:
-            self._current, self.metrics = current, metrics
+        return verify(case, locate)
 
     def _bound_to(self, batch: Any, leaves: Sequence[Any], spec: Any) -> BoundStep:
         """The form of the step for ``batch``, captured anew where what it was specialized on has changed."""
@@ -243,36 +312,62 @@ class CapturedStep:
             )
             self._bound.popitem(last=False)
         accumulate, first = self._microbatches(batch), not self._bound
-        if self._store is None or self.dump:  # what is loaded has nothing to dump
-            traced = self._capture(batch, accumulate)
-            self._rewrite(traced)
-        else:
+        capture = partial(self._capture, batch, accumulate)
+        rewrite = partial(self._rewrite_program, accumulate=accumulate)
+        if self.saves:
             start = self._start(batch, accumulate)
-            capture = partial(self._capture, batch, accumulate)
-            traced, self.saved = self._store.step(start, capture, self._rewrite, together=first)
+            traced, self.saved = self._store.step(start, capture, rewrite, together=first)
+        else:
+            traced = capture()
+            rewrite(traced)
         bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
         return bound
-
-    def _rewrite(self, traced: Traced) -> None:
-        """Apply the passes to the graphs of a captured program."""
-        several = len(traced.program.graphs) > 1
-        for name, graph in traced.program.graphs.items():
-            dump = self.dump / name if self.dump and several else self.dump
-            for report in run_passes(graph, self.passes, disable=self.disable, dump=dump):
-                report.graph = name
 
     def _start(self, batch: Any, accumulate: int) -> Start:
         device = _device_of(self.model)
         passes = resolve(self.passes, self.disable, Target.on(device))
-        return Start(
-            self.model, self.loss_fn, batch, self._update, self.max_grad_norm, accumulate, passes, device
-        )
+        options = {
+            "max_grad_norm": self.max_grad_norm,
+            "accumulate": accumulate,
+            "skip_nonfinite": self._skip_nonfinite,
+        }
+        return Start(self.model, self.loss_fn, batch, self._update, options, passes, device, self.pipeline)
 
     def _capture(self, batch: Any, accumulate: int) -> Traced:
         prepare(self.passes, self.disable, _device_of(self.model))
         if not self._bound:
             self._rehearse(batch, accumulate)
         return self._trace(batch, accumulate)
+
+    def _rewrite_program(self, traced: Traced, accumulate: int) -> None:
+        """Apply the passes to the graphs of a captured program."""
+        if self.pipeline is not None:
+            traced.program = self._staged(traced.program, accumulate)
+            return
+        several = len(traced.program.graphs) > 1
+        for name, graph in traced.program.graphs.items():
+            self._rewrite(graph, name, self.passes, name if several else "")
+
+    def _rewrite(self, graph: StepGraph, name: str, passes: Passes, folder: str) -> None:
+        dump = self.dump / folder if self.dump else None
+        done = len(graph.log)
+        for report in run_passes(graph, passes, disable=self.disable, dump=dump)[done:]:
+            report.graph = name
+
+    def _staged(self, program: StepProgram, accumulate: int) -> StepProgram:
+        """This rank's program in a pipeline: each of its stages is rewritten whole, then cut into what is called."""
+        device = _device_of(self.model)
+        whole, apart = around_cut(self.passes, self.disable, device)
+        staged = StageGraphs(program.graphs["microbatch"], self.pipeline)
+        for stage, graph in staged.whole.items():
+            self._rewrite(graph, f"stage {stage}", whole, f"stage.{stage}")
+        pieces = staged.pieces()
+        for name, graph in pieces.items():
+            self._rewrite(graph, name, apart, name)
+        self._rewrite(program.graphs["update"], "update", self.passes, "update")
+        made = staged.program(pieces, program.graphs["update"], accumulate)
+        made.log = [report for graph in staged.whole.values() for report in graph.log]
+        return made
 
     def _trace(self, batch: Any, accumulate: int) -> Traced:
         return trace_step(
@@ -282,6 +377,8 @@ class CapturedStep:
             self.optimizer,
             max_grad_norm=self.max_grad_norm,
             accumulate=accumulate,
+            skip_nonfinite=self._skip_nonfinite,
+            share=self.pipeline and self.pipeline.share(),
         )
 
     def _rehearse(self, batch: Any, accumulate: int) -> None:
@@ -312,9 +409,9 @@ def _refuse_autocast() -> None:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model is: where its first tensor is."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    """Where the model is: where its first tensor is that is anywhere."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return next((t.device for t in [*(t for t in tensors if not t.is_meta), *tensors]), torch.device("cpu"))
 
 
 def _form(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
 from stepgraph.capture.recorder import Recorder, is_user_file, user_frame, user_source
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, unknown_name
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import StepGraph
 
@@ -105,6 +105,16 @@ def check_max_norm(max_grad_norm: float | None) -> None:
     """Raise unless ``max_grad_norm`` is None or above 0."""
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0; give None for no clipping")
+
+
+def skips_nonfinite(on_nonfinite: str, optimizer: Any) -> bool:
+    """Whether ``on_nonfinite`` leaves updates out. Raises for another value, and where no update is in the graph."""
+    allowed = ("update", "skip")
+    if on_nonfinite not in allowed:
+        raise unknown_name("on_nonfinite", on_nonfinite, allowed)
+    if on_nonfinite == "skip" and optimizer is None:
+        raise ValueError("on_nonfinite='skip' leaves out the optimizer's update, and none is given; give optimizer=")
+    return on_nonfinite == "skip"
 
 
 def check_loss(loss: Any) -> None:

@@ -13,10 +13,11 @@ from stepgraph.graph.step_graph import InputSpec
 
 
 class Inputs:
-    """The inputs of one graph. ``specs``: what they are bound to. ``fakes``: what they are traced with."""
+    """The inputs of one graph. ``specs``: what they are bound to. ``fakes``: what they are traced with. ``home``: the
+    device that tensors on the meta device count as being on."""
 
-    def __init__(self, mode: compat.FakeTensorMode) -> None:
-        self.mode = mode
+    def __init__(self, mode: compat.FakeTensorMode, home: torch.device) -> None:
+        self.mode, self.home = mode, home
         self.specs: list[InputSpec] = []
         self.fakes: list[torch.Tensor] = []
 
@@ -27,12 +28,29 @@ class Inputs:
         for i, t in enumerate(inner):
             live = None if kind == "batch" else t
             self.specs.append(InputSpec(kind, name if len(inner) == 1 else f"{name}#{i}", live))
-            self.fakes.append(fake(self.mode, t))
+            self.fakes.append(fake(self.mode, t, self.home))
         return slice(start, len(self.specs)), wrapping
 
     def add_slots(self, slots: Sequence[Slot]) -> list[tuple[slice, Wrapping | None]]:
         """Add parameters and buffers."""
         return [self.add("parameter" if s.is_parameter else "buffer", s.name, s.tensor) for s in slots]
+
+    def add_before(self, where: slice) -> slice:
+        """Add what the inputs at ``where``, tensors of the model, were before the step."""
+        start = len(self.specs)
+        for spec, now in zip(self.specs[where], self.fakes[where], strict=True):
+            with self.mode:
+                like = torch.empty_strided(now.shape, now.stride(), dtype=now.dtype, device=now.device)
+            self.specs.append(InputSpec("before", spec.name))
+            self.fakes.append(like)
+        return slice(start, len(self.specs))
+
+    def add_level(self, name: str) -> int:
+        """Add the highest level of the condition ``name``, an fp64 scalar, on the device of the first input."""
+        with self.mode:
+            self.fakes.append(torch.empty((), dtype=torch.float64, device=self.fakes[0].device))
+        self.specs.append(InputSpec("level", name))
+        return len(self.specs) - 1
 
     def add_accumulator(self, name: str, param: torch.Tensor) -> int:
         """Add the sum of the gradients of ``param``, a local fake tensor; where it is."""
@@ -46,7 +64,7 @@ class Inputs:
 def add_optimizer(
     update: Update, slots: Sequence[Slot], inputs: Inputs, entries: Sequence[tuple[slice, Wrapping | None]]
 ) -> list[dict[str, Any]]:
-    """Add the optimizer's state and learning rates to the inputs; per group, what `_record_update` needs."""
+    """Add the optimizer's state and learning rates to the inputs; per group, what `Update.record` needs."""
     index_of = {id(slot.tensor): i for i, slot in enumerate(slots)}
     groups = [{"options": g, "members": [], "paths": {}, "lr": None} for g in update.groups]
     for group_index, param in update.owned():
@@ -67,10 +85,10 @@ def add_optimizer(
     return groups
 
 
-def fake(mode: compat.FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def fake(mode: compat.FakeTensorMode, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
     if isinstance(tensor, compat.FakeTensor):
         return tensor.detach()
     if tensor.device.type == "meta":
         with mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=home)
     return mode.from_tensor(tensor, static_shapes=True)

@@ -12,23 +12,25 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
 from stepgraph.capture.fake import fake_mode
+from stepgraph.capture.guard import conditions
+from stepgraph.capture.guard.update import Guard, Kept, check_repeatable, written_names
 from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
 from stepgraph.capture.optimizer import Update
-from stepgraph.capture.optimizer.rule import Member
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.python import writes
 from stepgraph.capture.python.assigned import write_assigned
+from stepgraph.capture.python.end_of_step import traced_end_of_step
 from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
+from stepgraph.capture.stages.share import Share
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
-from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.provenance import Provenance, phase_of, set_provenance
+from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -52,7 +54,8 @@ class Traced:
     """A captured step with what binds it to live tensors.
 
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``tensor_leaves``: which leaves of
-    the batch are tensors. ``reads``: what Python read of the model's modules.
+    the batch are tensors. ``reads``: what Python read of the model's modules. ``repairs``: by the names of its levels,
+    what the host does before an unfit step is repeated.
     """
 
     program: StepProgram
@@ -60,6 +63,7 @@ class Traced:
     slots: list[Slot]
     tensor_leaves: list[int]
     reads: Reads
+    repairs: dict[str, conditions.Repair]
 
     @property
     def step(self) -> StepGraph:
@@ -80,12 +84,17 @@ def trace_step(
     *,
     max_grad_norm: float | None = None,
     accumulate: int = 1,
+    skip_nonfinite: bool = False,
+    share: Share | None = None,
 ) -> Traced:
     """Capture one training step of ``model``.
 
     The model's tensors may be real, fake, or on the meta device (these are traced as CPU tensors). Nothing is
     computed and the model is unchanged afterwards; only missing optimizer state is created, as eager's first step
     would. Raises `CaptureError` with module path and source line for what cannot be captured.
+
+    ``share``: this rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut; the graph
+    of the update that of the parameters that are here, with the others on the meta device.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
@@ -95,21 +104,22 @@ def trace_step(
     checks.check_batch(leaves)
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
-    trace = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
+    given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share
+    trace = StepTrace(*given)
     program = trace.program()
     if trace.changes:
         try:
             with writes.after(model, trace.changes):
-                later = _Trace(model, loss_fn, batch, optimizer, max_grad_norm, accumulate)
+                later = StepTrace(*given)
                 same = writes.same(program, later.program())
             writes.check(trace.changes, later.changes, same)
         except CaptureError:
             trace.drop_state()
             raise
-    return Traced(program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads)
+    return Traced(program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.repairs)
 
 
-class _Trace:
+class StepTrace:
     """One capture: what its graphs have in common."""
 
     def __init__(
@@ -120,8 +130,12 @@ class _Trace:
         optimizer: Optimizers | None,
         max_grad_norm: float | None,
         accumulate: int,
+        guard: Guard,
+        share: Share | None = None,
     ):
+        self.guard = guard
         self.model, self.loss_fn, self.max_grad_norm, self.accumulate = model, loss_fn, max_grad_norm, accumulate
+        self.share = share
         self.slots = model_slots(model)
         leaves, self.spec = flatten_batch(batch)
         self.leaves = [microbatch(leaf, 0, accumulate) for leaf in leaves]
@@ -133,6 +147,7 @@ class _Trace:
         self.stateless = self.update.without_state() if self.update else []
         self.recorder = Recorder(model)
         live = [t for slot in self.slots for t in unwrap(slot.tensor.detach())[0]]
+        self.home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
         self.landing: list[tuple[Slot, Wrapping | None]] = []
         self.reads = Reads(model)
@@ -149,9 +164,10 @@ class _Trace:
 
     def whole(self) -> StepProgram:
         """One graph of forward, loss, backward and update."""
-        inputs = Inputs(self.mode)
+        inputs = Inputs(self.mode, self.home)
         entries = inputs.add_slots(self.slots)
         groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
+        kept = Kept(entries, inputs)
         batch = self._batch_inputs(inputs)
         outputs: list[OutputSpec] = []
 
@@ -161,18 +177,20 @@ class _Trace:
             with self._in_optimizer():
                 write_assigned(self.recorder, held, flat)
                 outputs.append(OutputSpec("loss", "loss"))
-                return [loss, *self._finish(flat, tensors, grads, groups, entries, outputs)]
+                levels = self.guard.levels(self.conditions.combined(), loss)
+                return [loss, *self._finish(flat, tensors, grads, groups, levels, kept, outputs)]
 
         with self._dropping_state():
             return StepProgram.plain(self._graph(traced, inputs, outputs))
 
     def accumulation(self) -> StepProgram:
         """The graph of one microbatch, which adds its gradients to accumulators, and the graph of the update."""
-        inputs = Inputs(self.mode)
+        inputs = Inputs(self.mode, self.home)
         entries = inputs.add_slots(self.slots)
         sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in self.trained}
         batch = self._batch_inputs(inputs)
         reached: list[int] = []
+        outputs = [OutputSpec("loss", "loss")]
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             loss, grads, held = self._forward_backward(flat, self._tensors(flat, entries), batch)
@@ -183,29 +201,42 @@ class _Trace:
                         flat[sums[i]].add_(grad)
                 with self.recorder.in_phase("optimizer"):
                     write_assigned(self.recorder, held, flat)
+                    levels = self.guard.levels(self.conditions.combined(), loss)
             reached.extend(grads)
-            return [loss]
+            outputs.extend(OutputSpec("level", name) for name in levels)
+            return [loss, *levels.values()]
 
         with self._dropping_state():
-            micro = self._graph(traced, inputs, [OutputSpec("loss", "loss")])
-            _add_early(micro)
-            return StepProgram.accumulation(micro, self._update_graph(reached), self.accumulate)
+            micro = self._graph(traced, inputs, outputs)
+            gradients.add_early(micro)
+            return StepProgram.accumulation(micro, self._update_graph(micro, reached), self.accumulate)
 
-    def _update_graph(self, reached: Sequence[int]) -> StepGraph:
-        """Clipping and the optimizer's update from accumulated gradients; without an optimizer, the gradients."""
-        slots = [self.slots[i] for i in reached]
-        inputs = Inputs(self.mode)
-        entries = inputs.add_slots(slots)
-        groups = add_optimizer(self.update, slots, inputs, entries) if self.update else []
-        params = [inputs.fakes[where][0] for where, _ in entries]
-        sums = [inputs.add_accumulator(slot.name, param) for slot, param in zip(slots, params, strict=True)]
+    def _update_graph(self, micro: StepGraph, reached: Sequence[int]) -> StepGraph:
+        """Clipping and the optimizer's update from accumulated gradients; without an optimizer, the gradients.
+
+        ``micro``: the graph of a microbatch, which may write to the model and give levels. ``reached``: the slots that
+        have gradients.
+        """
+        share = self.share
+        stages = share and share.all_stages(self.slots, reached)
+        reached = [i for i in reached if share is None or share.holds(self.slots[i].name)]
+        written = written_names(micro)
+        inputs = Inputs(self.mode, self.home)
+        entries = inputs.add_slots(self.slots)
+        groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
+        sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in reached}
+        kept = Kept(entries, inputs, [i for i, slot in enumerate(self.slots) if slot.name in written])
+        stated = {spec.name: inputs.add_level(spec.name) for spec in micro.outputs if spec.kind == "level"}
         outputs: list[OutputSpec] = []
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
-            tensors = [wrap(flat[where], wrapping) for where, wrapping in entries]
-            grads = {k: flat[place] for k, place in enumerate(sums)}
+            grads = {i: flat[place] for i, place in sums.items()}
+            levels = {name: flat[place] for name, place in stated.items()}
             with self._in_optimizer():
-                return self._finish(flat, tensors, grads, groups, entries, outputs, slots)
+                if share:
+                    grads = {i: share.whole(self.slots[i].name, grad) for i, grad in grads.items()}
+                tensors = self._tensors(flat, entries)
+                return self._finish(flat, tensors, grads, groups, levels, kept, outputs, stages)
 
         return self._graph(traced, inputs, outputs)
 
@@ -243,6 +274,7 @@ class _Trace:
             compat.transformers_sees_values(known.knows),
             compat.checks_of_known_values(known.knows),
             checks.refusing_scalers(self.recorder),
+            conditions.collected() as self.conditions,
         ):
             params = [(self.slots[i].path, tensors[i]) for i in self.trained]
             frozen = {id(t): s.name for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad}
@@ -293,22 +325,39 @@ class _Trace:
         tensors: Sequence[torch.Tensor],
         grads: dict[int, torch.Tensor],
         groups: list[dict[str, Any]],
-        entries: Sequence[tuple[slice, Wrapping | None]],
+        levels: dict[str, torch.Tensor],
+        kept: Kept,
         outputs: list[OutputSpec],
-        slots: Sequence[Slot] | None = None,
+        stages: gradients.AllStages | None = None,
     ) -> list[torch.Tensor]:
-        """Clip, update, and return the norm and the gradients that no update took. ``outputs`` grows with them."""
-        slots = self.slots if slots is None else slots
-        results = []
+        """Clip, update unless a level says no, and return metrics, levels and the gradients that no update took.
+        ``outputs`` grows with them."""
+        results, norm = [], None
         if self.max_grad_norm is not None:
-            grads, norm = gradients.clip(grads, tensors, self.max_grad_norm)
+            grads, norm = gradients.clip(grads, tensors, self.max_grad_norm, stages)
             results.append(norm)
             outputs.append(OutputSpec("metric", "grad_norm"))
-        self.updated = _record_update(self.recorder, self.update, groups, grads, flat) if self.update else set()
+        skip, levels = self.guard.skip(levels, norm, self.slots, stages and stages.group)
+        written = kept.written() if skip.flag is not None else []
+        attribute = self.recorder.attribute
+        self.updated = self.update.record(groups, grads, flat, attribute, skip) if self.update else set()
+        if self.update:
+            with self.reads.noted():
+                metrics, changed = traced_end_of_step(self.recorder, self.model, self.slots, tensors, flat)
+            results.extend(metrics.values())
+            outputs.extend(OutputSpec("metric", name) for name in metrics)
+            written = sorted({*written, *changed}) if skip.flag is not None else []
+        kept.restore(flat, written, skip)
+        if self.guard.skip_nonfinite:
+            results.append(skip.flag)
+            outputs.append(OutputSpec("metric", "skipped"))
+        repairable = [name for name in levels if name in self.conditions.repairs]
+        results += [levels[name] for name in repairable]
+        outputs.extend(OutputSpec("level", name) for name in repairable)
         landed = {i: grad for i, grad in grads.items() if i not in self.updated}
-        self.updated = {id(slots[i].tensor) for i in self.updated}
-        self.landing.extend((slots[i], entries[i][1]) for i in landed)
-        outputs.extend(OutputSpec("grad", slots[i].name) for i in landed)
+        self.updated = {id(self.slots[i].tensor) for i in self.updated}
+        self.landing.extend((self.slots[i], kept.entries[i][1]) for i in landed)
+        outputs.extend(OutputSpec("grad", self.slots[i].name) for i in landed)
         return results + gradients.unshared(landed.values(), taken=flat)
 
     @contextlib.contextmanager
@@ -338,6 +387,9 @@ class _Trace:
         _keep_workspaces(step)
         _name_inputs(step)
         record_roles(step, self.recorder.reducing, [slot.tensor for slot in self.slots])
+        if self.conditions.repairs:
+            check_repeatable(step)
+        step.module.recompile()  # inputs may have been dropped
         step.capture_s = time.perf_counter() - start
         return step
 
@@ -363,45 +415,6 @@ def _keep_workspaces(step: StepGraph) -> None:
             node.args = (node.args[0], list(node.args[1:5]), *node.args[5:])
 
 
-def _add_early(step: StepGraph) -> None:
-    """Move each addition to an accumulator right behind what completes the gradient, which then need not be kept.
-
-    A gradient that forward or the step's inputs hold (backward may hand on such a tensor) is added where it is.
-    """
-    sums, aliases, nodes = set(step.placeholders("accumulator")), Aliases(step.graph), list(step.graph.nodes)
-    for node in list(step.nodes("backward")):
-        if node.op != "call_function" or not node.args or node.args[0] not in sums:
-            continue
-        grad, here = node.args[1], aliases.position[node]
-        if phase_of(grad) == "backward":
-            # Backward of a write into a view, such as ``x[0] = 0``, completes the gradient through a view of it.
-            writes = [place for place in aliases.writes.get(aliases.root(grad), ()) if place < here]
-            nodes[max(aliases.position[grad], *writes, 0)].append(node)
-
-
-def _record_update(
-    recorder: Recorder,
-    update: Update,
-    groups: Sequence[dict[str, Any]],
-    grads: dict[int, torch.Tensor],
-    flat: Sequence[torch.Tensor],
-) -> set[int]:
-    """Record the optimizer's update of every parameter that has a gradient; the slots updated."""
-    paths = {i: path for group in groups for i, path in group["paths"].items()}
-    updated: set[int] = set()
-    for index, group in enumerate(groups):
-        members = [m for m in group["members"] if m[0] in grads]
-        if not members:
-            continue
-        traced = []
-        for i, part, wheres, seen in members:
-            state = {key: flat[where][0] for key, where in wheres.items()}
-            traced.append(Member(flat[part][0], grads[i], state, seen, paths[i]))
-        update.trace(index, traced, flat[group["lr"]][0], recorder.attribute)
-        updated |= {i for i, _, _, _ in members}
-    return updated
-
-
 def _mode_of(live: Sequence[torch.Tensor]) -> compat.FakeTensorMode:
     modes = {t.fake_mode for t in live if isinstance(t, compat.FakeTensor)}
     if len(modes) > 1:
@@ -419,7 +432,7 @@ def _name_inputs(step: StepGraph) -> None:
     whole = any(spec.kind == "batch" for spec in step.inputs)  # else the graph of an update
     keep = []
     for node, spec in zip(nodes, step.inputs, strict=True):
-        if not node.users and (not whole or spec.kind in ("optimizer", "lr", "accumulator")):
+        if not node.users and (not whole or spec.kind in ("optimizer", "lr", "accumulator", "before")):
             step.graph.erase_node(node)
             continue
         keep.append(spec)

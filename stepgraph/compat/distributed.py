@@ -1,8 +1,10 @@
 """Process groups, collectives, symmetric memory and the flight recorder."""
 
+import contextlib
 import itertools
 import os
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,6 +33,45 @@ def flight_records(device_type: str) -> list[dict[str, Any]]:
     recorder = torch._C._distributed_c10d
     dump = recorder._dump_nccl_trace if device_type == "cuda" else recorder._dump_fr_trace
     return pickle.loads(dump(True, False, False)).get("entries", [])  # bytes that torch has just written
+
+
+def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
+    """``wait_tensor(tensor)`` waits for ``work``."""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
+@contextlib.contextmanager
+def single_gloo_thread() -> Iterator[None]:
+    """Gloo groups made inside run their collectives on one thread each.
+
+    Torch gives each two, which write the name of the collective that they ended last into one string without a lock: a
+    name that must be allocated (that of an all-gather) is then freed twice where two collectives of a group are in
+    flight, and the process dies of a corrupt heap (torch 2.11 to 2.15).
+    """
+    c10d = torch.distributed.distributed_c10d
+    base = c10d.ProcessGroupGloo
+
+    class ProcessGroupGloo(base):
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, enable_reconfigure: bool = False):
+            if enable_reconfigure:  # torch 2.15; the options below have no place for it
+                raise RuntimeError("a gloo group that is reconfigured cannot be made on one thread")
+            names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            options = base._Options()
+            options._devices = [base.create_device(interface=n) for n in names] or [base.create_default_device()]
+            options._timeout, options._threads = timeout, 1
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = ProcessGroupGloo
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = base
+
+
+def several_gloo_threads(group: torch.distributed.ProcessGroup) -> bool:
+    """Whether the collectives of ``group`` on CPU tensors are gloo's, on several threads (see `single_gloo_thread`)."""
+    backend = group._get_backend(torch.device("cpu"))
+    return backend.name() == "gloo" and backend.options._threads > 1
 
 
 def process_group(name: str) -> torch.distributed.ProcessGroup:

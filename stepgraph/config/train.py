@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ import tyro
 
 from stepgraph.errors import unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
-from stepgraph.parallel import MeshSpec
+from stepgraph.parallel import SCHEDULES, MeshSpec, check_schedule
+from stepgraph.parallel.pipeline.layout import check_split
 from stepgraph.passes import StepOptions
 
 #: The shape of a model of any family; the command line has an option for each field of the one that is given.
@@ -79,6 +81,12 @@ class _Training:
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this total L2 norm. None: no clipping."""
 
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient norm that is not finite ends the run, or its step is left out bitwise and counted."""
+
+    max_skipped: int = 10
+    """With --on-nonfinite skip: so many steps left out in a row end the run."""
+
     # -- numerics and device ------------------------------------------------------------------------------------------
     precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
     """bf16-autocast: fp32 parameters, torch.autocast. bf16: bf16 parameters, fp32 master weights and AdamW state."""
@@ -88,7 +96,13 @@ class _Training:
 
     # -- parallelism --------------------------------------------------------------------------------------------------
     mesh: str | None = None
-    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, and tp=N. None: one process, one device."""
+    """Ranks, as in pp=2,fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, pp=N. None: one process."""
+
+    pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
+    """With pp in the mesh, the order in which its ranks run the --accumulate microbatches. None: 1f1b."""
+
+    split: str | None = None
+    """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
 
     nproc: int | None = None
     """Start so many processes, one a device, on this machine. Not with torchrun, which starts them itself."""
@@ -174,7 +188,7 @@ class TrainConfig(StepOptions, _Training):
         """Raises ValueError, in one line, for the first option that cannot be right. Reads no data."""
         for name in (
             *("seq_len", "batch_size", "accumulate", "steps", "lr", "eps", "log_every", "val_batches"),
-            *("keep_checkpoints", "comm_timeout"),
+            *("keep_checkpoints", "comm_timeout", "max_skipped"),
         ):
             self._require(name, lambda value: value > 0, "above 0")
         for name in ("seed", "warmup_steps", "weight_decay", "val_every", "checkpoint_every", "max_restarts"):
@@ -184,7 +198,7 @@ class TrainConfig(StepOptions, _Training):
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer"):
+        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite"):
             self._require_choice(name)
         self._validate_length()
         self._validate_mesh()
@@ -217,6 +231,12 @@ class TrainConfig(StepOptions, _Training):
                 f"max_restarts={self.max_restarts} is about the ranks of --nproc: add --nproc, or give it to torchrun"
             )
         spec = self.mesh_spec
+        if spec is None or spec.pp == 1:
+            for name in ("pipeline", "split"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} is about stages and there are none: add pp=2 to --mesh"
+                    )
         if spec is None:
             for name, plain in (("reshard", "auto"), ("reduce_dtype", "fp32")):
                 if getattr(self, name) != plain:
@@ -226,8 +246,47 @@ class TrainConfig(StepOptions, _Training):
             return
         if self.nproc is not None:
             spec.check_world(self.nproc)
+        self._validate_pipeline(spec)
         sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
+
+    def _validate_pipeline(self, spec: MeshSpec) -> None:
+        if spec.pp == 1:
+            return
+        check_schedule(self.pipeline_schedule, spec.pp, self.accumulate)
+        if self.stage_starts is not None:
+            check_split(
+                self.stage_starts,
+                self.model.n_layers,
+                spec.pp * SCHEDULES[self.pipeline_schedule].chunks,
+                self.pipeline_schedule,
+                spec.pp,
+            )
+        refused = {
+            "verify": (self.verify, "compares with eager, which runs whole models"),
+            "any_length": (self.any_length, "compiles whole steps"),
+            "init_from_hf": (self.init_from_hf, "fills whole models"),
+            "export_hf": (self.export_hf, "writes whole models; the checkpoint loads on any mesh"),
+        }
+        for name, (given, why) in refused.items():
+            if given:
+                raise ValueError(
+                    f"{name} {why}, and mesh={self.mesh} cuts the model into stages: drop pp from the mesh"
+                )
+
+    @property
+    def pipeline_schedule(self) -> str:
+        """``pipeline``, or what stands for it."""
+        return self.pipeline or "1f1b"
+
+    @property
+    def stage_starts(self) -> tuple[int, ...] | None:
+        """``split`` as numbers."""
+        if self.split is None:
+            return None
+        if not re.fullmatch(r"\d+(,\d+)*", self.split):
+            raise ValueError(f"split={self.split} must be the first block of each stage, as in 0,9,17,25")
+        return tuple(map(int, self.split.split(",")))
 
     def _validate_optimizer(self) -> None:
         if self.optimizer == "adamw":
@@ -249,7 +308,7 @@ class TrainConfig(StepOptions, _Training):
             raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: give a folder with safetensors files")
         for name in ("init_from_hf", "export_hf"):
             if getattr(self, name) is not None and family_of(self.model).hugging_face is None:
-                known = " and ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
+                known = ", ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
                 raise ValueError(f"{name} works for {known} models only: choose a preset of theirs or drop it")
 
     @property
@@ -267,6 +326,11 @@ class TrainConfig(StepOptions, _Training):
         allowed = typing.get_args(typing.get_type_hints(TrainConfig)[name])
         if getattr(self, name) not in allowed:
             raise unknown_name(name, getattr(self, name), allowed)
+
+    def line(self) -> str:
+        """Every option and its value, in one line."""
+        values = dataclasses.asdict(self) | {"model": dataclasses.asdict(self.model)}
+        return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
     def to_json(self) -> str:
         """The configuration as a JSON object, paths as they were given; ``model.family`` names the family of models."""

@@ -8,9 +8,12 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
+from stepgraph.graph.facts import packet
 from stepgraph.graph.provenance import provenance
+from stepgraph.kernels.moe import grouped
 
-aten = torch.ops.aten
+#: Grouped products, torch's and ours.
+_GROUPED = (torch.ops.aten._grouped_mm, torch.ops.stepgraph.grouped_mm, torch.ops.stepgraph.grouped_mm_weight)
 
 
 def split(module: fx.GraphModule, group_of: Callable[[fx.Node], Any]) -> fx.GraphModule:
@@ -51,11 +54,11 @@ def needs_host(node: fx.Node) -> str | None:
     # An operator that may give a shape by values, as indexing with a mask, was traced only if here it does not.
     if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()) or _has_symbols(node):
         return "its result depends on values the host must read"
-    if node.target is aten._grouped_mm.default and node.args[0].meta["val"].dtype != torch.bfloat16:
-        return "torch computes grouped products in bf16 alone without reading the groups' sizes on the host"
     devices = {t.device.type for t in tensors_of(node)}
     if devices - {"cuda"}:
         return f"it works on {' and '.join(sorted(devices))} tensors"
+    if packet(node) in _GROUPED and not grouped.on_device(node.args[0].meta["val"]):
+        return "torch computes grouped products in bf16 alone without reading the groups' sizes on the host"
     return None
 
 

@@ -16,12 +16,16 @@ from stepgraph.graph.provenance import phase_of, provenance
 class InputSpec:
     """One placeholder and what it is bound to.
 
-    ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch`` or ``accumulator`` (the sum of a parameter's
-    gradients over microbatches, which calls of a step add to and nobody reads after it).
+    ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch``, ``accumulator`` (the sum of a parameter's
+    gradients over microbatches, which calls of a step add to and nobody reads after it), ``value`` (what another call
+    for the same microbatch gave), ``loss`` (the sum of what calls gave so far, zero if none did), ``before`` (what a
+    parameter or buffer that forward writes was before the step) or ``level`` (the highest that calls of a step gave,
+    see below).
     ``name``: fully qualified name of the tensor, ``optimizer`` ones as ``<parameter>.<key>``, ``lr`` ones as
-    ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``, ``accumulator`` ones as their parameter.
-    ``tensor``: the live local tensor. None where a call brings it (``batch``) or a runner allocates it
-    (``accumulator``).
+    ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``, ``accumulator`` and ``before`` ones as their parameter or
+    buffer, ``level`` ones as their condition.
+    ``tensor``: the live local tensor. None where a call brings it (``batch``, ``value``, ``loss``) or a runner
+    allocates it (``accumulator``, ``before``, ``level``).
     """
 
     kind: str
@@ -31,7 +35,10 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One output. ``kind``: ``loss``, ``metric`` (``name``: its name) or ``grad`` (``name``: its parameter)."""
+    """One output. ``kind``: ``loss``, ``total`` (the loss of the whole step, in the place of the sum), ``metric``
+    (``name``: its name), ``grad`` (``name``: its parameter), ``value`` (``name``: that of the inputs that read it),
+    ``arriving`` (a value that is being received) or ``level`` (``name``: the condition that the update depends on, see
+    `stepgraph.capture.guard`)."""
 
     kind: str
     name: str
@@ -96,7 +103,8 @@ class StepGraph:
         return None
 
     def text(self) -> str:
-        """The graph as readable text: one line per node with shape, dtype, module path, phase and source line."""
+        """The graph as readable text: one line per node with shape, dtype, phase, module path, source line, role and
+        region."""
         lines = []
         for node in self.graph.nodes:
             if node.op == "output":
@@ -115,6 +123,7 @@ class StepGraph:
                 if found.checkpoint is not None:
                     where += f" checkpoint {found.checkpoint}"
                 where += f" ({found.role})" if found.role else ""
+                where += f" [{found.region}]" if found.region else ""
             lines.append(f"{node.name}: {_type(node)} = {call}{where}")
         return "\n".join(lines) + "\n"
 

@@ -131,7 +131,9 @@ def piece_calls(executable: fx.GraphModule) -> list[PieceCall]:
     return [PieceCall(node.target, nodes_of(node)) for node in executable.graph.find_nodes(op="call_module")]
 
 
-def with_functions(module: fx.GraphModule, calls: Sequence[PieceCall], functions: dict[str, Function]) -> fx.GraphModule:
+def with_functions(
+    module: fx.GraphModule, calls: Sequence[PieceCall], functions: dict[str, Function]
+) -> fx.GraphModule:
     """What `compile_pieces` made of ``module``, from its `piece_calls` and what computes each piece, by name."""
     nodes = {node.name: node for node in module.graph.nodes}
     attributes: dict[str, Any] = {}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from stepgraph import compat
 from stepgraph.errors import unknown_name
 
 
@@ -24,6 +25,8 @@ class MeshSpec:
     """Sizes of a mesh's axes, in the order in which ranks count: the last counts fastest, so that tensor parallelism
     stays among neighbours."""
 
+    pp: int = _axis()
+    """Ranks of a pipeline: each has stages of the model, and all read the same data."""
     dp_replicate: int = _axis(data=True)
     """Ranks that hold the same shards (DDP, the outer axis of HSDP)."""
     dp_shard: int = _axis(data=True)
@@ -122,9 +125,10 @@ def _divisor(number: int, limit: int) -> int:
 class Mesh:
     """A mesh with its process groups: built on every rank, in the same order, under an initialized process group.
 
-    ``spec``: its sizes. ``devices``: the ``DeviceMesh`` of the axes above 1 (at least one), those that count fastest
-    first: where both ``tp`` and ``dp_shard`` split a dimension, FSDP then splits what tensor parallelism left, and a
-    gather over ``dp_shard`` is contiguous.
+    ``spec``: its sizes. ``devices``: the ``DeviceMesh`` of the axes above 1 (at least one) but ``pp``: the ranks that
+    share a stage. ``stage_group``: their process group. Axes that count fastest come first in it: where both ``tp`` and
+    ``dp_shard`` split a dimension, FSDP then splits what tensor parallelism left, and a gather over ``dp_shard`` is
+    contiguous.
     """
 
     def __init__(self, spec: MeshSpec, device_type: str):
@@ -132,14 +136,18 @@ class Mesh:
         self.spec = spec
         ranks = torch.arange(spec.size).view(*spec.sizes.values())
         ranks = ranks.permute(*reversed(range(ranks.ndim)))
-        self.names = tuple(name for name in reversed(spec.sizes) if spec.sizes[name] > 1) or ("dp_shard",)
-        ranks = ranks.reshape([spec.sizes[name] for name in self.names])
-        self.devices = DeviceMesh(device_type, ranks, mesh_dim_names=self.names)
+        names = tuple(name for name in reversed(spec.sizes) if spec.sizes[name] > 1 and name != "pp")
+        self.names = names or ("dp_shard",)
+        every = (*self.names, "pp") if spec.pp > 1 else self.names
+        ranks = ranks.reshape([spec.sizes[name] for name in every])
+        with compat.single_gloo_thread():
+            grid = _device_mesh(device_type, ranks, every)
+            self.stage_group = _stage_group(spec)
         # Slices are made here, once: torch 2.11 cannot make them during a trace.
-        single = len(self.names) == 1
-        self._slices = {name: self.devices if single else self.devices[name] for name in self.names}
-        coordinate = self.devices.get_coordinate()
-        self._coordinate = dict(zip(self.names, coordinate, strict=True))
+        self.devices = grid[self.names] if spec.pp > 1 else grid
+        shown = every if spec.pp == 1 else (*names, "pp")  # a pipeline alone has no other axis
+        self._slices = {name: grid if len(every) == 1 else grid[name] for name in shown}
+        self._coordinate = dict(zip(every, grid.get_coordinate(), strict=True))
 
     def axis(self, name: str) -> DeviceMesh | None:
         """The one-dimensional mesh of this rank's peers along ``name``; None where the mesh lacks it."""
@@ -163,3 +171,22 @@ class Mesh:
     def placements(self, of: Callable[[str], Placement]) -> tuple[Placement, ...]:
         """What ``of`` says of each of the mesh's axes, in their order."""
         return tuple(map(of, self.names))
+
+
+def _device_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """A ``DeviceMesh`` whose collectives are safe while several are in flight: one axis over all ranks would otherwise
+    have the default process group, with as many threads as whoever opened it gave it."""
+    if len(names) == 1 and device_type == "cpu" and compat.several_gloo_threads(dist.group.WORLD):
+        return DeviceMesh.from_group(dist.new_group(), device_type, mesh_dim_names=names)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+
+def _stage_group(spec: MeshSpec) -> dist.ProcessGroup:
+    """The ranks that share this one's stage of a pipeline; without a pipeline all. Every rank makes all the groups."""
+    found, size = dist.group.WORLD, spec.size // spec.pp
+    for first in range(0, spec.size if spec.pp > 1 else 0, size):
+        ranks = range(first, first + size)
+        group = dist.new_group(list(ranks), group_desc="stage")
+        if dist.get_rank() in ranks:
+            found = group
+    return found

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from stepgraph import compat
 from stepgraph.parallel.mesh import Mesh, MeshSpec
 
 #: Collectives that torch's flight recorder keeps: all of a step's, also of a deep model in many microbatches.
@@ -81,7 +82,8 @@ def started(spec: MeshSpec | None, device_type: str) -> Iterator[Mesh | None]:
         backend = "cpu:gloo,cuda:nccl"
         _take_gpu()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED))
-    _init_process_group(backend)
+    with compat.single_gloo_thread():
+        _init_process_group(backend)
     try:
         yield Mesh(spec, device_type)
     finally:

@@ -1,11 +1,12 @@
 """A captured step bound to the live tensors that it reads and writes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from stepgraph.capture import Traced, gradients
+from stepgraph.capture.guard.conditions import Repair
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.reads import Plain
 from stepgraph.capture.state import Watch
@@ -13,12 +14,43 @@ from stepgraph.kernels.comm.exchange import Session
 from stepgraph.run.program import Accumulators, ProgramRunner
 
 
+class UnfitStepError(RuntimeError):
+    """A step whose update its graph left out, to be repeated. ``levels``: of the conditions that were above 1."""
+
+    def __init__(self, levels: dict[str, float], repairs: dict[str, Repair]):
+        super().__init__(f"the step is unfit: {levels}")
+        self.levels, self._repairs = levels, repairs
+
+    def repair(self) -> None:
+        """Do what makes the step fit, once it is captured again."""
+        for name, level in self.levels.items():
+            self._repairs[name](level)
+
+
+class RandomState:
+    """The states of torch's generators: the CPU's and those of ``devices``."""
+
+    def __init__(self, devices: Iterable[torch.device]):
+        self._cpu = torch.get_rng_state()
+        self._devices = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def restore(self) -> None:
+        """Give each generator its state of that moment."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._devices.items():
+            torch.cuda.set_rng_state(state, device)
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """The states at that moment."""
+        return {"cpu": self._cpu} | {str(device): state for device, state in self._devices.items()}
+
+
 class BoundStep:
     """One form of a captured step. ``watch`` and ``plain`` see whether it must be captured again."""
 
     def __init__(self, traced: Traced, update: Update | None, session: Session, accumulators: Accumulators):
         self.traced, self.update = traced, update
-        self.runner = ProgramRunner(traced.program, traced.tensor_leaves, session, accumulators)
+        self.runner = ProgramRunner(traced.program, session, accumulators)
         self.watch = Watch(traced.slots, update.optimizers if update else ())
         self.plain = Plain(traced.reads)
         self.lrs = {
@@ -28,11 +60,22 @@ class BoundStep:
             if spec.kind == "lr"
         }
         self.lr_values: dict[int, float] = {}
+        self.devices = {tensor.device for tensor in traced.state if tensor.device.type == "cuda"}
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(loss, metrics by name) of one step on the leaves of a batch; gradients land in ``param.grad``."""
+        """(loss, metrics by name) of one step on the leaves of a batch; gradients land in ``param.grad``.
+
+        Raises `UnfitStepError` for a step that must be repeated, on all ranks alike, with all state as it was. To know,
+        the host waits for the step; steps without repairs it does not wait for.
+        """
         self._set_rates()
+        random = RandomState(self.devices) if self.traced.repairs else None
         results = self.runner(leaves)
+        if random is not None:
+            levels = {name: results.levels[name].item() for name in self.traced.repairs}
+            if unfit := {name: level for name, level in levels.items() if level > 1}:
+                random.restore()
+                raise UnfitStepError(unfit, self.traced.repairs)
         gradients.land(self.traced.landing, results.gradients)
         if self.update:
             self.update.mark_stepped()

@@ -15,9 +15,10 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes import Passes
 from stepgraph.run import BoundStep
+from stepgraph.run.bound import RandomState
 from stepgraph.verify.eager import eager_step
 from stepgraph.verify.report import differences
-from stepgraph.verify.state import Key, RandomState, State
+from stepgraph.verify.state import Key, State
 
 #: The first call of a step that replays CUDA graphs runs node by node, the second records, the third replays.
 CALLS_TO_REPLAY = 3
@@ -41,6 +42,7 @@ class Case:
     disable: Sequence[str]
     batch: Any
     bound: BoundStep
+    skip_nonfinite: bool
 
     @property
     def state(self) -> State:
@@ -65,7 +67,8 @@ class Case:
             for k in range(self.accumulate)
         ]
         with torch.compiler.set_stance("force_eager"):  # what torch.compile made is captured as what is inside
-            return eager_step(self.model, self.loss_fn, parts, self.optimizers, self.max_grad_norm)
+            options = self.optimizers, self.max_grad_norm, self.skip_nonfinite
+            return eager_step(self.model, self.loss_fn, parts, *options)
 
 
 def calls(program: StepProgram) -> int:
@@ -81,7 +84,7 @@ def outcome(case: Case, run: Callable[[], tuple[torch.Tensor, dict[str, torch.Te
         found["metric", name] = value.detach().to("cpu", copy=True)
     state = case.state
     found |= state.read()
-    random = RandomState(case.model, state.devices()).states()
+    random = RandomState(state.devices()).states()
     return found | {("random state", name): value for name, value in random.items()}
 
 

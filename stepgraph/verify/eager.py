@@ -8,6 +8,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import gradients
+from stepgraph.capture.python.end_of_step import end_of_step
 
 
 def eager_step(
@@ -16,8 +17,12 @@ def eager_step(
     microbatches: list[Any],
     optimizers: Sequence[torch.optim.Optimizer],
     max_grad_norm: float | None,
+    skip_nonfinite: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, metrics by name) of forward, backward, clipping and update.
+    """(loss, metrics by name) of forward, backward, clipping, update and what modules do behind it.
+
+    ``skip_nonfinite``: parameters, buffers and optimizer state are left as they were where the loss or the norm is not
+    finite.
 
     Gradients of this step alone are clipped and updated with. Those that no optimizer takes are added to the
     ``param.grad`` of before; the others leave it as it was.
@@ -27,6 +32,7 @@ def eager_step(
     for param in params:
         param.grad = None
     n, total, metrics = len(microbatches), None, {}
+    kept = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())] if skip_nonfinite else []
     with torch.enable_grad():
         for microbatch in microbatches:
             loss = loss_fn(model, microbatch)
@@ -35,11 +41,19 @@ def eager_step(
             total = loss.detach() if total is None else total + loss.detach()
     if max_grad_norm is not None:
         metrics["grad_norm"] = _clip([p for p in params if p.grad is not None], max_grad_norm)
+    if skip_nonfinite:
+        metrics["skipped"] = ~torch.isfinite(torch.stack([total, metrics["grad_norm"]])).all()
+    skipped = skip_nonfinite and bool(metrics["skipped"])
     owned = set()
     for optimizer in optimizers:
-        optimizer.step()
+        if not skipped:
+            optimizer.step()
         owned |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if optimizers:
+        metrics |= end_of_step(model)
     with torch.no_grad():
+        for tensor, value in kept if skipped else ():
+            tensor.copy_(value)
         for param, old in zip(params, before, strict=True):
             if id(param) in owned or param.grad is None:
                 param.grad = old

@@ -55,7 +55,7 @@ def _attempt(
     What a compiler made of a graph is run as it is, and its nodes have no results.
     """
     snapshot.restore()
-    options = {"max_grad_norm": case.max_grad_norm, "accumulate": case.accumulate}
+    options = {key: getattr(case, key) for key in ("max_grad_norm", "accumulate", "skip_nonfinite")}
     traced = trace_step(case.model, case.loss_fn, case.batch, case.optimizer, **options)
     for graph in traced.program.graphs.values():
         run_passes(graph, list(passes))

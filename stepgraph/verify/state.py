@@ -13,6 +13,7 @@ from torch import nn
 
 from stepgraph.capture.python.host_random import HostRandom
 from stepgraph.capture.state import model_slots, unwrap
+from stepgraph.run.bound import RandomState
 from stepgraph.run.cuda_graph import spanned
 
 #: What a tensor of the state is ("parameter", "buffer", "gradient", "optimizer", "batch"), and its name.
@@ -68,26 +69,6 @@ def _parts(kind: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[Key, to
         yield (kind, name if len(inner) == 1 else f"{name}#{i}"), part
 
 
-class RandomState:
-    """The states of all generators of random numbers: torch's of the CPU and of ``devices``, and the host's."""
-
-    def __init__(self, model: nn.Module, devices: set[torch.device]):
-        self._host = HostRandom(model)
-        self._cpu = torch.get_rng_state()
-        self._devices = {device: torch.cuda.get_rng_state(device) for device in devices}
-
-    def restore(self) -> None:
-        """Give each generator its state of that moment."""
-        self._host.restore()
-        torch.set_rng_state(self._cpu)
-        for device, state in self._devices.items():
-            torch.cuda.set_rng_state(state, device)
-
-    def states(self) -> dict[str, torch.Tensor]:
-        """The states of torch's generators at that moment."""
-        return {"cpu": self._cpu} | {str(device): state for device, state in self._devices.items()}
-
-
 class Snapshot:
     """``state`` at one moment, with the random generators; `restore` puts all of it back."""
 
@@ -96,7 +77,7 @@ class Snapshot:
         self._values = [(tensor, spanned(tensor).to("cpu", copy=True)) for _, tensor in state.tensors()]
         self._holders = [(holder, dict(holder)) for holder in state.holders()]
         self._grads = [(param, param.grad) for param in state.model.parameters()]
-        self._random = RandomState(state.model, state.devices())
+        self._random = HostRandom(state.model), RandomState(state.devices())
 
     def restore(self) -> None:
         """Everything as it was: the same objects in the same places, with the same values."""
@@ -109,4 +90,5 @@ class Snapshot:
         with torch.no_grad():
             for tensor, saved in self._values:
                 spanned(tensor).copy_(saved)
-        self._random.restore()
+        for random in self._random:
+            random.restore()

@@ -32,7 +32,9 @@ def on_ranks(world: int, function: Callable, *args: Any) -> None:
 def on_processes(count: int, function: Callable, args: tuple) -> None:
     """Run ``function(rank, *args)`` in ``count`` processes; a failure of one is raised."""
     # What ranks import is imported once, not once a rank; a module that is not there is left out.
-    multiprocessing.set_forkserver_preload(["tests.distributed.ranks", "stepgraph.train.trainer"])
+    multiprocessing.set_forkserver_preload(
+        ["tests.distributed.ranks", "stepgraph.train.trainer", "torch._dynamo", "numpy.random", "triton.runtime"]
+    )
     torch.multiprocessing.start_processes(function, args, nprocs=count, start_method="forkserver")
 
 
@@ -51,7 +53,8 @@ def _faked(_: int, rank: int, world: int, function: Callable, args: tuple) -> No
 def _rank(rank: int, world: int, store: str, function: Callable, args: tuple) -> None:
     faulthandler.enable()  # a rank that aborts says where
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    with compat.single_gloo_thread():
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     try:
         function(*args)
         dist.barrier()

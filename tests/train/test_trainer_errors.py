@@ -159,6 +159,34 @@ def test_the_bad_step_is_never_saved_even_when_it_is_the_last(ahead, trainer, tm
     assert trainer.metrics(tmp_path / "run", "loss")[-1][0] == 7 and failed(trainer, tmp_path / "run")
 
 
+def test_steps_that_are_not_finite_are_left_out_until_too_many_come_in_a_row(trainer, tmp_path, monkeypatch, capsys):
+    """Every third batch or so has an infinite loss; then all have."""
+    plain, modulus = build.build_loss, 3
+
+    def build_loss(*args):
+        loss_fn = plain(*args)
+
+        def poisoned(model, batch):
+            bad = (batch["tokens"].sum() % modulus == 0) & model.training
+            return loss_fn(model, batch) * torch.where(bad, float("inf"), 1.0)
+
+        return poisoned
+
+    monkeypatch.setattr(build, "build_loss", build_loss)
+    skip = ("--on-nonfinite", "skip", "--max-skipped", 5)
+    assert trainer.here(*ONE_LAYER, *skip, "--steps", 9, "--out", tmp_path / "run") == 0
+    left_out = [step for step, _ in trainer.metrics(tmp_path / "run", "skipped_steps")]
+    losses = trainer.metrics(tmp_path / "run", "loss")
+    assert left_out and losses and sorted([*left_out, *(step for step, _ in losses)]) == list(range(1, 10))
+    summary = trainer.summary(tmp_path / "run")
+    assert summary["skipped_steps"] == len(left_out) and summary["steps"] == 9
+    assert f"step {left_out[0]} left out: its loss is inf" in capsys.readouterr().out
+
+    modulus = 1
+    assert trainer.here(*ONE_LAYER, *skip, "--steps", 9, "--out", tmp_path / "all") == 1
+    assert "the loss of step 5 (5 steps in a row left out) is inf; its batch is kept" in one_line(capsys)
+
+
 def test_a_validation_loss_that_is_not_finite_stops_the_run_before_the_save(trainer, tmp_path, capsys):
     options = ["--steps", 1, "--warmup-steps", 0, "--lr", "1e18"]
     assert trainer.here(*ONE_LAYER, *options, "--out", tmp_path / "run") == 1

@@ -12,6 +12,7 @@ import torch
 
 from stepgraph.capture.optimizer.arithmetic import add_scaled, larger, lerp, power, scaled, smaller
 from stepgraph.capture.optimizer.rule import Member, Rule, count_dtype
+from stepgraph.capture.optimizer.skip import Skip
 
 
 class AdafactorRule(Rule):
@@ -35,7 +36,12 @@ class AdafactorRule(Rule):
         return {key: state[key] for key in keys}
 
     def trace(
-        self, group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor, attribute: Callable[[str], None]
+        self,
+        group: dict[str, Any],
+        members: Sequence[Member],
+        lr: torch.Tensor,
+        attribute: Callable[[str], None],
+        skip: Skip,
     ) -> None:
         # eps[0] None means that of the dtype; torch looks at the first parameter's.
         eps = torch.finfo(members[0].param.dtype).eps if group["eps"][0] is None else group["eps"][0]
@@ -46,12 +52,18 @@ class AdafactorRule(Rule):
             if member.seen not in factors:
                 step = new_step.double().to(lr.device)
                 factors[member.seen] = power(step, group["beta2_decay"]), smaller(lr, 1 / power(step, 0.5))
-            _trace_one(group, member, lr, eps, *factors[member.seen])
-            member.state["step"].copy_(new_step)
+            _trace_one(group, member, lr, eps, *factors[member.seen], skip)
+            skip.write(member.state["step"], new_step)
 
 
 def _trace_one(
-    group: dict[str, Any], member: Member, lr: torch.Tensor, eps: float, weight: torch.Tensor, rho: torch.Tensor
+    group: dict[str, Any],
+    member: Member,
+    lr: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    rho: torch.Tensor,
+    skip: Skip,
 ) -> None:
     """One parameter's update. ``weight``: of the new second moment. ``rho``: the step size relative to the parameter.
     Both fp64 scalars."""
@@ -63,19 +75,19 @@ def _trace_one(
     if grad.ndim > 1:
         row = lerp(state["row_var"], _mean_square(grad, -1), weight)
         column = lerp(state["col_var"], _mean_square(grad, -2), weight)
-        state["row_var"].copy_(row)
-        state["col_var"].copy_(column)
+        skip.write(state["row_var"], row)
+        skip.write(state["col_var"], column)
         variance = (row @ column).div_(row.mean(dim=-2, keepdim=True).clamp(min=eps))
     else:
         variance = lerp(state["variance"], grad * grad, weight)
-        state["variance"].copy_(variance)
+        skip.write(state["variance"], variance)
     update = variance.clamp(min=eps * eps).rsqrt() * grad
     excess = larger(1.0, _norm(update) / (update.numel() ** 0.5 * group["d"]))
     factor = -alpha / excess
     if group["foreach"]:
-        member.param.copy_(param + scaled(update, factor, foreach=True))
+        skip.write(member.param, param + scaled(update, factor, foreach=True))
     else:
-        member.param.copy_(add_scaled(param, update, factor))
+        skip.write(member.param, add_scaled(param, update, factor))
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:

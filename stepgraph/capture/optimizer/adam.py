@@ -16,6 +16,7 @@ import torch
 from stepgraph.capture.optimizer.arithmetic import add_quotient, divided, power, scaled
 from stepgraph.capture.optimizer.master import MasterAdamW, fused_options
 from stepgraph.capture.optimizer.rule import Member, Rule, count_dtype
+from stepgraph.capture.optimizer.skip import Skip
 
 aten = torch.ops.aten
 
@@ -46,11 +47,16 @@ class AdamRule(Rule):
         return {key: state[key] for key in keys}
 
     def trace(
-        self, group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor, attribute: Callable[[str], None]
+        self,
+        group: dict[str, Any],
+        members: Sequence[Member],
+        lr: torch.Tensor,
+        attribute: Callable[[str], None],
+        skip: Skip,
     ) -> None:
         if group["fused"]:
             attribute("")
-            _trace_fused(group, members, lr)
+            _trace_fused(group, members, lr, skip)
             return
         factors: dict[float, tuple] = {}  # parameters at the same step share what depends on it
         for member in members:
@@ -58,21 +64,26 @@ class AdamRule(Rule):
             new_step = member.state["step"] + 1
             if member.seen not in factors:
                 factors[member.seen] = _factors(group, new_step, lr)
-            _trace_one(group, member, new_step, *factors[member.seen])
+            _trace_one(group, member, new_step, *factors[member.seen], skip)
 
 
-def _trace_fused(group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor) -> None:
+def _trace_fused(group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor, skip: Skip) -> None:
     params, grads = [m.param for m in members], [m.grad for m in members]
     steps, exp_avgs, exp_avg_sqs = ([m.state[key] for m in members] for key in ("step", "exp_avg", "exp_avg_sq"))
     masters = [m.state["master"] for m in members if "master" in m.state]
     if masters:
         grads = [g.float() for g in grads]
-    aten._foreach_add_.Scalar(steps, 1)
+    advance, found_inf = skip.advance(steps[0].device), skip.found_inf(steps[0].device)
+    if advance is None:
+        aten._foreach_add_.Scalar(steps, 1)
+    else:
+        aten._foreach_add_.Tensor(steps, advance)
     kernel = aten._fused_adamw_.tensor_lr if group["decoupled_weight_decay"] else aten._fused_adam_.tensor_lr
     targets = masters or params
-    kernel(targets, grads, exp_avgs, exp_avg_sqs, [], steps, lr=lr, **fused_options(group), amsgrad=False)
+    options = fused_options(group) | {"amsgrad": False} | found_inf
+    kernel(targets, grads, exp_avgs, exp_avg_sqs, [], steps, lr=lr, **options)
     if masters:
-        aten._foreach_copy_.default(params, masters)
+        aten._foreach_copy_.default(params, [skip.kept(p, m) for p, m in zip(params, masters, strict=True)])
 
 
 def _factors(
@@ -91,6 +102,7 @@ def _trace_one(
     decay: torch.Tensor,
     neg_step_size: torch.Tensor,
     correction2_sqrt: torch.Tensor,
+    skip: Skip,
 ) -> None:
     """One parameter's update in the operators, and the order, of torch's single-tensor Adam."""
     beta1, beta2 = group["betas"]
@@ -107,9 +119,9 @@ def _trace_one(
     exp_avg_sq = torch.addcmul(scaled(exp_avg_sq, beta2, group["foreach"]), grad, grad, value=1 - beta2)
     denominator = divided(exp_avg_sq.sqrt(), correction2_sqrt) + group["eps"]
     param = add_quotient(param, exp_avg, denominator, neg_step_size)
-    state["step"].copy_(new_step)
+    skip.write(state["step"], new_step)
     for old, new in ((state["exp_avg"], exp_avg), (state["exp_avg_sq"], exp_avg_sq), (member.param, param)):
-        old.copy_(torch.view_as_complex(new) if old.is_complex() else new)
+        skip.write(old, torch.view_as_complex(new) if old.is_complex() else new)
 
 
 def _as_real(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from stepgraph import compat
 from stepgraph.capture.optimizer.arithmetic import add_scaled, scaled
 from stepgraph.capture.optimizer.rule import Member, Rule
+from stepgraph.capture.optimizer.skip import Skip
 
 
 class MuonRule(Rule):
@@ -28,7 +29,12 @@ class MuonRule(Rule):
         return {"momentum_buffer": state["momentum_buffer"]}
 
     def trace(
-        self, group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor, attribute: Callable[[str], None]
+        self,
+        group: dict[str, Any],
+        members: Sequence[Member],
+        lr: torch.Tensor,
+        attribute: Callable[[str], None],
+        skip: Skip,
     ) -> None:
         for member in members:
             attribute(member.path)
@@ -38,5 +44,5 @@ class MuonRule(Rule):
             update = compat.muon_orthogonalized(update, group)
             rate = compat.muon_rate(lr, group, param.shape)
             # Only now: until torch 2.14, orthogonalizing a bf16 buffer scales the buffer itself.
-            member.state["momentum_buffer"].copy_(buffer)
-            param.copy_(add_scaled(scaled(param, 1 - lr * group["weight_decay"]), update, -rate))
+            skip.write(member.state["momentum_buffer"], buffer)
+            skip.write(param, add_scaled(scaled(param, 1 - lr * group["weight_decay"]), update, -rate))

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from stepgraph.capture.optimizer.skip import Skip
+
 
 @dataclass(frozen=True)
 class Member:
@@ -74,9 +76,14 @@ class Rule(ABC):
 
     @abstractmethod
     def trace(
-        self, group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor, attribute: Callable[[str], None]
+        self,
+        group: dict[str, Any],
+        members: Sequence[Member],
+        lr: torch.Tensor,
+        attribute: Callable[[str], None],
+        skip: Skip,
     ) -> None:
-        """Record the update of one group; each result is written into its input.
+        """Record the update of one group; each result is written into its input, unless ``skip`` leaves it out.
 
         ``attribute`` is called with the module path of what is recorded next.
         """

@@ -16,6 +16,7 @@ import torch
 
 from stepgraph.capture.optimizer.arithmetic import add_scaled, scaled
 from stepgraph.capture.optimizer.rule import Member, Rule
+from stepgraph.capture.optimizer.skip import Skip
 
 aten = torch.ops.aten
 
@@ -38,18 +39,23 @@ class SGDRule(Rule):
         return {"momentum_buffer": state["momentum_buffer"]}
 
     def trace(
-        self, group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor, attribute: Callable[[str], None]
+        self,
+        group: dict[str, Any],
+        members: Sequence[Member],
+        lr: torch.Tensor,
+        attribute: Callable[[str], None],
+        skip: Skip,
     ) -> None:
         if group["fused"]:
             attribute("")
-            _trace_fused(group, members, lr)
+            _trace_fused(group, members, lr, skip)
             return
         for member in members:
             attribute(member.path)
-            _trace_one(group, member, lr)
+            _trace_one(group, member, lr, skip)
 
 
-def _trace_fused(group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor) -> None:
+def _trace_fused(group: dict[str, Any], members: Sequence[Member], lr: torch.Tensor, skip: Skip) -> None:
     options = {key: group[key] for key in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")}
     aten._fused_sgd_.tensor_lr(
         [m.param for m in members],
@@ -57,11 +63,12 @@ def _trace_fused(group: dict[str, Any], members: Sequence[Member], lr: torch.Ten
         [m.state["momentum_buffer"] for m in members] if group["momentum"] != 0 else [],
         lr=lr,
         **options,
+        **skip.found_inf(members[0].param.device),
         is_first_step=False,
     )
 
 
-def _trace_one(group: dict[str, Any], member: Member, lr: torch.Tensor) -> None:
+def _trace_one(group: dict[str, Any], member: Member, lr: torch.Tensor, skip: Skip) -> None:
     """One parameter's update in the operators, and the order, of torch's single-tensor SGD."""
     param, grad, state = member.param, member.grad, member.state
     momentum = group["momentum"]
@@ -74,9 +81,9 @@ def _trace_one(group: dict[str, Any], member: Member, lr: torch.Tensor) -> None:
         buffer = torch.add(buffer, grad, alpha=1 - group["dampening"])
         if group["dampening"] != 0:
             buffer = torch.where(_unfilled(state["momentum_buffer"]), grad, buffer)
-        state["momentum_buffer"].copy_(buffer)
+        skip.write(state["momentum_buffer"], buffer)
         grad = torch.add(grad, buffer, alpha=momentum) if group["nesterov"] else buffer
-    param.copy_(add_scaled(param, grad, -lr))
+    skip.write(param, add_scaled(param, grad, -lr))
 
 
 def _unfilled(buffer: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from stepgraph.capture.optimizer.master import MasterAdamW
 from stepgraph.capture.optimizer.muon import MuonRule
 from stepgraph.capture.optimizer.rule import Member, Rule
 from stepgraph.capture.optimizer.sgd import SGDRule
+from stepgraph.capture.optimizer.skip import Skip
 
 _RULES: dict[type, Rule] = {
     torch.optim.AdamW: AdamRule(),
@@ -92,10 +93,31 @@ class Update:
         """The options that are constants of the graph: when one changes, the step is captured again."""
         return tuple((_RULES[type(o)].constants_of(group), len(group["params"])) for o, group in self._groups())
 
-    def trace(self, group: int, members: Sequence[Member], lr: torch.Tensor, attribute: Callable[[str], None]) -> None:
-        """Record the update of one group's ``members`` (see `Rule.trace`)."""
-        optimizer, options = self._groups()[group]
-        _RULES[type(optimizer)].trace(options, members, lr, attribute)
+    def record(
+        self,
+        groups: Sequence[dict[str, Any]],
+        grads: dict[int, torch.Tensor],
+        flat: Sequence[torch.Tensor],
+        attribute: Callable[[str], None],
+        skip: Skip,
+    ) -> set[int]:
+        """Record the update of every parameter that has a gradient; the slots updated.
+
+        ``groups``: see `stepgraph.capture.inputs.add_optimizer`. ``flat``: the graph's inputs. ``attribute`` and
+        ``skip``: see `Rule.trace`.
+        """
+        updated: set[int] = set()
+        for (optimizer, options), group in zip(self._groups(), groups, strict=True):
+            members = [m for m in group["members"] if m[0] in grads]
+            if not members:
+                continue
+            traced = []
+            for i, part, wheres, seen in members:
+                state = {key: flat[where][0] for key, where in wheres.items()}
+                traced.append(Member(flat[part][0], grads[i], state, seen, group["paths"][i]))
+            _RULES[type(optimizer)].trace(options, traced, flat[group["lr"]][0], attribute, skip)
+            updated |= {i for i, _, _, _ in members}
+        return updated
 
     def mark_stepped(self) -> None:
         """Tell learning rate schedulers that the optimizers have stepped."""

@@ -3,7 +3,8 @@
 Matches: ``_fused_adamw_`` and ``_fused_adam_`` of the optimizer phase, the ``_foreach_mul_`` that clips its gradients,
 and the ``_foreach_copy_`` that rounds master weights into parameters. Before -> after: three sweeps over the gradients
 and two over the state -> one kernel per parameter that reads gradient, moments and weight once and writes them once.
-What depends on the step alone is computed once for all parameters, in fp64.
+What depends on the step alone is computed once for all parameters, in fp64. An update that may be left out
+(``found_inf``) selects between the old and the new value before it writes.
 Tier numerics: the clipped gradient is not rounded to its dtype in between. Preconditions: after `inplace_update`,
 before `inductor`; worth it only when that compiles the result. Updates by other operators stay as they are.
 Source: the formula of torch's fused AdamW (Loshchilov and Hutter 2019) and Adam, evaluated in fp32.
@@ -99,8 +100,8 @@ class _Expansion:
 
     def _rounding(self) -> fx.Node | None:
         """The ``_foreach_copy_`` that takes these parameters (master weights) as its source."""
-        for user in self.params[0].users:
-            if user.target is aten._foreach_copy_.default and list(user.args[1]) == list(self.params):
+        for user in _readers_of_kept(self.params[0]):
+            if user.target is aten._foreach_copy_.default and list(map(_kept, user.args[1])) == list(self.params):
                 return user
         return None
 
@@ -110,7 +111,8 @@ class _Expansion:
         factors = self._factors()
         for i, (grad, clip) in enumerate(sources):
             self._update_one(i, grad, clip.args[1] if clip else None, factors)
-        for done in (self.update, self.rounding):
+        rounded = self.rounding.args[1] if self.rounding else []
+        for done in (self.update, self.rounding, *(node for node in rounded if node not in self.params)):
             if done is not None:
                 done.graph.erase_node(done)
         unscaled: dict[fx.Node, set[fx.Node]] = {}
@@ -150,7 +152,9 @@ class _Expansion:
             scalars = build(aten.unbind.int, build(aten.select.int, rows, 1, 0))
             return [build(operator.getitem, scalars, i) for i in range(len(self.steps))]
 
+        skip = options.get("found_inf")
         factors = {
+            "skip": skip and build(aten.ne.Scalar, skip, 0),
             "step_size": spaced(build(aten.div.Tensor, lr, correction(options["beta1"]))),
             "root": spaced(build(aten.sqrt.default, correction(options["beta2"]))),
         }
@@ -178,10 +182,23 @@ class _Expansion:
         if self.decoupled:
             p = build(aten.mul.Tensor, p, factors["decay"])
         p = build(aten.sub.Tensor, p, build(aten.mul.Tensor, delta, factors["step_size"][i]))
-        for old, new in zip(state, (m, v, p), strict=True):
-            build(aten.copy_.default, old, new)
+        results = [*zip(state, (m, v, p), strict=True)]
         if self.rounding is not None:
-            build(aten.copy_.default, self.rounding.args[0][i], p)
+            results.append((self.rounding.args[0][i], p))
+        for old, new in results:
+            if factors["skip"] is not None:
+                new = build(aten.where.self, factors["skip"], old, new)
+            build(aten.copy_.default, old, new)
+
+
+def _kept(source: fx.Node) -> fx.Node:
+    """What is written where the update is not left out: of ``where(skip, old, new)`` the new."""
+    return source.args[2] if source.target is aten.where.self else source
+
+
+def _readers_of_kept(node: fx.Node) -> list[fx.Node]:
+    """The readers of ``node``, and those of what keeps the old value instead where the update is left out."""
+    return [reader for user in node.users for reader in (user.users if user.target is aten.where.self else [user])]
 
 
 def _leave_unscaled(grads: set[fx.Node], clip: fx.Node) -> None:

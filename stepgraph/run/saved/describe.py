@@ -78,9 +78,11 @@ class Describer:
             case type():
                 return f"class {_name(value)} {self._of_class(value, where)}"
             case types.BuiltinFunctionType() | torch._ops.OpOverload() | torch._ops.HigherOrderOperator():
-                return f"{type(value).__name__} {getattr(value, '__module__', '')} {value}" if not isinstance(
-                    value, types.BuiltinFunctionType
-                ) else f"built in {value.__module__}.{value.__qualname__}"
+                return (
+                    f"{type(value).__name__} {getattr(value, '__module__', '')} {value}"
+                    if not isinstance(value, types.BuiltinFunctionType)
+                    else f"built in {value.__module__}.{value.__qualname__}"
+                )
             case contextvars.ContextVar():
                 return f"variable {value.name} {self(value.get(None), where)}"
             case dist.DeviceMesh():
@@ -127,7 +129,9 @@ class Describer:
         if dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
             return f"{_name(kind)} {self._of_class(kind, where)} {self._held(value, where)}"
         if inspect.isclass(kind) and hasattr(kind, "__slots__"):
-            slots = {name: getattr(value, name, None) for base in kind.__mro__ for name in getattr(base, "__slots__", ())}
+            slots = {
+                name: getattr(value, name, None) for base in kind.__mro__ for name in getattr(base, "__slots__", ())
+            }
             return f"{_name(kind)} {self(slots, where)}"
         raise Indescribable(f"{where}, a {_name(kind)}")
 
@@ -193,4 +197,6 @@ def describe_model(model: nn.Module) -> dict[str, str]:
                 if "hooks" in key and isinstance(value, dict):
                     value = list(value.values())  # the keys count hooks of the whole process
                 found[f"{at}.{key}"] = describe(value, f"{at}.{key}")
-    return {key: text if len(text) < 80 else f"#{hashlib.sha256(text.encode()).hexdigest()}" for key, text in found.items()}
+    return {
+        key: text if len(text) < 80 else f"#{hashlib.sha256(text.encode()).hexdigest()}" for key, text in found.items()
+    }

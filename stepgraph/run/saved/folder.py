@@ -104,7 +104,7 @@ class Folder:
             raise DamagedEntry(f"{self.path / name / file}: {failure.strerror}") from None
 
     def write(self, name: str, parts: dict[str, Any], files: dict[str, bytes], *, replace: bool = False) -> None:
-        """Write an entry whole, or leave the one that is there; ``replace``: that one is damaged. Raises ``OSError``."""
+        """Write an entry whole, or leave the one that is there (``replace``: it is damaged). Raises ``OSError``."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.check()
         aside = Path(tempfile.mkdtemp(prefix=_WRITING, dir=self.path))
@@ -170,6 +170,6 @@ def _refuse_foreign(path: Path) -> None:
         return
     if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise UnsafeFolder(
-            f"{path} may have been written by others (a link, another owner, or open to a group): a saved step is code, "
-            "so name the folder if you trust it"
+            f"{path} may have been written by others (a link, another owner, or open to a group): a saved step is "
+            "code, so name the folder if you trust it"
         )

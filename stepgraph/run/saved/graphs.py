@@ -243,8 +243,10 @@ class Reader:
 
 
 def _place(saved: list[Any]) -> Provenance:
-    *rest, role = saved
-    return Provenance(*rest, role and Role(role[0], tuple(role[1]), role[2]))
+    found = Provenance(*saved)
+    return (
+        found if found.role is None else found._replace(role=Role(found.role[0], tuple(found.role[1]), found.role[2]))
+    )
 
 
 def _check_form(node: fx.Node, spec: InputSpec) -> None:
@@ -254,7 +256,9 @@ def _check_form(node: fx.Node, spec: InputSpec) -> None:
     recorded = node.meta["val"]
     forms = [(t.dtype, tuple(t.shape), t.stride(), t.device.type) for t in (recorded, spec.tensor)]
     if forms[0] != forms[1] and spec.tensor.device.type != "meta":
-        raise NotLoadable(f"{spec.kind} {spec.name} is {forms[1]}, saved was {forms[0]} (dtype, shape, strides, device)")
+        raise NotLoadable(
+            f"{spec.kind} {spec.name} is {forms[1]}, saved was {forms[0]} (dtype, shape, strides, device)"
+        )
 
 
 def encode_reports(step: StepGraph) -> dict[str, Any]:
@@ -265,8 +269,11 @@ def encode_reports(step: StepGraph) -> dict[str, Any]:
 
 def decode_reports(saved: Mapping[str, Any], step: StepGraph) -> None:
     """Give ``step`` its reports again. Nothing was applied nor compiled: the seconds are none."""
-    for report in saved["log"]:
-        timeless = report | {"apply_s": 0.0, "compile_s": 0.0, "provides": tuple(report["provides"])}
-        step.log.append(PassReport(**timeless))
+    step.log += map(decode_report, saved["log"])
     if saved["recording"] is not None:
         step.recording = step.log[saved["recording"]]
+
+
+def decode_report(saved: Mapping[str, Any]) -> PassReport:
+    """A report of a pass that was not applied again."""
+    return PassReport(**saved | {"apply_s": 0.0, "compile_s": 0.0, "provides": tuple(saved["provides"])})

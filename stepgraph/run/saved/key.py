@@ -132,6 +132,14 @@ def mesh_facts(mesh: Any) -> dict[str, Any]:
     return found
 
 
+def pipeline_facts(pipeline: Any) -> dict[str, Any]:
+    """Which stages this rank has of which pipeline."""
+    if pipeline is None:
+        return {}
+    found = {"schedule": pipeline.name, "starts": list(pipeline.starts), "ranks": pipeline.ranks_of}
+    return found | {"rank": pipeline.rank, "holders": digest(sorted(pipeline.holders.items()))}
+
+
 def pass_facts(passes: Sequence[Pass]) -> dict[str, Any]:
     """Each pass with its options; one that is not of stepgraph also with its source file."""
     found = {}
@@ -149,5 +157,3 @@ def _source_of(function: Any) -> str:
         raise ValueError(f"the pass {function.__qualname__} has no source file")
     held = [repr(cell.cell_contents) for cell in function.__closure__ or ()]
     return digest([hashlib.sha256(Path(file).read_bytes()).hexdigest(), *held])
-
-

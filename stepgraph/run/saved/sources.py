@@ -3,6 +3,8 @@
 import contextlib
 import dis
 import hashlib
+import importlib
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -21,13 +23,21 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
 _NUMPY = os.path.dirname(np.__file__) + os.sep
+_FOUND = importlib.util.find_spec("triton")
+_TRITON = os.path.dirname(_FOUND.origin) + os.sep if _FOUND else _TORCH
 
 
 def _counts(file: str) -> bool:
-    """Whether a file is of none of torch, NumPy, Python and stepgraph, which the key has by their versions."""
-    if file.startswith((_TORCH, _OWN, _NUMPY, "<frozen")):
+    """Whether a file is of none of torch, triton, NumPy, Python and stepgraph, which the key has by their versions."""
+    if file.startswith((_TORCH, _TRITON, _OWN, _NUMPY, "<frozen")):
         return False
     return file.startswith(_INSTALLED) or not file.startswith(_PYTHON)
+
+
+def _origin(code: types.CodeType, held: dict[str, Any]) -> str:
+    """The file of a function; of generated code, such as a dataclass's methods, that of the module it was made in."""
+    file = code.co_filename
+    return held.get("__file__") or file if file.startswith("<") and not file.startswith("<frozen") else file
 
 
 #: What is no global.
@@ -52,7 +62,7 @@ class Sources:
                 code = frame.f_code
                 if id(code) not in seen:
                     seen[id(code)] = code
-                    if _counts(code.co_filename):
+                    if _counts(_origin(code, frame.f_globals)):
                         codes[code] = frame.f_globals
 
         with _variables_read(self._variables), _monitored(note) if sys.version_info >= (3, 12) else _profiled(note):
@@ -82,6 +92,8 @@ class Sources:
         modules: dict[str, dict[str, Any]] = {}
         for code, held in self._codes.items():
             module = held.get("__name__", "")
+            if code.co_name == "<module>":
+                continue  # an import: what it made is described where functions name it
             if sys.modules.get(module) is None or vars(sys.modules[module]) is not held:
                 continue  # generated code, whose globals are its maker's
             modules[module] = held
@@ -98,9 +110,9 @@ def _named(code: types.CodeType) -> Iterator[str]:
 
 
 def described_globals(module: str, names: list[str]) -> dict[str, str]:
-    """The text of those ``names`` that are globals of ``module``. Raises `Indescribable`; ``KeyError`` where the module
-    is not loaded."""
-    held = vars(sys.modules[module])
+    """The text of those ``names`` that are globals of ``module``. Raises `Indescribable`; ``ImportError`` where there
+    is no such module."""
+    held = vars(importlib.import_module(module))  # a forward may be the first to import it
     describe, found = Describer(), {}
     for name in names:
         outer, _, inside = name.partition(".")

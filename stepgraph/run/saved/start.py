@@ -1,7 +1,7 @@
 """The key of a start: all that a capture reads. Where it is the same, the capture would be, and is left out."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,15 @@ from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.roles import groups_by_axis
 from stepgraph.capture.state import Slot, model_slots, unwrap
 from stepgraph.graph.program import StepProgram
+from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.passes.contract import Pass
 from stepgraph.run.saved import key
 from stepgraph.run.saved.describe import Describer, Indescribable, describe_model, form_of
 from stepgraph.run.saved.sources import Sources, described_environment, described_globals, file_digest
 from stepgraph.run.saved.values import NotLoadable
+
+#: Kinds of inputs that are tensors of the model or its optimizer; calls bring or runners allocate the others.
+_LIVE = ("parameter", "buffer", "optimizer", "lr")
 
 
 @dataclass
@@ -31,10 +35,10 @@ class Start:
     loss_fn: Callable
     batch: Any
     update: Update | None
-    max_grad_norm: float | None
-    accumulate: int
+    options: Mapping[str, Any]
     passes: Sequence[Pass]
     device: torch.device
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         self.slots = model_slots(self.model)
@@ -50,9 +54,14 @@ class Start:
             "loss": Describer(names)(self.loss_fn, "the loss function"),
             "batch": {str(i): form for i, form in enumerate(forms)} | {"structure": str(spec)},
             "optimizer": self._optimizer(),
-            "options": {"max_grad_norm": repr(self.max_grad_norm), "accumulate": self.accumulate},
+            "options": {name: repr(value) for name, value in self.options.items()},
             "rank": dist.get_rank() if dist.is_initialized() else 0,
         }
+
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """Process groups that a graph may name, by the name that it gives them where no other has it."""
+        found = groups_by_axis(slot.tensor for slot in self.slots)
+        return found | (self.pipeline.named_groups() if self.pipeline is not None else {})
 
     def _optimizer(self) -> dict[str, Any]:
         if self.update is None:
@@ -80,11 +89,12 @@ def record_of(start: Start, traced: Traced, sources: Sources, graph: str) -> byt
     """What a start needs beside its graph's entry. Raises `Indescribable`."""
     paths = {id(module): path for path, module in start.model.named_modules()}
     names = {id(slot.tensor): slot.name for slot in traced.slots}
-    axes = groups_by_axis(slot.tensor for slot in traced.slots)
-    for step in traced.program.graphs.values():
-        for name, axis in step.axes.items():
-            if name != axis or axis not in axes:
-                raise Indescribable(f"the process group {name}, which is of no mesh of the model")
+    if traced.repairs:
+        raise Indescribable(f"what repairs an unfit step ({', '.join(traced.repairs)})")
+    groups = start.groups()
+    for name in {name for step in traced.program.graphs.values() for name in step.axes}:
+        if name not in groups:
+            raise Indescribable(f"the process group {name}, which is of no mesh of the model")
     record = {
         "graph": graph,
         "sources": sources.files(),
@@ -112,8 +122,8 @@ def changed_since(record: Mapping[str, Any]) -> str | None:
     for module, saved in record["globals"].items():
         try:
             now = described_globals(module, sorted(saved))
-        except KeyError:
-            return f"the module {module}, which is not imported yet"
+        except ImportError:
+            return f"the module {module}, which cannot be imported,"
         except Indescribable as reason:
             return f"a global: {reason}"
         for name, text in saved.items():
@@ -155,7 +165,7 @@ class Bindings:
 
     def __call__(self, pair: tuple[str, str]) -> torch.Tensor | None:
         """The tensor of (kind, name); None for what a call brings or a runner allocates."""
-        if pair[0] in ("batch", "accumulator"):
+        if pair[0] not in _LIVE:
             return None
         if pair not in self.found:
             raise NotLoadable(f"there is no {pair[0]} {pair[1]}")
@@ -170,12 +180,11 @@ def traced_of(start: Start, record: Mapping[str, Any], program: StepProgram) -> 
     modules = dict(start.model.named_modules())
     for path, names in record["reads"].items():
         reads.names[id(modules[path])] = set(names)
-    return Traced(program, landing, start.slots, record["leaves"], reads)
+    return Traced(program, landing, start.slots, record["leaves"], reads, {})
 
 
-def name_groups(start: Start, program_axes: Mapping[str, str]) -> None:
-    """Give process groups the names that the graphs' nodes call them by. Raises `NotLoadable`."""
-    groups = groups_by_axis(slot.tensor for slot in start.slots)
-    for name, axis in program_axes.items():
-        if axis not in groups or compat.name_group(groups[axis], axis) != name:
+def name_groups(groups: Mapping[str, dist.ProcessGroup], names: Iterable[str]) -> None:
+    """Give process groups the ``names`` that a graph's nodes call them by. Raises `NotLoadable`."""
+    for name in names:
+        if name not in groups or compat.name_group(groups[name], name) != name:
             raise NotLoadable(f"the process group {name} has another name here")

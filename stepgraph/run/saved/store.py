@@ -1,6 +1,7 @@
 """Finds, loads and saves the steps of a folder."""
 
 import contextlib
+import dataclasses
 import gzip
 import json
 import time
@@ -18,11 +19,10 @@ from stepgraph.capture import Traced
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import PieceCall, piece_calls, with_functions
-from stepgraph.passes.contract import Pass
 from stepgraph.run.saved import key
-from stepgraph.run.saved.folder import DamagedEntry, Entry, Folder, UnsafeFolder, cache_folder
-from stepgraph.run.saved.graphs import Captured, Reader, Writer, decode_reports, encode_reports
 from stepgraph.run.saved.describe import Indescribable
+from stepgraph.run.saved.folder import DamagedEntry, Entry, Folder, UnsafeFolder, cache_folder
+from stepgraph.run.saved.graphs import Captured, Reader, Writer, decode_report, decode_reports, encode_reports
 from stepgraph.run.saved.sources import Sources
 from stepgraph.run.saved.start import Bindings, Start, changed_since, name_groups, record_of, traced_of
 from stepgraph.run.saved.values import NotLoadable, NotSavable
@@ -54,15 +54,13 @@ class Outcome:
 
 @dataclass
 class Request:
-    """One program to find or to make. ``passes``: as resolved for its target. ``mesh``: of its DTensors."""
+    """One program to find or to make, captured of ``start``."""
 
     program: StepProgram
-    passes: Sequence[Pass]
-    device: torch.device
-    mesh: Any
+    start: Start
 
     def __post_init__(self) -> None:
-        self.own = own_device(self.device)
+        self.own = own_device(self.start.device)
         self.captured = Captured.of(self.program)
         self.text = self.program.text()
         self.live: list[str] = []  # why its graph cannot do without a capture
@@ -73,11 +71,12 @@ class Request:
         written = writer.program(self.program)
         nodes = sum(len(graph["graph"]["nodes"]) for graph in written["graphs"].values())
         graph = {"nodes": nodes, "text": key.digest([written, writer.digest])}
-        return {"graph": graph} | surroundings(self.passes, self.device, self.mesh)
+        return {"graph": graph} | surroundings(self.start)
 
 
-def surroundings(passes: Sequence[Pass], device: torch.device, mesh: Any) -> dict[str, Any]:
+def surroundings(start: Start) -> dict[str, Any]:
     """The parts of a key that do not depend on the model."""
+    passes, device = start.passes, start.device
     compiles = any(p.name == "inductor" for p in passes)
     try:
         facts = key.pass_facts(passes)
@@ -88,7 +87,8 @@ def surroundings(passes: Sequence[Pass], device: torch.device, mesh: Any) -> dic
         "versions": key.versions(),
         "device": key.device_facts(device, compiles),
         "settings": key.settings(compiles),
-        "mesh": key.mesh_facts(mesh),
+        "mesh": key.mesh_facts(start.mesh),
+        "pipeline": key.pipeline_facts(start.pipeline),
     }
 
 
@@ -135,7 +135,7 @@ class Store:
         sources = Sources()
         with sources.recorded() if parts else contextlib.nullcontext():
             traced = capture()
-        request = Request(traced.program, start.passes, start.device, start.mesh)
+        request = Request(traced.program, start)
         name = self._rewritten(traced, request, rewrite, together, outcome)
         if parts and name:
             self._save_start(start, parts, sources, traced, name, outcome)
@@ -143,7 +143,7 @@ class Store:
 
     def _start_parts(self, start: Start, outcome: Outcome) -> dict[str, Any] | None:
         try:
-            return start.parts() | surroundings(start.passes, start.device, start.mesh)
+            return start.parts() | surroundings(start)
         except (Indescribable, NotSavable) as reason:
             outcome.notes.append(f"the step is captured at every start, as nothing stands for {reason}")
             return None
@@ -154,7 +154,9 @@ class Store:
         entry = self.read(name, outcome)
         if entry is None:
             if name not in self.damaged and (nearest := self.nearest("start", parts)):
-                outcome.notes.append(f"captured, as no saved start is this one; the nearest differs in {', '.join(nearest[1])}")
+                outcome.notes.append(
+                    f"captured, as no saved start is this one; the nearest differs in {', '.join(nearest[1])}"
+                )
             return None
         record = json.loads(entry.files["start.json"])
         change = changed_since(record)
@@ -166,8 +168,7 @@ class Store:
         if graphs is None:
             return None
         try:
-            axes = json.loads(graphs.files["program.json"])["program"]["graphs"].values()
-            name_groups(start, {name: axis for step in axes for name, axis in step["axes"].items()})
+            name_groups(start.groups(), axes_of(graphs))
             program = program_of(graphs, own_device(start.device), Bindings(start, record), None, start.mesh)
         except NotLoadable as reason:
             outcome.notes.append(f"a saved step does not fit here: {reason}")
@@ -215,7 +216,13 @@ class Store:
         return name if saved and not request.live else None
 
     def _shared(
-        self, name: str | None, traced: Traced, request: Request, make: Callable[[], None], outcome: Outcome, found: bool
+        self,
+        name: str | None,
+        traced: Traced,
+        request: Request,
+        make: Callable[[], None],
+        outcome: Outcome,
+        found: bool,
     ) -> bool:
         """Make or load the step on every rank; whether it was loaded."""
         wanted = _gathered(None if found else name or f"rank {dist.get_rank()}")
@@ -246,13 +253,14 @@ class Store:
             return False
         tensors = {(s.kind, s.name): s.tensor for step in traced.program.graphs.values() for s in step.inputs}
         try:
+            captured = {name for step in traced.program.graphs.values() for name in step.axes}
+            name_groups(request.start.groups(), [name for name in axes_of(entry) if name not in captured])
             live = request.captured.find(traced.program)
-            program = program_of(entry, request.own, tensors.get, live, request.mesh)
+            program = program_of(entry, request.own, tensors.get, live, request.start.mesh)
         except NotLoadable as reason:
             outcome.notes.append(f"a saved step does not fit here: {reason}")
             return False
-        for graph, step in program.graphs.items():
-            step.capture_s = traced.program.graphs[graph].capture_s
+        program.main.capture_s = traced.program.capture_s
         traced.program = program
         request.live = json.loads(entry.files["program.json"])["live"]
         outcome.loaded = "graph"
@@ -293,7 +301,7 @@ class Store:
     def missed(self, parts: dict[str, Any], text: str) -> list[str]:
         """Why no saved step is the one that is wanted: what the nearest one differs in."""
         nearest = self.nearest("graph", parts)
-        if nearest is None:
+        if nearest is None or not nearest[1]:  # the one that is wanted is there, and why it is of no use is told
             return []
         name, differing = nearest
         if len(differing) == 1 and differing[0].startswith("graph"):
@@ -329,6 +337,7 @@ def files_of(program: StepProgram, request: Request) -> dict[str, bytes]:
     written = {"program": writer.program(program), "constants": [len(data) for data in writer.constants]}
     files: dict[str, bytes] = {"captured.txt.gz": gzip.compress(request.text.encode(), mtime=0)}
     written["reports"] = {name: encode_reports(step) for name, step in program.graphs.items()}
+    written["log"] = [dataclasses.asdict(report) for report in program.log]
     written["pieces"] = {}
     for name, step in program.graphs.items():
         if step.executable is not step.module:
@@ -369,7 +378,14 @@ def program_of(entry: Entry, own: torch.device | None, tensor: Callable, live: A
             functions = {c.name: compat.inductor_load(entry.files[f"{name}.{c.name}"]) for c in _distinct(calls)}
             step.executable = with_functions(step.module, calls, functions)
         decode_reports(saved["reports"][name], step)
+    program.log = list(map(decode_report, saved["log"]))
     return program
+
+
+def axes_of(entry: Entry) -> list[str]:
+    """The names that its graphs give process groups."""
+    graphs = json.loads(entry.files["program.json"])["program"]["graphs"].values()
+    return list(dict.fromkeys(name for step in graphs for name in step["axes"]))
 
 
 def _distinct(calls: Sequence[PieceCall]) -> list[PieceCall]:

@@ -27,6 +27,8 @@ class Summary:
     """Optimizer updates done, those before a resume included."""
     tokens: int
     """Training tokens seen in these steps."""
+    skipped_steps: int
+    """Steps since the run began or was resumed that changed nothing, as their loss or gradient norm was not finite."""
     train_loss_nats: float | None
     """Cross-entropy of the last step's batch, nats per token."""
     val_loss_nats: float | None
@@ -39,6 +41,8 @@ class Summary:
     """Median time of a step, ms, without the first (compile) steps, validation and checkpoints."""
     mfu: float | None
     """Model FLOPs utilization in [0, 1] at ``tokens_per_s``; null where the device's peak is unknown."""
+    bubble: float | None
+    """Share of the steps, in [0, 1], that the ranks of a pipeline wait for other stages; null without one."""
     capture_s: float | None
     """Seconds to capture the step graph and run its passes."""
     compile_s: float | None

@@ -1,6 +1,7 @@
 """Updates written out as arithmetic, and what the pass says of those that it leaves."""
 
 import copy
+import functools
 import operator
 from dataclasses import replace
 
@@ -41,6 +42,33 @@ def test_fused_adam_written_out(kind, weight_decay):
         theirs.zero_grad()
     for a, b in zip(eager.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_an_update_left_out_changes_nothing(master):
+    """What the fused kernel and the rounding of masters would leave alone, arithmetic leaves alone."""
+    dtype = torch.bfloat16 if master else torch.float32
+    batch = {"x": torch.randn(4, 6, dtype=dtype), "y": torch.randn(4, 6, dtype=dtype)}
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)).to(dtype)
+    kind = stepgraph.MasterAdamW if master else functools.partial(torch.optim.AdamW, fused=True)
+    optimizer = kind(model.parameters(), lr=0.01)
+    other = copy.deepcopy(model)
+    plain = stepgraph.capture(
+        other, mse, batch, kind(other.parameters(), lr=0.01), max_grad_norm=1.0, passes=["inplace_update", EXPAND]
+    )
+    step = stepgraph.capture(
+        model, mse, batch, optimizer, max_grad_norm=1.0, on_nonfinite="skip", passes=["inplace_update", EXPAND]
+    )
+    assert step.report[-1].changed == 4
+    assert not any("_fused_" in str(n.target) or "_foreach_copy_" in str(n.target) for n in step.graph.nodes())
+    for _ in range(3):
+        state = [*model.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())]
+        before = [t.detach().clone() for t in state]
+        step(batch | {"y": batch["y"] * float("nan")})
+        assert all(map(torch.equal, before, state))
+        assert torch.equal(step(batch), plain(batch))
+        assert not any(map(torch.equal, before, state))
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 def test_other_updates_are_named():

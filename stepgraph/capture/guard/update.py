@@ -1,0 +1,107 @@
+"""The guard of an update: all of a step's conditions in one flag, and state that forward wrote put back.
+
+The optimizer's writes heed the flag themselves (see `stepgraph.capture.optimizer.skip`). What forward writes in place,
+buffers above all, is kept from before the step in inputs of kind ``before``, and written back at the end of a step that
+is left out. Nothing of this waits for the host. With no condition the guard adds no node.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from stepgraph import compat
+from stepgraph.capture.inputs import Inputs
+from stepgraph.capture.optimizer.skip import Skip
+from stepgraph.capture.state import Slot, Wrapping
+from stepgraph.errors import CaptureError
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.step_graph import StepGraph
+
+Entries = Sequence[tuple[slice, Wrapping | None]]
+
+#: The level of what is not finite.
+_NONFINITE = 2.0
+
+
+class Guard:
+    """The guard of one capture. ``skip_nonfinite``: leave the update out where loss or gradient norm is not finite."""
+
+    def __init__(self, skip_nonfinite: bool):
+        self.skip_nonfinite = skip_nonfinite
+
+    def levels(self, stated: Mapping[str, torch.Tensor], loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Levels after one forward: those ``stated``, and that of its loss."""
+        return dict(stated) | ({"nonfinite": _nonfinite(loss)} if self.skip_nonfinite else {})
+
+    def skip(
+        self,
+        levels: Mapping[str, torch.Tensor],
+        norm: torch.Tensor | None,
+        slots: Sequence[Slot],
+        stages: dist.ProcessGroup | None = None,
+    ) -> tuple[Skip, dict[str, torch.Tensor]]:
+        """(whether the update is left out, the level of each condition), alike on all ranks of the slots' meshes and
+        of a pipeline's ``stages``."""
+        levels = dict(levels)
+        if self.skip_nonfinite:
+            levels["nonfinite"] = torch.maximum(levels["nonfinite"], _nonfinite(norm))
+        if not levels:
+            return Skip(), {}
+        values = torch.stack(list(levels.values()))
+        for group in [*_groups(slots), *([stages] if stages is not None else [])]:
+            values = compat.all_reduce(values, "max", group)
+        return Skip((values > 1).any()), dict(zip(levels, values.unbind(), strict=True))
+
+
+def _nonfinite(value: torch.Tensor) -> torch.Tensor:
+    return (~torch.isfinite(value)).double() * _NONFINITE
+
+
+def _groups(slots: Sequence[Slot]) -> list[dist.ProcessGroup]:
+    """Process groups to reduce over, one after the other, so that all ranks of the meshes of ``slots`` agree."""
+    meshes = dict.fromkeys(slot.tensor.device_mesh for slot in slots if hasattr(slot.tensor, "device_mesh"))
+    groups = [group for mesh in meshes for group in compat.groups_of(mesh)]
+    return [dist.group.WORLD] if dist.group.WORLD in groups else list(dict.fromkeys(groups))
+
+
+class Kept:
+    """The slots of one graph as they were before the step. ``entries``: where each is among the inputs. ``written``:
+    those that forward writes; None: those that the running trace has written by the time of the update."""
+
+    def __init__(self, entries: Entries, inputs: Inputs, written: Sequence[int] | None = None):
+        self.entries, self._written = entries, written
+        self._places = [inputs.add_before(where) for where, _ in entries]
+
+    def written(self) -> list[int]:
+        """The slots that forward wrote."""
+        if self._written is not None:
+            return list(self._written)
+        graph = compat.graph_of_trace()
+        writes, nodes = Aliases(graph).writes, graph.find_nodes(op="placeholder")
+        return [i for i, (where, _) in enumerate(self.entries) if any(writes.get(node) for node in nodes[where])]
+
+    def restore(self, flat: Sequence[torch.Tensor], written: Iterable[int], skip: Skip) -> None:
+        """Write back what the slots ``written`` were before the step, if its update is left out."""
+        for i in written:
+            where, _ = self.entries[i]
+            for now, before in zip(flat[where], flat[self._places[i]], strict=True):
+                now.copy_(skip.kept(before, now))
+
+
+def written_names(step: StepGraph) -> set[str]:
+    """The names of the parameters and buffers that the graph of a microbatch writes."""
+    writes = Aliases(step.graph).writes
+    pairs = zip(step.placeholders(), step.inputs, strict=True)
+    written = {spec.name for node, spec in pairs if spec.kind in ("parameter", "buffer") and writes.get(node)}
+    return {name.partition("#")[0] for name in written}
+
+
+def check_repeatable(step: StepGraph) -> None:
+    """Raise for a step that may have to be repeated and writes into its own batch."""
+    writes = Aliases(step.graph).writes
+    if any(writes.get(node) for node in step.placeholders("batch")):
+        raise CaptureError(
+            "the step writes into its batch, and may have to be repeated on it (expert buffers); clone in the model "
+            "what it writes"
+        )

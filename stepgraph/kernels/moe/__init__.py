@@ -1,0 +1,14 @@
+"""What a mixture of experts computes beside its router: rows sorted by expert, grouped products, rows brought back.
+
+    order, places, counts = sort_by_expert(chosen, n_experts)       # chosen (N, K): the experts of each token
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    rows = gather_rows(x, order, places)                            # (N, D) -> (N * K, D)
+    rows = grouped_mm(rows, weight, offsets)                        # weight (E, D, F), one product for all experts
+    x = combine_rows(rows, places, weights, order)                  # (N * K, F) -> (N, F)
+
+Everything stays on the device: sizes are fixed, counts are tensors. Deterministic, forward and backward.
+"""
+
+from stepgraph.kernels.moe.grouped import grouped_mm, grouped_mm_weight
+from stepgraph.kernels.moe.route import sort_by_expert
+from stepgraph.kernels.moe.rows import combine_rows, gather_rows

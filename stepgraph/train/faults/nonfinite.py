@@ -1,0 +1,47 @@
+"""Losses and gradient norms that are not finite: they end the run, or their steps are left out and counted."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from stepgraph.config.train import TrainConfig
+from stepgraph.parallel.ranks import Ranks
+
+
+class NotFiniteError(RuntimeError):
+    """A loss or a gradient norm is not finite."""
+
+
+class Finite:
+    """Holds a run to finite losses and norms. ``skipped``: steps that this process has left out."""
+
+    def __init__(self, config: TrainConfig, folder: Path, ranks: Ranks):
+        self.config, self.folder, self.ranks = config, folder, ranks
+        self.skipped = self.in_a_row = 0
+
+    def accepts(
+        self, step: int, loss: float, grad_norm: float, batch: dict[str, torch.Tensor], saved: int | None
+    ) -> bool:
+        """Whether the step counts; False if it was left out. Raises `NotFiniteError` where the run is to end, and keeps
+        the batch. ``saved``: the step of the newest checkpoint."""
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.in_a_row = 0
+            return True
+        skips = self.config.on_nonfinite == "skip"
+        self.skipped, self.in_a_row = self.skipped + skips, self.in_a_row + skips
+        if skips and self.in_a_row < self.config.max_skipped:
+            return False
+        row = f" ({self.in_a_row} steps in a row left out)" if skips else ""
+        self.require(f"the loss of step {step}{row}", loss, step, batch, saved)
+        self.require(f"the gradient norm of step {step}{row}", grad_norm, step, batch, saved)
+
+    def require(self, what: str, value: float, step: int, batch: dict[str, torch.Tensor], saved: int | None) -> None:
+        """Raise `NotFiniteError`, and keep the batch, if ``value`` is not finite: nothing after it can be of use."""
+        if math.isfinite(value):
+            return
+        rank = f"-rank-{self.ranks.rank}" if self.ranks.world > 1 else ""
+        path = self.folder / f"bad-batch-step-{step}{rank}.pt"
+        torch.save({k: v.cpu() for k, v in batch.items()}, path)
+        again = "start again" if saved is None else f"--resume {self.folder} (step {saved})"
+        raise NotFiniteError(f"{what} is {value}; its batch is kept in {path}; {again} with a lower --lr")
