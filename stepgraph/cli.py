@@ -90,8 +90,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
-    """The configuration that ``stepgraph train ARGUMENTS`` (or ``compile``) asks for: a preset, or a run to resume, with
-    overrides.
+    """The configuration that ``stepgraph train ARGUMENTS`` (or ``compile``) asks for: a preset, or a run to resume,
+    with overrides.
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
