@@ -24,6 +24,7 @@ commands:
   compile PRESET [options]   save its step in a folder, for train --step FOLDER; see stepgraph compile --help
   bench NAME [options]       measure it beside eager and torch.compile; see stepgraph bench --help
   plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
+  inspect RUN|PRESET         show a step as a page for the browser; see stepgraph inspect --help
 
 options:
   -h, --help                 show this text and exit
@@ -84,9 +85,13 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph.inspect.forecast import command as plan
 
             return plan.main(rest)
+        case "inspect":
+            from stepgraph.inspect.account import command as inspect
+
+            return inspect.main(rest)
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
-    raise unknown_name("command", command, ["train", "compile", "bench", "plan"])
+    raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect"])
 
 
 def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":

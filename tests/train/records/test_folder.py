@@ -24,6 +24,7 @@ def summary(**changes):
         "steps": 2,
         "tokens": 4096,
         "skipped_steps": 0,
+        "repeated_steps": 0,
         "train_loss_nats": 2.0,
         "val_loss_nats": 2.5,
         "unigram_entropy_nats": 3.2,
