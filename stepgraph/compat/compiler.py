@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -49,24 +48,25 @@ def inductor_compile(
         ) from None
     # The function that takes a list is wrapped twice: to take arguments one by one, and to keep Dynamo out.
     function = artifact._compiled_fn.__wrapped__.__wrapped__
-    _ARTIFACTS[function] = artifact = copy.copy(artifact)
-    artifact._compiled_fn = None  # else it would keep the function
+    kept = copy.copy(artifact)
+    kept._compiled_fn = None  # else each would keep the other
+    setattr(function, _ARTIFACT, kept)
     return function
 
 
-#: Of functions that `inductor_compile` made: what torch can save of them.
-_ARTIFACTS: weakref.WeakKeyDictionary[Callable, Any] = weakref.WeakKeyDictionary()
+#: Where a function that `inductor_compile` made has what torch can save of it. Some of torch's cannot be hashed.
+_ARTIFACT = "_stepgraph_artifact"
 
 
 def inductor_artifact(function: Callable[[list[Any]], Sequence[Any]]) -> bytes:
     """What `inductor_compile` made, in torch's own format (``CompiledArtifact.save``). Raises ``ValueError`` if torch
     cannot save it."""
-    if function not in _ARTIFACTS:
+    if not hasattr(function, _ARTIFACT):
         raise ValueError("a compiled piece came from elsewhere")
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "piece")
         try:
-            _ARTIFACTS[function].save(path=file, format="binary")
+            getattr(function, _ARTIFACT).save(path=file, format="binary")
         except (RuntimeError, AssertionError, NotImplementedError) as failure:
             raise ValueError(f"torch cannot save a compiled piece: {str(failure).splitlines()[0][:160]}") from None
         with open(file, "rb") as stream:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dis
+import gc
 import hashlib
 import importlib
 import importlib.util
@@ -9,7 +10,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,18 @@ class Sources:
         seen: dict[int, types.CodeType] = {}  # by id: to hash a code object is slow
         codes = self._codes
 
-        def note(frame: types.FrameType, event: str, _: Any) -> None:
-            if event == "call":
+        with _outside_collections() as collecting:
+
+            def note(frame: types.FrameType) -> None:
                 code = frame.f_code
-                if id(code) not in seen:
+                if id(code) not in seen and not collecting:
                     seen[id(code)] = code
                     if _counts(_origin(code, frame.f_globals)):
                         codes[code] = frame.f_globals
 
-        with _variables_read(self._variables), _monitored(note) if sys.version_info >= (3, 12) else _profiled(note):
-            yield
+            watched = _monitored if sys.version_info >= (3, 12) else _profiled
+            with _variables_read(self._variables), watched(note, collecting):
+                yield
 
     def environment(self) -> dict[str, str | None]:
         """The variables that were read, with hashes of their values."""
@@ -160,9 +163,32 @@ def _variables_read(names: set[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _profiled(note: Any) -> Iterator[None]:
+def _outside_collections() -> Iterator[list[str]]:
+    """Gives what is empty but while garbage is collected: what runs then is no part of the trace."""
+    collecting: list[str] = []
+
+    def begin(phase: str, _: Any) -> None:
+        if phase == "start":
+            collecting.append(phase)
+
+    def end(phase: str, _: Any) -> None:
+        if phase == "stop":
+            collecting.clear()
+
+    gc.callbacks.insert(0, begin)
+    gc.callbacks.append(end)
+    try:
+        yield collecting
+    finally:
+        gc.callbacks.remove(begin)
+        gc.callbacks.remove(end)
+
+
+@contextlib.contextmanager
+def _profiled(note: Callable[[types.FrameType], None], _: Any) -> Iterator[None]:
+    """``note`` sees the calls of functions."""
     outer = sys.getprofile()
-    sys.setprofile(note)
+    sys.setprofile(lambda frame, event, _: note(frame) if event == "call" else None)
     try:
         yield
     finally:
@@ -170,8 +196,9 @@ def _profiled(note: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _monitored(note: Any) -> Iterator[None]:
-    """``note`` sees the first call of each function: what `sys.setprofile` does, at no cost for later calls."""
+def _monitored(note: Callable[[types.FrameType], None], collecting: Sequence[str]) -> Iterator[None]:
+    """``note`` sees the first call of each function but while ``collecting``: what `sys.setprofile` does, at no cost
+    for later calls."""
     monitoring = sys.monitoring
     tool = next((i for i in range(5, -1, -1) if monitoring.get_tool(i) is None), None)
     if tool is None:
@@ -179,7 +206,9 @@ def _monitored(note: Any) -> Iterator[None]:
     monitoring.use_tool_id(tool, "stepgraph")
 
     def start(code: types.CodeType, _offset: int) -> Any:
-        note(sys._getframe(1), "call", None)
+        if collecting:
+            return None
+        note(sys._getframe(1))
         return monitoring.DISABLE
 
     monitoring.register_callback(tool, monitoring.events.PY_START, start)

@@ -126,7 +126,8 @@ def test_a_damaged_step_is_told_made_again_and_replaced(tmp_path):
     step, model = start(tmp_path)
     assert step.saved.loaded is None and "damaged and not used" in step.saved.notes[0]
     assert same(run(*start(None)), run(step, model))
-    assert start(tmp_path)[0].saved.loaded == "start"
+    loaded = start(tmp_path)[0].saved
+    assert loaded.loaded == "start", loaded.notes
 
 
 def test_a_full_disk_costs_a_warning(tmp_path, monkeypatch):

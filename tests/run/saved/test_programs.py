@@ -95,12 +95,3 @@ def test_other_forms_of_a_step_are_loaded_too(tmp_path):
     first, _ = start(tmp_path)
     step, _ = start(tmp_path)
     assert torch.equal(shorter(first), shorter(step)) and step.saved.loaded == "start"
-
-
-def test_compiled_pieces_are_loaded_without_a_compiler(tmp_path, monkeypatch):
-    first, model = start(tmp_path, passes=["inductor"])
-    results = run(first, model)
-    assert "inductor" in {report.name for report in first.report}
-    monkeypatch.setattr("stepgraph.compat.inductor_compile", None)
-    second, model = start(tmp_path, passes=["inductor"])
-    assert second.saved.loaded == "start" and same(results, run(second, model))
