@@ -43,6 +43,9 @@ class _Training:
     tokenizer: str = "bytes"
     """bytes (one token a byte) or the path of a tokenizer.json."""
 
+    data_cache: Path | None = None
+    """Folder for tokens, written once for each data and tokenizer; default ~/.cache/stepgraph/tokens."""
+
     seq_len: int = 256
     """Tokens in a sequence."""
 
