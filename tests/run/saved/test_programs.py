@@ -95,3 +95,20 @@ def test_other_forms_of_a_step_are_loaded_too(tmp_path):
     first, _ = start(tmp_path)
     step, _ = start(tmp_path)
     assert torch.equal(shorter(first), shorter(step)) and step.saved.loaded == "start"
+
+
+def test_compiled_pieces_are_loaded_without_a_compiler(tmp_path, monkeypatch):
+    def steps():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = stepgraph.capture(
+            model, lambda m, x: m(x).square().mean(), torch.ones(2, 3), optimizer, passes=["inductor"], saved=tmp_path
+        )
+        return step, [step(torch.ones(2, 3)) for _ in range(2)] + [p.detach() for p in model.parameters()]
+
+    first, results = steps()
+    assert first.saved.kept and first.report[0].changed and not first.saved.notes
+    monkeypatch.setattr("stepgraph.compat.inductor_compile", None)
+    second, again = steps()
+    assert second.saved.loaded == "start" and same(results, again)
