@@ -254,6 +254,8 @@ class Run:
         program = self.captured.program
         self.watch.watches(program, self.captured.where)
         self.capture_s = time.perf_counter() - start
+        if self.captured.saves:
+            self.say("\n   ".join([self.captured.saved.line(), *self.captured.saved.notes]))
         counts = [f"{phase} {n:,}" for phase, n in program.count_by_phase().items()]
         if self.captured.pipeline is not None:
             self.say(str(self.captured.pipeline))
