@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from stepgraph import cli
+from stepgraph.inspect.account.page import read_page
 from tests.distributed.test_train import TINY_RUN, corpus, records, saved, train_on  # noqa: F401  (corpus: a fixture)
 
 RUN = [*TINY_RUN, "--model.n-layers", "4", "--batch-size", "1", "--accumulate", "4", "--passes", "exact"]
@@ -34,6 +35,9 @@ def test_a_pipeline_trains_as_one_process(corpus, tmp_path):  # noqa: F811
     check_same_run(tmp_path / "run", tmp_path / "alone")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert 0 < summary["bubble"] < 1
+    page = read_page(tmp_path / "run/page.html")
+    assert page["head"]["measured"]["bubble"] == summary["bubble"]
+    assert {span[0] for span in page["pipeline"]["spans"]} == {0, 1} and 0 < page["pipeline"]["bubble"] < 1
     assert json.loads((tmp_path / "alone/summary.json").read_text())["bubble"] is None
 
 

@@ -3,7 +3,7 @@
 function comparePart() {
   if (!difference) return null;
   const [left, right] = difference.names, d = difference, value = (v) => v === null || v === undefined ? "none" : String(v);
-  const figure = (name, v) => v === null || v === undefined ? "" : /bytes/i.test(name) ? bytes(v) : name.endsWith("_ms") ? time(v * 1e6) : name.endsWith("mfu") ? percent(v) : name === "FLOPs" ? big(v, "") : Number(v).toLocaleString("en", { maximumFractionDigits: 1 });
+  const figure = (name, v) => v === null || v === undefined ? "" : /bytes/i.test(name) ? bytes(v) : name.endsWith("_ms") ? time(v * 1e6) : /(mfu|bubble)$/.test(name) ? percent(v) : name === "FLOPs" ? big(v, "") : Number(v).toLocaleString("en", { maximumFractionDigits: 1 });
   const change = (a, b) => !a || b === null ? "" : `${b >= a ? "+" : "−"}${percent(Math.abs(b / a - 1))}`;
   const section = part("compare", "Compared", el("p", {}, "Everything else on this page is of ", el("b", {}, left), "; here it stands beside ", el("b", {}, right), "."));
   section.append(el("h3", {}, "Options"), d.options.length ? table([["option", 0], [left, 0], [right, 0]], d.options.map(([k, a, b]) => [k, value(a), value(b)])) : el("p", {}, "All options are the same."));
