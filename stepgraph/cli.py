@@ -113,6 +113,8 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
     default = PRESETS[preset]()
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
+    elif (steps := value_of("--steps", options)) and steps.isdecimal() and default.warmup_steps >= int(steps):
+        default = dataclasses.replace(default, warmup_steps=int(steps) // 10)  # the preset is for long runs
 
     config = parse(
         default,
@@ -126,10 +128,10 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
 
 def _resumed(folder: Path, preset: str | None) -> "TrainConfig":
-    """The configuration of the run in ``folder``, ready to be continued there."""
-    from stepgraph.config.train import TrainConfig
+    """The configuration of the run that ``folder`` is or lies in, ready to be continued there."""
+    from stepgraph.config.train import TrainConfig, run_of
 
-    file = folder / "config.json"
+    file = run_of(folder) / "config.json"
     if not file.is_file():
         raise ValueError(f"--resume {folder} is not a run folder (it has no config.json): give the folder of a run")
     try:
@@ -138,4 +140,8 @@ def _resumed(folder: Path, preset: str | None) -> "TrainConfig":
         raise ValueError(f"{file} cannot be read: {error}") from error
     if preset not in (None, config.preset):
         raise ValueError(f"--resume {folder} is a run of preset {config.preset!r}, not {preset!r}: leave PRESET out")
+    if config.init_from_hf is not None and not any((run_of(folder) / "checkpoints").glob("step-*")):
+        raise ValueError(
+            f"--resume {folder} has no checkpoint, and its weights came from --init-from-hf: start it again"
+        )
     return dataclasses.replace(config, resume=folder, out=None, init_from_hf=None)

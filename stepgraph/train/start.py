@@ -1,5 +1,6 @@
 """Before a run begins: its folder, what it would overwrite, and its data."""
 
+import json
 from pathlib import Path
 
 from stepgraph import parallel
@@ -16,8 +17,8 @@ def check_export(config: TrainConfig) -> None:
 
 
 def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
-    """(the run folder, whether an elastic agent's earlier attempt at this run used it, whether to go on from its newest
-    checkpoint): such an attempt may have died before its first checkpoint."""
+    """(the run folder, whether an earlier attempt at this run used it that an elastic agent started or that died before
+    its first checkpoint, whether to go on from a checkpoint)."""
     store, key = parallel.job_store(), "run-folder"
     if store is not None and store.check([key]):
         path = Path(store.get(key).decode())
@@ -25,9 +26,21 @@ def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
     path = config.run_folder()
     if not config.resume:
         require_unused(path)
+    elif not any((path / "checkpoints").glob("step-*")) and not (path / "summary.json").exists():
+        return path, True, False  # killed before its first checkpoint
     if store is not None:
         store.set(key, str(path))
     return path, False, config.resume is not None
+
+
+def require_work(config: TrainConfig, step: int) -> None:
+    """Raise ``ValueError`` where a resumed run has no more steps to do, nor records or an export to write."""
+    summary = config.resumed_run / "summary.json"
+    finished = summary.exists() and json.loads(summary.read_text())["status"] == "finished"
+    if step > config.steps or (step == config.steps and finished and config.export_hf is None):
+        raise ValueError(
+            f"nothing is left to do: {config.resume} has {step} of {config.steps} steps; give more with --steps"
+        )
 
 
 def open_fitting_data(config: TrainConfig) -> DataBundle:

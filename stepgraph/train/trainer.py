@@ -36,7 +36,7 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
 from stepgraph.train.records.progress import Progress, format_seconds
-from stepgraph.train.start import check_export, choose_folder, open_batches, open_fitting_data
+from stepgraph.train.start import check_export, choose_folder, open_batches, open_fitting_data, require_work
 from stepgraph.train.traces.memory import MemorySnapshot
 from stepgraph.train.traces.page import RunPage
 from stepgraph.train.traces.profile import StepProfile
@@ -125,12 +125,15 @@ class Run:
         self.done = {"step": 0, "tokens": 0}
 
         layout = None if mesh is None else str(mesh.spec)
-        self.checkpointer = Checkpointer(path / "checkpoints", keep=config.keep_checkpoints, mesh=layout)
+        self.checkpointer = Checkpointer(
+            path / "checkpoints", keep=config.keep_checkpoints, keep_every=config.keep_every, mesh=layout
+        )
         self.saved_step: int | None = None
         if resume:
-            self._load(path)
+            self._load(path if self.restarted else config.resume)
         self.finite = Finite(config, path, self.ranks)
         self.folder: RunFolder | SilentFolder = SilentFolder(path)
+        self.last_loss: float | None = None
         self.ranks.first(self._open_folder)
 
         self.params = config.model.num_params()
@@ -142,7 +145,6 @@ class Run:
         self.finished = 0  # steps that this process has done
         self.repeated_steps = 0  # how often it repeated one, with larger buffers for experts
         self.times_ms: list[float] = []
-        self.last_loss: float | None = None
         self.val_loss: float | None = None
         self.bubble = Bubble()
         self.signals = StopSignals(patient=self.ranks.world > 1)
@@ -168,11 +170,13 @@ class Run:
         path = self.folder.path
         try:
             self.folder = RunFolder(path, resume_step=self.step if self.restarted else self.saved_step)
+            self.last_loss = self.folder.last_loss
+            self.checkpointer.drop_after(self.step)
         except OSError as failure:
             raise ValueError(f"cannot write the run folder {path}: {failure.strerror}; choose another") from failure
 
     def _load(self, path: Path) -> None:
-        """Continue from the newest checkpoint of the run in ``path``: on any mesh with the row that would come next."""
+        """Continue from the checkpoint ``path``, or that run's newest: on any mesh with the row that comes next."""
         options = [{k: v for k, v in group.items() if k != "params"} for group in build.param_groups(self.optimizer)]
         path = self.ranks.first(lambda: resolve(path))
         if self.checkpointer.is_of_this_mesh(path):
@@ -182,10 +186,8 @@ class Run:
             self.loader.load_state_dict(loader_state(path))
         for group, given in zip(build.param_groups(self.optimizer), options, strict=True):
             group.update(given)  # --weight-decay and the like may be changed on --resume
-        if self.step >= self.config.steps and not self.restarted:
-            raise ValueError(
-                f"nothing is left to do: {path} has {self.step} of {self.config.steps} steps; give more with --steps"
-            )
+        if not self.restarted:
+            self.ranks.first(lambda: require_work(self.config, self.step))
         self.saved_step = self.step
 
     @property
@@ -206,11 +208,12 @@ class Run:
     def _train(self) -> int:
         status, error, lost = "failed", None, False
         try:
-            self._capture()
-            if self.config.verify:
-                self.watch.at("the comparison with eager", limited=False)
-                verify_step(self.captured, self.validation.batches, self.config, self.device, self.say)
-            self._steps()
+            if self.step < self.config.steps:  # else killed after its last checkpoint, or resumed for an export
+                self._capture()
+                if self.config.verify:
+                    self.watch.at("the comparison with eager", limited=False)
+                    verify_step(self.captured, self.validation.batches, self.config, self.device, self.say)
+                self._steps()
             finished = self.step == self.config.steps
             if finished:
                 self._validate()
@@ -341,7 +344,7 @@ class Run:
         step_ms, self.last_time = (now - self.last_time) * 1e3, now
         self.finished += 1
         self.repeated_steps += int(launched.metrics.get("repeated", 0))
-        if not self.finite.accepts(step, loss, grad_norm, launched.batch, self.saved_step):
+        if not self.finite.accepts(step, loss, grad_norm, launched.batch):
             progress.note(f"step {step} left out: its loss is {loss}, its gradient norm {grad_norm}")
             self.folder.log(step, skipped_steps=self.finite.skipped)
             return
@@ -379,10 +382,11 @@ class Run:
         losses = []
         for loss, batch in self.validation.losses():
             what = f"the validation loss after step {self.step}"
-            self.finite.require(what, loss, self.step, batch, self.saved_step)
+            self.finite.require(what, loss, self.step, batch)
             losses.append(loss)
         self.val_loss = statistics.fmean(losses)
-        self.folder.log(self.step, val_loss=self.val_loss)
+        if self.folder.validated != self.step:  # else recorded before this process resumed the run
+            self.folder.log(self.step, val_loss=self.val_loss)
         return self.val_loss
 
     def _save(self) -> None:

@@ -219,7 +219,8 @@ def open_source(data: str, text_field: str = "text") -> Source:
 
 def _open_file(data: str, text_field: str) -> Source:
     path = Path(data)
-    if path.suffix not in (".jsonl", ".txt", ".parquet"):
+    suffix = path.suffix.lower()
+    if suffix not in (".jsonl", ".txt", ".parquet"):
         raise ValueError(f"unknown data {data!r}: give {FORMS}")
     try:
         if path.is_file() and path.stat().st_size == 0:
@@ -228,9 +229,9 @@ def _open_file(data: str, text_field: str) -> Source:
             pass
     except OSError as error:
         raise ValueError(f"cannot read data {path}: {error.strerror}") from error
-    if path.suffix == ".txt":
+    if suffix == ".txt":
         return TextFile(path)
-    return (JsonLines if path.suffix == ".jsonl" else Parquet)(path, text_field)
+    return (JsonLines if suffix == ".jsonl" else Parquet)(path, text_field)
 
 
 def _optional(package: str, purpose: str) -> ModuleType:

@@ -14,7 +14,7 @@ function pipelinePart() {
   const chunks = p.stages.length / p.ranks, kinds = Object.keys(PIPE_KINDS).filter((kind) => p.spans.some((s) => s[1] === kind));
   const rows = Array.from({ length: p.ranks }, (_, rank) => {
     const own = p.spans.filter((s) => s[0] === rank), stages = p.stages.flatMap((r, stage) => (r === rank ? [stage] : []));
-    return [`rank ${rank}${rank === p.rank ? " (this page's)" : ""}`, stages.join(", "), ...kinds.map((kind) => time(sum(own.filter((s) => s[1] === kind).map((s) => s[5] - s[4])))), `${time(p.waiting[rank] * p.ns)} ${percent(p.waiting[rank])}`, stages.map((s) => p.in_flight[s]).join(", ")];
+    return [el("span.kind", {}, rank === p.rank ? el("b", {}, `rank ${rank}, shown below`) : `rank ${rank}`), stages.join(", "), ...kinds.map((kind) => time(sum(own.filter((s) => s[1] === kind).map((s) => s[5] - s[4])))), `${time(p.waiting[rank] * p.ns)} ${percent(p.waiting[rank])}`, stages.map((s) => p.in_flight[s]).join(", ")];
   });
   follow("theme", () => canvas.redraw());
   return part("pipeline", "Pipeline",

@@ -82,10 +82,10 @@ function whatMemory(graph) {
 }
 
 function whatPasses() {
-  const ran = account.passes.filter((p) => !p.skipped && p.matched), idle = account.passes.length - ran.length;
+  const ran = account.passes.filter((p) => p.changed);
   const most = [...ran].sort((a, b) => Math.abs(b.nodes_after - b.nodes_before) - Math.abs(a.nodes_after - a.nodes_before)).slice(0, 4);
   return answer("What did the passes do?", "#passes",
-    el("p", {}, `${count(ran.length, "pass")} changed the graph; ${idle} found nothing to do or were skipped, each with its reason.`),
+    el("p", {}, `${ran.length} of ${count(account.passes.length, "pass")} changed the graph; each of the others says why not.`),
     el("ul", {}, most.map((p) => el("li", {}, el("a", { href: `#pass/${p.graph || "step"}/${p.name}` }, p.name), `: ${p.summary}`))));
 }
 
