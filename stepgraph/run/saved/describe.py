@@ -25,6 +25,8 @@ _PLAIN = (int, bool, str, bytes, complex, type(None), torch.dtype, torch.device,
 #: Elements of the largest tensor beside parameters and buffers whose values are compared.
 _LARGEST = 1 << 20
 _LIBRARY = ("torch", "stepgraph", "builtins", "typing", "collections", "functools", "enum")
+#: No part of what an object holds; transformers notes the hash of a generation's options, another in each process.
+_NOT_HELD = ("__weakref__", "_original_object_hash")
 #: Hold nothing that a trace reads.
 _SILENT = (logging.Logger, torch.library.Library)
 
@@ -141,7 +143,7 @@ class Describer:
 
     def _held(self, value: Any, where: str) -> str:
         held = getattr(value, "__dict__", {})
-        return str({key: self(item, f"{where}.{key}") for key, item in sorted(held.items()) if key != "__weakref__"})
+        return str({key: self(item, f"{where}.{key}") for key, item in sorted(held.items()) if key not in _NOT_HELD})
 
 
 def of_library(module: str | None) -> bool:

@@ -8,13 +8,14 @@ import sys
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import stepgraph
 from stepgraph.capture.optimizer import Update
 from stepgraph.passes import Target, resolve
 from stepgraph.run.saved import key
-from stepgraph.run.saved.describe import Indescribable
+from stepgraph.run.saved.describe import Describer, Indescribable
 from stepgraph.run.saved.start import Start
 from stepgraph.run.saved.store import surroundings
 
@@ -171,6 +172,16 @@ def test_a_change_of_what_is_around_is_a_miss(change):
     with around():
         assert part in [found.partition(" ")[0] for found in key.difference(before, case.parts())]
     assert key.difference(before, case.parts()) == []
+
+
+def test_options_of_transformers_are_described_alike_in_every_process():
+    """transformers keeps the hash of a string in them."""
+    options = transformers.GenerationConfig(max_length=7)
+    text = Describer()(options, "options")
+    options._original_object_hash = 1
+    assert Describer()(options, "options") == text
+    options.max_length = 8
+    assert Describer()(options, "options") != text
 
 
 def test_modes_around_a_capture_have_no_text():
