@@ -1,0 +1,95 @@
+"""A schedule on paper: when each rank of a pipeline computes, from the seconds of every stage's calls."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stepgraph.parallel.pipeline.schedules import Work, source_of
+
+
+class Span(NamedTuple):
+    """One computation of a rank. ``start``, ``end``: seconds since the step began."""
+
+    rank: int
+    work: Work
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """The computations of all ranks; ``seconds`` until the last ends."""
+
+    spans: list[Span]
+    ranks: int
+
+    @property
+    def seconds(self) -> float:
+        """Until the last computation ends."""
+        return max(span.end for span in self.spans)
+
+    def busy(self, rank: int) -> float:
+        """Seconds that ``rank`` computes."""
+        return sum(span.end - span.start for span in self.spans if span.rank == rank)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time, in [0, 1], that ranks wait for other stages, on average."""
+        return 1 - sum(map(self.busy, range(self.ranks))) / (self.ranks * self.seconds)
+
+    def most_in_flight(self, stage: int) -> int:
+        """Microbatches whose forward ``stage`` keeps values of, at most at one time."""
+        ends = ("backward", "backward_weight")
+        events = [(s.end, -1) for s in self.spans if s.work[1] == stage and s.work[0] in ends]
+        events += [(s.start, 1) for s in self.spans if s.work[1] == stage and s.work[0] == "forward"]
+        count = most = 0
+        for _, change in sorted(events):
+            count += change
+            most = max(most, count)
+        return most
+
+
+def simulate_schedule(
+    orders: Sequence[Sequence[Work]],
+    ranks_of: Sequence[int],
+    seconds: Mapping[tuple[str, int], float],
+    send_seconds: Mapping[tuple[bool, int], float],
+) -> PipelineTime:
+    """Run the computations of all ranks as early as their order and what they read allow.
+
+    ``orders``, ``ranks_of``: see `calls_of`. ``seconds``: of each kind of call of each stage. ``send_seconds``: of each
+    stage's message, forward (True) or backward: it travels beside computation, and nothing of one rank delays another.
+    """
+    ended: dict[Work, float] = {}
+    free, places, spans = [0.0] * len(orders), [0] * len(orders), []
+    while len(spans) < sum(map(len, orders)):
+        before = len(spans)
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                work = order[places[rank]]
+                ready = _ready(work, ended, ranks_of, send_seconds)
+                if ready is None:
+                    break
+                start = max(free[rank], ready)
+                free[rank] = ended[work] = start + seconds[work[0], work[1]]
+                spans.append(Span(rank, work, start, free[rank]))
+                places[rank] += 1
+        if len(spans) == before:
+            raise ValueError(f"the schedule never ends: its ranks wait for each other at {places}")
+    return PipelineTime(spans, len(orders))
+
+
+def _ready(
+    work: Work, ended: Mapping[Work, float], ranks_of: Sequence[int], send_seconds: Mapping[tuple[bool, int], float]
+) -> float | None:
+    """When what ``work`` reads of another stage is there; None where it is not known yet."""
+    source = source_of(work, len(ranks_of))
+    if source is None:
+        return 0.0
+    kind, stage, microbatch = work
+    makers = [(k, source, microbatch) for k in ("forward",) if kind == "forward"]
+    makers = makers or [(k, source, microbatch) for k in ("backward", "backward_input")]
+    found = next((ended[maker] for maker in makers if maker in ended), None)
+    if found is None or ranks_of[source] == ranks_of[stage]:
+        return found
+    return found + send_seconds[kind == "forward", source]
