@@ -21,6 +21,7 @@ Capture a transformer's whole training step as one FX graph, rewrite it with exp
 
 commands:
   train [PRESET] [options]   train a model (default preset: llama3-debug); see stepgraph train --help
+  compile PRESET [options]   save its step in a folder, for train --step FOLDER; see stepgraph compile --help
   bench NAME [options]       measure it beside eager and torch.compile; see stepgraph bench --help
   plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
   inspect RUN|PRESET         show a step as a page for the browser; see stepgraph inspect --help
@@ -60,6 +61,9 @@ def _dispatch(arguments: list[str]) -> int:
             print(", ".join(f"{name} {version or '(not installed)'}" for name, version in package_versions().items()))
             return 0
         case "train":
+            from stepgraph.train.faults.orphan import end_with_launcher
+
+            end_with_launcher()
             config = parse_train(rest)
 
             from stepgraph import parallel
@@ -72,6 +76,10 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph.train import trainer
 
             return trainer.run(config)
+        case "compile":
+            from stepgraph.train import compile as compiler
+
+            return compiler.main(parse_train(rest, "compile"))
         case "bench":
             from stepgraph import bench
 
@@ -86,11 +94,12 @@ def _dispatch(arguments: list[str]) -> int:
             return inspect.main(rest)
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
-    raise unknown_name("command", command, ["train", "bench", "plan", "inspect"])
+    raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect"])
 
 
-def parse_train(arguments: list[str]) -> "TrainConfig":
-    """The configuration that ``stepgraph train ARGUMENTS`` asks for: a preset, or a run to resume, with overrides.
+def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
+    """The configuration that ``stepgraph train ARGUMENTS`` (or ``compile``) asks for: a preset, or a run to resume,
+    with overrides.
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
@@ -104,11 +113,13 @@ def parse_train(arguments: list[str]) -> "TrainConfig":
     default = PRESETS[preset]()
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
+    elif (steps := value_of("--steps", options)) and steps.isdecimal() and default.warmup_steps >= int(steps):
+        default = dataclasses.replace(default, warmup_steps=int(steps) // 10)  # the preset is for long runs
 
     config = parse(
         default,
         options,
-        usage="stepgraph train [PRESET]",
+        usage=f"stepgraph {command} [PRESET]",
         description=f"{TrainConfig.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
     )
     config.validate()
@@ -117,10 +128,10 @@ def parse_train(arguments: list[str]) -> "TrainConfig":
 
 
 def _resumed(folder: Path, preset: str | None) -> "TrainConfig":
-    """The configuration of the run in ``folder``, ready to be continued there."""
-    from stepgraph.config.train import TrainConfig
+    """The configuration of the run that ``folder`` is or lies in, ready to be continued there."""
+    from stepgraph.config.train import TrainConfig, run_of
 
-    file = folder / "config.json"
+    file = run_of(folder) / "config.json"
     if not file.is_file():
         raise ValueError(f"--resume {folder} is not a run folder (it has no config.json): give the folder of a run")
     try:
@@ -129,4 +140,8 @@ def _resumed(folder: Path, preset: str | None) -> "TrainConfig":
         raise ValueError(f"{file} cannot be read: {error}") from error
     if preset not in (None, config.preset):
         raise ValueError(f"--resume {folder} is a run of preset {config.preset!r}, not {preset!r}: leave PRESET out")
+    if config.init_from_hf is not None and not any((run_of(folder) / "checkpoints").glob("step-*")):
+        raise ValueError(
+            f"--resume {folder} has no checkpoint, and its weights came from --init-from-hf: start it again"
+        )
     return dataclasses.replace(config, resume=folder, out=None, init_from_hf=None)

@@ -53,8 +53,9 @@ def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
         ("--steps 20 golf", "unexpected golf: write stepgraph train [PRESET] [--option VALUE ...]"),
         ("--dump-graphs=yes", "unexpected yes: write"),
         ("--model.n-heads 7", "bad value for model: n_heads=7 does not divide dim=384"),
-        ("--steps 5", "warmup_steps=10 must be below steps=5"),
+        ("--steps 5 --warmup-steps 10", "warmup_steps=10 must be below steps=5"),
         ("--lr -1", "lr=-1.0 must be above 0"),
+        ("--lr inf", "lr=inf must be finite, and above 0"),
         ("--memory budget=lots", "memory budget 'lots' is not a positive number"),
         ("--disable-pass cuda_grap", "unknown pass 'cuda_grap': did you mean 'cuda_graph'"),
         ("--resume no/such/run", "--resume no/such/run is not a run folder"),
@@ -64,6 +65,12 @@ def test_a_bad_train_option_is_one_line(arguments, message):
     with pytest.raises(ValueError) as error:
         parse_train(arguments.split())
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_short_run_shortens_the_warmup_of_its_preset():
+    assert parse_train(["llama3-1b", "--steps", "12"]).warmup_steps == 1
+    assert parse_train(["llama3-1b", "--steps", "600"]).warmup_steps == 500
+    assert parse_train(["llama3-1b", "--steps=12", "--warmup-steps", "3"]).warmup_steps == 3
 
 
 def test_an_error_answers_before_anything_heavy_is_loaded():

@@ -43,6 +43,9 @@ class _Training:
     tokenizer: str = "bytes"
     """bytes (one token a byte) or the path of a tokenizer.json."""
 
+    data_cache: Path | None = None
+    """Folder for tokens, written once for each data and tokenizer; default ~/.cache/stepgraph/tokens."""
+
     seq_len: int = 256
     """Tokens in a sequence."""
 
@@ -134,6 +137,9 @@ class TrainConfig(StepOptions, _Training):
     dump_graphs: bool = False
     """Write the graph before and after each pass, as readable text, into the run folder."""
 
+    step: str = "auto"
+    """Folder of saved steps: load the step from there, or save it there. auto: your cache; off: make it anew."""
+
     verify: bool = False
     """Compare the captured step with eager before the first step; with --passes exact, end where a bit differs."""
 
@@ -156,6 +162,9 @@ class TrainConfig(StepOptions, _Training):
     keep_checkpoints: int = 2
     """Newest checkpoints kept; older ones are deleted."""
 
+    keep_every: int = 0
+    """Checkpoints of every so many steps are never deleted. 0: only the newest are kept."""
+
     log_every: int = 1
     """Steps between progress lines and metric records."""
 
@@ -163,7 +172,7 @@ class TrainConfig(StepOptions, _Training):
     """Run folder, new or empty. None: runs/PRESET-UTC_TIME."""
 
     resume: Path | None = None
-    """Continue the run in this folder from its newest checkpoint; its config.json gives the other options' defaults."""
+    """Continue the run in this folder, or from RUN/checkpoints/step-N; its config.json gives the options' defaults."""
 
     init_from_hf: Path | None = None
     """Start from the weights in this folder of a Hugging Face checkpoint of the same model."""
@@ -188,10 +197,15 @@ class TrainConfig(StepOptions, _Training):
         """``mesh`` as sizes."""
         return None if self.mesh is None else MeshSpec.parse(self.mesh)
 
+    @property
+    def resumed_run(self) -> Path | None:
+        """The run folder that ``resume`` is, or whose checkpoint it is."""
+        return run_of(self.resume) if self.resume is not None else None
+
     def run_folder(self) -> Path:
-        """``resume``, else ``out``, else ``runs/PRESET-UTC_TIME`` of this moment: call it once a run."""
+        """``resumed_run``, else ``out``, else ``runs/PRESET-UTC_TIME`` of this moment: call it once a run."""
         now = datetime.datetime.now(datetime.UTC)
-        return self.resume or self.out or Path("runs") / f"{self.preset}-{now:%Y%m%dT%H%M%SZ}"
+        return self.resumed_run or self.out or Path("runs") / f"{self.preset}-{now:%Y%m%dT%H%M%SZ}"
 
     def validate(self) -> None:
         """Raises ValueError, in one line, for the first option that cannot be right. Reads no data."""
@@ -200,7 +214,15 @@ class TrainConfig(StepOptions, _Training):
             *("keep_checkpoints", "comm_timeout", "max_skipped"),
         ):
             self._require(name, lambda value: value > 0, "above 0")
-        for name in ("seed", "warmup_steps", "weight_decay", "val_every", "checkpoint_every", "max_restarts"):
+        for name in (
+            "seed",
+            "warmup_steps",
+            "weight_decay",
+            "val_every",
+            "checkpoint_every",
+            "keep_every",
+            "max_restarts",
+        ):
             self._require(name, lambda value: value >= 0, "0 or more")
         self._require("min_lr_ratio", lambda value: 0 <= value <= 1, "in [0, 1]")
         self._require("decay_fraction", lambda value: 0 < value <= 1, "in (0, 1]")
@@ -311,11 +333,11 @@ class TrainConfig(StepOptions, _Training):
 
     def _validate_folders(self) -> None:
         if self.resume is not None:
-            if self.out is not None and self.out != self.resume:
+            if self.out is not None and self.out != self.resumed_run:
                 raise ValueError("out and resume are both given: a resumed run continues in its own folder; drop --out")
             if self.init_from_hf is not None:
                 raise ValueError("init_from_hf and resume are both given: a resumed run has its weights; drop one")
-            if not (self.resume / "config.json").is_file():
+            if not (self.resumed_run / "config.json").is_file():
                 raise ValueError(f"resume={self.resume} is not a run folder (no config.json): give the folder of a run")
         if self.init_from_hf is not None and not self.init_from_hf.is_dir():
             raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: give a folder with safetensors files")
@@ -334,7 +356,9 @@ class TrainConfig(StepOptions, _Training):
     def _require(self, name: str, holds: typing.Callable[[Any], bool], allowed: str) -> None:
         value = getattr(self, name)
         numbers = value if isinstance(value, tuple) else (value,)
-        if not all(math.isfinite(number) for number in numbers) or not holds(value):
+        if not all(math.isfinite(number) for number in numbers):
+            raise ValueError(f"{name}={value} must be finite, and {allowed}")
+        if not holds(value):
             raise ValueError(f"{name}={value} must be {allowed}")
 
     def _require_choice(self, name: str) -> None:
@@ -362,6 +386,11 @@ class TrainConfig(StepOptions, _Training):
         model = dict(values["model"])
         family = family_named(str(model.pop("family", None)))
         return _decode(cls, values | {"model": _decode(family.config, model, "model")}, "configuration")
+
+
+def run_of(folder: Path) -> Path:
+    """The run that ``folder`` is, or whose checkpoint ``RUN/checkpoints/step-N`` it is."""
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
 
 
 def parse_steps(text: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from stepgraph.train.faults.orphan import LAUNCHER
 from stepgraph.train.faults.watch import last_told
 
 
@@ -23,6 +24,7 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
     whose failure was the last.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ[LAUNCHER] = str(os.getpid())
     # This process and the ranks share the store, and the agent, which runs in this process too, its server.
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     # Not torchrun's command line, which would take --nproc as the abbreviation of an option.

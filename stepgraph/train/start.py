@@ -1,11 +1,12 @@
 """Before a run begins: its folder, what it would overwrite, and its data."""
 
+import json
 from pathlib import Path
 
 from stepgraph import parallel
 from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
-from stepgraph.train.data import DataBundle, open_data
+from stepgraph.train.data import Batch, DataBundle, PackedLoader, default_folder, open_data, validation_batches
 from stepgraph.train.records.folder import require_unused
 
 
@@ -16,8 +17,8 @@ def check_export(config: TrainConfig) -> None:
 
 
 def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
-    """(the run folder, whether an elastic agent's earlier attempt at this run used it, whether to go on from its newest
-    checkpoint): such an attempt may have died before its first checkpoint."""
+    """(the run folder, whether an earlier attempt at this run used it that an elastic agent started or that died before
+    its first checkpoint, whether to go on from a checkpoint)."""
     store, key = parallel.job_store(), "run-folder"
     if store is not None and store.check([key]):
         path = Path(store.get(key).decode())
@@ -25,9 +26,21 @@ def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
     path = config.run_folder()
     if not config.resume:
         require_unused(path)
+    elif not any((path / "checkpoints").glob("step-*")) and not (path / "summary.json").exists():
+        return path, True, False  # killed before its first checkpoint
     if store is not None:
         store.set(key, str(path))
     return path, False, config.resume is not None
+
+
+def require_work(config: TrainConfig, step: int) -> None:
+    """Raise ``ValueError`` where a resumed run has no more steps to do, nor records or an export to write."""
+    summary = config.resumed_run / "summary.json"
+    finished = summary.exists() and json.loads(summary.read_text())["status"] == "finished"
+    if step > config.steps or (step == config.steps and finished and config.export_hf is None):
+        raise ValueError(
+            f"nothing is left to do: {config.resume} has {step} of {config.steps} steps; give more with --steps"
+        )
 
 
 def open_fitting_data(config: TrainConfig) -> DataBundle:
@@ -39,3 +52,14 @@ def open_fitting_data(config: TrainConfig) -> DataBundle:
             f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
         )
     return data
+
+
+def open_batches(config: TrainConfig, data: DataBundle, mesh: parallel.Mesh | None) -> tuple[PackedLoader, list[Batch]]:
+    """What this rank trains on and what it validates on; ranks that differ in tp, ep or pp alone read the same."""
+    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+    if mesh is not None:
+        sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
+    validation = validation_batches(data.source, data.tokenizer, n=config.val_batches, **sizes)
+    sizes["batch_size"] *= config.accumulate
+    cache = config.data_cache or default_folder()
+    return PackedLoader(data.source, data.tokenizer, **sizes, seed=config.seed, cache=cache), validation

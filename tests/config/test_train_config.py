@@ -95,8 +95,8 @@ def test_a_damaged_configuration_is_refused(change, message):
     [
         ({"seq_len": 0}, "seq_len=0 must be above 0"),
         ({"steps": -3}, "steps=-3 must be above 0"),
-        ({"lr": float("nan")}, "lr=nan must be above 0"),
-        ({"lr": float("inf")}, "lr=inf must be above 0"),
+        ({"lr": float("nan")}, "lr=nan must be finite, and above 0"),
+        ({"lr": float("inf")}, "lr=inf must be finite, and above 0"),
         ({"warmup_steps": -1}, "warmup_steps=-1 must be 0 or more"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\)"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5"),

@@ -256,3 +256,32 @@ def test_a_launcher_that_is_told_to_stop_lets_its_ranks_save(corpus, tmp_path, n
     assert "Traceback" not in job.err.read_text()
     (saved_at,) = (tmp_path / "run/checkpoints").iterdir()
     assert (saved_at / "state.json").exists()
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["start", pytest.param("steps", marks=pytest.mark.long)])
+def test_ranks_end_when_their_launcher_is_killed(corpus, tmp_path, stage):  # noqa: F811
+    words = [*TINY_RUN, "--data", corpus, "--mesh", "fsdp=2", "--nproc", 2, "--steps", 100000]
+    with Job([], tmp_path, *words, "--val-every", 0, "--out", tmp_path / "run") as job:
+        until = time.monotonic() + 120
+        while not (ranks := [job.find(0), job.find(1)])[1] or not ranks[0]:
+            assert time.monotonic() < until, job.err.read_text()
+            time.sleep(0.01)
+        if stage == "steps":
+            job.wait_for(job.out, "\nstep 8/")
+        job.process.kill()
+        killed = time.monotonic()
+        while any(map(is_running, ranks)):
+            assert time.monotonic() < killed + 60, "they go on"  # 2 s, and the time to import torch at the start
+            time.sleep(0.1)
+    told = job.err.read_text()
+    for rank, pid in enumerate(ranks):
+        assert f"error: rank {rank} (pid {pid}): its launcher (pid {job.process.pid}) is gone; " in told
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

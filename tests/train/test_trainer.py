@@ -61,7 +61,7 @@ def test_what_a_run_prints_in_order(finished):
 def test_what_a_run_leaves_behind(finished, trainer):
     folder, printed = finished
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("checkpoints", "config.json", "environment.json", "graph.txt", "graphs", "loss.png", "metrics.jsonl"),
+        *("checkpoints", "config.json", "environment.json", "graph.txt", "graphs", "lock", "loss.png", "metrics.jsonl"),
         *("page.html", "passes.json", "passes.txt", "summary.json", "tb"),
     ]
     summary = trainer.summary(folder)

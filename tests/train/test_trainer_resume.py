@@ -1,8 +1,10 @@
 """Runs that are killed or asked to stop, and then go on as if nothing had happened, to the last bit."""
 
+import os
 import random
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from stepgraph.config import build
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
+from stepgraph.train.records.folder import RunFolder
 from stepgraph.train.trainer import Run
 
 OPTIONS = ["--model.n-layers", 1, "--steps", 24, "--val-every", 12]
@@ -212,6 +215,49 @@ def test_a_truncated_newest_checkpoint_is_passed_over_for_the_one_before(trainer
     with pytest.warns(UserWarning, match="step-00000024 is skipped"):
         assert trainer.resume(folder) == 0
     assert_went_on(trainer, whole, folder)
+
+
+def test_records_and_export_of_a_run_killed_after_its_last_checkpoint_are_written(trainer, whole, tmp_path):
+    folder, hf = tmp_path / "run", tmp_path / "hf"
+    shutil.copytree(whole, folder)
+    (folder / "summary.json").unlink()
+    (folder / "loss.png").unlink()
+    assert trainer.resume(folder) == 0
+    assert_went_on(trainer, whole, folder)
+    assert (folder / "loss.png").exists()
+    assert trainer.resume(folder, "--export-hf", hf) == 0 and (hf / "model.safetensors").exists()
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(trainer, whole, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "summary.json").unlink()
+    assert trainer.resume(folder) == 0
+    assert f"run folder {folder}, restarted after step 0" in capsys.readouterr().out
+    assert_went_on(trainer, whole, folder)
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_is_given(trainer, whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    assert trainer.resume(folder / "checkpoints/step-00000016", "--steps", 24) == 0
+    assert_went_on(trainer, whole, folder)
+    assert trainer.resume(folder / "checkpoints/step-00000020", "--steps", 21) == 0
+    assert trainer.checkpoints(folder)[-1] == "step-00000021"  # that of step 24 is gone, as its records are
+
+
+def test_a_run_that_another_process_has_is_refused(trainer, whole, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    other = RunFolder(folder, resume_step=24)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.parent.name != "tb"}
+    assert trainer.resume(folder, "--steps", 25) == 2
+    holder = f"pid {os.getpid()} on {socket.gethostname()}"
+    assert f"error: run folder {folder} is in use by {holder}: wait for its end" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    other.close()
+    assert trainer.resume(folder, "--steps", 25) == 0
 
 
 def test_muon_beside_adamw_goes_on_bitwise(trainer, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from stepgraph.costs.links import Group
 from stepgraph.costs.memory import HELD, KINDS
 from stepgraph.graph.program import StepProgram
 from stepgraph.inspect.account.graph import PHASES, WORK, graph_account
+from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.inspect.forecast.forecast import SETTINGS, model_flops
 from stepgraph.passes import PASSES, PassReport
 
@@ -34,6 +35,7 @@ def account_of(
     ``head``: what the step is, ``forecast`` and ``measured`` (None before a step ran) among it. ``schedule``: calls of
     the graphs in order. ``graphs``: see `graph_account`, and ``beside``: bytes of state that other graphs take, by
     kind. ``passes``: a report each, with its excerpts. ``phases``, ``kinds``, ``work``: names that graphs count.
+    ``pipeline``: see `pipeline_account`.
     """
     graphs = [
         graph_account(step, name, n, gpu, groups, fused=config.compiles_all, ran=device is not None)
@@ -41,7 +43,11 @@ def account_of(
     ]
     _state_beside(graphs)
     reports = [report for step in program.graphs.values() for report in step.log]
-    step_ns = sum(graph["calls"] * graph["step_ns"] for graph in graphs)
+    pipeline = pipeline_account(graphs, config, gpu)
+    if pipeline:
+        step_ns, kept = pipeline["ns"] + pipeline["after_ns"], pipeline["kept"]
+    else:
+        step_ns, kept = sum(graph["calls"] * graph["step_ns"] for graph in graphs), 0
     ranks = config.mesh_spec.size if config.mesh_spec else 1
     peak = gpu.peak(_products(config))
     head = {
@@ -60,7 +66,7 @@ def account_of(
             "step_ms": step_ns / 1e6,
             "compute_ms": sum(graph["calls"] * graph["compute_ns"] for graph in graphs) / 1e6,
             "exposed_ms": sum(g["calls"] * sum(c["exposed"] for c in g["collectives"]) for g in graphs) / 1e6,
-            "peak_bytes": max(sum(peak_of(graph).values()) for graph in graphs),
+            "peak_bytes": max(sum(peak_of(graph).values()) for graph in graphs) + kept,
             "mfu": model_flops(config) / (step_ns / 1e9) / peak,
             "tokens_per_s": config.tokens_per_step / (step_ns / 1e9),
         },
@@ -76,6 +82,7 @@ def account_of(
         "graphs": graphs,
         "passes": [_pass(report) for report in reports],
         "profile": None,
+        "pipeline": pipeline,
     }
 
 

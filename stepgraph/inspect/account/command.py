@@ -90,6 +90,10 @@ def _account(what: str, options: InspectOptions, words: list[str]) -> dict[str, 
         chosen = {key: getattr(options, key) for key in SETTINGS}
         config = dataclasses.replace(config, mesh=options.mesh, **chosen)
         config.validate()
+        if config.mesh_spec is not None and config.mesh_spec.pp > 1:
+            raise ValueError(
+                f"--mesh {options.mesh}: a preset's page has no pipeline yet; train it and show the run's page"
+            )
         refuse_idle(config, words, Target.forecast(GPUS[options.gpu]))
         return preset_account(config, GPUS[options.gpu])
     path = Path(what)

@@ -17,6 +17,7 @@ _SCRIPTS = (
     "dom.js",
     "summary.js",
     "timeline.js",
+    "pipeline.js",
     "memory.js",
     "tables.js",
     "card.js",

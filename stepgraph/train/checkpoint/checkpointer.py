@@ -61,7 +61,8 @@ _STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
 class Checkpointer:
-    """Saves, finds and loads the checkpoints of one run; the ``keep`` newest stay.
+    """Saves, finds and loads the checkpoints of one run; the ``keep`` newest stay, and those of each ``keep_every``
+    steps (0: none).
 
     ``folder`` is the run's ``checkpoints`` folder, made at the first save. Under an initialized ``torch.distributed``
     every rank calls :meth:`save` and :meth:`load` with its own state (DTensors go as shards) on one shared file system;
@@ -74,11 +75,13 @@ class Checkpointer:
     and data position load on the same mesh only.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, keep: int = 3, mesh: str | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike, *, keep: int = 3, keep_every: int = 0, mesh: str | None = None
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} would delete every checkpoint; use 1 or more")
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep, self.keep_every = keep, keep_every
         self.mesh = mesh
 
     def save(self, step: int, state: dict) -> Path:
@@ -113,7 +116,8 @@ class Checkpointer:
             }
             ranks.first(lambda: self._commit(temporary, target, manifest))
         except OSError as error:
-            raise OSError(f"cannot write checkpoint {target}: {error}; earlier checkpoints are intact") from error
+            intact = "; earlier checkpoints are intact" if _checkpoints(self.folder) else ""
+            raise OSError(f"cannot write checkpoint {target}: {error}{intact}") from error
         finally:
             if ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure; frees the disk space
@@ -176,8 +180,16 @@ class Checkpointer:
         sync(self.folder.parent)  # the first save made the folder itself
         # Only now that the new one is safe is anything deleted, and never it, even if the folder has later steps.
         earlier = [path for path in _checkpoints(self.folder) if path != target and path.suffix != ".replaced"]
-        for path in [*self.folder.glob("*.replaced"), *earlier[self.keep - 1 :]]:
-            self._remove(path)
+        sound = [path for path in earlier if _is_sound(path)]  # a damaged one takes no place of theirs
+        for path in [*self.folder.glob("*.replaced"), *sound[self.keep - 1 :]]:
+            if path.suffix == ".replaced" or not self.keep_every or _step_of(path) % self.keep_every:
+                self._remove(path)
+
+    def drop_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps: a run that goes on from ``step`` will do these steps anew."""
+        for path in _checkpoints(self.folder):
+            if _step_of(path) > step:
+                self._remove(path)
 
     def _remove(self, path: Path) -> None:
         away = path.with_name(f"{_TEMPORARY}deleted-{path.name}")
@@ -186,9 +198,9 @@ class Checkpointer:
         shutil.rmtree(away)
 
 
-def loader_states(path: Path) -> list[dict]:
-    """The data position of every rank that saved the checkpoint ``path``."""
-    return [decode(json.loads(file.read_bytes())["loader"]) for file in sorted(path.glob("rank-*.json"))]
+def loader_state(path: Path) -> dict:
+    """The data position in the checkpoint ``path``, which is the same of every rank."""
+    return decode(json.loads((path / _rank_file(0)).read_bytes())["loader"])
 
 
 def resolve(path: str | os.PathLike) -> Path:
@@ -231,6 +243,19 @@ def _checkpoints(folder: Path) -> list[Path]:
     """Every step folder, newest first; a replaced one right after the one that replaces it."""
     found = [(m, path) for path in (folder.iterdir() if folder.is_dir() else ()) if (m := _STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found, key=lambda e: (int(e[0][1]), e[0][2] is None), reverse=True)]
+
+
+def _step_of(path: Path) -> int:
+    return int(_STEP.fullmatch(path.name)[1])
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether every file is there with its size."""
+    try:
+        _verify(path, contents=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _newest(folder: Path) -> Path | None:

@@ -66,6 +66,9 @@ class _IndexReader(dcp.FileSystemReader):
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, dcp.TensorStorageMetadata):
                 raise pickle.UnpicklingError(f".metadata holds {name!r}, which is not a tensor")
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise pickle.UnpicklingError(f".metadata leads to {info.relative_path!r}, out of the checkpoint")
         return metadata
 
 

@@ -20,11 +20,9 @@ class Finite:
         self.config, self.folder, self.ranks = config, folder, ranks
         self.skipped = self.in_a_row = 0
 
-    def accepts(
-        self, step: int, loss: float, grad_norm: float, batch: dict[str, torch.Tensor], saved: int | None
-    ) -> bool:
+    def accepts(self, step: int, loss: float, grad_norm: float, batch: dict[str, torch.Tensor]) -> bool:
         """Whether the step counts; False if it was left out. Raises `NotFiniteError` where the run is to end, and keeps
-        the batch. ``saved``: the step of the newest checkpoint."""
+        the batch."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self.in_a_row = 0
             return True
@@ -33,15 +31,20 @@ class Finite:
         if skips and self.in_a_row < self.config.max_skipped:
             return False
         row = f" ({self.in_a_row} steps in a row left out)" if skips else ""
-        self.require(f"the loss of step {step}{row}", loss, step, batch, saved)
-        self.require(f"the gradient norm of step {step}{row}", grad_norm, step, batch, saved)
+        self.require(f"the loss of step {step}{row}", loss, step, batch)
+        self.require(f"the gradient norm of step {step}{row}", grad_norm, step, batch)
 
-    def require(self, what: str, value: float, step: int, batch: dict[str, torch.Tensor], saved: int | None) -> None:
+    def require(self, what: str, value: float, step: int, batch: dict[str, torch.Tensor]) -> None:
         """Raise `NotFiniteError`, and keep the batch, if ``value`` is not finite: nothing after it can be of use."""
         if math.isfinite(value):
             return
         rank = f"-rank-{self.ranks.rank}" if self.ranks.world > 1 else ""
         path = self.folder / f"bad-batch-step-{step}{rank}.pt"
         torch.save({k: v.cpu() for k, v in batch.items()}, path)
-        again = "start again" if saved is None else f"--resume {self.folder} (step {saved})"
-        raise NotFiniteError(f"{what} is {value}; its batch is kept in {path}; {again} with a lower --lr")
+        raise NotFiniteError(f"{what} is {value}; its batch is kept in {path}; {self._again(step)} with a lower --lr")
+
+    def _again(self, step: int) -> str:
+        """How to go on: from the newest checkpoint whose weights have given a finite loss in a step since."""
+        saved = {int(path.name[5:]): path for path in (self.folder / "checkpoints").glob("step-*") if not path.suffix}
+        sound = [at for at in saved if at < step - 1]
+        return f"--resume {saved[max(sound)]}" if sound else "start again"

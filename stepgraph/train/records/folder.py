@@ -1,10 +1,13 @@
 """The run folder: every record that a run leaves behind, its summary among them."""
 
 import dataclasses
+import fcntl
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -71,7 +74,7 @@ class RunFolder:
         """Makes the folder ``path``, or with ``resume_step`` continues it as it was after that many updates: metrics
         of later steps, which will be repeated, are dropped, and so is the summary.
 
-        Raises ValueError when ``path`` is not empty and is not being resumed.
+        Raises ValueError when ``path`` is not empty and is not being resumed, or while another process has the run.
         """
         if resume_step is None:
             require_unused(path)
@@ -80,8 +83,14 @@ class RunFolder:
         self.graphs = path / "graphs"
         self._metrics_file = path / "metrics.jsonl"
         path.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(path)
+        #: What a resumed run has recorded: the loss of its last step, and the step of its last validation.
+        self.last_loss: float | None = None
+        self.validated: int | None = None
         if resume_step is not None and self._metrics_file.exists():
             kept = [record for record in read_metrics(self._metrics_file) if record["step"] <= resume_step]
+            self.last_loss = next((record["loss"] for record in reversed(kept) if "loss" in record), None)
+            self.validated = max((record["step"] for record in kept if "val_loss" in record), default=None)
             write_text(self._metrics_file, "".join(json_line(record) for record in kept))
         (path / "summary.json").unlink(missing_ok=True)  # a run that is killed has none
         # Line buffering: each record reaches the file at once, so a killed run loses none.
@@ -139,6 +148,7 @@ class RunFolder:
         """Flushes and closes the metrics: none can be logged afterwards."""
         self._metrics.close()
         self._tensorboard.close()
+        self._lock.close()
 
 
 class SilentFolder:
@@ -147,12 +157,29 @@ class SilentFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.graphs = None
+        self.validated = None
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
     write_config = write_environment = write_passes = write_graph = write_summary = _nothing
     log = draw_loss = close = _nothing
+
+
+def _lock(path: Path) -> TextIO:
+    """Take the run for this process until the file that is returned is closed or the process ends, however it ends."""
+    lock = (path / "lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise ValueError(f"run folder {path} is in use by {holder}: wait for its end, or end it") from None
+    lock.truncate(0)
+    lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
 
 
 def require_unused(path: Path) -> None:

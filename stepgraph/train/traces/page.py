@@ -39,6 +39,7 @@ class RunPage:
             "step_ms": summary.step_ms_median,
             "mfu": summary.mfu,
             "tokens_per_s": summary.tokens_per_s,
+            "bubble": summary.bubble,
             # On a CPU it is the whole process's.
             "peak_bytes": summary.peak_mem_gib * 2**30 if on_gpu else None,
         }

@@ -11,9 +11,11 @@ import subprocess
 import pytest
 
 from stepgraph.config.presets import PRESETS
+from stepgraph.config.train import TrainConfig
 from stepgraph.inspect.account.command import preset_account
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import page_of
+from stepgraph.inspect.account.pipeline import pipeline_account
 from tests.inspect.account.accounts import GPU, account
 from tests.inspect.account.test_page import planted
 
@@ -152,6 +154,35 @@ def test_a_link_to_a_pass_that_did_nothing_opens_it(tmp_path):
       result.open = [pass.open, pass.closest(".idle").open];
     """.replace("NAME", idle)
     assert in_browser(page_of(made), script, tmp_path, hash=f"#pass/step/{idle}")["open"] == [True, True]
+
+
+def test_the_schedule_leads_to_a_stages_graph(tmp_path):
+    made = copy.deepcopy(account("ddp=2", accumulate=3, inductor="full")[0])
+    made["graphs"].append(copy.deepcopy(made["graphs"][0]))
+    for graph, name in zip(made["graphs"], ("forward.0", "update", "backward.0"), strict=True):
+        graph["name"] = name
+    made["schedule"] = [["forward.0", 0], ["backward.0", 0], ["update", None]]
+    chosen = TrainConfig(mesh="pp=4", accumulate=8)
+    made["pipeline"] = pipeline_account(made["graphs"], chosen, GPU)
+    script = """
+      await wait(200);
+      const canvas = document.querySelector("#pipeline canvas"), box = canvas.getBoundingClientRect();
+      const click = (x) => {
+        const now = canvas.getBoundingClientRect(); // a click scrolls
+        canvas.dispatchEvent(new MouseEvent("click", { clientX: now.left + x, clientY: now.top + 14 }));
+      };
+      click(box.width - 3); result.last = shown().name;
+      click(LABEL + 3); result.first = shown().name;
+      const shades = (y) => {
+        const x = Math.round((box.width - 20) * devicePixelRatio), at = Math.round(y * devicePixelRatio);
+        return new Set(new Uint32Array(canvas.getContext("2d").getImageData(x, at, 12, 12).data.buffer)).size;
+      };
+      result.bubble = [shades(8), shades(3 * 28 + 8)];
+      result.rows = document.querySelectorAll("#pipeline tbody tr").length;
+    """
+    result = in_browser(page_of(made), script, tmp_path)
+    assert (result["last"], result["first"], result["rows"]) == ("backward.0", "forward.0", 4)
+    assert result["bubble"][0] == 1 < result["bubble"][1]  # at the end the last rank waits, striped
 
 
 def test_the_canvas_leads_to_a_node(tmp_path):

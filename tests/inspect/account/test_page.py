@@ -136,6 +136,10 @@ def test_the_command(tmp_path, capsys):
     ("words", "message"),
     [
         ("", "inspect takes a run folder or a preset first: write stepgraph inspect llama3-8b --mesh fsdp=4"),
+        (
+            "llama3-debug --mesh pp=2 --accumulate 2",
+            "--mesh pp=2: a preset's page has no pipeline yet; train it and show the run's page",
+        ),
         ("llama3-8c", "unknown preset or run 'llama3-8c': did you mean 'llama3-8b'?"),
         ("llama3-8b --mesh fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
         ("llama3-8b --gpu h300", "unknown gpu 'h300': did you mean 'h200'?"),

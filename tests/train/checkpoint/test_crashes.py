@@ -39,6 +39,18 @@ def test_keep_and_stale_folders(tmp_path):
     assert names(tmp_path) == ["step-00000003", "step-00001000"]
 
 
+def test_those_of_keep_every_stay_and_damaged_ones_take_no_place(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep=2, keep_every=10)
+    for step in (5, 10, 12, 15):
+        checkpointer.save(step, {"model": Tiny()})
+    assert names(tmp_path) == ["step-00000010", "step-00000012", "step-00000015"]
+    os.truncate(tmp_path / "step-00000015/__0_0.distcp", 10)
+    checkpointer.save(20, {"model": Tiny()})
+    assert names(tmp_path) == ["step-00000010", *(f"step-000000{step}" for step in (12, 15, 20))]
+    checkpointer.drop_after(12)
+    assert names(tmp_path) == ["step-00000010", "step-00000012"]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path):
     first, second = build(1), build(2)
     checkpointer = Checkpointer(tmp_path)

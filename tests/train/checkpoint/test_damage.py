@@ -116,6 +116,20 @@ def test_a_pickle_that_would_run_code_is_refused_even_with_right_checksums(saved
     assert not (checkpointer.folder / "owned").exists()
 
 
+def test_an_index_that_leads_out_of_the_checkpoint_is_refused(saved, monkeypatch):
+    checkpointer, state = saved
+    original = dcp.save
+
+    def plant(tensors, storage_writer):
+        original(tensors, storage_writer=storage_writer)
+        file = Path(storage_writer.path) / ".metadata"
+        file.write_bytes(file.read_bytes().replace(b"__0_0.distcp", b"../_0.distcp"))
+
+    monkeypatch.setattr(dcp, "save", plant)
+    path = checkpointer.save(3, state)
+    refused(checkpointer, path, r"not safe to load: \.metadata leads to '\.\./_0\.distcp', out of the checkpoint")
+
+
 # ---- the wrong thing ----
 
 

@@ -55,7 +55,7 @@ def test_a_run_leaves_its_files(tmp_path):
     folder.close()
 
     assert sorted(path.name for path in folder.path.iterdir()) == [
-        *("config.json", "environment.json", "graph.txt", "loss.png", "metrics.jsonl"),
+        *("config.json", "environment.json", "graph.txt", "lock", "loss.png", "metrics.jsonl"),
         *("passes.json", "passes.txt", "summary.json", "tb"),
     ]
     assert TrainConfig.from_json((folder.path / "config.json").read_text()) == TrainConfig()

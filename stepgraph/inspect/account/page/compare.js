@@ -3,11 +3,11 @@
 function comparePart() {
   if (!difference) return null;
   const [left, right] = difference.names, d = difference, value = (v) => v === null || v === undefined ? "none" : String(v);
-  const figure = (name, v) => v === null || v === undefined ? "" : /bytes/i.test(name) ? bytes(v) : name.endsWith("_ms") ? time(v * 1e6) : name.endsWith("mfu") ? percent(v) : name === "FLOPs" ? big(v, "") : Number(v).toLocaleString("en", { maximumFractionDigits: 1 });
+  const figure = (name, v) => v === null || v === undefined ? "" : /bytes/i.test(name) ? bytes(v) : name.endsWith("_ms") ? time(v * 1e6) : /(mfu|bubble)$/.test(name) ? percent(v) : name === "FLOPs" ? big(v, "") : Number(v).toLocaleString("en", { maximumFractionDigits: 1 });
   const change = (a, b) => !a || b === null ? "" : `${b >= a ? "+" : "−"}${percent(Math.abs(b / a - 1))}`;
   const section = part("compare", "Compared", el("p", {}, "Everything else on this page is of ", el("b", {}, left), "; here it stands beside ", el("b", {}, right), "."));
   section.append(el("h3", {}, "Options"), d.options.length ? table([["option", 0], [left, 0], [right, 0]], d.options.map(([k, a, b]) => [k, value(a), value(b)])) : el("p", {}, "All options are the same."));
-  section.append(el("h3", {}, "What a step costs"), table([["", 0], [left, 1], [right, 1], ["change", 1]], d.figures.filter(([, a, b]) => a || b).map(([k, a, b]) => [k.replaceAll("_", " ").replace(/ ms$/, ""), figure(k, a), figure(k, b), a === b ? "same" : change(a, b)])));
+  section.append(el("h3", {}, "What a step costs"), table([["", 0], [left, 1], [right, 1], ["change", 1]], d.figures.filter(([, a, b]) => a || b).map(([k, a, b]) => [k.replaceAll("_", " ").replace(/ ms$/, ""), figure(k, a), figure(k, b), a === b ? el("span.muted", {}, "same") : change(a, b)])));
   if (d.modules.length) section.append(el("h3", {}, "Modules whose time differs"), table([["module", 0], ["phase", 0], [left, 1], [right, 1], ["difference", 1]], d.modules.slice(0, 25).map(([path, phase, a, b]) => [path || "the model", PHASES[phase], time(a), time(b), `${b > a ? "+" : "−"}${time(Math.abs(b - a))}`])));
   if (d.passes.length) section.append(el("h3", {}, "Passes"), table([["pass", 0], [left, 0], [right, 0]], d.passes));
   section.append(el("h3", {}, "Nodes"));

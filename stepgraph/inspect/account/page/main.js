@@ -2,6 +2,7 @@
 
 const PARTS = [["timeline", "Timeline"], ["memory", "Memory"], ["modules", "Modules"], ["passes", "Passes"], ["collectives", "Collectives"], ["runs", "CUDA graphs"]];
 if (account.profile) PARTS.splice(3, 0, ["measured", "Measured"]);
+if (account.pipeline) PARTS.unshift(["pipeline", "Pipeline"]);
 if (difference) PARTS.unshift(["compare", "Compared"]);
 
 function themed(theme) { document.documentElement.dataset.theme = theme; changed("theme"); }
@@ -16,7 +17,7 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 
 document.getElementById("parts").append(...PARTS.map(([id, title]) => el("a", { href: `#${id}` }, title)));
-document.getElementById("main").replaceChildren(...[headPart(), comparePart(), timelinePart(), memoryPart(), modulesPart(), measuredPart(), passesPart(), collectivesPart(), runsPart()].filter(Boolean));
+document.getElementById("main").replaceChildren(...[headPart(), comparePart(), pipelinePart(), timelinePart(), memoryPart(), modulesPart(), measuredPart(), passesPart(), collectivesPart(), runsPart()].filter(Boolean));
 follow("graph", drawAnswers);
 
 // Links: #node/GRAPH/NAME, #pass/GRAPH/NAME, #PART

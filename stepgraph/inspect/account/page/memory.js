@@ -30,8 +30,7 @@ function drawMemory(context, width, height) {
 
 /** Lines across at round sizes, and at the peak. */
 function drawBytes(context, width, base, most, peak) {
-  const unit = 2 ** (10 * Math.floor(Math.log2(Math.max(peak, 1)) / 10)), rough = most / unit / 4, power = 10 ** Math.floor(Math.log10(rough));
-  const step = unit * power * [1, 2, 5, 10].find((k) => k * power >= rough), y = (size) => base - size / most * (base - 4);
+  const unit = 2 ** (10 * Math.floor(Math.log2(Math.max(peak, 1)) / 10)), step = unit * niceStep(most / unit / 4), y = (size) => base - size / most * (base - 4);
   context.textBaseline = "middle"; context.textAlign = "right"; context.strokeStyle = color("line");
   const line = (size, text, tone) => {
     context.globalAlpha = 0.5; context.beginPath(); context.moveTo(LABEL, y(size)); context.lineTo(width, y(size)); context.stroke(); context.globalAlpha = 1;

@@ -11,7 +11,7 @@ function headPart() {
     el("p", {}, what.join(" · ")),
     el("p.muted", {}, head.device ? `It ran on ${head.device}. ` : "Nothing ran: this is a forecast. ",
       `Times are forecast for ${head.gpu} GPUs unless they are called measured. ${made}.`,
-      /\bpp=/.test(head.mesh) ? " Of a pipeline this is rank 0: its calls, without the time that it waits for other stages and the memory of microbatches under way." : ""),
+      account.pipeline ? " Of the pipeline, its graphs and memory are those of rank 0." : ""),
     el("div.figures", {}, figures(head)),
     graphChoice(),
     el("div.answers", { id: "answers" }));
@@ -25,6 +25,7 @@ function figures(head) {
     ["tokens/s", big(forecast.tokens_per_s, ""), m.tokens_per_s && big(m.tokens_per_s, "")],
     ["peak memory", bytes(forecast.peak_bytes), m.peak_bytes && bytes(m.peak_bytes), account.head.ranks > 1 && !m.peak_bytes ? "of one rank, forecast" : null],
     ["exposed communication", forecast.exposed_ms ? time(forecast.exposed_ms * 1e6) : "none", null, forecast.exposed_ms ? `${percent(forecast.exposed_ms / forecast.step_ms)} of the step, forecast` : "forecast"],
+    ...(account.pipeline ? [["bubble", percent(account.pipeline.bubble), m.bubble !== undefined && m.bubble !== null && percent(m.bubble)]] : []),
     ["nodes", sum(graphs.map((g) => g.size)).toLocaleString("en"), null, graphs.length > 1 ? `in ${graphs.length} graphs` : "in one graph"],
   ];
   return rows.map(([name, planned, real, note]) => el("div.figure", {}, el("small", {}, name),
@@ -39,6 +40,7 @@ function graphChoice() {
     `${graph.name} × ${graph.calls} (${time(graph.step_ns)} each)`));
   box.append(...buttons);
   follow("graph", () => buttons.forEach((b, k) => b.setAttribute("aria-pressed", k === state.graph)));
+  if (account.pipeline) return box; // its own part draws the calls
   const whole = sum(account.schedule.map(([name]) => graphs.find((g) => g.name === name).step_ns)) || 1;
   const bar = el("div.bar", { title: "the calls of one step, in order" }, account.schedule.map(([name]) => {
     const k = graphs.findIndex((g) => g.name === name);
@@ -80,10 +82,10 @@ function whatMemory(graph) {
 }
 
 function whatPasses() {
-  const ran = account.passes.filter((p) => !p.skipped && p.matched), idle = account.passes.length - ran.length;
+  const ran = account.passes.filter((p) => p.changed);
   const most = [...ran].sort((a, b) => Math.abs(b.nodes_after - b.nodes_before) - Math.abs(a.nodes_after - a.nodes_before)).slice(0, 4);
   return answer("What did the passes do?", "#passes",
-    el("p", {}, `${count(ran.length, "pass")} changed the graph; ${idle} found nothing to do or were skipped, each with its reason.`),
+    el("p", {}, `${ran.length} of ${count(account.passes.length, "pass")} changed the graph; each of the others says why not.`),
     el("ul", {}, most.map((p) => el("li", {}, el("a", { href: `#pass/${p.graph || "step"}/${p.name}` }, p.name), `: ${p.summary}`))));
 }
 

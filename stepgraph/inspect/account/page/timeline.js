@@ -57,9 +57,10 @@ function drawTimeline(context, width, by) {
   if (state.node !== null) drawMarker(context, x(graph.at[state.node]), lanes.length * LANE, ink);
 }
 
+/** The next of 1, 2, 5 x 10^n. */
+function niceStep(rough) { const power = 10 ** Math.floor(Math.log10(rough)); return power * [1, 2, 5, 10].find((k) => k * power >= rough); }
 function drawAxis(context, graph, width, y) {
-  const [from, to] = span(graph), x = xOf(graph, width), rough = (to - from) / Math.max(2, (width - LABEL) / 110), power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((k) => k * power >= rough);
+  const [from, to] = span(graph), x = xOf(graph, width), step = niceStep((to - from) / Math.max(2, (width - LABEL) / 110));
   context.fillStyle = color("muted"); context.strokeStyle = color("line"); context.textBaseline = "top";
   for (let t = Math.ceil(from / step) * step; t <= to; t += step) {
     context.beginPath(); context.moveTo(x(t), 0); context.lineTo(x(t), y + 4); context.globalAlpha = 0.5; context.stroke(); context.globalAlpha = 1;

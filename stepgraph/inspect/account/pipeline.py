@@ -1,0 +1,79 @@
+"""The schedule of a pipeline on paper: when each of its ranks computes, from the forecast of one rank's stages."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
+from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named, work_of
+from stepgraph.parallel.pipeline.timeline import PipelineTime, simulate_schedule
+
+
+def pipeline_account(graphs: Sequence[Mapping[str, Any]], config: TrainConfig, gpu: Gpu) -> dict[str, Any] | None:
+    """The pipeline that a rank with ``graphs`` (accounts, see `graph_account`) is part of; None where there is none.
+
+    The rank knows what its own stages cost. The others' are taken to cost the mean of these: the cut makes them even.
+
+    ``schedule``: its name. ``ranks``: of the pipeline; ``rank``: this one among them. ``stages``: the rank of each.
+    ``spans``: [rank, kind, stage, microbatch, start, end] of every computation, ns. ``ns``: until the last ends;
+    ``after_ns``: of the update and what else follows. ``bubble``: the share of ``ns`` that ranks wait, on average;
+    ``waiting``: of each rank. ``in_flight``: most microbatches that each stage keeps values of at a time. ``kept``:
+    bytes that this rank keeps, for all of its stages' microbatches but the one that it computes.
+    """
+    spec = config.mesh_spec
+    if spec is None or spec.pp == 1:
+        return None
+    name = config.pipeline_schedule
+    schedule = schedule_named(name)
+    stages = [rank_of(schedule, spec.pp, stage) for stage in range(spec.pp * schedule.chunks)]
+    seconds = _seconds(graphs, len(stages))
+    # Neighbours of a pipeline are as far apart as the ranks of a stage are many.
+    link = gpu.nvlink if spec.size <= GPUS_PER_NODE else gpu.network
+    sent = max((sum(graph["storages"]["bytes"]) for graph in graphs if graph["name"].startswith("send_")), default=0)
+    sends = {(forward, stage): sent / link for forward in (True, False) for stage in range(len(stages))}
+    timed = simulate_schedule(work_of(name, spec.pp, config.accumulate), stages, seconds, sends)
+    own = sorted({_stage(graph) for graph in graphs} - {None})
+    after = (graph for graph in graphs if graph["name"] in ("share_loss", "update"))
+    return {
+        "schedule": name,
+        "ranks": spec.pp,
+        "rank": stages[own[0]],
+        "stages": stages,
+        "spans": [[s.rank, *s.work, round(s.start * 1e9), round(s.end * 1e9)] for s in timed.spans],
+        "ns": round(timed.seconds * 1e9),
+        "after_ns": sum(graph["step_ns"] for graph in after),
+        "bubble": timed.bubble,
+        "waiting": [1 - timed.busy(rank) / timed.seconds for rank in range(spec.pp)],
+        "in_flight": [timed.most_in_flight(stage) for stage in range(len(stages))],
+        "kept": sum(_kept(graphs, stage, timed) for stage in own),
+    }
+
+
+def _stage(graph: Mapping[str, Any]) -> int | None:
+    """The stage that ``graph`` computes for."""
+    kind, _, stage = graph["name"].partition(".")
+    return int(stage) if stage and not kind.startswith(("send_", "receive_")) else None
+
+
+def _seconds(graphs: Sequence[Mapping[str, Any]], stages: int) -> dict[tuple[str, int], float]:
+    """Seconds of each kind of call of each stage."""
+    known: dict[str, dict[int, float]] = defaultdict(dict)
+    for graph in graphs:
+        stage = _stage(graph)
+        if stage is not None:
+            known[graph["name"].partition(".")[0]][stage] = graph["step_ns"] / 1e9
+    return {
+        (kind, stage): found.get(stage, sum(found.values()) / len(found))
+        for kind, found in known.items()
+        for stage in range(stages)
+    }
+
+
+def _kept(graphs: Sequence[Mapping[str, Any]], stage: int, timed: PipelineTime) -> int:
+    """Bytes that ``stage`` keeps for backward of the microbatches that wait for it."""
+    forward = next(graph for graph in graphs if graph["name"] == f"forward.{stage}")
+    sizes = dict(zip(forward["storages"]["node"], forward["storages"]["bytes"], strict=True))
+    inputs = {node for node, _, _ in forward["inputs"]}
+    saved = {node for node, _, name in forward["outputs"] if name.startswith(f"{stage}.")} - inputs
+    return sum(sizes.get(node, 0) for node in saved) * (timed.most_in_flight(stage) - 1)

@@ -1,0 +1,28 @@
+"""A rank ends when the launcher that started it is gone: killed with -9, it can neither end its ranks nor start others,
+and they would train on beside the run that is resumed, or wait for its store for ever."""
+
+import os
+import sys
+import threading
+import time
+
+#: Names the launcher's process to the ranks that ``--nproc`` starts.
+LAUNCHER = "STEPGRAPH_LAUNCHER"
+_POLL_S = 1.0
+
+
+def end_with_launcher() -> None:
+    """From now on, in a rank that ``--nproc`` or torchrun started, a thread ends this process within 2 s of its
+    launcher's end, with status 1. It needs no answer of the main thread, which may be inside a collective."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+    threading.Thread(target=_wait_for_end, args=(launcher,), name="orphan", daemon=True).start()
+
+
+def _wait_for_end(launcher: int) -> None:
+    while os.getppid() == launcher:  # the kernel gives an orphan another parent
+        time.sleep(_POLL_S)
+    print(f"error: rank {os.environ['RANK']} (pid {os.getpid()}): its launcher (pid {launcher}) is gone; the run goes "
+          "on with --resume", file=sys.stderr, flush=True)  # fmt: skip
+    os._exit(1)

@@ -1,0 +1,85 @@
+"""The schedule on a page against its definition and the published bubble."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.config.train import TrainConfig
+from stepgraph.inspect.account.pipeline import pipeline_account
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
+from tests.inspect.account.accounts import GPU
+
+
+def graphs(schedule, ranks, *, sent=0, **ns):
+    """Accounts of rank 0's graphs; ``ns``: of each kind of call. Forward makes node 1 of 10 bytes for backward."""
+    stages = range(ranks * SCHEDULES[schedule].chunks)
+    made = [
+        {"name": f"{kind}.{stage}", "step_ns": took, "inputs": [[0, "parameter", "w"]],
+         "outputs": [[0, "value", f"{stage}.w"], [1, "value", f"{stage}.saved"], [2, "value", "message"]],
+         "storages": {"node": [0, 1, 2], "bytes": [1000, 10, 100]}}
+        for stage in stages if rank_of(SCHEDULES[schedule], ranks, stage) == 0
+        for kind, took in ns.items()
+    ]  # fmt: skip
+    made.append({"name": "send_forward.0", "step_ns": 0, "storages": {"node": [0], "bytes": [sent]}})
+    return [*made, {"name": "update", "step_ns": 7, "storages": {"node": [], "bytes": []}}]
+
+
+def backward(schedule, ns):
+    return {"backward_input": ns, "backward_weight": ns} if SCHEDULES[schedule].halves else {"backward": 2 * ns}
+
+
+def config(schedule, ranks, microbatches):
+    return TrainConfig(mesh=f"pp={ranks}", pipeline=schedule, accumulate=microbatches)
+
+
+@given(st.integers(2, 6), st.integers(0, 12), st.integers(1, 10**6), st.integers(1, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_the_bubble_of_1f1b_is_the_published_one(ranks, more, forward, back):
+    """Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM,
+    section 2.2: (p - 1)(t_f + t_b) of idle time for m (t_f + t_b) of work."""
+    m = ranks + more
+    made = pipeline_account(graphs("1f1b", ranks, forward=forward, backward=back), config("1f1b", ranks, m), GPU)
+    assert made["ns"] == pytest.approx((m + ranks - 1) * (forward + back), abs=m)
+    assert made["bubble"] == pytest.approx((ranks - 1) / (m + ranks - 1))
+    assert made["waiting"] == pytest.approx([made["bubble"]] * ranks)
+    assert made["in_flight"] == [min(ranks - stage, m) for stage in range(ranks)]
+    assert made["kept"] == 10 * (min(ranks, m) - 1)  # neither the parameter nor what is sent
+    assert (made["rank"], made["after_ns"]) == (0, 7)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_computations_follow_what_they_read(schedule):
+    ranks, m, sent = 4, 8, 450_000  # 1 us over NVLink
+    made = pipeline_account(
+        graphs(schedule, ranks, sent=sent, forward=10_000, **backward(schedule, 10_000)),
+        config(schedule, ranks, m),
+        GPU,
+    )
+    stages = range(len(made["stages"]))
+    ends = {(kind, stage, micro): end for _, kind, stage, micro, _, end in made["spans"]}
+    kinds = {"forward", *backward(schedule, 1)}
+    assert len(ends) == len(made["spans"]) and ends.keys() == {
+        (kind, stage, micro) for kind in kinds for stage in stages for micro in range(m)
+    }
+    first = "backward_input" if SCHEDULES[schedule].halves else "backward"
+    free = dict.fromkeys(range(ranks), 0)
+    for rank, kind, stage, micro, start, end in sorted(made["spans"], key=lambda span: span[4]):
+        assert rank == made["stages"][stage] == rank_of(SCHEDULES[schedule], ranks, stage)
+        assert start >= free[rank] - 1
+        free[rank] = end
+        reads = {
+            "forward": ("forward", stage - 1, micro),
+            first: (first, stage + 1, micro) if stage + 1 in stages else ("forward", stage, micro),
+            "backward_weight": ("backward_input", stage, micro),
+        }[kind]
+        if reads in ends:
+            travels = round(sent / GPU.nvlink * 1e9) if made["stages"][reads[1]] != rank else 0
+            assert start >= ends[reads] + travels - 2
+    busy = m * len(stages) // ranks * 30_000
+    assert made["waiting"] == pytest.approx([1 - busy / made["ns"]] * ranks, abs=1e-4)
+    assert 0 < made["bubble"] < (ranks - 1) / m
+
+
+def test_other_meshes_have_none():
+    assert pipeline_account([], TrainConfig(mesh="fsdp=2"), GPU) is None
+    assert pipeline_account([], TrainConfig(), GPU) is None
