@@ -111,6 +111,15 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
     if preset not in PRESETS:
         raise unknown_name("preset", preset, PRESETS)
     default = PRESETS[preset]()
+    file, options = _without_config(options)
+    if file:
+        from stepgraph.config.files import read_config
+
+        if value_of("--resume", options):
+            raise ValueError(f"--resume {value_of('--resume', options)} has the options of its run: drop --config")
+        default = read_config(Path(file), preset)
+        if named and default.preset != preset:
+            raise ValueError(f"--config {file} is of preset {default.preset!r}, not {preset!r}: leave PRESET out")
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
     elif (steps := value_of("--steps", options)) and steps.isdecimal() and default.warmup_steps >= int(steps):
@@ -120,11 +129,27 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         default,
         options,
         usage=f"stepgraph {command} [PRESET]",
-        description=f"{TrainConfig.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
+        description=f"{TrainConfig.__doc__} --config FILE.toml, or the config.json of a run, gives the defaults of the "
+        f"other options. Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
     )
     config.validate()
     refuse_idle(config, options)
     return config
+
+
+def _without_config(options: list[str]) -> tuple[str | None, list[str]]:
+    """The value of ``--config``, and the options without it."""
+    rest = list(options)
+    for position, word in enumerate(options):
+        if word == "--config":
+            if position + 1 == len(options):
+                raise ValueError("--config lacks its value: it takes 1")
+            del rest[position : position + 2]
+            return options[position + 1], rest
+        if word.startswith("--config="):
+            del rest[position]
+            return word.removeprefix("--config="), rest
+    return None, rest
 
 
 def _resumed(folder: Path, preset: str | None) -> "TrainConfig":

@@ -14,6 +14,14 @@ def hooks_of_every_module() -> list[dict]:
     ]
 
 
+def active_modes() -> list[str]:
+    """The classes of modes that see the calls of operators and of torch's functions here, but the default device's."""
+    functions = torch.overrides._get_current_function_mode_stack()
+    found = [*functions, *torch.utils._python_dispatch._get_current_dispatch_mode_stack()]
+    names = [f"{type(mode).__module__}.{type(mode).__qualname__}" for mode in found]
+    return [name for name in names if name != "torch.utils._device.DeviceContext"]
+
+
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether the user hooked code to the gradient of ``tensor``."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

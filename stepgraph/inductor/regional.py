@@ -132,19 +132,30 @@ def piece_calls(executable: fx.GraphModule) -> list[PieceCall]:
 
 
 def with_functions(
-    module: fx.GraphModule, calls: Sequence[PieceCall], functions: dict[str, Function]
+    module: fx.GraphModule, calls: Sequence[PieceCall], functions: dict[str, Function | None]
 ) -> fx.GraphModule:
-    """What `compile_pieces` made of ``module``, from its `piece_calls` and what computes each piece, by name."""
+    """What `compile_pieces` made of ``module``, from its `piece_calls` and what computes each piece, by name; None for
+    a piece of views, which computes nothing."""
     nodes = {node.name: node for node in module.graph.nodes}
     attributes: dict[str, Any] = {}
     starts: dict[fx.Node, Piece] = {}
     for call in calls:
         piece = Piece(Region(call.name, call.name.rpartition("_")[0]), [nodes[name] for name in call.nodes])
         if call.name not in attributes:
-            attributes[call.name] = Compiled(_extract(module, piece), {}, functions[call.name])
+            extracted = _extract(module, piece)
+            attributes[call.name] = Compiled(extracted, {}, functions[call.name] or _interpreted(extracted))
         starts[piece.nodes[0]] = piece
     called = {first: call.name for first, call in zip(starts, calls, strict=True)}
     return _with_calls(module, starts, called, attributes)
+
+
+def _interpreted(piece: fx.GraphModule) -> Function:
+    def run(args: list[Any]) -> Sequence[Any]:
+        given = list(args)
+        args.clear()
+        return piece.forward(*given)
+
+    return run
 
 
 def nodes_of(node: fx.Node) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from stepgraph import compat
 _PLAIN = (int, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 #: Elements of the largest tensor beside parameters and buffers whose values are compared.
 _LARGEST = 1 << 20
-_LIBRARY = ("torch.", "torch", "stepgraph.", "builtins", "typing", "collections", "functools", "enum")
+_LIBRARY = ("torch", "stepgraph", "builtins", "typing", "collections", "functools", "enum")
 #: Hold nothing that a trace reads.
 _SILENT = (logging.Logger, torch.library.Library)
 
@@ -39,6 +39,7 @@ class Describer:
     def __init__(self, names: Mapping[int, str] | None = None):
         self.names = dict(names or {})  # of modules, parameters and buffers, by id
         self._met: dict[int, str] = {}
+        self._classes: dict[type, str] = {}
         self._kept: list[Any] = []
 
     def __call__(self, value: Any, where: str) -> str:
@@ -105,20 +106,23 @@ class Describer:
         return f"{form_of(value)} {hashlib.sha256(data).hexdigest()}"
 
     def _function(self, value: types.FunctionType, where: str) -> str:
-        name = f"function {value.__module__}.{value.__qualname__}"
-        if value.__module__.startswith(_LIBRARY) and not value.__closure__:
+        name = f"function {value.__module__}.{value.__qualname__} {code_digest(value.__code__)}"
+        if of_library(value.__module__) and not value.__closure__:
             return name
         cells = [_content(cell) for cell in value.__closure__ or ()]
         held = (cells, value.__defaults__, value.__kwdefaults__)
-        return f"{name} {code_digest(value.__code__)} {self(held, f'{where} ({value.__qualname__})')}"
+        return f"{name} {self(held, f'{where} ({value.__qualname__})')}"
 
     def _of_class(self, cls: type, where: str) -> str:
-        """The plain values that user's classes hold."""
-        found = {}
-        for base in reversed(cls.__mro__):
-            if not base.__module__.startswith(_LIBRARY):
-                found |= {k: v for k, v in vars(base).items() if isinstance(v, (*_PLAIN, float)) and k[:2] != "__"}
-        return str({key: self(value, f"{where}.{key}") for key, value in sorted(found.items())})
+        """The plain values and the methods that user's classes hold: a library may have put others in their place."""
+        if cls not in self._classes:
+            found = {}
+            for base in reversed(cls.__mro__):
+                if not of_library(base.__module__):
+                    found |= {k: v for k, v in vars(base).items() if isinstance(v, (*_PLAIN, float)) and k[:2] != "__"}
+                    found |= {k: code for k, v in vars(base).items() if (code := _code_of(v))}
+            self._classes[cls] = str({key: self(value, f"{where}.{key}") for key, value in sorted(found.items())})
+        return self._classes[cls]
 
     def _object(self, value: Any, where: str) -> str:
         """Any other object: its class and what it holds."""
@@ -138,6 +142,18 @@ class Describer:
     def _held(self, value: Any, where: str) -> str:
         held = getattr(value, "__dict__", {})
         return str({key: self(item, f"{where}.{key}") for key, item in sorted(held.items()) if key != "__weakref__"})
+
+
+def of_library(module: str | None) -> bool:
+    """Whether a module is one whose code the versions in a key stand for."""
+    return (module or "").partition(".")[0] in _LIBRARY
+
+
+def _code_of(value: Any) -> str | None:
+    """Of a method, property and the like: which functions they are."""
+    held = (getattr(value, name, None) for name in ("__func__", "fget", "fset", "__wrapped__"))
+    functions = [f for f in (value, *held) if isinstance(f, types.FunctionType)]
+    return " ".join(f"{f.__module__}.{f.__qualname__} {code_digest(f.__code__)}" for f in functions) or None
 
 
 def _content(cell: Any) -> Any:
@@ -167,8 +183,23 @@ def form_of(tensor: torch.Tensor) -> str:
     return f"{type(tensor).__name__} {form}{' trained' * tensor.requires_grad}{'' if tensor.is_leaf else ' made'}"
 
 
+def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """(storage, offset) of a tensor that has memory of its own or shares another's."""
+    inner = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if compat.is_traceable_wrapper_subclass(inner) or inner.is_meta or inner.layout is not torch.strided:
+        return None
+    return compat.storage_key(inner), inner.storage_offset()
+
+
 #: What of a module is described apart, or is torch's own.
 _APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
+
+
+def describe_hooks(model: nn.Module) -> str:
+    """The hooks that run with every module of the process."""
+    names = {id(module): f"module {path or 'model'}" for path, module in model.named_modules()}
+    hooks = [list(found.values()) for found in compat.hooks_of_every_module()]
+    return Describer(names)(hooks, "a hook of every module")
 
 
 def describe_model(model: nn.Module) -> dict[str, str]:
@@ -179,7 +210,7 @@ def describe_model(model: nn.Module) -> dict[str, str]:
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 names.setdefault(id(tensor), f"tensor {path}.{key}")
-    describe, found = Describer(names), {}
+    describe, found, storages = Describer(names), {}, {}
     for path, module in model.named_modules(remove_duplicate=False):
         at = path or "model"
         if names[id(module)] != f"module {at}":
@@ -191,6 +222,9 @@ def describe_model(model: nn.Module) -> dict[str, str]:
             where = f"tensor {path}.{key}"
             same = tensor is None or names[id(tensor)] == where
             found[f"{at}.{key}"] = names[id(tensor)] if not same else "None" if tensor is None else form_of(tensor)
+            if tensor is not None and same and (place := _place(tensor)):
+                first = storages.setdefault(place[0], where)
+                found[f"{at}.{key}"] += f" in {first} at {place[1]}" if first != where else ""
         found[f"{at} holds"] = str(list(module._modules))
         for key, value in vars(module).items():
             if key not in _APART:

@@ -101,9 +101,14 @@ def settings(compiles: bool) -> dict[str, str]:
     found = {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic": [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ],
+        "autocast dtypes": [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")],
         "matmul precision": torch.get_float32_matmul_precision(),
         "cudnn": [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic],
+        "tf32": _tf32(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "attention": [
             cuda.flash_sdp_enabled(),
@@ -119,6 +124,16 @@ def settings(compiles: bool) -> dict[str, str]:
     if compiles:
         found["inductor"] = compat.inductor_settings()
     return {name: str(value) for name, value in found.items()}
+
+
+def _tf32() -> list[Any]:
+    """Whether products and convolutions may round to TF32, as torch's older and newer switches say."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    found = [getattr(part, "fp32_precision", None) for part in (torch.backends, cuda, cudnn, torch.backends.mkldnn)]
+    try:
+        return [*found, cuda.allow_tf32, cudnn.allow_tf32]
+    except RuntimeError:  # torch refuses to say where both kinds of switches were used
+        return [*found, "mixed"]
 
 
 def mesh_facts(mesh: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _FOUND = importlib.util.find_spec("triton")
 _TRITON = os.path.dirname(_FOUND.origin) + os.sep if _FOUND else _TORCH
 
 
-def _counts(file: str) -> bool:
+def counts(file: str) -> bool:
     """Whether a file is of none of torch, triton, NumPy, Python and stepgraph, which the key has by their versions."""
     if file.startswith((_TORCH, _TRITON, _OWN, _NUMPY, "<frozen")):
         return False
@@ -64,7 +64,7 @@ class Sources:
                 code = frame.f_code
                 if id(code) not in seen and not collecting:
                     seen[id(code)] = code
-                    if _counts(_origin(code, frame.f_globals)):
+                    if counts(_origin(code, frame.f_globals)):
                         codes[code] = frame.f_globals
 
             watched = _monitored if sys.version_info >= (3, 12) else _profiled
@@ -121,7 +121,7 @@ def described_globals(module: str, names: list[str]) -> dict[str, str]:
         outer, _, inside = name.partition(".")
         value = held.get(outer, _NOTHING)
         if inside:
-            own = isinstance(value, types.ModuleType) and _counts(getattr(value, "__file__", None) or _TORCH)
+            own = isinstance(value, types.ModuleType) and counts(getattr(value, "__file__", None) or _TORCH)
             value = vars(value).get(inside, _NOTHING) if own else _NOTHING
         if value is not _NOTHING:  # else a built-in
             found[name] = _shortened(describe(value, f"{module}.{name}"))

@@ -19,7 +19,8 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.passes.contract import Pass
 from stepgraph.run.saved import key
-from stepgraph.run.saved.describe import Describer, Indescribable, describe_model, form_of
+from stepgraph.run.saved.describe import Describer, Indescribable, describe_hooks, describe_model, form_of
+from stepgraph.run.saved.patches import described_patches
 from stepgraph.run.saved.sources import Sources, described_environment, described_globals, file_digest
 from stepgraph.run.saved.values import NotLoadable
 
@@ -46,11 +47,16 @@ class Start:
 
     def parts(self) -> dict[str, Any]:
         """The parts of its key beside those of the surroundings. Raises `Indescribable`."""
+        around = compat.active_modes()
+        if around or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            raise Indescribable(f"the mode around the capture ({', '.join(around) or 'autocast'})")
         leaves, spec = flatten_batch(self.batch)
         forms = [form_of(x) if isinstance(x, torch.Tensor) else f"{type(x).__name__} {x!r}" for x in leaves]
         names = {id(module): f"module {path or 'model'}" for path, module in self.model.named_modules()}
         return {
             "model": describe_model(self.model),
+            "hooks": describe_hooks(self.model),
+            "patches": described_patches(),
             "loss": Describer(names)(self.loss_fn, "the loss function"),
             "batch": {str(i): form for i, form in enumerate(forms)} | {"structure": str(spec)},
             "optimizer": self._optimizer(),

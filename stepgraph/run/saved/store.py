@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.capture import Traced
+from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import PieceCall, piece_calls, with_functions
@@ -352,10 +353,15 @@ def files_of(program: StepProgram, request: Request) -> dict[str, bytes]:
 
 def _pieces(step: StepGraph) -> tuple[list[PieceCall], dict[str, bytes]]:
     calls, pieces = piece_calls(step.executable), {}
+    nodes = {node.name: node for node in step.graph.nodes}
     for name in dict.fromkeys(call.name for call in calls):
         piece = getattr(step.executable, name)
         if piece.any_length:
             raise NotSavable("a piece that serves any length has no saved form: leave out any_length")
+        inside = next(call.nodes for call in calls if call.name == name)
+        if all(is_view(nodes[node]) for node in inside):
+            pieces[name] = b""  # torch compiles nothing
+            continue
         try:
             pieces[name] = compat.inductor_artifact(piece.function)
         except ValueError as reason:
@@ -375,7 +381,8 @@ def program_of(entry: Entry, own: torch.device | None, tensor: Callable, live: A
     for name, step in program.graphs.items():
         if name in saved["pieces"]:
             calls = [PieceCall(piece, tuple(nodes)) for piece, nodes in saved["pieces"][name]]
-            functions = {c.name: compat.inductor_load(entry.files[f"{name}.{c.name}"]) for c in _distinct(calls)}
+            pieces = {c.name: entry.files[f"{name}.{c.name}"] for c in _distinct(calls)}
+            functions = {piece: compat.inductor_load(data) if data else None for piece, data in pieces.items()}
             step.executable = with_functions(step.module, calls, functions)
         decode_reports(saved["reports"][name], step)
     program.log = list(map(decode_report, saved["log"]))

@@ -57,7 +57,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("kind", PROGRAMS)
+#: Together these have all that a program can have.
+_SHORT = ("plain", "accumulated gradients", "guarded and accumulated")
+
+
+@pytest.mark.parametrize("kind", [k if k in _SHORT else pytest.param(k, marks=pytest.mark.long) for k in PROGRAMS])
 def test_the_second_start_loads_and_does_the_same(kind, tmp_path):
     options = PROGRAMS[kind]
     plain = run(*start(None, **options))
@@ -75,7 +79,7 @@ def _did(report: PassReport) -> tuple:
     return report.name, report.graph, report.matched, report.changed, report.summary, report.skipped, report.notes
 
 
-@pytest.mark.parametrize("kind", ["plain", "guarded and accumulated"])
+@pytest.mark.parametrize("kind", ["guarded and accumulated"])
 def test_a_step_with_an_unknown_part_is_captured_and_its_passes_are_loaded(kind, tmp_path):
     options = PROGRAMS[kind] | {"loss_fn": silent}
     first, _ = start(tmp_path, **options)
@@ -95,3 +99,20 @@ def test_other_forms_of_a_step_are_loaded_too(tmp_path):
     first, _ = start(tmp_path)
     step, _ = start(tmp_path)
     assert torch.equal(shorter(first), shorter(step)) and step.saved.loaded == "start"
+
+
+def test_compiled_pieces_are_loaded_without_a_compiler(tmp_path, monkeypatch):
+    def steps():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = stepgraph.capture(
+            model, lambda m, x: m(x).square().mean(), torch.ones(2, 3), optimizer, passes=["inductor"], saved=tmp_path
+        )
+        return step, [step(torch.ones(2, 3)) for _ in range(2)] + [p.detach() for p in model.parameters()]
+
+    first, results = steps()
+    assert first.saved.kept and first.report[0].changed and not first.saved.notes
+    monkeypatch.setattr("stepgraph.compat.inductor_compile", None)
+    second, again = steps()
+    assert second.saved.loaded == "start" and same(results, again)
