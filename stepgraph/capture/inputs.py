@@ -86,9 +86,10 @@ def add_optimizer(
 
 
 def fake(mode: compat.FakeTensorMode, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
-    if isinstance(tensor, compat.FakeTensor):
-        return tensor.detach()
+    """What ``tensor`` is traced with. ``home``: see `Inputs`."""
     if tensor.device.type == "meta":
         with mode:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=home)
+    if isinstance(tensor, compat.FakeTensor):
+        return tensor.detach()
     return mode.from_tensor(tensor, static_shapes=True)

@@ -12,6 +12,8 @@ from stepgraph.train.records.folder import require_unused
 
 def check_export(config: TrainConfig) -> None:
     """Raise ``ValueError`` for an export that would overwrite something."""
+    if config.export_hf and config.export_hf.exists() and not config.export_hf.is_dir():
+        raise ValueError(f"export_hf={config.export_hf} is a file: give a new folder")
     if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
         raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
 

@@ -48,6 +48,7 @@ def write(path, content):
         (lambda tmp: ["--model.vocab-size", 2_000_000_000], "the model does not fit: its parameters alone take 953."),
         (lambda tmp: ["--init-from-hf", tmp], "config.json"),
         (lambda tmp: ["--export-hf", tmp], "is not empty: give a new folder"),
+        (lambda tmp: ["--export-hf", tmp / "file"], "is a file: give a new folder"),
         (lambda tmp: ["--memory", "ful"], "unknown memory policy 'ful'"),
         (lambda tmp: ["--passes", "exactly"], "--passes"),
         (lambda tmp: ["--lr", "nan"], "lr=nan must be finite, and above 0"),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +18,9 @@ from stepgraph.costs.memory import KINDS
 from stepgraph.costs.timeline import Collective, Timeline
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, forecast
+from stepgraph.inspect.forecast.pipeline import forecast_pipeline
+from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
+from stepgraph.inspect.forecast.tables import new_table, size_text, time_text
 from stepgraph.passes import StepOptions, Target
 
 
@@ -27,7 +29,13 @@ class PlanOptions(StepOptions):
     """Forecast memory, communication and time of a preset's training step on a cluster, from its captured graph."""
 
     mesh: str = "fsdp=8"
-    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, and tp=N. Eight neighbours share a machine."""
+    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, pp=N. Eight neighbours share a machine."""
+
+    pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
+    """With pp, the run's schedule; the forecast compares all that fit. None: 1f1b."""
+
+    split: str | None = None
+    """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
 
     gpu: str = "h100"
     """h100, h200 or b200: machines of eight, one 400 Gb/s adapter a GPU."""
@@ -75,11 +83,16 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"unknown gpu {options.gpu!r}: choose one of {', '.join(sorted(GPUS))}")
     require_folder(options.json)
     gpu, chosen = GPUS[options.gpu], {key: getattr(options, key) for key in SETTINGS}
-    config = dataclasses.replace(config, mesh=options.mesh, **chosen)
+    config = dataclasses.replace(config, mesh=options.mesh, pipeline=options.pipeline, split=options.split, **chosen)
     config.validate()
     refuse_idle(config, words, Target.forecast(gpu))
-    result = forecast(config, gpu)
-    show(result, Console(highlight=False, soft_wrap=True))
+    console = Console(highlight=False, soft_wrap=True)
+    if config.mesh_spec.pp > 1:
+        result = forecast_pipeline(config, gpu)
+        show_pipeline(result, console)
+    else:
+        result = forecast(config, gpu)
+        show(result, console)
     if options.json is not None:
         options.json.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
     return 0
@@ -97,22 +110,22 @@ def show(result: Forecast, console: Console) -> None:
     console.print(_memory_table(result))
     left = gpu.memory - result.peak.total
     console.print(
-        f"peak {_size(result.peak.total)} of {_size(gpu.memory)}: "
-        + (f"{_size(left)} to spare" if left >= 0 else f"does not fit, {_size(-left)} too much")
+        f"peak {size_text(result.peak.total)} of {size_text(gpu.memory)}: "
+        + (f"{size_text(left)} to spare" if left >= 0 else f"does not fit, {size_text(-left)} too much")
         + "\n"
     )
     console.print(_collective_table(timeline.collectives))
     if any(region for region, _ in timeline.regions):
         console.print(_region_table(timeline))
     console.print(
-        f"step {_time(timeline.step_seconds)}: computing {_time(timeline.compute_seconds)}, "
-        f"exposed communication {_time(timeline.exposed_seconds)} "
+        f"step {time_text(timeline.step_seconds)}: computing {time_text(timeline.compute_seconds)}, "
+        f"exposed communication {time_text(timeline.exposed_seconds)} "
         f"({timeline.exposed_seconds / timeline.step_seconds:.1%} of the step)"
     )
     console.print(
         f"{result.tokens / timeline.step_seconds:,.0f} tokens/s in all, "
         f"{result.tokens / timeline.step_seconds / config.mesh_spec.size:,.0f} a GPU, MFU {result.mfu:.1%}; "
-        f"{_time(result.overlapped_seconds)} if all communication were overlapped"
+        f"{time_text(result.overlapped_seconds)} if all communication were overlapped"
     )
     console.print(
         f"Matrix products at {PRODUCTS_REACHED:.0%} and attention at {ATTENTION_REACHED:.0%} of the published FLOP/s, "
@@ -123,16 +136,16 @@ def show(result: Forecast, console: Console) -> None:
 def _memory_table(result: Forecast) -> Table:
     phases = list(dict.fromkeys(moment.phase for moment in result.moments))
     fullest = [max((m for m in result.moments if m.phase == phase), key=lambda m: m.total) for phase in phases]
-    table = _table("a rank's memory, when it is fullest in each phase", ["kind"], phases)
+    table = new_table("a rank's memory, when it is fullest in each phase", ["kind"], phases)
     for kind in KINDS:
-        table.add_row(kind, *(_size(m.bytes[kind]) if m.bytes[kind] else "" for m in fullest))
-    table.add_row("total", *(_size(m.total) for m in fullest))
+        table.add_row(kind, *(size_text(m.bytes[kind]) if m.bytes[kind] else "" for m in fullest))
+    table.add_row("total", *(size_text(m.total) for m in fullest))
     return table
 
 
 def _collective_table(collectives: Iterable[Collective]) -> Table:
     columns = ["count", "bytes", "time", "exposed"]
-    table = _table("a rank's collectives", ["phase", "collective", "role", "axis x ranks", "dtype"], columns)
+    table = new_table("a rank's collectives", ["phase", "collective", "role", "axis x ranks", "dtype"], columns)
     kinds: dict[tuple[str, ...], list[Collective]] = {}
     for c in collectives:
         kinds.setdefault((c.phase, c.kind, c.role, f"{c.axis} x {c.ranks}", c.dtype), []).append(c)
@@ -140,38 +153,19 @@ def _collective_table(collectives: Iterable[Collective]) -> Table:
         table.add_row(
             *kind,
             f"{len(members):,}",
-            _size(sum(c.bytes for c in members)),
-            _time(math.fsum(c.seconds for c in members)),
-            _time(math.fsum(c.exposed_seconds for c in members)),
+            size_text(sum(c.bytes for c in members)),
+            time_text(math.fsum(c.seconds for c in members)),
+            time_text(math.fsum(c.exposed_seconds for c in members)),
         )
     return table
 
 
 def _region_table(timeline: Timeline) -> Table:
-    table = _table("a rank's time by region", ["region", "phase"], ["computing", "communication", "exposed"])
+    table = new_table("a rank's time by region", ["region", "phase"], ["computing", "communication", "exposed"])
     found: dict[tuple[str, str], list[float]] = {key: [s, 0.0, 0.0] for key, s in timeline.regions.items()}
     for c in timeline.collectives:
         sums = found.setdefault((c.region, c.phase), [0.0] * 3)
         sums[1], sums[2] = sums[1] + c.seconds, sums[2] + c.exposed_seconds
     for (region, phase), sums in sorted(found.items(), key=lambda item: item[0][0] == ""):
-        table.add_row(region or "elsewhere", phase, *(_time(seconds) if seconds else "" for seconds in sums))
+        table.add_row(region or "elsewhere", phase, *(time_text(seconds) if seconds else "" for seconds in sums))
     return table
-
-
-def _table(title: str, words: list[str], numbers: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.padding = (0, 0)
-    for column in words:
-        table.add_column(column)
-    for column in numbers:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _size(size: float) -> str:
-    power = next((p for p in (3, 2, 1) if size >= 2 ** (10 * p)), 0)
-    return f"{size / 2 ** (10 * power):,.{2 if power == 3 else 0}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

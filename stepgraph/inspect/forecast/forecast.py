@@ -135,14 +135,7 @@ def simulated(config: TrainConfig, gpu: Gpu) -> Iterator[tuple[StepProgram, dict
     A cluster is not there, nor is the GPU; without a mesh there is one rank. Raises ``ValueError`` for a configuration
     that cannot be right, and inside a process group.
     """
-    config.validate()
-    if dist.is_initialized():
-        raise ValueError("a process group is open and a forecast makes one of its own: close it first")
-    spec = config.mesh_spec
-    if spec is not None:
-        compat.init_fake_world(0, spec.size)
-    try:
-        mesh = None if spec is None else parallel.Mesh(spec, "cpu")
+    with fake_world(config) as mesh:
         program = _captured(config, mesh)
         for name, step in program.graphs.items():
             rewrite(step, config, gpu)
@@ -150,6 +143,22 @@ def simulated(config: TrainConfig, gpu: Gpu) -> Iterator[tuple[StepProgram, dict
                 report.graph = name
         axes = {} if mesh is None else {name: mesh.axis(name).get_group() for name in mesh.names}
         yield program, links.groups(axes) if axes else {}
+
+
+@contextlib.contextmanager
+def fake_world(config: TrainConfig) -> Iterator[parallel.Mesh | None]:
+    """The mesh of ``config`` as its rank 0 sees it, though no other rank exists; None where it has none.
+
+    Raises ``ValueError`` for a configuration that cannot be right, and inside a process group.
+    """
+    config.validate()
+    if dist.is_initialized():
+        raise ValueError("a process group is open and a forecast makes one of its own: close it first")
+    spec = config.mesh_spec
+    if spec is not None:
+        compat.init_fake_world(0, spec.size)
+    try:
+        yield None if spec is None else parallel.Mesh(spec, "cpu")
     finally:
         if spec is not None:
             dist.destroy_process_group()

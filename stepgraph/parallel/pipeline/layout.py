@@ -134,7 +134,7 @@ def plan_pipeline(
     """
     step, _ = trace_forward(model, loss_fn, batch)
     wanted = mesh.spec.pp * schedule_named(schedule).chunks
-    starts = tuple(split) if split is not None else _even(step, wanted, schedule, mesh.spec.pp)
+    starts = tuple(split) if split is not None else even_starts(step, mesh.spec.pp, schedule)
     check_split(starts, len(step.blocks), wanted, schedule, mesh.spec.pp)
     cut = Cut(step, starts)
     readers = {name: (0,) for name, _ in model.named_parameters()}  # what nothing reads is with the first stage
@@ -158,9 +158,10 @@ def check_split(starts: Sequence[int], blocks: int, stages: int, schedule: str, 
         )
 
 
-def _even(step: StepGraph, stages: int, schedule: str, ranks: int) -> tuple[int, ...]:
-    """The first block of each stage such that the slowest stage is as fast as can be."""
-    blocks = len(step.blocks)
+def even_starts(step: StepGraph, ranks: int, schedule: str) -> tuple[int, ...]:
+    """The first block of each stage of ``schedule`` such that the slowest stage is as fast as can be. ``step``: the
+    graph of the whole model. ``ValueError`` where the model has fewer blocks than stages."""
+    blocks, stages = len(step.blocks), ranks * schedule_named(schedule).chunks
     if blocks < stages:
         chunks = f", {stages // ranks} on each rank" if stages > ranks else ""
         raise ValueError(

@@ -49,6 +49,7 @@ class TokenCache:
 
     def __init__(self, source: Source, tokenizer: Tokenizer, documents: np.ndarray, folder: Path | None = None):
         self._source, self._tokenizer, self._documents = source, tokenizer, documents
+        self._stamp = source.stamp()
         self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
         if folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="stepgraph-tokens-")
@@ -68,7 +69,7 @@ class TokenCache:
         self._stop, self._news = threading.Event(), threading.Event()
 
     def _key(self) -> str:
-        facts = (self._source.fingerprint, self._source.stamp(), self._tokenizer.fingerprint, str(self._dtype))
+        facts = (self._source.fingerprint, self._stamp, self._tokenizer.fingerprint, str(self._dtype))
         digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=12)
         digest.update(self._documents.tobytes())
         return digest.hexdigest()
@@ -168,6 +169,10 @@ class TokenCache:
             size += len(texts[-1])
             if size >= CHUNK_BYTES:
                 break
+        if self._source.stamp() != self._stamp:
+            raise ValueError(
+                f"{self._source.name} was written to while it was tokenized: start the run again with data that stays"
+            )
         end = np.array([self._tokenizer.eos_id])
         pieces = [part for ids in self._tokenizer.encode_batch(texts) for part in (ids, end)]
         return np.concatenate(pieces).astype(self._dtype), len(texts)

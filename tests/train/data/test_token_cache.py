@@ -60,6 +60,14 @@ def test_data_or_tokens_that_differ_have_caches_of_their_own(source, tmp_path):
     assert len(folders) == 4
 
 
+def test_data_written_to_while_they_are_tokenized_are_refused(source, tmp_path):
+    cache = opened(source, tmp_path / "c")
+    os.utime(source.name, ns=(0, 10**18))
+    with pytest.raises(ValueError, match=r"a\.jsonl was written to while it was tokenized: start the run again"):
+        cache.wait(1)
+    assert everything(opened(source, tmp_path / "c")) == expected(source)
+
+
 def _write_slowly(path, folder):
     token_cache.CHUNK_BYTES = 64
     source = open_source(path)

@@ -1,0 +1,248 @@
+"""The forecast of a pipeline: what each stage costs, and every schedule that its model allows, on paper.
+
+The microbatch of the whole model is captured once, as a run captures it. It is cut as each schedule cuts it; each
+stage is rewritten by the passes of a run, costed call by call, and the schedule is run on these times. Stages of one
+form are rewritten and costed once.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph import compat, parallel
+from stepgraph.capture import trace_step
+from stepgraph.capture.fake import fake_mode
+from stepgraph.config import build
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs import links
+from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
+from stepgraph.costs.step import graph_cost
+from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.stages import Cut, extract, pieces_of
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.inspect.forecast.forecast import SETTINGS, fake_world, model_flops, rewrite
+from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, work_of
+from stepgraph.parallel.pipeline.timeline import PipelineTime, simulate_schedule
+
+_STATE = ("parameter", "buffer", "accumulator")
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage. ``seconds``: of each kind of call. ``state``: bytes of parameters, their gradients and optimizer
+    state. ``kept``: bytes that forward keeps for one microbatch's backward. ``working``: bytes of the fullest call
+    beside state. ``message``: bytes to the next stage, forward."""
+
+    blocks: tuple[int, int]
+    seconds: dict[str, float]
+    state: int
+    kept: int
+    working: int
+    message: int
+
+
+@dataclass(frozen=True)
+class ScheduleForecast:
+    """One schedule. ``ranks``: bytes of each rank of the pipeline at its fullest. ``exposed_s``: seconds of the step
+    that are due to messages between ranks. ``update_s``: of the optimizer's update, in ``step_s``."""
+
+    name: str
+    stages: list[StageCost]
+    time: PipelineTime
+    ranks: list[int]
+    exposed_s: float
+    update_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.time.seconds + self.update_s
+
+
+@dataclass(frozen=True)
+class PipelineForecast:
+    """``schedules``: those that the model's blocks and microbatches allow, by name; ``chosen`` is the run's."""
+
+    config: TrainConfig
+    gpu: Gpu
+    chosen: str
+    schedules: dict[str, ScheduleForecast]
+    refused: dict[str, str]
+    capture_s: float
+    plan_s: float
+
+    @property
+    def best(self) -> ScheduleForecast:
+        """The fastest of those that fit the GPU's memory, else of all."""
+        fitting = [found for found in self.schedules.values() if self.fits(found)]
+        return min(fitting or self.schedules.values(), key=lambda found: found.step_s)
+
+    def fits(self, found: ScheduleForecast) -> bool:
+        """Whether every rank's memory suffices."""
+        return max(found.ranks) <= self.gpu.memory
+
+    def mfu(self, found: ScheduleForecast) -> float:
+        """Model FLOPs utilization in [0, 1], of the peak that the precision allows."""
+        dtype = torch.float32 if self.config.precision == "fp32" else torch.bfloat16
+        return model_flops(self.config) / found.step_s / self.gpu.peak(dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain values; bytes and seconds. ``spans``: [rank, kind, stage, microbatch, start, end]."""
+        return {
+            "preset": self.config.preset,
+            "mesh": str(self.config.mesh_spec),
+            "ranks": self.config.mesh_spec.size,
+            "gpu": self.gpu.name,
+            "settings": {key: getattr(self.config, key) for key in SETTINGS},
+            "capture_s": self.capture_s,
+            "plan_s": self.plan_s,
+            "chosen": self.chosen,
+            "best": self.best.name,
+            "refused": self.refused,
+            "schedules": {
+                name: {
+                    "step_s": found.step_s,
+                    "bubble": found.time.bubble,
+                    "exposed_s": found.exposed_s,
+                    "update_s": found.update_s,
+                    "tokens_per_s": self.config.tokens_per_step / found.step_s,
+                    "mfu": self.mfu(found),
+                    "peak_bytes": found.ranks,
+                    "stages": [asdict(stage) for stage in found.stages],
+                    "spans": [[span.rank, *span.work, span.start, span.end] for span in found.time.spans],
+                }
+                for name, found in self.schedules.items()
+            },
+        }
+
+
+def forecast_pipeline(config: TrainConfig, gpu: Gpu) -> PipelineForecast:
+    """The forecast of ``config``'s step in its pipeline on ``gpu``, by every schedule that fits model and microbatches.
+
+    Raises ``ValueError`` for a configuration that cannot be right, and inside a process group.
+    """
+    start = time.perf_counter()
+    with fake_world(config) as mesh:
+        return _forecast(config, gpu, mesh, start)
+
+
+def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) -> PipelineForecast:
+    device = torch.device("cpu")
+    with fake_mode():
+        model = build.empty_model(config, device, mesh)
+        optimizer = build.build_optimizer(config, model)
+        batch = build.example_batch(config, device)
+    pipeline, loss = parallel.pipeline_of(model), build.build_loss(config, device, mesh)
+    options = {"max_grad_norm": build.clip_at(config), "accumulate": config.accumulate, "share": pipeline.share()}
+    program = trace_step(model, loss, batch, optimizer, **options).program
+    micro, update = program.graphs["microbatch"], program.graphs["update"]
+    rewrite(update, config, gpu)
+    update_s = graph_cost(update, gpu, links.groups_of(update.graph.nodes), fused=config.compiles_all)
+    per_byte = _bytes(update, "optimizer") / max(1, _bytes(update, "parameter"))
+    cuts: dict[tuple[int, ...], list[StageCost]] = {}
+    found, refused = {}, {}
+    for name, schedule in SCHEDULES.items():
+        try:
+            check_schedule(name, pipeline.ranks, config.accumulate)
+            own = name == pipeline.name or schedule.chunks == pipeline.schedule.chunks
+            starts = pipeline.starts if own else even_starts(micro, pipeline.ranks, name)
+        except ValueError as problem:
+            refused[name] = str(problem)
+            continue
+        if starts not in cuts:
+            cuts[starts] = _stages(micro, starts, config, gpu, per_byte)
+        found[name] = _run(name, cuts[starts], pipeline, config, gpu, update_s.timeline.step_seconds)
+    return PipelineForecast(config, gpu, pipeline.name, found, refused, program.capture_s, time.perf_counter() - start)
+
+
+def _bytes(step: StepGraph, *kinds: str) -> int:
+    return sum(map(tensor_bytes, step.placeholders(*kinds)))
+
+
+def _stages(
+    micro: StepGraph, starts: tuple[int, ...], config: TrainConfig, gpu: Gpu, per_byte: float
+) -> list[StageCost]:
+    """The cost of every stage. ``per_byte``: bytes of optimizer state for each byte of parameters."""
+    cut = Cut(_copied(micro), starts)  # which takes a tied embedding's gradients apart
+    ends = [*starts[1:], len(micro.blocks)]
+    found: list[StageCost] = []
+    known: dict[tuple, StageCost] = {}
+    for stage in range(len(starts)):
+        step = cut.graph_of(stage)
+        form = _form(step)
+        if form in known:
+            found.append(replace(known[form], blocks=(starts[stage], ends[stage])))
+            continue
+        rewrite(step, config, gpu)
+        state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter"))
+        seconds, working, kept = {}, 0, 0
+        for kind, piece in pieces_of(step, str(stage), halves=True).items():
+            cost = graph_cost(piece, gpu, links.groups_of(piece.graph.nodes), fused=config.compiles_all)
+            seconds[kind] = cost.timeline.step_seconds
+            peak = max((moment.total for moment in cost.moments), default=0)
+            working = max(working, peak - _bytes(piece, *_STATE))
+            if kind == "forward":
+                kept = _kept(piece, str(stage))
+        seconds["backward"] = seconds["backward_input"] + seconds["backward_weight"]
+        message = sum(map(tensor_bytes, cut.message(stage + 1, True))) if stage + 1 < len(starts) else 0
+        known[form] = StageCost((starts[stage], ends[stage]), seconds, state, kept, working, message)
+        found.append(known[form])
+    return found
+
+
+def _copied(step: StepGraph) -> StepGraph:
+    (output,) = step.graph.find_nodes(op="output")
+    nodes = [node for node in step.graph.nodes if node.op == "call_function"]
+    return extract(step, nodes, list(zip(step.outputs, output.args[0], strict=True)), lambda node: node.name)
+
+
+def _form(step: StepGraph) -> tuple:
+    """Equal for stages that cost the same: what they call, in order, on values of which form; what they return."""
+    nodes = (
+        (node.op, str(node.target) if node.op == "call_function" else "", _sizes(node)) for node in step.graph.nodes
+    )
+    kinds = Counter(spec.kind for spec in step.outputs)
+    return (*nodes, *sorted(kinds.items()))
+
+
+def _sizes(node: fx.Node) -> tuple:
+    tensors = [t for t in compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
+    return tuple((tuple(t.shape), t.dtype) for t in tensors)
+
+
+def _kept(forward: StepGraph, prefix: str) -> int:
+    """Bytes that ``forward`` gives to the backward of its stage."""
+    (output,) = forward.graph.find_nodes(op="output")
+    pairs = zip(forward.outputs, output.args[0], strict=True)
+    return sum(tensor_bytes(node) for spec, node in pairs if spec.name.startswith(f"{prefix}."))
+
+
+def _run(
+    name: str, stages: list[StageCost], pipeline: Pipeline, config: TrainConfig, gpu: Gpu, update_s: float
+) -> ScheduleForecast:
+    schedule, ranks = SCHEDULES[name], pipeline.ranks
+    where = [rank_of(schedule, ranks, stage) for stage in range(len(stages))]
+    orders = work_of(name, ranks, config.accumulate)
+    seconds = {(kind, i): s for i, stage in enumerate(stages) for kind, s in stage.seconds.items()}
+    # Neighbours of a pipeline are as far apart as the ranks of a stage are many.
+    link = gpu.nvlink if config.mesh_spec.size // ranks * ranks <= GPUS_PER_NODE else gpu.network
+    sends: dict[tuple[bool, int], float] = {}
+    for i, stage in enumerate(stages):
+        sends[True, i] = sends[False, i + 1] = stage.message / link
+    timed = simulate_schedule(orders, where, seconds, sends)
+    without = simulate_schedule(orders, where, seconds, dict.fromkeys(sends, 0.0))
+    peaks = [_peak([i for i, r in enumerate(where) if r == rank], stages, timed) for rank in range(ranks)]
+    return ScheduleForecast(name, stages, timed, peaks, timed.seconds - without.seconds, update_s)
+
+
+def _peak(own: list[int], stages: list[StageCost], timed: PipelineTime) -> int:
+    """Bytes of a rank at its fullest: state, what is kept for all microbatches in flight, and the fullest call."""
+    kept: Mapping[int, int] = {i: stages[i].kept * timed.most_in_flight(i) for i in own}
+    # The fullest call's own microbatch is among those in flight.
+    return sum(stages[i].state + kept[i] for i in own) + max(max(0, stages[i].working - stages[i].kept) for i in own)

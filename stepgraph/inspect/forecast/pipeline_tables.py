@@ -1,0 +1,71 @@
+"""The forecast of a pipeline as tables for a terminal."""
+
+from rich.console import Console
+from rich.table import Table
+
+from stepgraph.costs.hardware import ATTENTION_REACHED, MEMORY_REACHED, PRODUCTS_REACHED
+from stepgraph.inspect.forecast.pipeline import PipelineForecast, ScheduleForecast
+from stepgraph.inspect.forecast.tables import new_table, size_text, time_text
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
+
+
+def show_pipeline(result: PipelineForecast, console: Console) -> None:
+    """Print the forecast: the run's stages, and the schedules side by side."""
+    config, gpu, chosen = result.config, result.gpu, result.schedules[result.chosen]
+    console.print(
+        f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
+        f"batch {config.accumulate} x {config.batch_size} x {config.seq_len} a data-parallel rank, {config.precision}, "
+        f"memory {config.memory}"
+    )
+    console.print(f"microbatch captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
+    console.print(_stage_table(result, chosen))
+    console.print(_schedule_table(result))
+    for name, reason in result.refused.items():
+        console.print(f"{name} is left out: {reason}")
+    best, tokens = result.best, config.tokens_per_step / result.best.step_s
+    console.print(
+        f"{'best' if result.fits(best) else 'none fits; the fastest'}: --pipeline {best.name}, "
+        f"step {time_text(best.step_s)}, {tokens:,.0f} tokens/s in all, {tokens / config.mesh_spec.size:,.0f} a GPU, "
+        f"MFU {result.mfu(best):.1%}"
+    )
+    console.print(
+        f"Matrix products at {PRODUCTS_REACHED:.0%} and attention at {ATTENTION_REACHED:.0%} of the published FLOP/s, "
+        f"other kernels at {MEMORY_REACHED:.1%} of the memory bandwidth, as measured on an H200."
+    )
+
+
+def _stage_table(result: PipelineForecast, chosen: ScheduleForecast) -> Table:
+    columns = ["blocks", "forward", "backward", "state", "kept", "in flight", "sends"]
+    table = new_table(f"stages of {chosen.name}: time and what is kept for each microbatch", ["stage", "rank"], columns)
+    schedule = SCHEDULES[chosen.name]
+    for number, stage in enumerate(chosen.stages):
+        first, end = stage.blocks
+        table.add_row(
+            str(number),
+            str(rank_of(schedule, result.config.mesh_spec.pp, number)),
+            f"{first} to {end - 1}" if end - first > 1 else str(first),
+            time_text(stage.seconds["forward"]),
+            time_text(stage.seconds["backward"]),
+            size_text(stage.state),
+            size_text(stage.kept),
+            str(chosen.time.most_in_flight(number)),
+            size_text(stage.message) if stage.message else "",
+        )
+    return table
+
+
+def _schedule_table(result: PipelineForecast) -> Table:
+    columns = ["step", "bubble", "exposed sends", "fullest rank"]
+    table = new_table("schedules", ["schedule", ""], columns)
+    for name, found in result.schedules.items():
+        notes = ["this run's"] if name == result.chosen else []
+        notes += [] if result.fits(found) else ["does not fit"]
+        table.add_row(
+            name,
+            ", ".join(notes),
+            time_text(found.step_s),
+            f"{found.time.bubble:.1%}",
+            time_text(found.exposed_s),
+            size_text(max(found.ranks)),
+        )
+    return table

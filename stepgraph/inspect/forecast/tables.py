@@ -1,0 +1,28 @@
+"""How a forecast's tables look: columns, sizes and times."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+
+def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """An empty table; the columns ``words`` are aligned left, ``numbers`` right."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.padding = (0, 0)
+    for column in words:
+        table.add_column(column)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
+
+
+def size_text(size: float) -> str:
+    """Bytes in the largest binary unit that fits."""
+    power = next((p for p in (3, 2, 1) if size >= 2 ** (10 * p)), 0)
+    return f"{size / 2 ** (10 * power):,.{2 if power == 3 else 0}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds, or milliseconds below one."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

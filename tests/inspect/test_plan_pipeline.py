@@ -1,0 +1,67 @@
+"""The forecast of a pipeline: stages against their model, schedules against each other."""
+
+import dataclasses
+import json
+
+import pytest
+import torch.distributed as dist
+
+from stepgraph import cli
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs.hardware import GPUS
+from stepgraph.inspect.forecast.pipeline import forecast_pipeline
+from tests.distributed.ranks import TINY
+
+FOUR = dataclasses.replace(TINY, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=128, vocab_size=256, n_layers=4)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    settings = {"precision": "bf16", "batch_size": 2, "seq_len": 32, "inductor": "off", "accumulate": 4}
+    return forecast_pipeline(TrainConfig(preset="four", model=FOUR, mesh="pp=2,fsdp=2", **settings), GPUS["h200"])
+
+
+def test_every_schedule_that_fits_is_there(planned):
+    assert set(planned.schedules) == {"1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"}
+    assert not planned.refused and not dist.is_initialized()
+    assert planned.best.step_s == min(found.step_s for found in planned.schedules.values())
+
+
+def test_stages_hold_the_model(planned):
+    for found in planned.schedules.values():
+        blocks = [block for stage in found.stages for block in range(*stage.blocks)]
+        assert blocks == [0, 1, 2, 3]
+        # fp32 shards of two ranks: parameters, their gradients and two moments.
+        assert sum(stage.state for stage in found.stages) == pytest.approx(FOUR.num_params() // 2 * 16, rel=0.02)
+        messages = [stage.message for stage in found.stages]
+        assert messages == [2 * 32 * 64 * 2] * (len(messages) - 1) + [0]  # the residual stream in bf16
+
+
+def test_microbatches_in_flight_cost_memory(planned):
+    found = planned.schedules["1f1b"]
+    first, last = found.stages
+    assert found.time.most_in_flight(0) == 2 and found.time.most_in_flight(1) == 1
+    assert found.ranks[0] >= first.state + 2 * first.kept
+    assert found.ranks[1] >= last.state + last.kept
+    assert min(stage.kept for stage in found.stages) > 0
+
+
+def test_the_command_and_its_json(tmp_path, capsys):
+    words = ["plan", "llama3-debug", "--mesh", "pp=2,fsdp=2", "--gpu", "h100", "--inductor", "off", "--seq-len", "32"]
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*words, "--accumulate", "2", "--pipeline", "zbv", "--json", str(tmp_path / "plan.json")])
+    printed = capsys.readouterr().out
+    assert "stages of zbv" in printed and "best: --pipeline" in printed
+    assert "dualpipev is left out: accumulate=2 is too small" in printed
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["chosen"] == "zbv" and found["settings"]["accumulate"] == 2
+    spans = found["schedules"]["zbv"]["spans"]
+    assert max(end for *_, end in spans) == pytest.approx(
+        found["schedules"]["zbv"]["step_s"] - found["schedules"]["zbv"]["update_s"]
+    )
+
+
+def test_a_pipeline_without_pp_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", "llama3-debug", "--mesh", "fsdp=2", "--pipeline", "zbv"])
+    assert "add pp=2 to --mesh" in capsys.readouterr().err
