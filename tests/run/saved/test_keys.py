@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import stepgraph
@@ -176,7 +175,7 @@ def test_a_change_of_what_is_around_is_a_miss(change):
 
 def test_options_of_transformers_are_described_alike_in_every_process():
     """transformers keeps the hash of a string in them."""
-    options = transformers.GenerationConfig(max_length=7)
+    options = pytest.importorskip("transformers").GenerationConfig(max_length=7)
     text = Describer()(options, "options")
     options._original_object_hash = 1
     assert Describer()(options, "options") == text
