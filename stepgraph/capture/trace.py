@@ -332,7 +332,8 @@ class _Trace:
         written = kept.written() if skip.flag is not None else []
         attribute = self.recorder.attribute
         self.updated = self.update.record(groups, grads, flat, attribute, skip) if self.update else set()
-        kept.restore(flat, written, skip)
+        if skip.flag is not None:
+            kept.restore(flat, written, self.updated, skip)
         if self.guard.skip_nonfinite:
             results.append(skip.flag)
             outputs.append(OutputSpec("metric", "skipped"))
