@@ -11,8 +11,18 @@ from stepgraph.capture import MasterAdamW
 from stepgraph.errors import CaptureError
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes import StepOptions
+from stepgraph.regions import region
 from stepgraph.step import CapturedStep, capture
 from stepgraph.verify import VerifyReport
 
 __version__ = "0.1.0"
-__all__ = ["CaptureError", "CapturedStep", "MasterAdamW", "StepGraph", "StepOptions", "VerifyReport", "capture"]
+__all__ = [
+    "CaptureError",
+    "CapturedStep",
+    "MasterAdamW",
+    "StepGraph",
+    "StepOptions",
+    "VerifyReport",
+    "capture",
+    "region",
+]

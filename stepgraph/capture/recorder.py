@@ -1,4 +1,4 @@
-"""Where each node of the graph comes from (module path, phase and source line), and whose gradient it reduces.
+"""Where each node of the graph comes from (module path, phase, source line, region), and whose gradient it reduces.
 
 Nodes are attributed as the trace creates them, while module hooks keep the path of the module that is running.
 A backward operator belongs to the forward operator that created its autograd node: autograd numbers its nodes, the
@@ -29,6 +29,7 @@ from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import is_mutating
 from stepgraph.graph.provenance import KEY, Provenance, provenance
+from stepgraph.regions import listening
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
@@ -70,6 +71,7 @@ class Recorder:
         self.model = model
         self.phase = "loss"
         self.stack: list[str] = []
+        self._regions: list[str] = []  # open ones
         self.checkpoint: int | None = None
         self.checkpoints = 0
         self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
@@ -103,14 +105,21 @@ class Recorder:
 
     def _here(self, frame: FrameType) -> Provenance | None:
         if self.phase == "backward" or self.origin is not None:
-            return self.origin
+            return self._inside(self.origin) if self._regions and self.origin else self.origin
         source = user_frame(frame)
         phase = "forward" if self.phase == "loss" and self.stack else self.phase
         here = Provenance(self.stack[-1] if self.stack else "", phase, source, self.checkpoint)
+        if self._regions:
+            here = self._inside(here)
         if phase in ("forward", "loss"):
             self._forward.setdefault(compat.current_sequence_nr(), here)
             self._sources[here.path] = source
         return here
+
+    def _inside(self, where: Provenance) -> Provenance:
+        """``where``, in the open regions too. A backward that opens the regions of its forward is in them once."""
+        inherited = where.region.split("/") if where.region else []
+        return where._replace(region="/".join([*inherited, *(n for n in self._regions if n not in inherited)]))
 
     @contextlib.contextmanager
     def watch_modules(self) -> Iterator[None]:
@@ -130,9 +139,13 @@ class Recorder:
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(leave))
         try:
-            with compat.intercept_checkpoint(self._enter_checkpoint, self._leave_checkpoint):
+            with (
+                listening() as self._regions,
+                compat.intercept_checkpoint(self._enter_checkpoint, self._leave_checkpoint),
+            ):
                 yield
         finally:
+            self._regions = []
             for handle in handles:
                 handle.remove()
 

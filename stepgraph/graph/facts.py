@@ -11,7 +11,7 @@ from stepgraph.graph.launch import Launch
 from stepgraph.kernels.moe import grouped  # noqa: F401  (defines operators of torch.ops.stepgraph)
 
 OpOverload = torch._ops.OpOverload
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.stepgraph
 higher_order = torch.ops.higher_order
 
 #: Share their argument's storage although their schema does not say so.
@@ -28,13 +28,19 @@ HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.d
 #: Higher-order operators that only compute.
 _PURE_HIGHER_ORDER = {higher_order.flex_attention, higher_order.flex_attention_backward}
 
+#: Operators of ours that only compute.
+_EXPERTS = {
+    ours.sort_by_expert.default, ours.gather_rows.default, ours.combine_rows.default,
+    ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
+}  # fmt: skip
+
 #: Operators that dominate a step's arithmetic.
 EXPENSIVE = {
     aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addbmm, aten.convolution, aten._scaled_mm, aten._grouped_mm,
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
-    torch.ops.stepgraph.grouped_mm, torch.ops.stepgraph.grouped_mm_weight,
+    ours.grouped_mm, ours.grouped_mm_weight,
 }  # fmt: skip
 
 
@@ -112,7 +118,8 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if is_overload(node):
         # An operator that returns nothing is there for its effect, as an assertion is.
-        return node.target.namespace in ("aten", "prims") and bool(node.target._schema.returns)
+        known = node.target.namespace in ("aten", "prims") or node.target in _EXPERTS
+        return known and bool(node.target._schema.returns)
     return node.target is operator.getitem or node.target in _PURE_HIGHER_ORDER
 
 

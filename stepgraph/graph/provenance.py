@@ -39,6 +39,8 @@ class Provenance(NamedTuple):
     ``path``: module path as in ``named_modules()``, ``""`` for the model itself. ``phase``: one of ``PHASES``, or
     ``"input"`` for placeholders. ``source``: ``file:line`` of the innermost frame of user code. ``checkpoint``: the
     number of the ``torch.utils.checkpoint`` call the node ran in, if any. ``role``: None for what only computes.
+    ``region``: the names that the user's code gave it by `stepgraph.region`, the outermost first, as in
+    ``moe/dispatch``; ``""`` outside all.
     """
 
     path: str
@@ -46,6 +48,7 @@ class Provenance(NamedTuple):
     source: str
     checkpoint: int | None = None
     role: Role | None = None
+    region: str = ""
 
 
 def provenance(node: fx.Node) -> Provenance | None:
@@ -69,17 +72,34 @@ def set_role(node: fx.Node, role: Role | None) -> None:
     set_provenance(node, provenance(node)._replace(role=role))
 
 
+def region_of(node: fx.Node) -> str:
+    """The region that the user's code gave ``node``, as in ``moe/dispatch``; ``""`` outside all."""
+    found = provenance(node)
+    return found.region if found else ""
+
+
+def in_region(node: fx.Node, name: str) -> bool:
+    """Whether ``node`` is inside a region ``name``, however deep: ``dispatch`` and ``moe`` hold ``moe/dispatch``."""
+    return f"/{name}/" in f"/{region_of(node)}/"
+
+
 def together(members: Sequence[Provenance]) -> Provenance:
-    """The provenance of what stands for ``members``: the innermost module that holds all of theirs, and one role for
-    all their parameters, where all have one of a kind."""
-    levels = zip(*(member.path.split(".") for member in members), strict=False)
-    path = ".".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
+    """The provenance of what stands for ``members``: the innermost module and region that hold all of theirs, and one
+    role for all their parameters, where all have one of a kind."""
+    path = _shared([member.path for member in members], ".")
+    region = _shared([member.region for member in members], "/")
     roles = [member.role for member in members]
     role = None
     if all(roles) and len({(r.kind, r.axis) for r in roles}) == 1:
         names = dict.fromkeys(name for r in roles for name in r.parameters)
         role = roles[0]._replace(parameters=tuple(names))
-    return members[0]._replace(path=path, role=role)
+    return members[0]._replace(path=path, role=role, region=region)
+
+
+def _shared(paths: Sequence[str], separator: str) -> str:
+    """What all ``paths`` begin with."""
+    levels = zip(*(path.split(separator) for path in paths), strict=False)
+    return separator.join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, levels))
 
 
 def phase_of(node: fx.Node) -> str:

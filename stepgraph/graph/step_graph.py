@@ -99,7 +99,8 @@ class StepGraph:
         return None
 
     def text(self) -> str:
-        """The graph as readable text: one line per node with shape, dtype, module path, phase and source line."""
+        """The graph as readable text: one line per node with shape, dtype, phase, module path, source line, role and
+        region."""
         lines = []
         for node in self.graph.nodes:
             if node.op == "output":
@@ -118,6 +119,7 @@ class StepGraph:
                 if found.checkpoint is not None:
                     where += f" checkpoint {found.checkpoint}"
                 where += f" ({found.role})" if found.role else ""
+                where += f" [{found.region}]" if found.region else ""
             lines.append(f"{node.name}: {_type(node)} = {call}{where}")
         return "\n".join(lines) + "\n"
 

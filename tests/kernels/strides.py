@@ -7,6 +7,7 @@ import torch
 import stepgraph.kernels.embedding.gradient
 import stepgraph.kernels.loss.cross_entropy
 import stepgraph.kernels.loss.split
+import stepgraph.kernels.moe
 import stepgraph.kernels.norm.column_sum  # noqa: F401  (each defines operators of torch.ops.stepgraph)
 from stepgraph.kernels.norm import operators  # noqa: F401
 
@@ -76,11 +77,29 @@ def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
         rstds = data(2, ROWS, 4, dtype=torch.float32), data(2, ROWS, 2, dtype=torch.float32)
         arguments = (q, k, q, k, data(16), data(16), *rstds, *pair, True, True)
         yield f"norm_pair_backward {name}", ours.norm_pair_backward, arguments
+        yield from expert_calls(layout, data)
     # A gradient may come with any last stride.
     columns = x.transpose(1, 2).contiguous().transpose(1, 2)
     saved = (x, weight, data(2, ROWS, dtype=torch.float32), data(2, ROWS, dtype=torch.float32).abs(), columns)
     yield "norm_backward, columns", ours.norm_backward, (columns, *saved, *norm, dtype, True, True, True)
     yield "embedding_backward, columns", ours.embedding_backward, (columns, indices, VOCAB, -1)
+
+
+def expert_calls(layout: Callable, data: Callable) -> Iterator[Call]:
+    """What a mixture of experts computes: 6 tokens of 2 slots, one of them unused, 3 experts, a row past the end."""
+    x, rows, dy, weights = data(6, 40), data(13, 40), data(13, 16), data(6, 2, dtype=torch.float32)
+    chosen = torch.tensor([[0, 2], [2, 1], [0, 5], [1, 0], [2, 0], [2, 1]], device=x.device)
+    order, places, counts = ours.sort_by_expert(chosen, 3)
+    order, offsets = torch.cat([order, order[-1:]]), counts.cumsum(0, dtype=torch.int32)
+    weight, name = data(3, 40, 16), layout.__name__
+    yield f"sort_by_expert {name}", ours.sort_by_expert, (layout(chosen), 3)
+    yield f"gather_rows {name}", ours.gather_rows, (layout(x), places, order, 13)
+    yield f"combine_rows {name}", ours.combine_rows, (layout(rows), places, layout(weights), order)
+    arguments = layout(x), layout(rows), places, layout(weights), order
+    yield f"combine_rows_backward {name}", ours.combine_rows_backward, arguments
+    yield f"grouped_mm {name}", ours.grouped_mm, (layout(rows), layout(weight), offsets)
+    yield f"grouped_mm, transposed {name}", ours.grouped_mm, (rows, layout(weight.mT.contiguous()).mT, offsets)
+    yield f"grouped_mm_weight {name}", ours.grouped_mm_weight, (layout(rows), layout(dy), offsets)
 
 
 def check_call(name: str, operator: Callable, arguments: tuple) -> None:

@@ -19,9 +19,11 @@ def test_any_strides(name):
 
 
 def test_every_operator_is_there():
-    """Of norms, losses and embeddings; the others have their tests beside them."""
+    """Of norms, losses, embeddings and experts; the others have their tests beside them."""
     rooms = Path(stepgraph.__file__).parent / "kernels"
-    sources = [file.read_text() for room in ("norm", "loss", "embedding") for file in (rooms / room).glob("*.py")]
+    sources = [
+        file.read_text() for room in ("norm", "loss", "embedding", "moe") for file in (rooms / room).glob("*.py")
+    ]
     made = {f"stepgraph.{name}" for text in sources for name in re.findall(r'define\(\s*"stepgraph::(\w+)"', text)}
     made |= {f"stepgraph.{name}" for text in sources for name in re.findall(r'custom_op\("stepgraph::(\w+)"', text)}
     assert made == {str(call[0]) for call in CALLS.values()}

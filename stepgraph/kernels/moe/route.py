@@ -38,6 +38,11 @@ def sort_by_expert(chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, 
     Deterministic and stable. The host does not wait for the GPU. No gradient.
     """
     _check(chosen, n_experts)
+    if chosen.is_cuda and chosen.numel():
+        from stepgraph.kernels.moe import route_triton
+
+        with torch.cuda.device(chosen.device):
+            return route_triton.launch(chosen, n_experts)
     return reference(chosen, n_experts)
 
 

@@ -55,16 +55,33 @@ def _at(rows: Tensor, places: Tensor) -> Tensor:
 # Operators. ``order`` tells a kernel which rows are no slot's place; without it rows are filled with zeros beforehand.
 
 
+def _on_gpu(x: Tensor):
+    """The kernels where ``x`` lives; None on a CPU."""
+    if not x.is_cuda:
+        return None
+    from stepgraph.kernels.moe import rows_triton
+
+    return rows_triton
+
+
 @torch.library.custom_op("stepgraph::gather_rows", mutates_args=())
 def _gather(x: Tensor, places: Tensor, order: Tensor | None, n_rows: int) -> Tensor:
     _check("gather_rows", x, places, order, n_rows)
-    return gather_reference(x, places, n_rows)
+    kernels = _on_gpu(x)
+    if kernels is None:
+        return gather_reference(x, places, n_rows)
+    with torch.cuda.device(x.device):
+        return kernels.gather(x, places, order, n_rows)
 
 
 @torch.library.custom_op("stepgraph::combine_rows", mutates_args=())
 def _combine(rows: Tensor, places: Tensor, weights: Tensor | None, order: Tensor | None) -> Tensor:
     _check("combine_rows", rows, places, order, rows.shape[0], weights)
-    return combine_reference(rows, places, weights)
+    kernels = _on_gpu(rows)
+    if kernels is None:
+        return combine_reference(rows, places, weights)
+    with torch.cuda.device(rows.device):
+        return kernels.combine(rows, places, weights)
 
 
 @torch.library.custom_op("stepgraph::combine_rows_backward", mutates_args=())
@@ -77,7 +94,11 @@ def _combine_backward(
             f"combine_rows_backward got a gradient of {dy.dtype} {tuple(dy.shape)}; allowed is {rows.dtype} "
             f"{(places.shape[0], rows.shape[1])}: pass the gradient of what combine_rows gave"
         )
-    return combine_backward_reference(dy, rows, places, weights)
+    kernels = _on_gpu(rows)
+    if kernels is None:
+        return combine_backward_reference(dy, rows, places, weights)
+    with torch.cuda.device(rows.device):
+        return kernels.combine_backward(dy, rows, places, weights, order)
 
 
 @_gather.register_fake

@@ -1,0 +1,124 @@
+"""The kernels of experts on a GPU: against their references, without waiting for the GPU, the same every time."""
+
+import pytest
+import torch
+
+from stepgraph.kernels.moe import (
+    combine_rows,
+    gather_rows,
+    grouped_mm,
+    grouped_mm_weight,
+    grouped_triton,
+    route_triton,
+    rows_triton,
+    sort_by_expert,
+)
+from tests.kernels.moe.test_moe_triton import row_cases, sort_cases, zero_cases
+
+FUNCTIONS = {
+    "sort": route_triton.launch,
+    "gather": rows_triton.gather,
+    "combine": rows_triton.combine,
+    "combine_backward": rows_triton.combine_backward,
+    "zero_past": grouped_triton.zero_past,
+}
+
+
+def on_gpu(value):
+    return value.cuda() if isinstance(value, torch.Tensor) else value
+
+
+def test_kernels_against_references():
+    for name, arguments, expected in [*sort_cases(), *zero_cases(), *row_cases()]:
+        found = FUNCTIONS[name](*map(on_gpu, arguments))
+        expected, found = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected, found))
+        for mine, theirs in zip(found, expected, strict=True):
+            # One rounding to 16 bits may fall the other way, where a product and a sum are one operation.
+            tolerance = {2: torch.finfo(theirs.dtype).eps, 4: 1e-5}[mine.itemsize] if mine.is_floating_point() else 0
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("experts", [1, 8, 64, 256])
+def test_sort_of_many_slots(experts):
+    chosen = torch.randint(-1, experts + 1, (16384, 8), device="cuda")
+    order, places, counts = sort_by_expert(chosen, experts)
+    flat = chosen.flatten()
+    used = (flat >= 0) & (flat < experts)
+    expected = torch.where(used, flat, experts).argsort(stable=True)[: int(used.sum())]
+    assert torch.equal(order[: len(expected)].long(), expected) and bool((order[len(expected) :] == -1).all())
+    assert torch.equal(places.flatten()[expected], torch.arange(len(expected), device="cuda", dtype=torch.int32))
+    assert torch.equal(counts.long(), torch.bincount(flat[used], minlength=experts))
+
+
+def layer(x, weights, chosen, up, down):
+    """Experts of one layer, weighted."""
+    order, places, counts = sort_by_expert(chosen, up.shape[0])
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    hidden = torch.nn.functional.silu(grouped_mm(gather_rows(x, order, places), up.mT, offsets))
+    return combine_rows(grouped_mm(hidden, down.mT, offsets), places, weights, order)
+
+
+def inputs(tokens=512, D=256, width=384, experts=16, slots=4, dtype=torch.bfloat16):
+    chosen = torch.randint(experts, (tokens, slots), device="cuda").masked_fill(
+        torch.rand(tokens, slots, device="cuda") < 0.1, -1
+    )
+    shapes = (tokens, D), (tokens, slots), (experts, width, D), (experts, D, width)
+    x, weights, up, down = (
+        torch.randn(s, device="cuda", dtype=dtype).mul(s[-1] ** -0.5).requires_grad_() for s in shapes
+    )
+    return x, weights.detach().float().requires_grad_(), chosen, up, down
+
+
+def test_layer_against_float64():
+    x, weights, chosen, up, down = inputs()
+    wide = [t.detach().double().requires_grad_() for t in (x, weights, up, down)]
+    y, (X, W, U, D) = layer(x, weights, chosen, up, down), wide
+    total = 0
+    for k in range(chosen.shape[1]):
+        e = chosen[:, k].clamp(min=0)
+        hidden = torch.nn.functional.silu(torch.einsum("nd,nfd->nf", X, U[e]))
+        total = total + torch.einsum("nf,ndf->nd", hidden, D[e]) * (W[:, k] * (chosen[:, k] >= 0)).unsqueeze(1)
+    dy = torch.randn_like(y)
+    mine = torch.autograd.grad(y, [x, weights, up, down], dy)
+    theirs = torch.autograd.grad(total, wide, dy.double())
+    for found, right in zip((y, *mine), (total, *theirs), strict=True):
+        # bf16 rounds to 2^-9 at each of five steps.
+        assert (found.double() - right).norm() <= 2e-2 * right.norm()
+
+
+def test_no_wait_and_the_same_every_time():
+    x, weights, chosen, up, down = inputs()
+    torch.cuda.synchronize()
+    results = []
+    layer(x, weights, chosen, up, down).sum().backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            y = layer(x, weights, chosen, up, down)
+            results.append((y, *torch.autograd.grad(y.float().square().sum(), [x, weights, up, down])))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+def test_rows_past_the_end_are_zero():
+    offsets = torch.tensor([3, 3, 40], dtype=torch.int32, device="cuda")
+    rows = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16)
+    rows[40:] = torch.nan
+    weight = torch.randn(3, 64, 72, device="cuda", dtype=torch.bfloat16)
+    for _ in range(20):  # memory that was used before
+        torch.full((100, 72), torch.nan, device="cuda", dtype=torch.bfloat16)
+        out = grouped_mm(rows, weight, offsets)
+        assert not out[40:].any() and out[:40].isfinite().all()
+        out[40:] = torch.nan
+        gradient = grouped_mm_weight(rows, out, offsets)
+        assert gradient.isfinite().all() and not gradient[1].any()
+
+
+def test_what_cannot_run_is_said():
+    offsets = torch.tensor([8], dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="multiples of 8"):
+        grouped_mm(
+            torch.ones(8, 12, device="cuda").bfloat16(), torch.ones(1, 12, 16, device="cuda").bfloat16(), offsets
+        )

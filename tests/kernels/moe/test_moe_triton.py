@@ -1,0 +1,105 @@
+"""The kernels of experts against their references: interpreted, and compiled for sm_90 without spills."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepgraph.kernels.moe import route, rows
+from tests.kernels.moe.test_moe import data, routing
+from tests.kernels.strides import padded, swapped
+from tests.kernels.triton_tools import assert_no_spills, interpreted
+
+CHILD = Path(__file__).with_name("moe_child.py")
+
+
+def row_cases():
+    """(name of the kernel's function, arguments, what the reference gives)."""
+    cases = []
+    # Narrow and odd widths, two blocks of columns, one column; one slot and several; buffers that are longer.
+    shapes = [(5, 3, 7, 4), (9, 2, 33, 0), (3, 2, 1100, 1), (700, 2, 1, 3), (1, 1, 16, 0), (0, 2, 8, 3)]
+    for i, (tokens, slots, D, longer) in enumerate(shapes):
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[i % 3]
+        _, order, places, _ = routing(tokens, slots, 3, i)
+        order = torch.cat([order, order.new_full((longer,), -1)])
+        R = len(order)
+        x, held = data(tokens, D, seed=1, dtype=dtype), data(R, D, seed=2, dtype=dtype)
+        weights = data(tokens, slots, seed=3, dtype=torch.float32).masked_fill(places < 0, torch.nan)
+        held = held.index_fill(0, torch.nonzero(order < 0).flatten(), torch.nan)
+        for layout in (padded, swapped) if tokens == 9 else (torch.Tensor.clone,):
+            gathered = rows.gather_reference(x, places, R)
+            cases.append(("gather", (layout(x), places, order, R), gathered))
+            cases.append(("combine", (layout(held), places, weights), rows.combine_reference(held, places, weights)))
+            cases.append(("combine", (held, places, None), rows.combine_reference(held, places, None)))
+            expected = rows.combine_backward_reference(x, held, places, weights)
+            cases.append(("combine_backward", (layout(x), layout(held), places, weights, order), expected))
+        cases.append(("gather", (x, places, None, R), gathered))
+        cases.append(("combine_backward", (x, held, places, weights, None), expected))
+    return cases
+
+
+def sort_cases():
+    """Blocks of 256 slots: less than one, all of one, several; one expert, more than are compared at once."""
+    cases = []
+    for tokens, slots, experts in ((3, 2, 4), (128, 2, 1), (300, 3, 5), (100, 8, 100), (257, 1, 40)):
+        chosen = routing(tokens, slots, experts, tokens)[0]
+        cases.append(("sort", (chosen, experts), route.reference(chosen, experts)))
+    one = torch.full((400, 2), 3, dtype=torch.int32)
+    return [*cases, ("sort", (one, 6), route.reference(one, 6)), ("sort", (one, 2), route.reference(one, 2))]
+
+
+def zero_cases():
+    cases = []
+    for R, F, end in ((70, 5, 33), (64, 300, 64), (40, 8, 0), (33, 9, 32)):
+        out, offsets = data(R, F, dtype=torch.float32), torch.tensor([end // 2, end], dtype=torch.int32)
+        cases.append(("zero_past", (out, offsets), torch.cat([out[:end], torch.zeros(R - end, F)])))
+    return cases
+
+
+@pytest.mark.slow
+def test_kernels_interpreted(tmp_path):
+    pytest.importorskip("triton")
+    cases = [*sort_cases(), *zero_cases(), *row_cases()]
+    results = interpreted(CHILD, tmp_path, [(name, *arguments) for name, arguments, _ in cases])
+    for (name, arguments, expected), found in zip(cases, results, strict=True):
+        expected, found = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected, found))
+        for mine, theirs in zip(found, expected, strict=True):
+            what = f"{name} {[tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in arguments]}"
+            assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride()), what
+            # The interpreter rounds otherwise to 16 bits; products are added up over columns in another order.
+            tolerance = torch.finfo(mine.dtype).eps if name.startswith("combine") and mine.itemsize == 2 else 0
+            tolerance = 1e-5 if name == "combine_backward" and mine.itemsize == 4 else tolerance
+            torch.testing.assert_close(
+                mine, theirs, rtol=tolerance, atol=10 * tolerance, msg=lambda m, w=what: f"{w}: {m}"
+            )
+
+
+@pytest.mark.parametrize("element", ["fp32", "bf16"])
+def test_no_configuration_spills(element):
+    pytest.importorskip("triton")
+    from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton
+
+    pointer = f"*{element}"
+    kinds = dict.fromkeys(("x", "rows", "out", "dy", "drows"), pointer)
+    kinds |= dict.fromkeys(("places", "order", "starts", "counts", "offsets"), "*i32") | {"chosen": "*i64"}
+    kinds |= dict.fromkeys(("weights", "dweights"), "*fp32")
+    kinds |= dict.fromkeys(("N", "R", "D", "F", "E", "n", "blocks", "stride", "dy_stride", "experts"), "i32")
+    tensors = [name for name, kind in kinds.items() if kind.startswith("*")]
+    divided = [*tensors, "D", "stride", "dy_stride"]
+    for D, aligned in ((33, tensors), (2048, divided)) if element == "bf16" else ((2048, divided),):
+        tokens, block = rows_triton.configuration(D)
+        tile = {"TOKENS": tokens, "BLOCK": block}
+        plain = kinds | {"K": "i32"}
+        assert_no_spills(rows_triton._gather_kernel, plain, tile, rows_triton.WARPS, aligned)
+        assert_no_spills(rows_triton._combine_backward_kernel, plain, tile, rows_triton.WARPS, aligned)
+        constants = {**tile, "K": 8, "WEIGHTED": True}
+        assert_no_spills(rows_triton._combine_kernel, kinds, constants, rows_triton.WARPS, aligned)
+    wide = {"ROWS": 32, "BLOCK": 256}
+    assert_no_spills(rows_triton._zero_kernel, kinds, wide, 8, tensors)
+    assert_no_spills(grouped_triton._zero_past_kernel, kinds, wide, grouped_triton.WARPS, tensors)
+    if element == "fp32":
+        at = {"BLOCK": route_triton.BLOCK}
+        assert_no_spills(route_triton._count_kernel, kinds, {**at, "BINS": 512}, route_triton.WARPS, tensors)
+        assert_no_spills(route_triton._scan_kernel, kinds, {"AT_ONCE": 1024}, 4, tensors)
+        ahead = {**at, "AHEAD": route_triton.AHEAD}
+        assert_no_spills(route_triton._place_kernel, kinds, ahead, route_triton.WARPS, tensors)
