@@ -36,14 +36,22 @@ class Capacity:
         self.multiple = multiple
 
     def grow(self, level: float) -> None:
-        """Double until ``level`` times as many rows fit."""
+        """Double until ``level`` times the present multiple is reached."""
         while level > 1:
             self.multiple, level = self.multiple * 2, level / 2
 
     def rows(self, tokens: int, slots: int, here: int, ranks: int) -> int:
         """For ``tokens`` of ``slots`` experts each, over ``ranks`` that have ``here`` experts each; at most what can
         ever be needed, as a token chooses an expert once."""
-        return min(math.ceil(self.multiple * tokens * slots / ranks), tokens * min(slots, here))
+        return min(math.ceil(self._balanced(tokens, slots, ranks)), tokens * min(slots, here))
+
+    def level(self, needed: torch.Tensor, tokens: int, slots: int, here: int, ranks: int) -> torch.Tensor:
+        """How many times the present multiple ``needed`` rows take, an fp64 scalar; above 1 only if they do not fit."""
+        fits = needed <= self.rows(tokens, slots, here, ranks)
+        return (needed.double() / self._balanced(tokens, slots, ranks)).masked_fill(fits, 0.0)
+
+    def _balanced(self, tokens: int, slots: int, ranks: int) -> float:
+        return self.multiple * tokens * slots / ranks
 
 
 class ExpertExchange:
@@ -97,7 +105,8 @@ class ExpertExchange:
     def _room(self, tokens: int, slots: int, here: int, needed: torch.Tensor) -> int:
         room = self.capacity.rows(tokens, slots, here, self.ranks)
         if conditions.collecting():
-            conditions.require("expert_capacity", needed.double() / room, self.capacity.grow)
+            level = self.capacity.level(needed, tokens, slots, here, self.ranks)
+            conditions.require("expert_capacity", level, self.capacity.grow)
             return room
         needed = needed.clone()
         dist.all_reduce(needed, dist.ReduceOp.MAX, group=self.group)

@@ -47,7 +47,7 @@ class MoE(nn.Module):
         super().__init__()
         self.n_experts, self.exchange = n_experts, Local()
         self.router, self.experts = nn.Linear(DIM, n_experts, bias=False), Experts(n_experts)
-        self.register_buffer("load", torch.zeros(n_experts))
+        self.register_buffer("load", torch.zeros(n_experts), persistent=False)
 
     def forward(self, x):
         tokens = x.flatten(0, 1)
