@@ -8,6 +8,7 @@ for batch in data:
 # The function `capture` shares its name with the room it comes from. The room is imported first and the function
 # bound after it: `stepgraph.capture(...)` calls, `from stepgraph.capture import ...` imports.
 from stepgraph.capture import MasterAdamW
+from stepgraph.capture.python.end_of_step import end_of_step
 from stepgraph.errors import CaptureError
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes import StepOptions
@@ -24,5 +25,6 @@ __all__ = [
     "StepOptions",
     "VerifyReport",
     "capture",
+    "end_of_step",
     "region",
 ]

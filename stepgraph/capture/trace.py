@@ -21,6 +21,7 @@ from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.python import writes
 from stepgraph.capture.python.assigned import write_assigned
+from stepgraph.capture.python.end_of_step import traced_end_of_step
 from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
@@ -210,23 +211,19 @@ class _Trace:
         have gradients.
         """
         written = written_names(micro)
-        others = [i for i, slot in enumerate(self.slots) if slot.name in written and i not in set(reached)]
-        slots = [self.slots[i] for i in (*reached, *others)]
         inputs = Inputs(self.mode)
-        entries = inputs.add_slots(slots)
-        groups = add_optimizer(self.update, slots, inputs, entries) if self.update else []
-        params = [inputs.fakes[where][0] for where, _ in entries[: len(reached)]]
-        sums = [inputs.add_accumulator(slot.name, param) for slot, param in zip(slots, params, strict=False)]
-        kept = Kept(entries, inputs, [k for k, slot in enumerate(slots) if slot.name in written])
+        entries = inputs.add_slots(self.slots)
+        groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
+        sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in reached}
+        kept = Kept(entries, inputs, [i for i, slot in enumerate(self.slots) if slot.name in written])
         stated = {spec.name: inputs.add_level(spec.name) for spec in micro.outputs if spec.kind == "level"}
         outputs: list[OutputSpec] = []
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
-            tensors = [wrap(flat[where], wrapping) for where, wrapping in entries]
-            grads = {k: flat[place] for k, place in enumerate(sums)}
+            grads = {i: flat[place] for i, place in sums.items()}
             levels = {name: flat[place] for name, place in stated.items()}
             with self._in_optimizer():
-                return self._finish(flat, tensors, grads, groups, levels, kept, outputs, slots)
+                return self._finish(flat, self._tensors(flat, entries), grads, groups, levels, kept, outputs)
 
         return self._graph(traced, inputs, outputs)
 
@@ -318,11 +315,9 @@ class _Trace:
         levels: dict[str, torch.Tensor],
         kept: Kept,
         outputs: list[OutputSpec],
-        slots: Sequence[Slot] | None = None,
     ) -> list[torch.Tensor]:
-        """Clip, update unless a level says no, and return the norm, the levels and the gradients that no update took.
+        """Clip, update unless a level says no, and return metrics, levels and the gradients that no update took.
         ``outputs`` grows with them."""
-        slots = self.slots if slots is None else slots
         results, norm = [], None
         if self.max_grad_norm is not None:
             grads, norm = gradients.clip(grads, tensors, self.max_grad_norm)
@@ -332,8 +327,18 @@ class _Trace:
         written = kept.written() if skip.flag is not None else []
         attribute = self.recorder.attribute
         self.updated = self.update.record(groups, grads, flat, attribute, skip) if self.update else set()
+<<<<<<< HEAD
         if skip.flag is not None:
             kept.restore(flat, written, self.updated, skip)
+=======
+        if self.update:
+            with self.reads.noted():
+                metrics, changed = traced_end_of_step(self.recorder, self.model, self.slots, tensors, flat)
+            results.extend(metrics.values())
+            outputs.extend(OutputSpec("metric", name) for name in metrics)
+            written = sorted({*written, *changed}) if skip.flag is not None else []
+        kept.restore(flat, written, skip)
+>>>>>>> main
         if self.guard.skip_nonfinite:
             results.append(skip.flag)
             outputs.append(OutputSpec("metric", "skipped"))
@@ -341,9 +346,9 @@ class _Trace:
         results += [levels[name] for name in repairable]
         outputs.extend(OutputSpec("level", name) for name in repairable)
         landed = {i: grad for i, grad in grads.items() if i not in self.updated}
-        self.updated = {id(slots[i].tensor) for i in self.updated}
-        self.landing.extend((slots[i], kept.entries[i][1]) for i in landed)
-        outputs.extend(OutputSpec("grad", slots[i].name) for i in landed)
+        self.updated = {id(self.slots[i].tensor) for i in self.updated}
+        self.landing.extend((self.slots[i], kept.entries[i][1]) for i in landed)
+        outputs.extend(OutputSpec("grad", self.slots[i].name) for i in landed)
         return results + gradients.unshared(landed.values(), taken=flat)
 
     @contextlib.contextmanager

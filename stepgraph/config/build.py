@@ -57,7 +57,7 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
         if mesh is None:
             model.to_empty(device=device)
         else:  # fp32 shards, which bf16 training gathers in bf16
-            plan = family_of(config.model).tp_plan
+            plan = family_of(config.model).tp_plan(config.model)
             dtypes = {"param_dtype": torch.bfloat16 if bf16 else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
             capacity = config.expert_capacity
             parallel.parallelize(model, mesh, plan, device=device, expert_capacity=capacity, **dtypes)

@@ -1,11 +1,12 @@
 """Weights in and out of the Hugging Face format: safetensors files beside a ``config.json``.
 
-Tensors are renamed and never permuted: our models keep the layouts of theirs (RoPE rotates halves).
+Tensors are renamed and never permuted: our models keep the layouts of theirs. Experts, which ours stack, are a tensor
+each (see `stepgraph.models.Piece`).
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from stepgraph.models import FAMILIES, HuggingFace
+from stepgraph.models import FAMILIES, HuggingFace, Piece
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
-from stepgraph.models.init import Part
+from stepgraph.models.init import Part, whole_part
 from stepgraph.parallel import layouts, local_parts
 from stepgraph.parallel.ranks import Ranks
 
@@ -43,28 +44,46 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     theirs = _format_of(model, "load_hf")
-    wanted = {theirs.name(name): part for name, part in local_parts(model).items()}
+    parts = _parts(model)
+    wanted = [(part, piece) for name, part in parts.items() for piece in theirs.pieces_of(name, part.shape)]
+    shapes = {piece.name: piece.shape for _, piece in wanted}
     tied = theirs.tied(model.config)
 
     def check() -> dict[str, _Header]:
         _check_same_model(model.config, theirs.read_config(folder), theirs.free, folder)
         found = _read_headers(folder)
-        _check_tensors(wanted, found, folder, tied=tied and tuple(map(theirs.name, tied)))
+        _check_tensors(shapes, found, folder, tied=tied and tuple(map(theirs.name, tied)))
         return found
 
     found = _ranks(model).each(check)
-    by_file: dict[Path, list[str]] = {}
-    for name, part in wanted.items():
-        if part.tensor.numel():  # a rank whose shard is padding alone has nothing to read
-            by_file.setdefault(found[name].file, []).append(name)
-    with torch.no_grad():
-        for path, names in by_file.items():
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in names:
-                    part = wanted[name]
-                    region = tuple(slice(start, stop) for start, stop in part.region)
-                    part.tensor.copy_(file.get_slice(name)[region])
+    by_file: dict[Path, list[tuple[Part, Piece]]] = {}
+    for part, piece in wanted:
+        if _overlap(part, piece) is not None:  # else it is another rank's
+            by_file.setdefault(found[piece.name].file, []).append((part, piece))
     model.init_buffers()
+    with torch.no_grad():
+        for path, here in by_file.items():
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for part, piece in here:
+                    source, target = _overlap(part, piece)
+                    part.tensor[target].copy_(file.get_slice(piece.name)[source])
+
+
+def _parts(model: nn.Module) -> dict[str, Part]:
+    """What this rank holds of each tensor that a checkpoint has: parameters, and buffers that are saved with them."""
+    saved = model.state_dict().keys()
+    buffers = {name: whole_part(buffer) for name, buffer in model.named_buffers() if name in saved}
+    return local_parts(model) | buffers
+
+
+def _overlap(part: Part, piece: Piece) -> tuple[tuple[slice, ...], tuple[slice | int, ...]] | None:
+    """What ``part`` holds of ``piece``: (its place in the checkpoint's tensor, in the part's tensor); None: nothing."""
+    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.region, piece.region, strict=True)]
+    if any(start >= stop for start, stop in common):
+        return None
+    source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, piece.region, strict=True))
+    target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, part.region, strict=True))
+    return (source[1:], (target[0].start, *target[1:])) if piece.stacked else (source, target)
 
 
 def save_hf(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -82,25 +101,35 @@ def save_hf(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes
     folder, ranks = Path(folder), _ranks(model)
     theirs = _format_of(model, "save_hf")
     ranks.first(lambda: _make_folder(folder))
-    params = {theirs.name(name): (name, param.detach()) for name, param in model.named_parameters()}
-    found = layouts(model)
-    dtypes = {key: found[name].param_dtype if found else param.dtype for key, (name, param) in params.items()}
-    parts = local_parts(model)
-    sizes = {key: parts[name].shape.numel() * dtypes[key].itemsize for key, (name, _) in params.items()}
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    found, parts = layouts(model), _parts(model)
+    dtypes = {name: found[name].param_dtype if name in found else part.tensor.dtype for name, part in parts.items()}
+    sizes = {name: part.shape.numel() * dtypes[name].itemsize for name, part in parts.items()}
     shards = _split(sizes, max_shard_bytes)
     n = len(shards)
     files = [SINGLE] if n == 1 else [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
+    weight_map: dict[str, str] = {}
+    config = theirs.write_config(model.config, dtypes["embed.weight"])
     for file, names in zip(files, shards, strict=True):
         tensors: dict[str, torch.Tensor] = {}
-        for key in names:
-            name, param = params[key]
-            whole = found[name].whole(param) if found else param
+        for name in names:
+            whole = found[name].whole(params[name]) if name in found else parts[name].tensor
+            pieces = theirs.pieces_of(name, whole.shape)
+            weight_map |= {piece.name: file for piece in pieces}
             if ranks.rank == 0:
-                tensors[key] = whole.cpu().contiguous()
+                whole = whole.cpu()
+                tensors |= {piece.name: _cut(whole, piece) for piece in pieces}
             del whole
         ranks.first(lambda file=file, tensors=tensors: _write_shard(tensors, folder / file))
-    config = theirs.write_config(model.config, dtypes[theirs.name("embed.weight")])
-    ranks.first(lambda: _write_rest(config, folder, dict(zip(files, shards, strict=True)), sizes))
+    ranks.first(lambda: _write_rest(config, folder, weight_map, sum(sizes.values())))
+
+
+def _cut(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The tensor of the checkpoint that ``piece`` is of our ``whole`` one, with memory of its own."""
+    if piece.shape == whole.shape:
+        return whole.contiguous()
+    cut = whole[tuple(slice(*span) for span in piece.region)]
+    return (cut[0] if piece.stacked else cut).clone(memory_format=torch.contiguous_format)
 
 
 def _ranks(model: nn.Module) -> Ranks:
@@ -122,11 +151,10 @@ def _write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
     partial.replace(path)
 
 
-def _write_rest(config: dict[str, Any], folder: Path, shards: dict[str, list[str]], sizes: dict[str, int]) -> None:
-    """The index, if there are several files, and the configuration."""
-    if len(shards) > 1:
-        weight_map = {name: file for file, names in shards.items() for name in names}
-        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+def _write_rest(config: dict[str, Any], folder: Path, weight_map: dict[str, str], total: int) -> None:
+    """The index, if there are several files, and the configuration. ``weight_map``: tensor -> file."""
+    if len(set(weight_map.values())) > 1:
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     write_json(folder / CONFIG, config)
 
 
@@ -144,8 +172,10 @@ def _format_of(model: nn.Module, caller: str) -> HuggingFace:
     known = {family.config: family.hugging_face for family in FAMILIES if family.hugging_face}
     found = known.get(type(getattr(model, "config", None)))
     if found is None:
-        titles = " or ".join(theirs.title for theirs in known.values())
-        raise ValueError(f"{caller} takes a {titles} model, got {type(model).__name__}; give one from stepgraph.models")
+        titles = ", ".join(theirs.title for theirs in known.values())
+        raise ValueError(
+            f"{caller} takes a model of {titles}, got {type(model).__name__}; give one from stepgraph.models"
+        )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(f"{caller}: {name} is on the meta device; call model.to_empty(device=...) first")
@@ -160,13 +190,19 @@ def _format_of(model: nn.Module, caller: str) -> HuggingFace:
 
 def _check_same_model(ours: Any, theirs: Any, free: Sequence[str], folder: Path) -> None:
     """Compare what the weights depend on; names and shapes alone would not show another head count or RoPE."""
-    differing = [
-        f"{field.name} is {getattr(theirs, field.name)} there and {getattr(ours, field.name)} here"
-        for field in fields(ours)
-        if field.name not in free and getattr(ours, field.name) != getattr(theirs, field.name)
-    ]
+    differing = list(_differing(ours, theirs, free))
     if differing:
         raise ValueError(f"{folder} holds another model: {', '.join(differing)}; build it from the configuration there")
+
+
+def _differing(ours: Any, theirs: Any, free: Sequence[str], prefix: str = "") -> Iterator[str]:
+    """What two configurations differ in, field by field, also of a configuration in them."""
+    for field in fields(ours):
+        name, here, there = prefix + field.name, getattr(ours, field.name), getattr(theirs, field.name)
+        if is_dataclass(here) and is_dataclass(there):
+            yield from _differing(here, there, free, f"{name}.")
+        elif name not in free and here != there:
+            yield f"{name} is {there} there and {here} here"
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
@@ -206,7 +242,7 @@ def _read_header(path: Path) -> dict[str, _Header]:
 
 
 def _check_tensors(
-    wanted: Mapping[str, Part], found: dict[str, _Header], folder: Path, tied: tuple[str, str] | None
+    wanted: Mapping[str, torch.Size], found: dict[str, _Header], folder: Path, tied: tuple[str, str] | None
 ) -> None:
     missing = [name for name in wanted if name not in found]
     if missing:
@@ -216,11 +252,11 @@ def _check_tensors(
         _check_tied_copy(found, *tied)
     elif unexpected:
         raise ValueError(f"{folder} holds {_some(unexpected)}, which the model lacks; give a checkpoint of this model")
-    for name, part in wanted.items():
+    for name, shape in wanted.items():
         header = found[name]
-        if header.shape != tuple(part.shape):
+        if header.shape != tuple(shape):
             raise ValueError(
-                f"{header.file}: {name} has shape {header.shape}, the model needs {tuple(part.shape)}; "
+                f"{header.file}: {name} has shape {header.shape}, the model needs {tuple(shape)}; "
                 "give a checkpoint of this configuration"
             )
         if header.dtype not in _DTYPES:

@@ -255,7 +255,7 @@ class TrainConfig(StepOptions, _Training):
             raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: give a folder with safetensors files")
         for name in ("init_from_hf", "export_hf"):
             if getattr(self, name) is not None and family_of(self.model).hugging_face is None:
-                known = " and ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
+                known = ", ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
                 raise ValueError(f"{name} works for {known} models only: choose a preset of theirs or drop it")
 
     @property

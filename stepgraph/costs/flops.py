@@ -30,7 +30,8 @@ _FLEX_ATTENTION = {higher_order.flex_attention: 2, higher_order.flex_attention_b
 
 
 def flops(node: fx.Node) -> int:
-    """Floating-point operations of matrix products and attention that ``node`` runs, 0 for others.
+    """Floating-point operations of matrix products and attention that ``node`` runs, 0 for others. Products of experts'
+    rows count every row.
 
     Causal attention runs half of its scores, and a window those inside it; FlexAttention counts all of them, because
     its mask is not known.
@@ -49,6 +50,8 @@ def flops(node: fx.Node) -> int:
         q = argument(node, "query").meta["val"]
         sides = (argument(node, f"window_size_{side}") for side in ("left", "right"))
         return _WINDOWED[node.target] * 2 * q.shape[0] * q.shape[2] * q.shape[3] * _visible(q.shape[1], *sides)
+    if node.target is aten._grouped_mm.default:
+        return 2 * values[0].numel() * node.meta["val"].shape[-1]
     count = flop_registry.get(node.target.overloadpacket)
     return count(*values, out_val=node.meta["val"]) if count else 0
 

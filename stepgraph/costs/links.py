@@ -3,7 +3,8 @@
 NCCL's collectives follow an alpha-beta model: a latency by number of ranks and nodes, plus bytes over the bandwidth of
 the slowest link or over what the kernels themselves can pass on, whichever takes longer. They run on rings, an
 all-reduce also on a tree between nodes, in the cheaper of two protocols: Simple, which reaches full bandwidth, and LL,
-which sends a flag with every four bytes of data and so reaches half of it, at lower latency.
+which sends a flag with every four bytes of data and so reaches half of it, at lower latency. An all-to-all sends to all
+peers at once: its parts for the same node over NVLink, all others over the rank's own adapter.
 
 Source for the latencies: NCCL 2.27, src/graph/tuning.cc, ``baseLatencies`` and ``hwLatencies``.
 """
@@ -22,6 +23,7 @@ from stepgraph.graph.collectives import (
     ALL_GATHER,
     ALL_GATHER_MATMUL,
     ALL_REDUCE,
+    ALL_TO_ALL,
     GATHER_BEGIN,
     MATMUL_REDUCE_SCATTER,
     REDUCE_BEGIN,
@@ -37,6 +39,7 @@ KINDS = {
     ALL_GATHER: "all_gather",
     REDUCE_SCATTER: "reduce_scatter",
     ALL_REDUCE: "all_reduce",
+    ALL_TO_ALL: "all_to_all",
     GATHER_BEGIN: "all_gather by copies",
     REDUCE_BEGIN: "reduce_scatter by copies",
     ALL_GATHER_MATMUL: "all_gather + mm",
@@ -113,13 +116,16 @@ def seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:
 
 
 def collective_seconds(gpu: Gpu, kind: str, nbytes: int, ranks: Sequence[int]) -> float:
-    """Seconds of NCCL's collective of ``kind`` (``all_gather``, ``reduce_scatter``, ``all_reduce``) over ``ranks``.
+    """Seconds of NCCL's collective of ``kind`` (``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``)
+    over ``ranks``.
 
     ``nbytes``: of the whole tensor, see `Transfer`.
     """
     n, nodes = len(ranks), len({rank // GPUS_PER_NODE for rank in ranks})
     if n == 1:
         return 0.0
+    if kind == "all_to_all":
+        return _all_to_all_seconds(gpu, nbytes, n, nodes)
     rounds = 2 if kind == "all_reduce" else 1
     # Each rank passes on all parts but one; between nodes, rings use the adapters of all the group's ranks there.
     over_nvlink = nbytes * (n - 1) / n / gpu.nvlink
@@ -136,6 +142,14 @@ def collective_seconds(gpu: Gpu, kind: str, nbytes: int, ranks: Sequence[int]) -
     if kind != "all_reduce":
         return ring
     return min(ring, cheapest(_TREE, n / nodes - 1, math.ceil(math.log2(nodes))))
+
+
+def _all_to_all_seconds(gpu: Gpu, nbytes: int, n: int, nodes: int) -> float:
+    """Of ``n`` ranks, equally many on each of ``nodes``, which each send ``nbytes / n`` to each."""
+    here = n / nodes
+    by_kernel = nbytes / (_KERNEL_SHARE * gpu.nvlink)
+    took = max(nbytes * (here - 1) / n / gpu.nvlink, nbytes * (n - here) / n / gpu.network, by_kernel)
+    return min(base + step + (nodes > 1) * hop + took / share for base, step, hop, share in _RING)
 
 
 class Pipeline(NamedTuple):

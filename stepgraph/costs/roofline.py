@@ -4,13 +4,15 @@ Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Perfor
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import fx
 
+from stepgraph.costs.experts import filled, is_grouped, rows_of
 from stepgraph.costs.flops import flops, is_attention
 from stepgraph.costs.fusion import Fusion, is_free
-from stepgraph.costs.hardware import ASSUMED, Gpu
+from stepgraph.costs.hardware import ASSUMED, ATTENTION_REACHED, GROUPED_REACHED, PRODUCTS_REACHED, Gpu
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END, is_nccl
 from stepgraph.graph.facts import is_mutating, tensor_bytes
@@ -29,9 +31,10 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 class Roofline:
-    """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them."""
+    """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them. ``flops``:
+    of all. ``load``: rows that this rank's experts receive over the mean of all ranks."""
 
-    def __init__(self, graph: fx.Graph, aliases: Aliases, fusion: Fusion, gpu: Gpu):
+    def __init__(self, graph: fx.Graph, aliases: Aliases, fusion: Fusion, gpu: Gpu, load: float = 1.0):
         self.seconds: dict[fx.Node, float] = {}
         self.flops = 0
         kernels: dict[fx.Node, list[fx.Node]] = defaultdict(list)
@@ -44,20 +47,31 @@ class Roofline:
                 continue
             for source in node.all_input_nodes:
                 readers[aliases.root(source)].append(node)
+        shares = filled(graph, load)
         for members in kernels.values():
-            work = sum(flops(node) for node in members)
+            work = sum(_work(node, shares) for node in members)
             self.flops += work
             copied = _copied(members[-1])
             moved = _traffic(members, aliases, readers) if copied is None else copied
             self.seconds[members[-1]] = gpu.kernel_seconds(
-                work, _dtype(members[-1]), moved, attention=any(map(is_attention, members))
+                work, _dtype(members[-1]), moved, reached=min(map(_reached, members))
             )
 
 
 def node_seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:
     """Seconds of ``node`` as a kernel of its own, that reads its inputs whole and writes its results."""
     moved = tensor_bytes(node) + sum(map(tensor_bytes, node.all_input_nodes))
-    return gpu.kernel_seconds(flops(node), _dtype(node), moved, attention=is_attention(node))
+    return gpu.kernel_seconds(flops(node), _dtype(node), moved, reached=_reached(node))
+
+
+def _work(node: fx.Node, shares: Mapping[int, float]) -> int:
+    """FLOPs of ``node``; ``shares``: of experts' buffers, how much of them is filled."""
+    return round(flops(node) * shares.get(rows_of(node), 1.0)) if is_grouped(node) else flops(node)
+
+
+def _reached(node: fx.Node) -> float:
+    """The share of a GPU's FLOP/s that ``node`` reaches."""
+    return ATTENTION_REACHED if is_attention(node) else GROUPED_REACHED if is_grouped(node) else PRODUCTS_REACHED
 
 
 def _copied(node: fx.Node) -> int | None:

@@ -1,5 +1,6 @@
 """What a step costs: of one graph, and of a schedule of calls of several."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,12 +38,12 @@ class StepCost:
     flops: int
 
 
-def graph_cost(step: StepGraph, gpu: Gpu, groups: Mapping[str, Group], *, fused: bool) -> GraphCost:
+def graph_cost(step: StepGraph, gpu: Gpu, groups: Mapping[str, Group], *, fused: bool, load: float = 1.0) -> GraphCost:
     """The cost of one call of ``step`` on ``gpu``. ``groups``: see `links.groups`. ``fused``: whether a compiler makes
-    kernels of several nodes."""
+    kernels of several nodes. ``load``: rows that this rank's experts receive over the mean of all ranks."""
     aliases = Aliases(step.graph)
     fusion = Fusion(step.graph, aliases, fused)
-    roofline = Roofline(step.graph, aliases, fusion, gpu)
+    roofline = Roofline(step.graph, aliases, fusion, gpu, load)
     return GraphCost(
         timeline=simulate(step.graph, roofline.seconds, gpu, groups),
         moments=memory_over_step(step, aliases, fusion),
@@ -64,10 +65,19 @@ def step_cost(calls: Sequence[tuple[GraphCost, int]]) -> StepCost:
             collectives=[c for timeline, n in timelines for c in timeline.collectives * n],
             step_seconds=sum(n * timeline.step_seconds for timeline, n in timelines),
             compute_seconds=sum(n * timeline.compute_seconds for timeline, n in timelines),
+            regions=_regions(timelines),
         ),
         moments=[_beside(moment, state, graph.state) for graph, _ in calls for moment in graph.moments],
         flops=sum(n * graph.flops for graph, n in calls),
     )
+
+
+def _regions(timelines: Sequence[tuple[Timeline, int]]) -> dict[tuple[str, str], float]:
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for timeline, n in timelines:
+        for key, seconds in timeline.regions.items():
+            found[key] += n * seconds
+    return dict(found)
 
 
 def _beside(moment: Moment, state: Mapping[InputSpec, int], taken: Mapping[InputSpec, int]) -> Moment:

@@ -5,8 +5,9 @@ compute stream until its collective is done, and that time is the collective's e
 collective holds the compute stream for as long as the pipeline takes beyond the product.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -18,13 +19,14 @@ from stepgraph.costs.links import Group
 from stepgraph.costs.roofline import Roofline, node_seconds
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
-from stepgraph.graph.provenance import phase_of, provenance
+from stepgraph.graph.provenance import phase_of, provenance, region_of
 
 
 @dataclass
 class Collective:
     """One collective: ``bytes`` of the whole tensor (what an all-gather returns, what a reduce-scatter takes), seconds
-    by itself, and those that computation waits for it. ``axis``: of the mesh, or ``world``."""
+    by itself, and those that computation waits for it. ``axis``: of the mesh, or ``world``. ``role``: its kind (see
+    `graph.provenance.Role`), ``""`` for none. ``region``: the user's name for it."""
 
     node: str
     kind: str
@@ -35,16 +37,20 @@ class Collective:
     dtype: str
     bytes: int
     seconds: float
+    role: str = ""
+    region: str = ""
     exposed_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The simulated graph: its collectives in order, seconds of the whole, and seconds of computation alone."""
+    """The simulated graph: its collectives in order, seconds of the whole, and seconds of computation alone.
+    ``regions``: those of computation by the user's regions and phase, ``""`` outside all."""
 
     collectives: list[Collective]
     step_seconds: float
     compute_seconds: float
+    regions: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def exposed_seconds(self) -> float:
@@ -58,9 +64,12 @@ def simulate(graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups
     free_at: dict[str, float] = {}
     running: dict[fx.Node, tuple[Collective, float]] = {}
     collectives = []
+    regions: dict[tuple[str, str], float] = defaultdict(float)
     for node in graph.nodes:
         computing = seconds.get(node, 0.0)
-        busy += computing
+        if computing:
+            busy += computing
+            regions[region_of(node), phase_of(node)] += computing
         if stage_of(node) == "begin":
             now += computing  # casts that copies begin with
             group = links.group_name(node)
@@ -84,13 +93,16 @@ def simulate(graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups
             now += computing + collective.exposed_seconds
         else:
             now += computing
-    return Timeline(collectives, max([now, *free_at.values()]), busy)
+    return Timeline(collectives, max([now, *free_at.values()]), busy, dict(regions))
 
 
 def _collective(node: fx.Node, kind: str, group: Group, dtype: torch.dtype, nbytes: int, seconds: float) -> Collective:
     found = provenance(node)
-    path, name = found.path if found else "", str(dtype).removeprefix("torch.")
-    return Collective(node.name, kind, group.axis, len(group.ranks), phase_of(node), path, name, nbytes, seconds)
+    path, region, role = (found.path, found.region, found.role) if found else ("", "", None)
+    return Collective(
+        *(node.name, kind, group.axis, len(group.ranks), phase_of(node), path, str(dtype).removeprefix("torch.")),
+        *(nbytes, seconds, role.kind if role else "", region),
+    )
 
 
 # What passes ask: of kernels that nothing is fused into yet, on the GPU that decisions assume.

@@ -1,7 +1,14 @@
 """Language models as plain ``nn.Module``s that know nothing of graphs or meshes."""
 
+from stepgraph.models.deepseek_v3.deepseek_v3 import (
+    DeepSeekV3,
+    DeepSeekV3Config,
+    deepseek_v3_16b,
+    deepseek_v3_671b,
+    deepseek_v3_debug,
+)
 from stepgraph.models.families import FAMILIES, family_named, family_of, flops_per_token
-from stepgraph.models.family import Family, HuggingFace
+from stepgraph.models.family import Family, HuggingFace, Piece
 from stepgraph.models.flops import num_params
 from stepgraph.models.golf.golf import Golf, GolfConfig, golf
 from stepgraph.models.llama3.llama3 import (
@@ -14,4 +21,6 @@ from stepgraph.models.llama3.llama3 import (
     llama3_debug,
 )
 from stepgraph.models.loss import next_token_loss
-from stepgraph.models.rope import RopeScaling
+from stepgraph.models.moe.config import MoEConfig
+from stepgraph.models.qwen3_moe.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, qwen3_30b_a3b
+from stepgraph.models.rope import RopeScaling, YarnScaling

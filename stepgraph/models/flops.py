@@ -1,4 +1,4 @@
-"""Parameter and FLOP counts of dense transformers."""
+"""Parameter and FLOP counts of transformers, dense and with experts."""
 
 from typing import Protocol
 
@@ -12,6 +12,17 @@ class CountableConfig(Protocol):
     n_layers: int
 
     def num_params(self, *, lookup_table: bool = True) -> int: ...
+
+
+class CountableMoEConfig(Protocol):
+    """The same of a model with experts."""
+
+    n_layers: int
+
+    @property
+    def score_flops(self) -> int: ...
+
+    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int: ...
 
 
 def num_params(model: nn.Module) -> int:
@@ -31,3 +42,20 @@ def dense_flops_per_token(config: CountableConfig, seq_len: int) -> int:
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len} is not positive; give a value above 0")
     return 6 * config.num_params(lookup_table=False) + 12 * config.n_layers * config.dim * seq_len
+
+
+def moe_flops_per_token(config: CountableMoEConfig, seq_len: int) -> int:
+    """Training FLOPs (forward and backward) per token at sequences of ``seq_len``: ``6 N + 6 n_layers H (d_qk + d_v)
+    seq_len``.
+
+    ``N`` counts every parameter that multiplies a token: of the routed experts as many as a token goes to, the shared
+    ones, the router; the rest as in `dense_flops_per_token`. In the attention term ``H`` heads multiply queries with
+    keys of ``d_qk`` elements and scores with values of ``d_v`` (in latent attention they differ), over the full
+    ``seq_len``. With ``d_qk = d_v = dim / H`` it is that of `dense_flops_per_token`.
+
+    Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
+    """
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len} is not positive; give a value above 0")
+    active = config.num_params(lookup_table=False, active=True)
+    return 6 * active + 6 * config.n_layers * config.score_flops * seq_len

@@ -1,4 +1,4 @@
-"""The JSON files of a Hugging Face checkpoint."""
+"""The JSON files of a Hugging Face checkpoint, and what all families read from ``config.json`` alike."""
 
 import json
 from pathlib import Path
@@ -25,3 +25,18 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     partial = path.with_name(f"{path.name}.part")
     partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
+
+
+def require(raw: dict[str, Any], path: Path, title: str, needed: dict[str, Any]) -> None:
+    """``ValueError`` unless each key of a ``config.json`` has the value needed, or is left out; ``model_type`` must be
+    there."""
+    for key, value in needed.items():
+        if raw.get(key, value) != value or (key == "model_type" and key not in raw):
+            raise ValueError(f"{path}: {key} is {raw.get(key)!r}, {title} has {value!r}; give a {title} checkpoint")
+
+
+def rope_settings(raw: dict[str, Any]) -> tuple[float, str, dict[str, Any]]:
+    """(theta, kind, all settings) of the RoPE: in one table from transformers 5 on, two keys before."""
+    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
+    theta = rope.get("rope_theta") or 10_000.0  # the default of transformers' configurations
+    return theta, rope.get("rope_type", rope.get("type", "default")), rope

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from stepgraph import compat
+from stepgraph.models.moe.decoder import MoEDecoder
 from stepgraph.parallel.experts import exchange_over, expert_paths, expert_splits
 from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout
@@ -81,10 +84,17 @@ def parallelize(
             parametrize(module, found, forward)
         if style and style.placed:
             register_place(module, place)
+        if isinstance(module, MoEDecoder):
+            module.sum_over_ranks = _sum_over_ranks
         for name, buffer in module._buffers.items():
             if buffer is not None and device is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
     return model
+
+
+def _sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Every rank of the mesh counts tokens of its own: those of a tp group have parts of the same sequences."""
+    return compat.all_reduce(value, "sum", dist.group.WORLD)
 
 
 def _with_mesh(forward, tp, module, base, *args):

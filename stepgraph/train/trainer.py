@@ -140,7 +140,6 @@ class Run:
         self.capture_s: float | None = None
         self.finished = 0  # steps that this process has done
         self.times_ms: list[float] = []
-        self.repeated = 0  # times that a step ran again with larger buffers for experts
         self.last_loss: float | None = None
         self.val_loss: float | None = None
         self.signals = StopSignals(patient=self.ranks.world > 1)
@@ -312,7 +311,6 @@ class Run:
             group["lr"] = lr
         self.watch.launches(self.step + 1)
         loss = self.captured(batch)
-        self.repeated += int(self.captured.metrics.get("repeated", 0))
         self.done["step"] += 1
         self.done["tokens"] += self.config.tokens_per_step
         return Launched(self.step, self.done["tokens"], loss, self.captured.metrics["grad_norm"], batch, lr)
@@ -344,8 +342,6 @@ class Run:
                 "mem_gib": peak_mem_gib(self.device),
             }
             progress.update(step, **record)
-            if self.mesh is not None and self.mesh.experts is not None:
-                record["repeated_steps"] = self.repeated
             self.folder.log(step, **record, lr=launched.lr, tokens=launched.tokens)
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import gradients
+from stepgraph.capture.python.end_of_step import end_of_step
 
 
 def eager_step(
@@ -18,8 +19,10 @@ def eager_step(
     max_grad_norm: float | None,
     skip_nonfinite: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, metrics by name) of forward, backward, clipping and update. ``skip_nonfinite``: parameters, buffers and
-    optimizer state are left as they were where the loss or the norm is not finite.
+    """(loss, metrics by name) of forward, backward, clipping, update and what modules do behind it.
+
+    ``skip_nonfinite``: parameters, buffers and optimizer state are left as they were where the loss or the norm is not
+    finite.
 
     Gradients of this step alone are clipped and updated with. Those that no optimizer takes are added to the
     ``param.grad`` of before; the others leave it as it was.
@@ -41,16 +44,16 @@ def eager_step(
     if skip_nonfinite:
         metrics["skipped"] = ~torch.isfinite(torch.stack([total, metrics["grad_norm"]])).all()
     skipped = skip_nonfinite and bool(metrics["skipped"])
-    if skipped:
-        with torch.no_grad():
-            for tensor, value in kept:
-                tensor.copy_(value)
     owned = set()
     for optimizer in optimizers:
         if not skipped:
             optimizer.step()
         owned |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if optimizers:
+        metrics |= end_of_step(model)
     with torch.no_grad():
+        for tensor, value in kept if skipped else ():
+            tensor.copy_(value)
         for param, old in zip(params, before, strict=True):
             if id(param) in owned or param.grad is None:
                 param.grad = old

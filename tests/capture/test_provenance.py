@@ -12,9 +12,8 @@ from torch import nn
 
 import stepgraph
 from stepgraph.graph.provenance import provenance
-from stepgraph.models import Llama3, Llama3Config, next_token_loss
+from stepgraph.models import Llama3, Llama3Config, next_token_loss, swiglu
 from stepgraph.models import loss as loss_module
-from stepgraph.models.llama3 import llama3
 
 aten = torch.ops.aten
 #: Folders whose frames are no user's source line.
@@ -120,8 +119,8 @@ def test_norms_and_attention_in_backward_belong_to_their_modules():
 
 def test_source_lines_are_the_models():
     _, graph = captured("llama-fused")
-    lines, first = inspect.getsourcelines(llama3.MLP.forward)
-    span = {f"{llama3.__file__}:{first + i}" for i in range(len(lines))}
+    lines, first = inspect.getsourcelines(swiglu.SwiGLU.forward)
+    span = {f"{swiglu.__file__}:{first + i}" for i in range(len(lines))}
     for phase in ("forward", "backward"):
         found = {provenance(n).source for n in graph.nodes(phase) if provenance(n).path.endswith("mlp.up_proj")}
         assert found

@@ -330,7 +330,10 @@ def test_only_a_real_llama3_model_is_taken(checkpoint, tmp_path):
     for act, folder in [(load_hf, checkpoint), (save_hf, tmp_path / "out")]:
         with pytest.raises(ValueError, match=r"embed\.weight is on the meta device; call model\.to_empty"):
             act(meta, folder)
-        with pytest.raises(ValueError, match=r"takes a Llama 3 model, got Golf; give one from stepgraph\.models"):
+        with pytest.raises(
+            ValueError,
+            match=r"takes a model of Llama 3, DeepSeek-V3, Qwen3-MoE, got Golf; give one from stepgraph\.models",
+        ):
             act(golf, folder)
     assert not (tmp_path / "out").exists()
 

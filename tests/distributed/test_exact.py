@@ -192,6 +192,7 @@ def test_full_recomputation_gathers_again():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", MESHES)
+# Meshes of one axis: fsdp=2 also trains bitwise in tests of overlap, optimizers and `verify`.
+@pytest.mark.parametrize("text", [pytest.param(m, marks=[pytest.mark.long] * (m == "fsdp=2")) for m in MESHES])
 def test_mesh(text):
     on_ranks(MESHES[text], _check, text)

@@ -6,11 +6,15 @@ from collections import Counter
 
 import pytest
 import torch.distributed as dist
+from rich.console import Console
 
 from stepgraph import cli
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS
+from stepgraph.inspect.forecast.command import show
 from stepgraph.inspect.forecast.forecast import forecast
+from stepgraph.models.llama3.llama3 import MLP
+from stepgraph.regions import region
 from tests.distributed.ranks import TINY
 
 # Every dimension divides over four shards of two tp ranks, so nothing is padded.
@@ -178,6 +182,28 @@ def test_thousands_of_ranks_are_one_graph(sharded):
     many = forecast(config("hsdp=64x4"), GPUS["b200"])
     assert many.flops == sharded.flops and many.config.mesh_spec.size == 256
     assert not dist.is_initialized()
+
+
+def test_time_is_summed_by_region(monkeypatch, capsys):
+    plain = MLP.forward
+
+    def named(self, x):
+        with region("mlp"):
+            return plain(self, x)
+
+    monkeypatch.setattr(MLP, "forward", named)
+    result = forecast(config("fsdp=4"), GPUS["h200"])
+    timeline = result.timeline
+    assert timeline.regions.keys() == {
+        *(("mlp", phase) for phase in ("forward", "backward")),
+        *(("", phase) for phase in ("forward", "loss", "backward", "optimizer")),
+    }
+    assert sum(timeline.regions.values()) == pytest.approx(timeline.compute_seconds)
+    assert sum(r["compute_s"] for r in result.to_json()["regions"]) == pytest.approx(timeline.compute_seconds)
+    assert timeline.regions["mlp", "backward"] > timeline.regions["mlp", "forward"]
+    show(result, Console(width=200))
+    shown = capsys.readouterr().out
+    assert "a rank's time by region" in shown and "elsewhere" in shown
 
 
 def test_the_command(tmp_path, capsys):

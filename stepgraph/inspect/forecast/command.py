@@ -16,7 +16,7 @@ from stepgraph.config.command_line import parse, refuse_idle, require_folder, va
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import ATTENTION_REACHED, GPUS, MEMORY_REACHED, PRODUCTS_REACHED
 from stepgraph.costs.memory import KINDS
-from stepgraph.costs.timeline import Collective
+from stepgraph.costs.timeline import Collective, Timeline
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, forecast
 from stepgraph.passes import StepOptions, Target
@@ -102,6 +102,8 @@ def show(result: Forecast, console: Console) -> None:
         + "\n"
     )
     console.print(_collective_table(timeline.collectives))
+    if any(region for region, _ in timeline.regions):
+        console.print(_region_table(timeline))
     console.print(
         f"step {_time(timeline.step_seconds)}: computing {_time(timeline.compute_seconds)}, "
         f"exposed communication {_time(timeline.exposed_seconds)} "
@@ -130,10 +132,10 @@ def _memory_table(result: Forecast) -> Table:
 
 def _collective_table(collectives: Iterable[Collective]) -> Table:
     columns = ["count", "bytes", "time", "exposed"]
-    table = _table("a rank's collectives", ["phase", "collective", "axis x ranks", "dtype"], columns)
+    table = _table("a rank's collectives", ["phase", "collective", "role", "axis x ranks", "dtype"], columns)
     kinds: dict[tuple[str, ...], list[Collective]] = {}
     for c in collectives:
-        kinds.setdefault((c.phase, c.kind, f"{c.axis} x {c.ranks}", c.dtype), []).append(c)
+        kinds.setdefault((c.phase, c.kind, c.role, f"{c.axis} x {c.ranks}", c.dtype), []).append(c)
     for kind, members in kinds.items():
         table.add_row(
             *kind,
@@ -142,6 +144,17 @@ def _collective_table(collectives: Iterable[Collective]) -> Table:
             _time(math.fsum(c.seconds for c in members)),
             _time(math.fsum(c.exposed_seconds for c in members)),
         )
+    return table
+
+
+def _region_table(timeline: Timeline) -> Table:
+    table = _table("a rank's time by region", ["region", "phase"], ["computing", "communication", "exposed"])
+    found: dict[tuple[str, str], list[float]] = {key: [s, 0.0, 0.0] for key, s in timeline.regions.items()}
+    for c in timeline.collectives:
+        sums = found.setdefault((c.region, c.phase), [0.0] * 3)
+        sums[1], sums[2] = sums[1] + c.seconds, sums[2] + c.exposed_seconds
+    for (region, phase), sums in sorted(found.items(), key=lambda item: item[0][0] == ""):
+        table.add_row(region or "elsewhere", phase, *(_time(seconds) if seconds else "" for seconds in sums))
     return table
 
 

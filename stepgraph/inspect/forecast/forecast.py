@@ -79,6 +79,10 @@ class Forecast:
             "overlapped_step_s": self.overlapped_seconds,
             "tokens_per_s": self.tokens / self.timeline.step_seconds,
             "mfu": self.mfu,
+            "regions": [
+                {"region": region, "phase": phase, "compute_s": seconds}
+                for (region, phase), seconds in self.timeline.regions.items()
+            ],
             "flops": self.flops,
             "model_flops": self.model_flops,
             "collectives": [dataclasses.asdict(collective) for collective in self.timeline.collectives],

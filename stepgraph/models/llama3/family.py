@@ -8,7 +8,7 @@ LLAMA3 = Family(
     "llama3",
     Llama3Config,
     Llama3,
-    TP_PLAN,
+    lambda config: TP_PLAN,
     TP_SIZES,
     longest=lambda config: config.max_seq_len,
     hugging_face=HuggingFace(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.models.hf_files import CONFIG, read_json
+from stepgraph.models.hf_files import CONFIG, read_json, require, rope_settings
 from stepgraph.models.llama3.llama3 import Llama3Config
 from stepgraph.models.rope import RopeScaling
 
@@ -35,14 +35,8 @@ def config_from_hf(folder: str | os.PathLike[str]) -> Llama3Config:
     """
     path = Path(folder) / CONFIG
     raw = read_json(path)
-    for key, needed in {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }.items():
-        if raw.get(key, needed) != needed or (key == "model_type" and key not in raw):
-            raise ValueError(f"{path}: {key} is {raw.get(key)!r}, Llama 3 has {needed!r}; give a Llama 3 checkpoint")
+    needed = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    require(raw, path, "Llama 3", needed)
     try:
         config = Llama3Config(
             dim=raw["hidden_size"],
@@ -104,10 +98,8 @@ def config_to_hf(config: Llama3Config, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling``: in one table from transformers 5 on, two keys before."""
-    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
-    theta = rope.get("rope_theta") or 10_000.0  # the default of transformers' LlamaConfig
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    """``rope_theta`` and ``rope_scaling``."""
+    theta, kind, rope = rope_settings(raw)
     if kind == "default":
         return {"rope_theta": theta}
     if kind != "llama3":

@@ -16,6 +16,7 @@ from stepgraph.errors import unknown_name
 from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.init import Part, init_parameters
 from stepgraph.models.rope import RopeScaling, apply_rope, rope_tables
+from stepgraph.models.swiglu import SwiGLU
 
 AttentionName = Literal["sdpa", "flex"]
 
@@ -114,22 +115,6 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
-class MLP(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``.
-
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
-    """
-
-    def __init__(self, config: Llama3Config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
@@ -138,7 +123,7 @@ class Block(nn.Module):
         self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = SwiGLU(config.dim, config.ffn_dim)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, block_mask: BlockMask | None

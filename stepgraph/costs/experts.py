@@ -1,0 +1,51 @@
+"""Rows of experts: how many of a buffer's rows routing fills, and the products of them.
+
+A buffer that a rank receives rows of other ranks in has a fixed size, larger than balanced routing needs. Grouped
+products stop at the last row of the last expert; everything else, the exchange too, works on the whole buffer.
+"""
+
+import torch
+from torch import fx
+
+import stepgraph.kernels.moe  # noqa: F401  (registers its operators)
+from stepgraph.graph.collectives import stage_of
+from stepgraph.graph.facts import argument
+from stepgraph.graph.provenance import role_of
+
+ours = torch.ops.stepgraph
+
+#: Products of the rows of all experts.
+GROUPED = {
+    ours.grouped_mm.default,
+    ours.grouped_mm_weight.default,
+    torch.ops.aten._grouped_mm.default,
+}
+
+
+def filled(graph: fx.Graph, load: float = 1.0) -> dict[int, float]:
+    """The share of its rows that routing fills, of each size of buffer that experts receive rows in.
+
+    ``load``: rows that this rank receives over the mean of all ranks. On average a rank receives as many as it sends,
+    one for each of its tokens' slots.
+    """
+    shares: dict[int, float] = {}
+    for node in graph.nodes:
+        role = role_of(node)
+        if stage_of(node) == "begin" and role and role.kind == "dispatch":
+            sent = node.all_input_nodes[0]
+            if sent.target is ours.gather_rows.default:
+                rows = sent.meta["val"].shape[0]
+                shares[rows] = min(1.0, load * argument(sent, "places").meta["val"].numel() / rows)
+    return shares
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """Whether the node is a product of the rows of all experts."""
+    return node.target in GROUPED
+
+
+def rows_of(node: fx.Node) -> int:
+    """Rows that the grouped product ``node`` works on."""
+    first = node.args[0].meta["val"]  # of torch's products that of a weight's gradient has them in columns
+    weights = node.target is torch.ops.aten._grouped_mm.default and node.args[1].meta["val"].ndim == 2
+    return first.shape[1 if weights else 0]

@@ -1,0 +1,63 @@
+"""Products of experts' rows: FLOPs of the rows that routing fills, by hand."""
+
+import pytest
+import torch
+
+import stepgraph.kernels.moe  # noqa: F401  (registers its operators)
+from stepgraph.costs.experts import filled
+from stepgraph.costs.flops import flops
+from stepgraph.costs.fusion import Fusion
+from stepgraph.costs.hardware import GPUS, GROUPED_REACHED
+from stepgraph.costs.roofline import Roofline
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.provenance import Role, set_role
+from tests.costs.graphs import Hand, aten
+
+c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
+TOKENS, SLOTS, DIM, FFN, HERE, ROWS = 4096, 8, 2048, 1024, 4, 2 * 4096 * 8  # room for twice the balanced load
+PRODUCT = 2 * ROWS * DIM * FFN
+
+
+def layer(kind="dispatch"):
+    """Rows gathered, exchanged in a buffer of twice their number, and multiplied, forward and weights' gradient."""
+    hand = Hand()
+    x = hand.input(TOKENS, DIM, dtype=torch.bfloat16)
+    places, order = hand.input(TOKENS, SLOTS, dtype=torch.int32), hand.input(ROWS, dtype=torch.int32)
+    weight, offsets = hand.input(HERE, DIM, FFN, dtype=torch.bfloat16), hand.input(HERE, dtype=torch.int32)
+    rows = hand(ours.gather_rows.default, x, places, order, ROWS)
+    there = hand(c10d.all_to_all_single.default, rows, [ROWS // 2] * 2, [ROWS // 2] * 2, "ep", val=rows.meta["val"])
+    set_role(there, Role(kind, (), "ep"))
+    y = hand(ours.grouped_mm.default, there, weight, offsets)
+    return hand.graph, y, hand(ours.grouped_mm_weight.default, there, y, offsets)
+
+
+def cost(graph, load):
+    aliases = Aliases(graph)
+    return Roofline(graph, aliases, Fusion(graph, aliases, fused=False), GPUS["h200"], load)
+
+
+def test_products_stop_at_the_last_row():
+    graph, y, gradient = layer()
+    assert flops(y) == flops(gradient) == PRODUCT
+    assert filled(graph) == {ROWS: 0.5} and filled(graph, 1.5) == {ROWS: 0.75}
+    assert filled(graph, 4) == {ROWS: 1.0}  # no more than there is room for
+    for load, share in ((1.0, 0.5), (1.5, 0.75)):
+        found = cost(graph, load)
+        assert found.flops == 2 * share * PRODUCT
+        assert found.seconds[y] == pytest.approx(share * PRODUCT / 989.5e12 / GROUPED_REACHED)
+
+
+def test_without_an_exchange_every_row_is_filled():
+    graph, *_ = layer(kind="combine")
+    assert filled(graph) == {} and cost(graph, 1.0).flops == 2 * PRODUCT
+
+
+def test_torchs_products_count_alike():
+    hand = Hand()
+    rows, weight = hand.input(64, 16, dtype=torch.bfloat16), hand.input(2, 16, 32, dtype=torch.bfloat16)
+    offsets = hand.input(2, dtype=torch.int32)
+    y = hand(aten._grouped_mm.default, rows, weight, offsets)
+    columns = hand(aten.t.default, rows)
+    gradient = hand(aten._grouped_mm.default, columns, y, offsets)
+    assert tuple(gradient.meta["val"].shape) == (2, 16, 32)
+    assert flops(y) == flops(gradient) == 2 * 64 * 16 * 32
