@@ -327,10 +327,6 @@ class _Trace:
         written = kept.written() if skip.flag is not None else []
         attribute = self.recorder.attribute
         self.updated = self.update.record(groups, grads, flat, attribute, skip) if self.update else set()
-<<<<<<< HEAD
-        if skip.flag is not None:
-            kept.restore(flat, written, self.updated, skip)
-=======
         if self.update:
             with self.reads.noted():
                 metrics, changed = traced_end_of_step(self.recorder, self.model, self.slots, tensors, flat)
@@ -338,7 +334,6 @@ class _Trace:
             outputs.extend(OutputSpec("metric", name) for name in metrics)
             written = sorted({*written, *changed}) if skip.flag is not None else []
         kept.restore(flat, written, skip)
->>>>>>> main
         if self.guard.skip_nonfinite:
             results.append(skip.flag)
             outputs.append(OutputSpec("metric", "skipped"))

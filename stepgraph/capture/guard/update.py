@@ -5,7 +5,7 @@ buffers above all, is kept from before the step in inputs of kind ``before``, an
 is left out. Nothing of this waits for the host. With no condition the guard adds no node.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -62,23 +62,23 @@ def _groups(slots: Sequence[Slot]) -> list[dist.ProcessGroup]:
 
 class Kept:
     """The slots of one graph as they were before the step. ``entries``: where each is among the inputs. ``written``:
-    those that another graph of the step writes."""
+    those that forward writes; None: those that the running trace has written by the time of the update."""
 
-    def __init__(self, entries: Entries, inputs: Inputs, written: Sequence[int] = ()):
-        self.entries, self._elsewhere = entries, written
+    def __init__(self, entries: Entries, inputs: Inputs, written: Sequence[int] | None = None):
+        self.entries, self._written = entries, written
         self._places = [inputs.add_before(where) for where, _ in entries]
 
     def written(self) -> list[int]:
-        """The slots that have been written by now."""
+        """The slots that forward wrote."""
+        if self._written is not None:
+            return list(self._written)
         graph = compat.graph_of_trace()
         writes, nodes = Aliases(graph).writes, graph.find_nodes(op="placeholder")
-        here = [i for i, (where, _) in enumerate(self.entries) if any(writes.get(node) for node in nodes[where])]
-        return [*self._elsewhere, *(i for i in here if i not in self._elsewhere)]
+        return [i for i, (where, _) in enumerate(self.entries) if any(writes.get(node) for node in nodes[where])]
 
-    def restore(self, flat: Sequence[torch.Tensor], written: Iterable[int], updated: Set[int], skip: Skip) -> None:
-        """Write back what slots were before the step, if its update is left out: those ``written`` before the update,
-        and those written since that the update has not ``updated``, which heeds ``skip`` itself."""
-        for i in sorted({*written, *(i for i in self.written() if i not in updated)}):
+    def restore(self, flat: Sequence[torch.Tensor], written: Iterable[int], skip: Skip) -> None:
+        """Write back what the slots ``written`` were before the step, if its update is left out."""
+        for i in written:
             where, _ = self.entries[i]
             for now, before in zip(flat[where], flat[self._places[i]], strict=True):
                 now.copy_(skip.kept(before, now))
