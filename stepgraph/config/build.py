@@ -59,7 +59,8 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
         else:  # fp32 shards, which bf16 training gathers in bf16
             plan = family_of(config.model).tp_plan(config.model)
             dtypes = {"param_dtype": torch.bfloat16 if bf16 else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
-            parallel.parallelize(model, mesh, plan, device=device, **dtypes)
+            capacity = config.expert_capacity
+            parallel.parallelize(model, mesh, plan, device=device, expert_capacity=capacity, **dtypes)
     except RuntimeError as failure:
         if not is_out_of_memory(failure):
             raise

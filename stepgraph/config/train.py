@@ -94,7 +94,10 @@ class _Training:
 
     # -- parallelism --------------------------------------------------------------------------------------------------
     mesh: str | None = None
-    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, and tp=N. None: one process, one device."""
+    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, ep=N of them. None: one device."""
+
+    expert_capacity: float = 2.0
+    """With ep: room for exchanges, as a multiple of balanced load. A step that needs more is repeated with more."""
 
     nproc: int | None = None
     """Start so many processes, one a device, on this machine. Not with torchrun, which starts them itself."""
@@ -177,7 +180,7 @@ class TrainConfig(StepOptions, _Training):
         """Raises ValueError, in one line, for the first option that cannot be right. Reads no data."""
         for name in (
             *("seq_len", "batch_size", "accumulate", "steps", "lr", "eps", "log_every", "val_batches"),
-            *("keep_checkpoints", "comm_timeout", "max_skipped"),
+            *("keep_checkpoints", "comm_timeout", "max_skipped", "expert_capacity"),
         ):
             self._require(name, lambda value: value > 0, "above 0")
         for name in ("seed", "warmup_steps", "weight_decay", "val_every", "checkpoint_every", "max_restarts"):

@@ -9,6 +9,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.models.moe.decoder import MoEDecoder
+from stepgraph.parallel.experts import exchange_over, expert_paths, expert_splits
 from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout
 from stepgraph.parallel.mesh import Mesh
@@ -24,6 +25,7 @@ def parallelize(
     device: torch.device | str | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
+    expert_capacity: float = 2.0,
 ) -> nn.Module:
     """Shard the parameters of ``model`` over ``mesh``, in place, and return it.
 
@@ -38,6 +40,8 @@ def parallelize(
         device: where the shards live; None: where the parameters are.
         param_dtype: dtype that parameters are gathered and used in; None: their own.
         reduce_dtype: dtype that gradients are reduced in.
+        expert_capacity: with ``ep``, the rows that a rank has room to send to another at first, as a multiple of those
+            under balanced load. A step that needs more is repeated with more (see `stepgraph.parallel.experts`).
 
     Raises ``ValueError`` for a plan that does not cover the model or that ``tp`` does not divide, and for a model that
     is parallel already.
@@ -52,6 +56,9 @@ def parallelize(
         at = device or next(model.parameters()).device
         place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)
         register_place(model, place)  # for the loss
+    experts = expert_paths(model, mesh.spec) if mesh.experts is not None else set()
+    if experts:
+        exchange_over(model, mesh.experts, expert_capacity)
     fsdp = mesh.axis("dp_shard") is not None
     stored: dict[int, tuple[nn.Parameter, Layout]] = {}
     for path, module in list(model.named_modules()):
@@ -60,10 +67,13 @@ def parallelize(
         for name, param in module._parameters.items():
             if param is None:
                 continue
-            splits = [("tp", style.split[name])] if style and name in style.split else []
-            splits += [("dp_shard", 0)] if fsdp and param.ndim else []
+            if path in experts:
+                axes, splits = mesh.experts, expert_splits(param.shape, mesh.experts)
+            else:
+                axes, splits = mesh, [("tp", style.split[name])] if style and name in style.split else []
+                splits += [("dp_shard", 0)] if fsdp and param.ndim else []
             dtype = param_dtype if param_dtype and param.is_floating_point() else param.dtype
-            layout = Layout(param.shape, mesh, tuple(splits), dtype, reduce_dtype)
+            layout = Layout(param.shape, axes, tuple(splits), dtype, reduce_dtype)
             shard, first = stored.setdefault(id(param), (_shard(param, layout, device), layout))
             if layout.splits != first.splits:  # a tied parameter
                 full = f"{path}.{name}"
@@ -93,9 +103,9 @@ def _with_mesh(forward, tp, module, base, *args):
 
 def _shard(param: nn.Parameter, layout: Layout, device: torch.device | str | None) -> nn.Parameter:
     local = torch.empty(layout.local_shape, dtype=param.dtype, device=device or param.device)
+    if layout.padded:
+        local.zero_()
     if not param.is_meta:
         part = param[tuple(slice(start, stop) for start, stop in layout.region)] if param.ndim else param
         layout.own(local).copy_(part)
-    if layout.padded:
-        local[layout.own(local).shape[0] :].zero_()
     return nn.Parameter(layout.store(local), requires_grad=param.requires_grad)

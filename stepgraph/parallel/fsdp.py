@@ -31,11 +31,27 @@ def unshard(stored: DTensor, layout: Layout) -> torch.Tensor:
         local = stored.redistribute(placements=reduced, **casts).to_local(grad_placements=layout.unreduced())
     else:
         local = stored.to_local()
+    if mesh.divisor > 1:
+        local = _DividedGradient.apply(local, mesh.divisor)
     if not layout.sharded:
         return local if local.dtype == layout.param_dtype else local.to(layout.param_dtype)
-    shard = DTensor.from_local(local, mesh.axis("dp_shard"), [Shard(0)], run_check=False)
-    whole = shard.redistribute(placements=[Replicate()], **dtypes).to_local(grad_placements=[Partial("avg")])
-    return whole[: layout.rows] if layout.padded else whole
+    dim, op = layout.shard_dim, "avg" if mesh.shard in mesh.averaged else "sum"
+    shard = DTensor.from_local(local, mesh.axis(mesh.shard), [Shard(dim)], run_check=False)
+    whole = shard.redistribute(placements=[Replicate()], **dtypes).to_local(grad_placements=[Partial(op)])
+    return whole.narrow(dim, 0, layout.rows) if layout.padded else whole
+
+
+class _DividedGradient(torch.autograd.Function):
+    """The tensor as it is, its gradient divided by ``divisor``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, divisor: int) -> torch.Tensor:
+        ctx.divisor = divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / ctx.divisor, None
 
 
 def parametrize(module: nn.Module, layouts: dict[str, Layout], forward: Callable | None) -> None:

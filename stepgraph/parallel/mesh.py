@@ -1,9 +1,13 @@
-"""The mesh of a run: ``--mesh fsdp=4,tp=2`` to ranks, process groups and their slices."""
+"""The mesh of a run: ``--mesh fsdp=4,tp=2,ep=2`` to ranks, process groups and their slices.
+
+Experts see the same ranks as another mesh: ``ep`` of them, neighbours, share the experts among them, and what is left
+of shards and tensor-parallel ranks (to experts, they too bring tokens of their own) shards each expert's weights.
+"""
 
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -31,11 +35,24 @@ class MeshSpec:
     """Ranks that shard parameters, gradients and optimizer state (FSDP)."""
     tp: int = _axis()
     """Tensor-parallel ranks."""
+    ep: int = field(default=1, metadata={"divides": True})
+    """Expert-parallel ranks, among those of the axes above: no axis of its own."""
+
+    def __post_init__(self) -> None:
+        inner = self._inner
+        if inner % self.ep:
+            fits = [n for n in range(1, inner + 1) if inner % n == 0]
+            near = [*[n for n in fits if n < self.ep][-1:], *[n for n in fits if n > self.ep][:1]]
+            raise ValueError(
+                f"mesh {self}: ep={self.ep} does not divide its {inner} ranks of shards and tp; try "
+                + " or ".join(f"ep={n}" for n in near)
+            )
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
-        """``fsdp=N``, ``ddp=N`` or ``hsdp=REPLICASxSHARDS``, and ``tp=N``, joined by commas; ``ValueError`` else."""
-        forms = _DATA_FORMS | {name: (name,) for name in MODEL_AXES}
+        """``fsdp=N``, ``ddp=N`` or ``hsdp=REPLICASxSHARDS``, ``tp=N`` and ``ep=N``, joined by commas; ``ValueError``
+        else. Without a data-parallel axis, ``ep`` comes with as many shards as it needs."""
+        forms = _DATA_FORMS | {name: (name,) for name in (*MODEL_AXES, "ep")}
         found: dict[str, tuple[int, ...]] = {}
         for part in text.split(","):
             form, _, value = part.strip().partition("=")
@@ -52,17 +69,34 @@ class MeshSpec:
             raise ValueError(
                 f"mesh {text!r} has two data-parallel axes; shards with replicas are hsdp={replicas}x{shards}"
             )
-        return cls(**{name: n for form, sizes in found.items() for name, n in zip(forms[form], sizes, strict=True)})
+        sizes = {name: n for form, given in found.items() for name, n in zip(forms[form], given, strict=True)}
+        if "ep" in found and not found.keys() & _DATA_FORMS.keys():
+            sizes["dp_shard"] = sizes["ep"] // math.gcd(sizes["ep"], sizes.get("tp", 1))
+        return cls(**sizes)
 
     def __str__(self) -> str:
         form = "fsdp" if self.dp_replicate == 1 else "ddp" if self.dp_shard == 1 else "hsdp"
         data = f"{form}={'x'.join(str(self.sizes[name]) for name in _DATA_FORMS[form])}"
-        return ",".join([data, *(f"{name}={self.sizes[name]}" for name in MODEL_AXES if self.sizes[name] > 1)])
+        others = {name: self.sizes[name] for name in MODEL_AXES} | {"ep": self.ep}
+        return ",".join([data, *(f"{name}={size}" for name, size in others.items() if size > 1)])
 
     @property
     def sizes(self) -> dict[str, int]:
         """The size of every axis, in the order in which ranks count."""
-        return {axis.name: getattr(self, axis.name) for axis in fields(self)}
+        return {name: getattr(self, name) for name in _AXES}
+
+    @property
+    def _inner(self) -> int:
+        """Ranks that ``ep`` divides: those of the shards, or of the replicas where nothing is sharded, and of tp."""
+        return (self.dp_replicate if self.dp_shard == 1 else self.dp_shard) * self.tp
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """The size of every axis of the experts' mesh, in the order in which ranks count."""
+        left = self._inner // self.ep
+        if self.dp_shard == 1 and self.dp_replicate > 1:
+            return {"ep_replicate": left, "ep_shard": 1, "ep": self.ep}
+        return {"ep_replicate": self.dp_replicate, "ep_shard": left, "ep": self.ep}
 
     @property
     def size(self) -> int:
@@ -86,7 +120,7 @@ class MeshSpec:
 
     def check_divides(self, sizes: dict[str, int], axis: str = "tp") -> None:
         """``ValueError`` unless ``axis`` divides every one of ``sizes`` (name -> size), with values that do."""
-        ranks = self.sizes[axis]
+        ranks = getattr(self, axis)
         for name, size in sizes.items():
             if size % ranks:
                 fits = [n for n in range(1, size + 1) if all(other % n == 0 for other in sizes.values())]
@@ -97,8 +131,9 @@ class MeshSpec:
 
 
 #: Axes whose ranks read data of their own, and those whose ranks share it, each in the order in which ranks count.
-DATA_AXES = tuple(axis.name for axis in fields(MeshSpec) if axis.metadata["data"])
-MODEL_AXES = tuple(axis.name for axis in fields(MeshSpec) if not axis.metadata["data"])
+_AXES = tuple(axis.name for axis in fields(MeshSpec) if "data" in axis.metadata)
+DATA_AXES = tuple(axis.name for axis in fields(MeshSpec) if axis.metadata.get("data"))
+MODEL_AXES = tuple(name for name in _AXES if name not in DATA_AXES)
 #: What the text calls the data-parallel axes; every other axis has its own name.
 _DATA_FORMS = {"fsdp": ("dp_shard",), "ddp": ("dp_replicate",), "hsdp": ("dp_replicate", "dp_shard")}
 
@@ -110,9 +145,11 @@ def _nearest(spec: MeshSpec, world: int) -> MeshSpec:
         found[name] = _divisor(left, spec.sizes[name])
         left //= found[name]
     if spec.dp_shard == 1 and spec.dp_replicate > 1:
-        return MeshSpec(dp_replicate=left, **found)
-    replicate = _divisor(left, spec.dp_replicate)
-    return MeshSpec(dp_replicate=replicate, dp_shard=left // replicate, **found)
+        near = MeshSpec(dp_replicate=left, **found)
+    else:
+        replicate = _divisor(left, spec.dp_replicate)
+        near = MeshSpec(dp_replicate=replicate, dp_shard=left // replicate, **found)
+    return replace(near, ep=_divisor(near._inner, spec.ep))
 
 
 def _divisor(number: int, limit: int) -> int:
@@ -120,21 +157,24 @@ def _divisor(number: int, limit: int) -> int:
     return max(n for n in range(1, min(limit, number) + 1) if number % n == 0)
 
 
-class Mesh:
-    """A mesh with its process groups: built on every rank, in the same order, under an initialized process group.
+class Axes:
+    """The ranks of a run along named axes, with their process groups: built on every rank, in the same order, under an
+    initialized process group.
 
-    ``spec``: its sizes. ``devices``: the ``DeviceMesh`` of the axes above 1 (at least one), those that count fastest
-    first: where both ``tp`` and ``dp_shard`` split a dimension, FSDP then splits what tensor parallelism left, and a
-    gather over ``dp_shard`` is contiguous.
+    ``devices``: the ``DeviceMesh`` of the axes above 1 (at least one), those that count fastest first: where two split
+    a dimension, as ``tp`` and ``dp_shard`` do, FSDP splits what the other left, and a gather over it is contiguous.
+    ``shard``: the axis of FSDP. ``averaged``: axes over whose ranks gradients are averaged; over those of others they
+    are summed, and then divided by ``divisor``.
     """
 
-    def __init__(self, spec: MeshSpec, device_type: str):
-        spec.check_world(dist.get_world_size())
-        self.spec = spec
-        ranks = torch.arange(spec.size).view(*spec.sizes.values())
+    def __init__(
+        self, sizes: dict[str, int], device_type: str, *, shard: str, averaged: tuple[str, ...] = (), divisor: int = 1
+    ):
+        self.sizes, self.shard, self.averaged, self.divisor = sizes, shard, averaged, divisor
+        ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
         ranks = ranks.permute(*reversed(range(ranks.ndim)))
-        self.names = tuple(name for name in reversed(spec.sizes) if spec.sizes[name] > 1) or ("dp_shard",)
-        ranks = ranks.reshape([spec.sizes[name] for name in self.names])
+        self.names = tuple(name for name in reversed(sizes) if sizes[name] > 1) or (shard,)
+        ranks = ranks.reshape([sizes[name] for name in self.names])
         with compat.single_gloo_thread():
             self.devices = _device_mesh(device_type, ranks, self.names)
         # Slices are made here, once: torch 2.11 cannot make them during a trace.
@@ -151,6 +191,26 @@ class Mesh:
         """This rank's place along ``name``; 0 where the mesh lacks it."""
         return self._coordinate.get(name, 0)
 
+    def __deepcopy__(self, memo: dict) -> "Axes":
+        return self  # process groups belong to the process, whatever copies of a model there are
+
+    def placements(self, of: Callable[[str], Placement]) -> tuple[Placement, ...]:
+        """What ``of`` says of each of the mesh's axes, in their order."""
+        return tuple(map(of, self.names))
+
+
+class Mesh(Axes):
+    """A mesh with its process groups. ``spec``: its sizes. ``experts``: the mesh as experts see it; None without ep."""
+
+    def __init__(self, spec: MeshSpec, device_type: str):
+        spec.check_world(dist.get_world_size())
+        self.spec = spec
+        super().__init__(spec.sizes, device_type, shard="dp_shard", averaged=DATA_AXES)
+        self.experts: Axes | None = None
+        if spec.ep > 1:
+            # Each rank's loss is its own, and an expert gets gradients of the tokens of all ranks that share it.
+            self.experts = Axes(spec.expert_sizes, device_type, shard="ep_shard", divisor=spec.dp)
+
     @property
     def dp_place(self) -> int:
         """This rank's place among the ``spec.dp`` ranks that read data of their own."""
@@ -159,17 +219,12 @@ class Mesh:
             place = place * self.spec.sizes[name] + self.place(name)
         return place
 
-    def __deepcopy__(self, memo: dict) -> "Mesh":
-        return self  # process groups belong to the process, whatever copies of a model there are
-
-    def placements(self, of: Callable[[str], Placement]) -> tuple[Placement, ...]:
-        """What ``of`` says of each of the mesh's axes, in their order."""
-        return tuple(map(of, self.names))
-
 
 def _device_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """A ``DeviceMesh`` whose collectives are safe while several are in flight: one axis over all ranks would otherwise
-    have the default process group, with as many threads as whoever opened it gave it."""
-    if len(names) == 1 and device_type == "cpu" and compat.several_gloo_threads(dist.group.WORLD):
+    have the default process group, with as many threads as whoever opened it gave it. That of experts, whose exchanges
+    run beside other collectives, never is another mesh's."""
+    several = device_type == "cpu" and compat.several_gloo_threads(dist.group.WORLD)
+    if len(names) == 1 and (several or names == ("ep",)):
         return DeviceMesh.from_group(dist.new_group(), device_type, mesh_dim_names=names)
     return DeviceMesh(device_type, ranks, mesh_dim_names=names)
