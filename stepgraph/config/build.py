@@ -59,8 +59,8 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
         else:  # fp32 shards, which bf16 training gathers in bf16
             plan = family_of(config.model).tp_plan(config.model)
             dtypes = {"param_dtype": torch.bfloat16 if bf16 else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
-            capacity = config.expert_capacity
-            parallel.parallelize(model, mesh, plan, device=device, expert_capacity=capacity, **dtypes)
+            experts = {"expert_capacity": config.expert_capacity, "expert_chunks": config.expert_chunks}
+            parallel.parallelize(model, mesh, plan, device=device, **experts, **dtypes)
     except RuntimeError as failure:
         if not is_out_of_memory(failure):
             raise

@@ -99,6 +99,9 @@ class _Training:
     expert_capacity: float = 2.0
     """With ep: room for exchanges, as a multiple of balanced load. A step that needs more is repeated with more."""
 
+    expert_chunks: int = 1
+    """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
+
     nproc: int | None = None
     """Start so many processes, one a device, on this machine. Not with torchrun, which starts them itself."""
 
@@ -180,7 +183,7 @@ class TrainConfig(StepOptions, _Training):
         """Raises ValueError, in one line, for the first option that cannot be right. Reads no data."""
         for name in (
             *("seq_len", "batch_size", "accumulate", "steps", "lr", "eps", "log_every", "val_batches"),
-            *("keep_checkpoints", "comm_timeout", "max_skipped", "expert_capacity"),
+            *("keep_checkpoints", "comm_timeout", "max_skipped", "expert_capacity", "expert_chunks"),
         ):
             self._require(name, lambda value: value > 0, "above 0")
         for name in ("seed", "warmup_steps", "weight_decay", "val_every", "checkpoint_every", "max_restarts"):
@@ -232,6 +235,8 @@ class TrainConfig(StepOptions, _Training):
             return
         if self.nproc is not None:
             spec.check_world(self.nproc)
+        if self.expert_chunks > 1 and spec.ep == 1:
+            raise ValueError(f"expert_chunks={self.expert_chunks} is about ep and there is none: add ep=2 to the mesh")
         sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.models.moe.decoder import MoEDecoder
+from stepgraph.parallel.expert_chunks import chunk_experts
 from stepgraph.parallel.experts import exchange_over, expert_paths, expert_splits
 from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout
@@ -26,6 +27,7 @@ def parallelize(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     expert_capacity: float = 2.0,
+    expert_chunks: int = 1,
 ) -> nn.Module:
     """Shard the parameters of ``model`` over ``mesh``, in place, and return it.
 
@@ -42,6 +44,8 @@ def parallelize(
         reduce_dtype: dtype that gradients are reduced in.
         expert_capacity: with ``ep``, the rows that a rank has room to send to another at first, as a multiple of those
             under balanced load. A step that needs more is repeated with more (see `stepgraph.parallel.experts`).
+        expert_chunks: with ``ep``, the parts that a layer of experts takes its tokens in, one after the other: one
+            travels while another is computed (see `stepgraph.parallel.expert_chunks`).
 
     Raises ``ValueError`` for a plan that does not cover the model or that ``tp`` does not divide, and for a model that
     is parallel already.
@@ -89,6 +93,8 @@ def parallelize(
         for name, buffer in module._buffers.items():
             if buffer is not None and device is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+    if experts:
+        chunk_experts(model, expert_chunks)
     return model
 
 

@@ -8,7 +8,8 @@ A trace records these as plain collectives, and passes bucket and move them.
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (stage 3).
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from stepgraph.parallel.layout import Layout
 
 _LAYOUTS = "_stepgraph_layouts"
+_HELD = "_stepgraph_held"  # gathered parameters by name, inside `gathered_once`
 
 
 def unshard(stored: DTensor, layout: Layout) -> torch.Tensor:
@@ -70,7 +72,35 @@ def parametrize(module: nn.Module, layouts: dict[str, Layout], forward: Callable
 
 
 def _getter(name: str) -> Callable[[nn.Module], torch.Tensor]:
-    return lambda module: unshard(module._parameters[name], getattr(module, _LAYOUTS)[name])
+    def whole(module: nn.Module) -> torch.Tensor:
+        held = vars(module).get(_HELD)
+        if held is not None and name in held:
+            return held[name]
+        found = unshard(module._parameters[name], getattr(module, _LAYOUTS)[name])
+        if held is not None:
+            held[name] = found
+        return found
+
+    return whole
+
+
+@contextlib.contextmanager
+def gathered_once(root: nn.Module) -> Iterator[None]:
+    """Inside, a parameter of ``root`` or of its submodules that is read twice is gathered once, and so is its gradient
+    reduced once."""
+    modules = [module for module in root.modules() if own_layouts(module)]
+    for module in modules:
+        vars(module)[_HELD] = {}
+    try:
+        yield
+    finally:
+        for module in modules:
+            del vars(module)[_HELD]
+
+
+def own_layouts(module: nn.Module) -> dict[str, Layout]:
+    """The layouts of the parameters that are ``module``'s own, by name."""
+    return vars(module).get(_LAYOUTS, {})
 
 
 def layouts(model: nn.Module) -> dict[str, Layout]:
@@ -78,5 +108,5 @@ def layouts(model: nn.Module) -> dict[str, Layout]:
     return {
         f"{path}.{name}" if path else name: layout
         for path, module in model.named_modules()
-        for name, layout in vars(module).get(_LAYOUTS, {}).items()
+        for name, layout in own_layouts(module).items()
     }

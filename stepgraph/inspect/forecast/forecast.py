@@ -117,7 +117,8 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
         program = _captured(config, mesh)
         for step in program.graphs.values():
             rewrite(step, config, gpu)
-        groups = links.groups({name: mesh.axis(name).get_group() for name in mesh.names})
+        axes = [mesh, *([mesh.experts] if mesh.experts else [])]
+        groups = links.groups({name: a.axis(name).get_group() for a in axes for name in a.names})
         cost = step_cost(
             [(graph_cost(step, gpu, groups, fused=config.compiles_all), n) for step, n in program.counted()]
         )
