@@ -234,6 +234,10 @@ class TrainConfig(StepOptions, _Training):
             spec.check_world(self.nproc)
         sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
+        if spec.ep > 1:
+            if not hasattr(self.model, "moe"):
+                raise ValueError(f"mesh {spec} spreads experts and the model has none; drop ep={spec.ep}")
+            spec.check_divides({"model.moe.n_experts": self.model.moe.n_experts}, "ep")
 
     def _validate_optimizer(self) -> None:
         if self.optimizer == "adamw":
