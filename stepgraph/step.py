@@ -22,7 +22,8 @@ from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.passes import Passes, PassReport, StepOptions, prepare, rehearsed, run_passes
+from stepgraph.parallel.pipeline import StageGraphs, check_schedule, pipeline_of
+from stepgraph.passes import Passes, PassReport, StepOptions, around_cut, prepare, rehearsed, run_passes
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.run.bound import UnfitStepError
 from stepgraph.verify import Case, VerifyReport, verify
@@ -120,6 +121,10 @@ class CapturedStep:
         self.passes = passes if isinstance(passes, str | StepOptions) else list(passes)
         self.disable, self.dump = tuple(disable), dump
         self.metrics: dict[str, torch.Tensor] = {}
+        self.pipeline = pipeline_of(model)
+        if self.pipeline is not None:
+            check_schedule(self.pipeline.name, self.pipeline.ranks, accumulate)
+        self.stage_reports: list[PassReport] = []
         self._modules = list(model.modules())
         self._update = Update(optimizer) if optimizer is not None else None
         self._bound: OrderedDict[tuple, BoundStep] = OrderedDict()
@@ -135,6 +140,17 @@ class CapturedStep:
         return self._current.traced.program
 
     @property
+    def waited_s(self) -> float:
+        """Seconds of the latest call that this rank waited for other stages of a pipeline; reading it waits for the
+        call's end."""
+        return self._current.runner.waits.seconds()
+
+    def where(self) -> str:
+        """What a pipeline's call that runs now is in, such as ``forward.1 of microbatch 3``; "" without a pipeline."""
+        now = self._current.runner.now if self.pipeline is not None else None
+        return "" if now is None else str(now)
+
+    @property
     def graphs(self) -> dict[str, StepGraph]:
         """Its graphs by name: ``step``, or with ``accumulate`` above 1 ``microbatch`` and ``update``."""
         return self.program.graphs
@@ -147,7 +163,7 @@ class CapturedStep:
     @property
     def report(self) -> list[PassReport]:
         """Reports of the passes applied to the graphs, one graph after the other."""
-        return [report for graph in self.graphs.values() for report in graph.log]
+        return [*self.stage_reports, *(report for graph in self.graphs.values() for report in graph.log)]
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""
@@ -193,6 +209,8 @@ class CapturedStep:
             stepgraph.CaptureError: as a call of the step.
         """
         _refuse_autocast()
+        if self.pipeline is not None:
+            raise ValueError("verify compares with eager, which runs whole models: verify on a mesh without pp")
         current, metrics = self._current, self.metrics
         try:
             return self._until_fit(lambda: self._verify(batch, locate))[0]
@@ -272,13 +290,34 @@ class CapturedStep:
         if not self._bound:
             self._rehearse(batch, accumulate)
         traced = self._trace(batch, accumulate)
-        several = len(traced.program.graphs) > 1
-        for name, graph in traced.program.graphs.items():
-            dump = self.dump / name if self.dump and several else self.dump
-            for report in run_passes(graph, self.passes, disable=self.disable, dump=dump):
-                report.graph = name
+        if self.pipeline is None:
+            several = len(traced.program.graphs) > 1
+            for name, graph in traced.program.graphs.items():
+                self._rewrite(graph, name, self.passes, name if several else "")
+        else:
+            traced.program = self._staged(traced.program, accumulate)
         bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
         return bound
+
+    def _rewrite(self, graph: StepGraph, name: str, passes: Passes, folder: str) -> None:
+        dump = self.dump / folder if self.dump else None
+        done = len(graph.log)
+        for report in run_passes(graph, passes, disable=self.disable, dump=dump)[done:]:
+            report.graph = name
+
+    def _staged(self, program: StepProgram, accumulate: int) -> StepProgram:
+        """This rank's program in a pipeline: each of its stages is rewritten whole, then cut into what is called."""
+        device = _device_of(self.model)
+        whole, apart = around_cut(self.passes, self.disable, device)
+        staged = StageGraphs(program.graphs["microbatch"], self.pipeline)
+        for stage, graph in staged.whole.items():
+            self._rewrite(graph, f"stage {stage}", whole, f"stage.{stage}")
+        pieces = staged.pieces()
+        for name, graph in pieces.items():
+            self._rewrite(graph, name, apart, name)
+        self._rewrite(program.graphs["update"], "update", self.passes, "update")
+        self.stage_reports = [report for graph in staged.whole.values() for report in graph.log]
+        return staged.program(pieces, program.graphs["update"], accumulate)
 
     def _trace(self, batch: Any, accumulate: int) -> Traced:
         return trace_step(
@@ -289,6 +328,7 @@ class CapturedStep:
             max_grad_norm=self.max_grad_norm,
             accumulate=accumulate,
             skip_nonfinite=self._skip_nonfinite,
+            share=self.pipeline and self.pipeline.share(),
         )
 
     def _rehearse(self, batch: Any, accumulate: int) -> None:
@@ -319,9 +359,9 @@ def _refuse_autocast() -> None:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model is: where its first tensor is."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    """Where the model is: where its first tensor is that is anywhere."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return next((t.device for t in [*(t for t in tensors if not t.is_meta), *tensors]), torch.device("cpu"))
 
 
 def _form(leaf: Any) -> Any:

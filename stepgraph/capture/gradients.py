@@ -7,12 +7,25 @@ memory decides the rounding of norms and what the fused optimizer kernels, which
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.capture.state import Slot, Wrapping, wrap
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.step_graph import StepGraph
+
+
+class AllStages(NamedTuple):
+    """The parameters of all stages of a pipeline, in the order of the model. ``counted``: for each, the index of its
+    gradient, or None where another rank counts it. ``group``: the ranks of the pipeline."""
+
+    params: Sequence[torch.Tensor]
+    counted: Sequence[int | None]
+    group: dist.ProcessGroup
 
 
 def as_accumulated(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -24,17 +37,22 @@ def as_accumulated(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def clip(
-    grads: dict[int, torch.Tensor], params: Sequence[torch.Tensor], max_norm: float
+    grads: dict[int, torch.Tensor],
+    params: Sequence[torch.Tensor],
+    max_norm: float,
+    stages: AllStages | None = None,
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     """Scale gradients to a total 2-norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     ``grads``: local tensors, by index into ``params``. Of parameters that are DTensors, each rank has its shards: their
     norm is that over all of their own mesh, by one all-reduce for each mesh. A plain parameter's gradient counts as it
     is: ranks that are to clip alike hold the same one.
+
+    With ``stages`` the norm is that of all stages of a pipeline, summed in the order of one rank that has them all.
     """
     values = list(grads.values())
     on_cuda = all(g.device.type == "cuda" for g in values)
-    norm = _total_norm(grads, params, on_cuda)
+    norm = _total_norm(grads, params, on_cuda, stages)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if on_cuda:
         clipped = torch.ops.aten._foreach_mul.Tensor(values, scale)
@@ -43,31 +61,47 @@ def clip(
     return dict(zip(grads, clipped, strict=True)), norm
 
 
-def _total_norm(grads: dict[int, torch.Tensor], params: Sequence[torch.Tensor], on_cuda: bool) -> torch.Tensor:
-    by_mesh: dict[Any, dict[int, list[torch.Tensor]]] = {}
-    for i, grad in grads.items():
-        mesh, copies = _mesh_and_copies(params[i])
+def _total_norm(
+    grads: dict[int, torch.Tensor], params: Sequence[torch.Tensor], on_cuda: bool, stages: AllStages | None
+) -> torch.Tensor:
+    members = [(params[i], grad) for i, grad in grads.items()]
+    if stages is not None:
+        members = [(p, None if i is None else grads[i]) for p, i in zip(stages.params, stages.counted, strict=True)]
+    by_mesh: dict[Any, dict[int, list[torch.Tensor | None]]] = {}
+    for param, grad in members:
+        mesh, copies = _mesh_and_copies(param)
         by_mesh.setdefault(mesh, {}).setdefault(copies, []).append(grad)
+    across = [stages.group] if stages is not None else []
     if by_mesh.keys() <= {None}:
-        return torch.nn.utils.get_total_norm(list(grads.values()), 2.0, foreach=on_cuda or None)
+        if not across:
+            return torch.nn.utils.get_total_norm(list(grads.values()), 2.0, foreach=on_cuda or None)
+        (of_all,) = by_mesh[None].values()
+        return torch.linalg.vector_norm(_summed(_norms(of_all, on_cuda), across))
     # As torch does for DTensors: the norm of every gradient over its mesh, then the norm of these. Each rank gives the
     # squares that it has; of a shard that several ranks hold, its share.
     totals = []
     for mesh, by_copies in by_mesh.items():
         total = _joined([_norms(group, on_cuda) ** 2 / copies for copies, group in by_copies.items()])
-        for group in compat.groups_of(mesh) if mesh is not None else ():
-            total = compat.all_reduce(total, "sum", group)
-        totals.append(total)
+        totals.append(_summed(total, [*(compat.groups_of(mesh) if mesh is not None else ()), *across]))
     return torch.linalg.vector_norm(_joined(totals) ** 0.5)
+
+
+def _summed(values: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
+    for group in groups:
+        values = compat.all_reduce(values, "sum", group)
+    return values
 
 
 def _joined(vectors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(vectors) if len(vectors) > 1 else vectors[0]
 
 
-def _norms(grads: list[torch.Tensor], on_cuda: bool) -> torch.Tensor:
-    """The 2-norm of each gradient, as one vector."""
-    return torch.stack(torch._foreach_norm(grads, 2.0) if on_cuda else [torch.linalg.vector_norm(g) for g in grads])
+def _norms(grads: list[torch.Tensor | None], on_cuda: bool) -> torch.Tensor:
+    """The 2-norm of each gradient, as one vector; zero for those that another rank counts."""
+    here = [grad for grad in grads if grad is not None]
+    norms = iter(torch._foreach_norm(here, 2.0) if on_cuda else [torch.linalg.vector_norm(g) for g in here])
+    nothing = here[0].new_zeros(()) if len(here) < len(grads) else None
+    return torch.stack([nothing if grad is None else next(norms) for grad in grads])
 
 
 def _mesh_and_copies(param: torch.Tensor) -> tuple[Any, int]:
@@ -75,6 +109,8 @@ def _mesh_and_copies(param: torch.Tensor) -> tuple[Any, int]:
     if not compat.is_traceable_wrapper_subclass(param):
         return None, 1
     mesh = param.device_mesh
+    if mesh.size() == 1:
+        return None, 1
     return mesh, math.prod(mesh.size(i) for i, placement in enumerate(param.placements) if placement.is_replicate())
 
 
@@ -107,3 +143,19 @@ def land(landing: Sequence[tuple[Slot, Wrapping | None]], grads: Sequence[torch.
             slot.tensor.grad = grad
         else:
             slot.tensor.grad.add_(grad)
+
+
+def add_early(step: StepGraph) -> None:
+    """Move each addition to an accumulator right behind what completes the gradient, which then need not be kept.
+
+    A gradient that forward or the step's inputs hold (backward may hand on such a tensor) is added where it is.
+    """
+    sums, aliases, nodes = set(step.placeholders("accumulator")), Aliases(step.graph), list(step.graph.nodes)
+    for node in list(step.nodes("backward")):
+        if node.op != "call_function" or not node.args or node.args[0] not in sums:
+            continue
+        grad, here = node.args[1], aliases.position[node]
+        if phase_of(grad) == "backward":
+            # Backward of a write into a view, such as ``x[0] = 0``, completes the gradient through a view of it.
+            writes = [place for place in aliases.writes.get(aliases.root(grad), ()) if place < here]
+            nodes[max(aliases.position[grad], *writes, 0)].append(node)

@@ -13,10 +13,11 @@ from stepgraph.graph.step_graph import InputSpec
 
 
 class Inputs:
-    """The inputs of one graph. ``specs``: what they are bound to. ``fakes``: what they are traced with."""
+    """The inputs of one graph. ``specs``: what they are bound to. ``fakes``: what they are traced with. ``home``: the
+    device that tensors on the meta device count as being on."""
 
-    def __init__(self, mode: compat.FakeTensorMode) -> None:
-        self.mode = mode
+    def __init__(self, mode: compat.FakeTensorMode, home: torch.device) -> None:
+        self.mode, self.home = mode, home
         self.specs: list[InputSpec] = []
         self.fakes: list[torch.Tensor] = []
 
@@ -27,7 +28,7 @@ class Inputs:
         for i, t in enumerate(inner):
             live = None if kind == "batch" else t
             self.specs.append(InputSpec(kind, name if len(inner) == 1 else f"{name}#{i}", live))
-            self.fakes.append(fake(self.mode, t))
+            self.fakes.append(fake(self.mode, t, self.home))
         return slice(start, len(self.specs)), wrapping
 
     def add_slots(self, slots: Sequence[Slot]) -> list[tuple[slice, Wrapping | None]]:
@@ -84,10 +85,10 @@ def add_optimizer(
     return groups
 
 
-def fake(mode: compat.FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def fake(mode: compat.FakeTensorMode, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
     if isinstance(tensor, compat.FakeTensor):
         return tensor.detach()
     if tensor.device.type == "meta":
         with mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=home)
     return mode.from_tensor(tensor, static_shapes=True)

@@ -26,11 +26,11 @@ from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
+from stepgraph.capture.stages.share import Share
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
-from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.provenance import Provenance, phase_of, set_provenance
+from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -85,12 +85,16 @@ def trace_step(
     max_grad_norm: float | None = None,
     accumulate: int = 1,
     skip_nonfinite: bool = False,
+    share: Share | None = None,
 ) -> Traced:
     """Capture one training step of ``model``.
 
     The model's tensors may be real, fake, or on the meta device (these are traced as CPU tensors). Nothing is
     computed and the model is unchanged afterwards; only missing optimizer state is created, as eager's first step
     would. Raises `CaptureError` with module path and source line for what cannot be captured.
+
+    ``share``: this rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut; the graph
+    of the update that of the parameters that are here, with the others on the meta device.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
@@ -100,13 +104,13 @@ def trace_step(
     checks.check_batch(leaves)
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
-    given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite)
-    trace = _Trace(*given)
+    given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share
+    trace = StepTrace(*given)
     program = trace.program()
     if trace.changes:
         try:
             with writes.after(model, trace.changes):
-                later = _Trace(*given)
+                later = StepTrace(*given)
                 same = writes.same(program, later.program())
             writes.check(trace.changes, later.changes, same)
         except CaptureError:
@@ -115,7 +119,7 @@ def trace_step(
     return Traced(program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.repairs)
 
 
-class _Trace:
+class StepTrace:
     """One capture: what its graphs have in common."""
 
     def __init__(
@@ -127,9 +131,11 @@ class _Trace:
         max_grad_norm: float | None,
         accumulate: int,
         guard: Guard,
+        share: Share | None = None,
     ):
         self.guard = guard
         self.model, self.loss_fn, self.max_grad_norm, self.accumulate = model, loss_fn, max_grad_norm, accumulate
+        self.share = share
         self.slots = model_slots(model)
         leaves, self.spec = flatten_batch(batch)
         self.leaves = [microbatch(leaf, 0, accumulate) for leaf in leaves]
@@ -141,6 +147,7 @@ class _Trace:
         self.stateless = self.update.without_state() if self.update else []
         self.recorder = Recorder(model)
         live = [t for slot in self.slots for t in unwrap(slot.tensor.detach())[0]]
+        self.home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
         self.landing: list[tuple[Slot, Wrapping | None]] = []
         self.reads = Reads(model)
@@ -157,7 +164,7 @@ class _Trace:
 
     def whole(self) -> StepProgram:
         """One graph of forward, loss, backward and update."""
-        inputs = Inputs(self.mode)
+        inputs = Inputs(self.mode, self.home)
         entries = inputs.add_slots(self.slots)
         groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
         kept = Kept(entries, inputs)
@@ -178,7 +185,7 @@ class _Trace:
 
     def accumulation(self) -> StepProgram:
         """The graph of one microbatch, which adds its gradients to accumulators, and the graph of the update."""
-        inputs = Inputs(self.mode)
+        inputs = Inputs(self.mode, self.home)
         entries = inputs.add_slots(self.slots)
         sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in self.trained}
         batch = self._batch_inputs(inputs)
@@ -201,7 +208,7 @@ class _Trace:
 
         with self._dropping_state():
             micro = self._graph(traced, inputs, outputs)
-            _add_early(micro)
+            gradients.add_early(micro)
             return StepProgram.accumulation(micro, self._update_graph(micro, reached), self.accumulate)
 
     def _update_graph(self, micro: StepGraph, reached: Sequence[int]) -> StepGraph:
@@ -210,8 +217,11 @@ class _Trace:
         ``micro``: the graph of a microbatch, which may write to the model and give levels. ``reached``: the slots that
         have gradients.
         """
+        share = self.share
+        stages = share and share.all_stages(self.slots, reached)
+        reached = [i for i in reached if share is None or share.holds(self.slots[i].name)]
         written = written_names(micro)
-        inputs = Inputs(self.mode)
+        inputs = Inputs(self.mode, self.home)
         entries = inputs.add_slots(self.slots)
         groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
         sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in reached}
@@ -223,7 +233,10 @@ class _Trace:
             grads = {i: flat[place] for i, place in sums.items()}
             levels = {name: flat[place] for name, place in stated.items()}
             with self._in_optimizer():
-                return self._finish(flat, self._tensors(flat, entries), grads, groups, levels, kept, outputs)
+                if share:
+                    grads = {i: share.whole(self.slots[i].name, grad) for i, grad in grads.items()}
+                tensors = self._tensors(flat, entries)
+                return self._finish(flat, tensors, grads, groups, levels, kept, outputs, stages)
 
         return self._graph(traced, inputs, outputs)
 
@@ -315,15 +328,16 @@ class _Trace:
         levels: dict[str, torch.Tensor],
         kept: Kept,
         outputs: list[OutputSpec],
+        stages: gradients.AllStages | None = None,
     ) -> list[torch.Tensor]:
         """Clip, update unless a level says no, and return metrics, levels and the gradients that no update took.
         ``outputs`` grows with them."""
         results, norm = [], None
         if self.max_grad_norm is not None:
-            grads, norm = gradients.clip(grads, tensors, self.max_grad_norm)
+            grads, norm = gradients.clip(grads, tensors, self.max_grad_norm, stages)
             results.append(norm)
             outputs.append(OutputSpec("metric", "grad_norm"))
-        skip, levels = self.guard.skip(levels, norm, self.slots)
+        skip, levels = self.guard.skip(levels, norm, self.slots, stages and stages.group)
         written = kept.written() if skip.flag is not None else []
         attribute = self.recorder.attribute
         self.updated = self.update.record(groups, grads, flat, attribute, skip) if self.update else set()
@@ -398,22 +412,6 @@ def _keep_workspaces(step: StepGraph) -> None:
         if any(user.args[1] == 3 and user.users for user in node.users):
             node.target = torch.ops.stepgraph.rnn_layer.default
             node.args = (node.args[0], list(node.args[1:5]), *node.args[5:])
-
-
-def _add_early(step: StepGraph) -> None:
-    """Move each addition to an accumulator right behind what completes the gradient, which then need not be kept.
-
-    A gradient that forward or the step's inputs hold (backward may hand on such a tensor) is added where it is.
-    """
-    sums, aliases, nodes = set(step.placeholders("accumulator")), Aliases(step.graph), list(step.graph.nodes)
-    for node in list(step.nodes("backward")):
-        if node.op != "call_function" or not node.args or node.args[0] not in sums:
-            continue
-        grad, here = node.args[1], aliases.position[node]
-        if phase_of(grad) == "backward":
-            # Backward of a write into a view, such as ``x[0] = 0``, completes the gradient through a view of it.
-            writes = [place for place in aliases.writes.get(aliases.root(grad), ()) if place < here]
-            nodes[max(aliases.position[grad], *writes, 0)].append(node)
 
 
 def _mode_of(live: Sequence[torch.Tensor]) -> compat.FakeTensorMode:

@@ -33,6 +33,7 @@ from stepgraph.compat.distributed import (
     init_fake_world,
     name_group,
     process_group,
+    register_work,
     several_gloo_threads,
     single_gloo_thread,
     symmetric_memory,
@@ -61,6 +62,7 @@ from stepgraph.compat.optimizer import (
     muon_orthogonalized,
     muon_rate,
 )
+from stepgraph.compat.pipelining import pipeline_order
 from stepgraph.compat.tracing import (
     constant_of_trace,
     current_sequence_nr,

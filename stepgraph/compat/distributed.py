@@ -43,6 +43,11 @@ def flight_records(device_type: str) -> list[dict[str, Any]]:
     return pickle.loads(dump(True, False, False)).get("entries", [])  # bytes that torch has just written
 
 
+def register_work(tensor: torch.Tensor, work: torch.distributed.Work) -> None:
+    """``wait_tensor(tensor)`` waits for ``work``."""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
 @contextlib.contextmanager
 def single_gloo_thread() -> Iterator[None]:
     """Gloo groups made inside run their collectives on one thread each.

@@ -60,7 +60,8 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
             plan = family_of(config.model).tp_plan(config.model)
             dtypes = {"param_dtype": torch.bfloat16 if bf16 else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
             experts = {"expert_capacity": config.expert_capacity, "expert_chunks": config.expert_chunks}
-            parallel.parallelize(model, mesh, plan, device=device, **experts, **dtypes)
+            pipeline = _pipeline(config, model, mesh) if mesh.axis("pp") is not None else None
+            parallel.parallelize(model, mesh, plan, device=device, pipeline=pipeline, **experts, **dtypes)
     except RuntimeError as failure:
         if not is_out_of_memory(failure):
             raise
@@ -72,17 +73,24 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
     return model
 
 
+def _pipeline(config: TrainConfig, model: nn.Module, mesh: parallel.Mesh) -> parallel.Pipeline:
+    """The stages of the model, cut by the cost of a microbatch."""
+    shape = (config.batch_size, config.seq_len)
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
+    return parallel.plan_pipeline(model, next_token_loss, batch, mesh, config.pipeline_schedule, config.stage_starts)
+
+
 def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizers:
     """AdamW with fp32 state: matrices decay, vectors (norm weights) do not. bf16 parameters get fp32 masters; shards
     are fp32 themselves. With ``optimizer="muon"`` a list of two: Muon for the matrices of the model's blocks, its steps
     scaled to the size of AdamW's, so that one learning rate serves both; and AdamW for the rest."""
     if config.optimizer == "muon":
         blocks = [model.get_submodule(path) for path in repeated_blocks(model)]
-        matrices = dict.fromkeys(p for block in blocks for p in block.parameters() if p.ndim == 2)
+        matrices = dict.fromkeys(p for block in blocks for p in block.parameters() if p.ndim == 2 and not p.is_meta)
         scaled = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        rest = [p for p in model.parameters() if p not in matrices]
+        rest = [p for p in parallel.held_parameters(model).values() if p not in matrices]
         return [torch.optim.Muon(list(matrices), **scaled), _adamw(config, rest)]
-    return _adamw(config, list(model.parameters()))
+    return _adamw(config, list(parallel.held_parameters(model).values()))
 
 
 def param_groups(optimizer: Optimizers) -> list[dict[str, Any]]:
@@ -96,7 +104,8 @@ def _adamw(config: TrainConfig, params: list[nn.Parameter]) -> torch.optim.Optim
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    if (spec := config.mesh_spec) is None or spec.pp == 1:  # every rank of a pipeline has the same groups
+        groups = [group for group in groups if group["params"]]
     options = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if params[0].dtype == torch.bfloat16:
         return stepgraph.MasterAdamW(groups, **options)

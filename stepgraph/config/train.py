@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 import math
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ import tyro
 
 from stepgraph.errors import unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
-from stepgraph.parallel import MeshSpec
+from stepgraph.parallel import SCHEDULES, MeshSpec, check_schedule
+from stepgraph.parallel.pipeline.layout import check_split
 from stepgraph.passes import StepOptions
 
 #: The shape of a model of any family; the command line has an option for each field of the one that is given.
@@ -94,13 +96,19 @@ class _Training:
 
     # -- parallelism --------------------------------------------------------------------------------------------------
     mesh: str | None = None
-    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, ep=N of them. None: one device."""
+    """Ranks, as in pp=2,fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, pp=N, ep=N. None: one process."""
 
     expert_capacity: float = 2.0
     """With ep: room for exchanges, as a multiple of balanced load. A step that needs more is repeated with more."""
 
     expert_chunks: int = 1
     """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
+
+    pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
+    """With pp in the mesh, the order in which its ranks run the --accumulate microbatches. None: 1f1b."""
+
+    split: str | None = None
+    """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
 
     nproc: int | None = None
     """Start so many processes, one a device, on this machine. Not with torchrun, which starts them itself."""
@@ -226,6 +234,12 @@ class TrainConfig(StepOptions, _Training):
                 f"max_restarts={self.max_restarts} is about the ranks of --nproc: add --nproc, or give it to torchrun"
             )
         spec = self.mesh_spec
+        if spec is None or spec.pp == 1:
+            for name in ("pipeline", "split"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} is about stages and there are none: add pp=2 to --mesh"
+                    )
         if spec is None:
             for name, plain in (("reshard", "auto"), ("reduce_dtype", "fp32")):
                 if getattr(self, name) != plain:
@@ -237,8 +251,51 @@ class TrainConfig(StepOptions, _Training):
             spec.check_world(self.nproc)
         if self.expert_chunks > 1 and spec.ep == 1:
             raise ValueError(f"expert_chunks={self.expert_chunks} is about ep and there is none: add ep=2 to the mesh")
+        self._validate_pipeline(spec)
         sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
+        if spec.ep > 1:
+            if not hasattr(self.model, "moe"):
+                raise ValueError(f"mesh {spec} spreads experts and the model has none; drop ep={spec.ep}")
+            spec.check_divides({"model.moe.n_experts": self.model.moe.n_experts}, "ep")
+
+    def _validate_pipeline(self, spec: MeshSpec) -> None:
+        if spec.pp == 1:
+            return
+        check_schedule(self.pipeline_schedule, spec.pp, self.accumulate)
+        if self.stage_starts is not None:
+            check_split(
+                self.stage_starts,
+                self.model.n_layers,
+                spec.pp * SCHEDULES[self.pipeline_schedule].chunks,
+                self.pipeline_schedule,
+                spec.pp,
+            )
+        refused = {
+            "verify": (self.verify, "compares with eager, which runs whole models"),
+            "any_length": (self.any_length, "compiles whole steps"),
+            "init_from_hf": (self.init_from_hf, "fills whole models"),
+            "export_hf": (self.export_hf, "writes whole models; the checkpoint loads on any mesh"),
+        }
+        for name, (given, why) in refused.items():
+            if given:
+                raise ValueError(
+                    f"{name} {why}, and mesh={self.mesh} cuts the model into stages: drop pp from the mesh"
+                )
+
+    @property
+    def pipeline_schedule(self) -> str:
+        """``pipeline``, or what stands for it."""
+        return self.pipeline or "1f1b"
+
+    @property
+    def stage_starts(self) -> tuple[int, ...] | None:
+        """``split`` as numbers."""
+        if self.split is None:
+            return None
+        if not re.fullmatch(r"\d+(,\d+)*", self.split):
+            raise ValueError(f"split={self.split} must be the first block of each stage, as in 0,9,17,25")
+        return tuple(map(int, self.split.split(",")))
 
     def _validate_optimizer(self) -> None:
         if self.optimizer == "adamw":
@@ -278,6 +335,11 @@ class TrainConfig(StepOptions, _Training):
         allowed = typing.get_args(typing.get_type_hints(TrainConfig)[name])
         if getattr(self, name) not in allowed:
             raise unknown_name(name, getattr(self, name), allowed)
+
+    def line(self) -> str:
+        """Every option and its value, in one line."""
+        values = dataclasses.asdict(self) | {"model": dataclasses.asdict(self.model)}
+        return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
     def to_json(self) -> str:
         """The configuration as a JSON object, paths as they were given; ``model.family`` names the family of models."""

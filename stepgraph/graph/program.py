@@ -1,10 +1,12 @@
 """`StepProgram`: a training step as named graphs and a schedule of calls.
 
 A plain step is one graph, called once. Accumulation is a schedule over two: the graph of one microbatch, called once
-for each, and the graph of the update. Values flow between calls in inputs of kind ``accumulator``, which graphs share
-by name and write in place.
+for each, and the graph of the update. A pipeline is a schedule over the graphs of a rank's stages, with sends and
+receives among the calls. Values flow between calls in inputs of kind ``accumulator``, which graphs share by name and
+write in place, and in outputs of kind ``value``, which inputs of that name read in calls for the same microbatch.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,10 +20,13 @@ class Call:
     graph: str
     microbatch: int | None = None
 
+    def __str__(self) -> str:
+        return self.graph if self.microbatch is None else f"{self.graph} of microbatch {self.microbatch}"
+
 
 @dataclass
 class StepProgram:
-    """``graphs``: by name. ``schedule``: the calls of one step, in order."""
+    """``graphs``: by name, the first of them `main`. ``schedule``: the calls of one step, in order."""
 
     graphs: dict[str, StepGraph]
     schedule: list[Call]
@@ -39,13 +44,13 @@ class StepProgram:
 
     @property
     def main(self) -> StepGraph:
-        """The graph that runs forward and backward."""
-        return self.graphs[self.schedule[0].graph]
+        """The graph that runs forward and backward; of a pipeline, the first forward."""
+        return next(iter(self.graphs.values()))
 
     @property
     def microbatches(self) -> int:
         """Parts that the batch is split into."""
-        return sum(call.microbatch is not None for call in self.schedule)
+        return 1 + max(call.microbatch for call in self.schedule if call.microbatch is not None)
 
     @property
     def capture_s(self) -> float:
@@ -58,6 +63,10 @@ class StepProgram:
             return self.main.text()
         counts = zip(self.graphs, self.counted(), strict=True)
         return "\n".join(f"# {name}, called {n} times a step\n{graph.text()}" for name, (graph, n) in counts)
+
+    def count_by_phase(self) -> dict[str, int]:
+        """Number of operator nodes in each phase, of all graphs."""
+        return dict(sum((Counter(graph.count_by_phase()) for graph in self.graphs.values()), Counter()))
 
     def counted(self) -> Iterator[tuple[StepGraph, int]]:
         """Each graph, with how often a step calls it."""

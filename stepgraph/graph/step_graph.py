@@ -17,13 +17,15 @@ class InputSpec:
     """One placeholder and what it is bound to.
 
     ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch``, ``accumulator`` (the sum of a parameter's
-    gradients over microbatches, which calls of a step add to and nobody reads after it), ``before`` (what a parameter
-    or buffer that forward writes was before the step) or ``level`` (the highest that calls of a step gave, see below).
+    gradients over microbatches, which calls of a step add to and nobody reads after it), ``value`` (what another call
+    for the same microbatch gave), ``loss`` (the sum of what calls gave so far, zero if none did), ``before`` (what a
+    parameter or buffer that forward writes was before the step) or ``level`` (the highest that calls of a step gave,
+    see below).
     ``name``: fully qualified name of the tensor, ``optimizer`` ones as ``<parameter>.<key>``, ``lr`` ones as
     ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``, ``accumulator`` and ``before`` ones as their parameter or
     buffer, ``level`` ones as their condition.
-    ``tensor``: the live local tensor. None where a call brings it (``batch``) or a runner allocates it
-    (``accumulator``, ``before``, ``level``).
+    ``tensor``: the live local tensor. None where a call brings it (``batch``, ``value``, ``loss``) or a runner
+    allocates it (``accumulator``, ``before``, ``level``).
     """
 
     kind: str
@@ -33,8 +35,10 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One output. ``kind``: ``loss``, ``metric`` (``name``: its name), ``grad`` (``name``: its parameter) or ``level``
-    (``name``: the condition that the update depends on, see `stepgraph.capture.guard`)."""
+    """One output. ``kind``: ``loss``, ``total`` (the loss of the whole step, in the place of the sum), ``metric``
+    (``name``: its name), ``grad`` (``name``: its parameter), ``value`` (``name``: that of the inputs that read it),
+    ``arriving`` (a value that is being received) or ``level`` (``name``: the condition that the update depends on, see
+    `stepgraph.capture.guard`)."""
 
     kind: str
     name: str

@@ -14,6 +14,7 @@ from stepgraph.parallel.experts import exchange_over, expert_paths, expert_split
 from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout
 from stepgraph.parallel.mesh import Mesh
+from stepgraph.parallel.pipeline.layout import Pipeline
 from stepgraph.parallel.tensor import check_plan, register_place, style_of
 
 
@@ -28,6 +29,7 @@ def parallelize(
     reduce_dtype: torch.dtype = torch.float32,
     expert_capacity: float = 2.0,
     expert_chunks: int = 1,
+    pipeline: Pipeline | None = None,
 ) -> nn.Module:
     """Shard the parameters of ``model`` over ``mesh``, in place, and return it.
 
@@ -46,12 +48,19 @@ def parallelize(
             under balanced load. A step that needs more is repeated with more (see `stepgraph.parallel.experts`).
         expert_chunks: with ``ep``, the parts that a layer of experts takes its tokens in, one after the other: one
             travels while another is computed (see `stepgraph.parallel.expert_chunks`).
+        pipeline: the model's stages, from `plan_pipeline`. Needed where the mesh has ``pp``. Parameters of other ranks'
+            stages then stay, or go, on the meta device; give an optimizer those that `held_parameters` names.
 
     Raises ``ValueError`` for a plan that does not cover the model or that ``tp`` does not divide, and for a model that
     is parallel already.
     """
     if layouts(model):
         raise ValueError("the model is parallel already; build a new one to parallelize it differently")
+    if (mesh.axis("pp") is None) != (pipeline is None):
+        raise ValueError(
+            f"mesh {mesh.spec} and pipeline={pipeline} do not agree; give parallelize what plan_pipeline made for a "
+            "mesh with pp, and nothing for another"
+        )
     tp = mesh.axis("tp")
     if tp is not None:
         if plan is None:
@@ -63,6 +72,7 @@ def parallelize(
     experts = expert_paths(model, mesh.spec) if mesh.experts is not None else set()
     if experts:
         exchange_over(model, mesh.experts, expert_capacity)
+    elsewhere = _elsewhere(model, pipeline)
     fsdp = mesh.axis("dp_shard") is not None
     stored: dict[int, tuple[nn.Parameter, Layout]] = {}
     for path, module in list(model.named_modules()):
@@ -78,7 +88,9 @@ def parallelize(
                 splits += [("dp_shard", 0)] if fsdp and param.ndim else []
             dtype = param_dtype if param_dtype and param.is_floating_point() else param.dtype
             layout = Layout(param.shape, axes, tuple(splits), dtype, reduce_dtype)
-            shard, first = stored.setdefault(id(param), (_shard(param, layout, device), layout))
+            shard, first = stored.setdefault(
+                id(param), (_shard(param, layout, "meta" if id(param) in elsewhere else device), layout)
+            )
             if layout.splits != first.splits:  # a tied parameter
                 full = f"{path}.{name}"
                 raise ValueError(f"the plan splits {full}, which is tied, in two ways; make its styles agree")
@@ -95,7 +107,19 @@ def parallelize(
                 module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
     if experts:
         chunk_experts(model, expert_chunks)
+    if pipeline is not None:
+        pipeline.attach(model)
     return model
+
+
+def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that this rank holds, by name: all but those of other stages of a pipeline."""
+    return {name: param for name, param in model.named_parameters() if not param.is_meta}
+
+
+def _elsewhere(model: nn.Module, pipeline: Pipeline | None) -> set[int]:
+    """Ids of the parameters that only other ranks of the pipeline hold."""
+    return set() if pipeline is None else {id(p) for name, p in model.named_parameters() if not pipeline.holds(name)}
 
 
 def _sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
@@ -109,9 +133,9 @@ def _with_mesh(forward, tp, module, base, *args):
 
 def _shard(param: nn.Parameter, layout: Layout, device: torch.device | str | None) -> nn.Parameter:
     local = torch.empty(layout.local_shape, dtype=param.dtype, device=device or param.device)
-    if layout.padded:
+    if layout.padded and not local.is_meta:
         local.zero_()
-    if not param.is_meta:
+    if not param.is_meta and not local.is_meta:
         part = param[tuple(slice(start, stop) for start, stop in layout.region)] if param.ndim else param
         layout.own(local).copy_(part)
     return nn.Parameter(layout.store(local), requires_grad=param.requires_grad)

@@ -92,7 +92,9 @@ class Layout:
     def unreduced(self) -> tuple[Placement, ...]:
         """Placements of the gradient after FSDP's reduce-scatter: what is left is to reduce it over the ranks that
         hold the same shard."""
-        return self._placements(lambda axis: Partial("avg" if axis in self.mesh.averaged else "sum"))
+        alone = self.mesh.devices.size() == 1  # in a pipeline without another axis there is nothing to reduce
+        averaged = self.mesh.averaged
+        return self._placements(lambda axis: Replicate() if alone else Partial("avg" if axis in averaged else "sum"))
 
     def _placements(self, unsplit: Callable[[str], Placement]) -> tuple[Placement, ...]:
         dims = dict(self.splits)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,10 +16,12 @@ LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def mean_over_mesh(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The mean of all ranks' ``loss`` on every rank, in value only.
+    """The mean of all ranks' ``loss`` on every rank (of those that share a pipeline's stage), in value only.
 
     The gradient is that of this rank's own loss: the mean over ranks is taken when gradients are reduced.
     """
+    if mesh.stage_group.size() == 1:
+        return loss
     return _Mean.apply(loss, mesh)
 
 
@@ -28,7 +29,8 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         # Ranks of one tp group have the same loss, so the mean over all ranks is that over the data-parallel ones.
-        return compat.all_reduce(loss, "sum", dist.group.WORLD) / mesh.spec.size
+        group = mesh.stage_group
+        return compat.all_reduce(loss, "sum", group) / group.size()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -29,6 +29,8 @@ class MeshSpec:
     """Sizes of a mesh's axes, in the order in which ranks count: the last counts fastest, so that tensor parallelism
     stays among neighbours."""
 
+    pp: int = _axis()
+    """Ranks of a pipeline: each has stages of the model, and all read the same data."""
     dp_replicate: int = _axis(data=True)
     """Ranks that hold the same shards (DDP, the outer axis of HSDP)."""
     dp_shard: int = _axis(data=True)
@@ -40,6 +42,8 @@ class MeshSpec:
 
     def __post_init__(self) -> None:
         inner = self._inner
+        if self.pp > 1 and self.ep > 1:
+            raise ValueError(f"mesh {self} has both pp and ep, which do not go together; drop one of them")
         if inner % self.ep:
             fits = [n for n in range(1, inner + 1) if inner % n == 0]
             near = [*[n for n in fits if n < self.ep][-1:], *[n for n in fits if n > self.ep][:1]]
@@ -158,30 +162,23 @@ def _divisor(number: int, limit: int) -> int:
 
 
 class Axes:
-    """The ranks of a run along named axes, with their process groups: built on every rank, in the same order, under an
-    initialized process group.
+    """Ranks along named axes, with their process groups: built on every rank, in the same order, under an initialized
+    process group.
 
-    ``devices``: the ``DeviceMesh`` of the axes above 1 (at least one), those that count fastest first: where two split
-    a dimension, as ``tp`` and ``dp_shard`` do, FSDP splits what the other left, and a gather over it is contiguous.
-    ``shard``: the axis of FSDP. ``averaged``: axes over whose ranks gradients are averaged; over those of others they
-    are summed, and then divided by ``divisor``.
+    ``sizes``: of the axes. ``devices``: the ``DeviceMesh`` of those above 1 (at least one), whose names are ``names``.
+    Axes that count fastest come first in it: where two split a dimension, as ``tp`` and ``dp_shard`` do, FSDP splits
+    what the other left, and a gather is contiguous. ``shard``: the axis of FSDP. ``averaged``: axes over whose ranks
+    gradients are averaged; over others they are summed, and then divided by ``divisor``.
     """
 
-    def __init__(
-        self, sizes: dict[str, int], device_type: str, *, shard: str, averaged: tuple[str, ...] = (), divisor: int = 1
-    ):
-        self.sizes, self.shard, self.averaged, self.divisor = sizes, shard, averaged, divisor
-        ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
-        ranks = ranks.permute(*reversed(range(ranks.ndim)))
-        self.names = tuple(name for name in reversed(sizes) if sizes[name] > 1) or (shard,)
-        ranks = ranks.reshape([sizes[name] for name in self.names])
-        with compat.single_gloo_thread():
-            self.devices = _device_mesh(device_type, ranks, self.names)
-        # Slices are made here, once: torch 2.11 cannot make them during a trace.
-        single = len(self.names) == 1
-        self._slices = {name: self.devices if single else self.devices[name] for name in self.names}
-        coordinate = self.devices.get_coordinate()
-        self._coordinate = dict(zip(self.names, coordinate, strict=True))
+    sizes: dict[str, int]
+    names: tuple[str, ...]
+    devices: DeviceMesh
+    shard: str
+    averaged: tuple[str, ...] = ()
+    divisor: int = 1
+    _slices: dict[str, DeviceMesh]
+    _coordinate: dict[str, int]
 
     def axis(self, name: str) -> DeviceMesh | None:
         """The one-dimensional mesh of this rank's peers along ``name``; None where the mesh lacks it."""
@@ -200,16 +197,26 @@ class Axes:
 
 
 class Mesh(Axes):
-    """A mesh with its process groups. ``spec``: its sizes. ``experts``: the mesh as experts see it; None without ep."""
+    """The mesh of a run. ``spec``: its sizes. ``devices`` has no ``pp``: it is of the ranks that share a stage.
+    ``stage_group``: their process group. ``experts``: the mesh as experts see it; None without ``ep``."""
+
+    shard, averaged = "dp_shard", ("dp_replicate", "dp_shard")
 
     def __init__(self, spec: MeshSpec, device_type: str):
         spec.check_world(dist.get_world_size())
-        self.spec = spec
-        super().__init__(spec.sizes, device_type, shard="dp_shard", averaged=DATA_AXES)
-        self.experts: Axes | None = None
-        if spec.ep > 1:
-            # Each rank's loss is its own, and an expert gets gradients of the tokens of all ranks that share it.
-            self.experts = Axes(spec.expert_sizes, device_type, shard="ep_shard", divisor=spec.dp)
+        self.spec, self.sizes = spec, spec.sizes
+        names = tuple(name for name in reversed(spec.sizes) if spec.sizes[name] > 1 and name != "pp")
+        self.names = names or ("dp_shard",)
+        every = (*self.names, "pp") if spec.pp > 1 else self.names
+        grid = _device_mesh(device_type, spec.sizes, every)
+        with compat.single_gloo_thread():
+            self.stage_group = _stage_group(spec)
+        # Slices are made here, once: torch 2.11 cannot make them during a trace.
+        self.devices = grid[self.names] if spec.pp > 1 else grid
+        shown = every if spec.pp == 1 else (*names, "pp")  # a pipeline alone has no other axis
+        self._slices = {name: grid if len(every) == 1 else grid[name] for name in shown}
+        self._coordinate = dict(zip(every, grid.get_coordinate(), strict=True))
+        self.experts = ExpertAxes(spec, device_type) if spec.ep > 1 else None
 
     @property
     def dp_place(self) -> int:
@@ -220,11 +227,46 @@ class Mesh(Axes):
         return place
 
 
-def _device_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """A ``DeviceMesh`` whose collectives are safe while several are in flight: one axis over all ranks would otherwise
-    have the default process group, with as many threads as whoever opened it gave it. That of experts, whose exchanges
-    run beside other collectives, never is another mesh's."""
+class ExpertAxes(Axes):
+    """The mesh as experts see it: ``ep``, then what shards or replicates their weights.
+
+    Each rank's loss is its own, and an expert gets gradients of the tokens of all ranks: the mean over data-parallel
+    ranks is the sum, divided by their number.
+    """
+
+    shard = "ep_shard"
+
+    def __init__(self, spec: MeshSpec, device_type: str):
+        self.sizes, self.divisor = spec.expert_sizes, spec.dp
+        self.names = tuple(name for name in reversed(self.sizes) if self.sizes[name] > 1)
+        self.devices = _device_mesh(device_type, self.sizes, self.names)
+        self._slices = {n: self.devices if len(self.names) == 1 else self.devices[n] for n in self.names}
+        self._coordinate = dict(zip(self.names, self.devices.get_coordinate(), strict=True))
+
+
+def _device_mesh(device_type: str, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
+    """The ``DeviceMesh`` of the axes ``names``, those that count fastest first. ``sizes``: of all, in the order of
+    ranks.
+
+    Its collectives are safe while several are in flight: one axis over all ranks would otherwise have the default
+    process group, with as many threads as whoever opened it gave it. That of experts, whose exchanges run beside other
+    collectives, never is another mesh's.
+    """
+    ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    ranks = ranks.permute(*reversed(range(ranks.ndim))).reshape([sizes[name] for name in names])
     several = device_type == "cpu" and compat.several_gloo_threads(dist.group.WORLD)
-    if len(names) == 1 and (several or names == ("ep",)):
-        return DeviceMesh.from_group(dist.new_group(), device_type, mesh_dim_names=names)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+    with compat.single_gloo_thread():
+        if len(names) == 1 and (several or names == ("ep",)):
+            return DeviceMesh.from_group(dist.new_group(), device_type, mesh_dim_names=names)
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+
+def _stage_group(spec: MeshSpec) -> dist.ProcessGroup:
+    """The ranks that share this one's stage of a pipeline; without a pipeline all. Every rank makes all the groups."""
+    found, size = dist.group.WORLD, spec.size // spec.pp
+    for first in range(0, spec.size if spec.pp > 1 else 0, size):
+        ranks = range(first, first + size)
+        group = dist.new_group(list(ranks), group_desc="stage")
+        if dist.get_rank() in ranks:
+            found = group
+    return found

@@ -23,6 +23,8 @@ import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
 import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
+import stepgraph.passes.moe.experts
+import stepgraph.passes.moe.weighting
 import stepgraph.passes.norm.fuse
 import stepgraph.passes.optimizer.expand
 import stepgraph.passes.optimizer.inplace  # noqa: F401  (passes register themselves)
@@ -37,6 +39,8 @@ ORDER = (
     "dead_code",  # what nothing reads
     "index_gradients",  # gradients of an indexing without checking the indices again
     "dedupe_unshards",  # one gather of each parameter per forward or backward
+    "fuse_experts",  # numerics: experts of other libraries by our kernels
+    "weight_experts",  # numerics: experts weighted before their last product
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager

@@ -11,7 +11,7 @@ import torch
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get, provided
 from stepgraph.passes.options import StepOptions
-from stepgraph.passes.order import NAMED, chosen, of_use
+from stepgraph.passes.order import NAMED, ORDER, chosen, of_use
 from stepgraph.passes.target import Target
 from stepgraph.passes.verify import RecordedValues
 
@@ -43,6 +43,16 @@ def prepare(passes: Passes, disable: Sequence[str], device: torch.device) -> Non
     for p in found:
         if p.prepare is not None:
             p.prepare(device)
+
+
+def around_cut(passes: Passes, disable: Sequence[str], device: torch.device) -> tuple[list[Pass], list[Pass]]:
+    """``passes`` for a stage of a pipeline: (those that run on its forward and backward together, those that run on
+    each of the graphs that it is then cut into)."""
+    found = resolve(passes, disable, Target(device.type))
+    check(found)
+    late = ORDER.index("overlap")  # what it moves must stay in the graph that is called
+    at = next((i for i, p in enumerate(found) if p.name in ORDER[late:]), len(found))
+    return found[:at], found[at:]
 
 
 def rehearsed(passes: Passes, disable: Sequence[str], device: torch.device) -> list[Pass] | None:

@@ -50,7 +50,7 @@ class BoundStep:
 
     def __init__(self, traced: Traced, update: Update | None, session: Session, accumulators: Accumulators):
         self.traced, self.update = traced, update
-        self.runner = ProgramRunner(traced.program, traced.tensor_leaves, session, accumulators)
+        self.runner = ProgramRunner(traced.program, session, accumulators)
         self.watch = Watch(traced.slots, update.optimizers if update else ())
         self.plain = Plain(traced.reads)
         self.lrs = {

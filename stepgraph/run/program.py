@@ -1,6 +1,8 @@
 """Runs a step program: the calls of its schedule, one after the other."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +12,10 @@ from stepgraph import compat
 from stepgraph.capture.state import unwrap
 from stepgraph.capture.trace import microbatch
 from stepgraph.graph.collectives import exchanging
-from stepgraph.graph.program import StepProgram
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.program import Call, StepProgram
+from stepgraph.graph.step_graph import OutputSpec, StepGraph
 from stepgraph.kernels.comm.exchange import Session
+from stepgraph.kernels.comm.point_to_point import sent
 from stepgraph.run.cuda_graph import GraphRunner, Shared
 from stepgraph.run.interpreter import Interpreter
 
@@ -79,29 +82,28 @@ class Results:
     levels: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[Tensor] = field(default_factory=list)
 
-    def take(self, step: StepGraph, values: Sequence[Tensor]) -> None:
-        """Add the outputs of one call."""
-        for spec, value in zip(step.outputs, values, strict=True):
-            if spec.kind == "loss":
-                self.loss = value if self.loss is None else self.loss + value
-            elif spec.kind == "metric":
-                self.metrics[spec.name] = value
-            elif spec.kind == "level":
-                self.levels[spec.name] = value
-            else:
-                self.gradients.append(value)
+    def take(self, spec: OutputSpec, value: Tensor) -> None:
+        """Add one output of a call."""
+        if spec.kind == "loss":
+            self.loss = value if self.loss is None else self.loss + value
+        elif spec.kind == "total":
+            self.loss = value
+        elif spec.kind == "metric":
+            self.metrics[spec.name] = value
+        elif spec.kind == "level":
+            self.levels[spec.name] = value
+        else:
+            self.gradients.append(value)
 
 
 class ProgramRunner:
     """Runs the program of a step on the tensors that its inputs are bound to.
 
-    ``tensor_leaves``: which leaves of a batch are tensors. ``session``: the exchanges of the step's ranks.
+    ``session``: the exchanges of the step's ranks.
     """
 
-    def __init__(
-        self, program: StepProgram, tensor_leaves: Sequence[int], session: Session, accumulators: Accumulators
-    ):
-        self.program, self.tensor_leaves, self.session = program, tensor_leaves, session
+    def __init__(self, program: StepProgram, session: Session, accumulators: Accumulators):
+        self.program, self.session = program, session
         self.flat, sums = accumulators.of(program)
         self.scratch = {compat.storage_key(buffer) for buffer in self.flat}
         shared = Shared(session)
@@ -109,9 +111,17 @@ class ProgramRunner:
         self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
         held = {("accumulator", name): value for name, value in sums.items()} | self._own(program)
         self.bound = {
-            name: [held.get((s.kind, s.name), s.tensor) for s in step.inputs if s.kind != "batch"]
+            name: [held.get((spec.kind, spec.name), spec.tensor) for spec in step.inputs]
             for name, step in program.graphs.items()
         }
+        self.given = {
+            name: [(i, spec) for i, spec in enumerate(step.inputs) if spec.kind in ("batch", "value", "loss")]
+            for name, step in program.graphs.items()
+        }
+        self.waits = Waits()
+        self.values = Values(program, self.waits)
+        self.now: Call | None = None
+        """The call that runs; after a failure it stays."""
 
     def _own(self, program: StepProgram) -> dict[tuple[str, str], Tensor]:
         """Memory for state from before the step, and for levels, by kind and name."""
@@ -131,19 +141,33 @@ class ProgramRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> Results:
         """Run one step on the leaves of a batch."""
-        results = Results()
+        results, values = Results(), self.values
+        values.clear()
         with torch.no_grad(), compat.below_autograd(), self.session:
             try:
                 self._begin()
-                for call in self.program.schedule:
+                for i, call in enumerate(self.program.schedule):
+                    self.now = call
                     self.session.fence(self.groups[call.graph])
-                    flat = self._inputs(call.graph, call.microbatch, leaves)
-                    results.take(self.program.graphs[call.graph], self.runners[call.graph](flat))
-                    if call.microbatch is not None:
-                        for name, highest in self.levels.items():
-                            torch.maximum(highest, results.levels[name], out=highest)
+                    flat = self._inputs(i, call, leaves, results.loss)
+                    # The loss is shared when all stages have come to the end.
+                    ends = call.graph == "share_loss"
+                    with self.waits.on(flat[0].device) if ends else contextlib.nullcontext():
+                        made = self.runners[call.graph](flat)
+                    del flat  # and with it what the call was the last to read
+                    for spec, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
+                        if spec.kind in ("value", "arriving"):
+                            values.keep(spec, call.microbatch, value)
+                        else:
+                            results.take(spec, value)
+                        if spec.kind == "level" and call.microbatch is not None and spec.name in self.levels:
+                            highest = self.levels[spec.name]
+                            torch.maximum(highest, value, out=highest)
+                sent(self.session)
+                self.now = None
             except BaseException:  # what the step began would be taken for what the next one begins
                 self.session.forget(frozenset().union(*self.groups.values()))
+                values.clear()
                 raise
         # Clipping may scale an accumulator in place, which the next step clears: the caller's gradient is a copy.
         results.gradients = [g.clone() if compat.storage_key(g) in self.scratch else g for g in results.gradients]
@@ -151,15 +175,90 @@ class ProgramRunner:
 
     def _begin(self) -> None:
         _reset(self.flat)
-        for kept, now in self.kept:
-            kept.copy_(now)
+        self.waits.clear()
+        if self.kept:
+            torch._foreach_copy_(*map(list, zip(*self.kept, strict=True)))
         for level in self.levels.values():
             level.zero_()
 
-    def _inputs(self, graph: str, part: int | None, leaves: Sequence[Any]) -> list[Tensor]:
-        """The inputs of one call; the batch comes last."""
-        if part is None:
-            return self.bound[graph]
-        n = self.program.microbatches
-        parts = (microbatch(leaves[i], part, n) for i in self.tensor_leaves)
-        return self.bound[graph] + [tensor for leaf in parts for tensor in unwrap(leaf)[0]]
+    def _inputs(self, number: int, call: Call, leaves: Sequence[Any], loss: Tensor | None) -> list[Tensor]:
+        """The inputs of the call at place ``number`` of the schedule."""
+        given, flat = self.given[call.graph], list(self.bound[call.graph])
+        n = self.program.microbatches if given else 0
+        parts: dict[str, list[Tensor]] = {}
+        for i, spec in given:
+            if spec.kind == "batch":
+                leaf, _, part = spec.name.removeprefix("batch.").partition("#")
+                if leaf not in parts:
+                    parts[leaf] = unwrap(microbatch(leaves[int(leaf)], call.microbatch, n))[0]
+                flat[i] = parts[leaf][int(part or 0)]
+            elif spec.kind == "value":
+                flat[i] = self.values.read(spec.name, call.microbatch, number)
+            else:
+                like = self.program.graphs[call.graph].placeholders("loss")[0].meta["val"]
+                flat[i] = torch.zeros((), dtype=like.dtype, device=like.device) if loss is None else loss
+        return flat
+
+
+class Values:
+    """What calls of a program give to later ones, by name and microbatch. Each is dropped with its last reader."""
+
+    def __init__(self, program: StepProgram, waits: "Waits"):
+        self.waits = waits
+        self.last: dict[tuple[str, int | None], int] = {}
+        for i, call in enumerate(program.schedule):
+            for spec in program.graphs[call.graph].inputs:
+                if spec.kind == "value":
+                    self.last[spec.name, call.microbatch] = i
+        self.clear()
+
+    def clear(self) -> None:
+        self._held: dict[tuple[str, int | None], Tensor] = {}
+        self._arriving: set[tuple[str, int | None]] = set()
+
+    def keep(self, spec: OutputSpec, microbatch: int | None, value: Tensor) -> None:
+        """A call for ``microbatch`` gave ``value``."""
+        key = spec.name, microbatch
+        if key in self.last:
+            self._held[key] = value
+            if spec.kind == "arriving":
+                self._arriving.add(key)
+
+    def read(self, name: str, microbatch: int | None, call: int) -> Tensor:
+        """The value ``name``, for the call at place ``call`` of the schedule; there by the time it is computed with."""
+        key = name, microbatch
+        if key in self._arriving:
+            self._arriving.remove(key)
+            with self.waits.on(self._held[key].device):
+                torch.ops._c10d_functional.wait_tensor(self._held[key])
+        return self._held.pop(key) if self.last[key] == call else self._held[key]
+
+
+class Waits:
+    """How long a step waits for other stages of a pipeline: on a GPU its stream, on a CPU the process."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._seconds, self._events = 0.0, []
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """What is inside waits."""
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def seconds(self) -> float:
+        """Of the latest step; waits for its end."""
+        for _, end in self._events:
+            end.synchronize()
+        return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3

@@ -24,6 +24,7 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.ranks import Ranks
+from stepgraph.train.bubble import Bubble
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_states, resolve
 from stepgraph.train.data import PackedLoader, open_data, unigram_entropy, validation_batches
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
@@ -34,6 +35,7 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary, require_unused
 from stepgraph.train.records.progress import Progress, format_seconds
+from stepgraph.train.validation import Validation
 from stepgraph.train.verify import NotExactError, verify_step
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
@@ -113,7 +115,7 @@ class Run:
         sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         if mesh is not None:  # ranks of one tp group read the same
             sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
-        self.validation = validation_batches(data.source, data.tokenizer, n=config.val_batches, **sizes)
+        batches = validation_batches(data.source, data.tokenizer, n=config.val_batches, **sizes)
         sizes["batch_size"] *= config.accumulate
         self.loader = PackedLoader(data.source, data.tokenizer, **sizes, seed=config.seed)
         self.unigram = self.ranks.first(lambda: unigram_entropy(data.source, data.tokenizer))
@@ -121,6 +123,7 @@ class Run:
         self.model = build.build_model(config, device, mesh)
         self.optimizer = build.build_optimizer(config, self.model)
         self.loss_fn = build.build_loss(config, device, mesh)
+        self.validation = Validation(self.model, self.loss_fn, batches, device)
         self.done = {"step": 0, "tokens": 0}
 
         layout = None if mesh is None else str(mesh.spec)
@@ -142,6 +145,7 @@ class Run:
         self.times_ms: list[float] = []
         self.last_loss: float | None = None
         self.val_loss: float | None = None
+        self.bubble = Bubble()
         self.signals = StopSignals(patient=self.ranks.world > 1)
         self.watch = Watch(
             self.ranks.rank, self.ranks.world, device.type, config.comm_timeout, partial(self._close, "failed")
@@ -150,7 +154,7 @@ class Run:
         self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {device_name(self.device)}")
         again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
         self.say(f"run folder {path}" + (again if self.restarted or resume else ""))
-        self.say(f"config {_config_line(config)}")
+        self.say(f"config {config.line()}")
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
         over = "" if mesh is None else f", mesh {mesh.spec} of {mesh.spec.size} ranks"
         self.say(f"model {self.params:,} parameters, {config.tokens_per_step:,} tokens per step{over}")
@@ -207,7 +211,7 @@ class Run:
             self._capture()
             if self.config.verify:
                 self.watch.at("the comparison with eager", limited=False)
-                verify_step(self.captured, self.validation, self.config, self.device, self.say)
+                verify_step(self.captured, self.validation.batches, self.config, self.device, self.say)
             self._steps()
             finished = self.step == self.config.steps
             if finished:
@@ -249,9 +253,11 @@ class Run:
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
         program = self.captured.program
-        self.watch.watches(program)
+        self.watch.watches(program, self.captured.where)
         self.capture_s = time.perf_counter() - start
-        counts = [f"{phase} {n:,}" for graph in program.graphs.values() for phase, n in graph.count_by_phase().items()]
+        counts = [f"{phase} {n:,}" for phase, n in program.count_by_phase().items()]
+        if self.captured.pipeline is not None:
+            self.say(str(self.captured.pipeline))
         self.say(f"graph captured in {program.capture_s:.1f} s; nodes after passes: {', '.join(counts)}")
         self.say(passes.format_report(self.captured.report))
         self.say(f"ready after {self.capture_s:.1f} s, of it compile {self._compile_s():.1f} s")
@@ -289,6 +295,9 @@ class Run:
             if self.step < config.steps:
                 why = f"{self.signals.received or 'a signal to another rank'}: stopping after step {self.step}"
                 progress.note(f"{why}; continue with --resume {self.folder.path}")
+        if self.captured.pipeline is not None:
+            self.watch.at("the share of bubbles", limited=False)
+            self.say(self.bubble.measure(self.ranks))
         self._write_passes()  # what the first steps compiled and recorded is known now
 
     def _asked_to_stop(self) -> bool:
@@ -331,6 +340,7 @@ class Run:
         if self.finished > WARMUP_STEPS:
             self.times_ms.append(step_ms)
             self.watch.timed(step_ms / 1e3)
+            self.bubble.add(self.captured.waited_s, step_ms / 1e3)
         if step % self.config.log_every == 0 or step == self.config.steps:
             tokens_per_s = self.config.tokens_per_step / (step_ms / 1e3)
             record = {
@@ -344,17 +354,14 @@ class Run:
             progress.update(step, **record)
             self.folder.log(step, **record, lr=launched.lr, tokens=launched.tokens)
 
-    @torch.no_grad()
     def _validate(self) -> float:
-        """Mean loss over the validation batches, run eagerly; recorded at the current step."""
+        """Mean loss over the validation batches; recorded at the current step."""
         self.watch.at(f"the validation after step {self.step}", limited=False)
-        self.model.eval()
         losses = []
-        for batch in self.validation:
-            losses.append(self.loss_fn(self.model, {k: v.to(self.device) for k, v in batch.items()}).item())
+        for loss, batch in self.validation.losses():
             what = f"the validation loss after step {self.step}"
-            self.finite.require(what, losses[-1], self.step, batch, self.saved_step)
-        self.model.train()
+            self.finite.require(what, loss, self.step, batch, self.saved_step)
+            losses.append(loss)
         self.val_loss = statistics.fmean(losses)
         self.folder.log(self.step, val_loss=self.val_loss)
         return self.val_loss
@@ -383,6 +390,7 @@ class Run:
             tokens_per_s=tokens_per_s,
             step_ms_median=median,
             mfu=mfu(tokens_per_s, self.flops_per_token, self.peak) if tokens_per_s else None,
+            bubble=self.bubble.share,
             capture_s=self.capture_s,
             compile_s=self._compile_s(),
             peak_mem_gib=peak_mem_gib(self.device),
@@ -431,9 +439,3 @@ def _choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
     if store is not None:
         store.set(key, str(path))
     return path, False, config.resume is not None
-
-
-def _config_line(config: TrainConfig) -> str:
-    """Every option and its value, in one line."""
-    values = dataclasses.asdict(config) | {"model": dataclasses.asdict(config.model)}
-    return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)

@@ -1,5 +1,6 @@
 """Expert parallelism: the captured step is bitwise the program run eagerly, and trains as one rank does."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from stepgraph import compat
 from stepgraph.capture import gradients
 from stepgraph.graph.collectives import operator_of
 from stepgraph.graph.provenance import phase_of, role_of
+from stepgraph.models import family_of
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.parallel import layouts, next_token_loss, parallelize
 from stepgraph.parallel.experts import Capacity
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from tests.distributed.expert_model import DIM, HIDDEN, VOCAB, parallel_model, whole_model
 from tests.distributed.ranks import make_mesh, on_ranks
+from tests.models.moe_models import DEEPSEEK, our_model
 
 BATCH, SEQ, CLIP = 2, 8, 0.5
 #: Mesh -> (its ranks, another mesh of them).
@@ -98,10 +101,11 @@ def check_training(mesh, parts, **options):
     """With all exact passes: loss, norm, parameters and buffers after every update, bit for bit."""
     loss_fn = next_token_loss(mesh)
     eager, captured = parallel_model(mesh, **options), parallel_model(mesh, **options)
-    optimizers = adamw(eager), adamw(captured)
+    optimizers = adamw(eager), torch.optim.AdamW(captured.parameters(), lr=0.01, fused=True)
     step = stepgraph.capture(
         captured, loss_fn, own_batch(mesh, 0), optimizers[1], max_grad_norm=CLIP, accumulate=parts, passes="exact"
     )
+    assert step.verify(own_batch(mesh, 5)).bitwise
     for i in range(2):
         batch = own_batch(mesh, i)
         loss, norm = eager_step(eager, loss_fn, batch, optimizers[0], parts)
@@ -206,7 +210,7 @@ def whole(model, optimizer):
     found, places = {}, layouts(model)
     for name, param in model.named_parameters():
         for key, stored in (("", param.detach()), (".exp_avg", optimizer.state[param]["exp_avg"])):
-            found[name + key] = places[name].without_padding(stored).full_tensor()
+            found[name + key] = places[name].without_padding(stored).full_tensor().clone()
     return found
 
 
@@ -219,17 +223,60 @@ def _check(text, other, folder):
     check_buckets(step, mesh)
     check_repeated(mesh)
     check_checkpoints(mesh, other, Path(folder))
+    check_deepseek(mesh)
 
 
-SHORT = "fsdp=2,ep=2"
+def check_deepseek(mesh):
+    """The models' own layers: with load counted in backward and biases moved once a step, as one rank does it."""
+    config = dataclasses.replace(DEEPSEEK, n_layers=2, vocab_size=VOCAB)
+    alone, eager, captured = our_model(config), our_model(config), our_model(config)
+    for model in (eager, captured):
+        parallelize(model, mesh, family_of(config).tp_plan(config))
+    loss_fn, optimizers = next_token_loss(mesh), [adamw(model) for model in (eager, captured)]
+    step = stepgraph.capture(
+        captured, loss_fn, own_batch(mesh, 0), optimizers[1], max_grad_norm=CLIP, accumulate=2, passes="exact"
+    )
+    for i in range(2):
+        loss, _ = eager_step(eager, loss_fn, own_batch(mesh, i), optimizers[0], 2)
+        load = stepgraph.end_of_step(eager)["expert_load"]
+        assert torch.equal(step(own_batch(mesh, i)), loss)
+        assert torch.equal(step.metrics["expert_load"], load)
+        assert_same_state(eager, captured, i)
+        if i == 0:
+            expected = one_rank_loss(alone, batch_of(0, mesh.spec.dp))
+            expected.backward()
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+            torch.testing.assert_close(load, stepgraph.end_of_step(alone)["expert_load"], rtol=0, atol=0)
+            for (name, a), b in zip(alone.named_buffers(), captured.buffers(), strict=True):
+                assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize(
-    "text", [SHORT, *(pytest.param(text, marks=pytest.mark.long) for text in MESHES if text != SHORT)]
-)
+def _check(text):
+    mesh = make_mesh(text)
+    check_one_rank(mesh)
+    step = check_training(mesh, 1)
+    check_roles(step)
+    check_buckets(step, mesh)
+    check_repeated(mesh)
+
+
+def _check_more(text, other, folder):
+    _check(text)
+    mesh = make_mesh(text)
+    check_training(mesh, 2, param_dtype=torch.bfloat16)
+    check_checkpoints(mesh, other, Path(folder))
+    check_deepseek(mesh)
+
+
+def test_two_ranks():
+    on_ranks(2, _check, "fsdp=2,ep=2")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", MESHES)
 def test_mesh(text, tmp_path):
     world, other = MESHES[text]
-    on_ranks(world, _check, text, other, str(tmp_path))
+    on_ranks(world, _check_more, text, other, str(tmp_path))
 
 
 @pytest.fixture

@@ -51,8 +51,8 @@ def test_what_no_axis_splits(mesh):
 
 
 def test_a_mesh_is_its_axes_in_order():
-    spec = MeshSpec(2, 3, 4)
-    assert list(spec.sizes.items()) == [("dp_replicate", 2), ("dp_shard", 3), ("tp", 4)]
+    spec = MeshSpec(dp_replicate=2, dp_shard=3, tp=4)
+    assert list(spec.sizes.items()) == [("pp", 1), ("dp_replicate", 2), ("dp_shard", 3), ("tp", 4)]
     assert (spec.size, spec.dp) == (24, 6) and str(spec) == "hsdp=2x3,tp=4"
     assert dataclasses.replace(spec, tp=1) == MeshSpec.parse("hsdp=2x3")
     with pytest.raises(ValueError, match=r"^dp_shard=3 does not divide rows=8; try dp_shard=2 or dp_shard=4$"):

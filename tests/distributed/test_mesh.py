@@ -38,7 +38,7 @@ def test_parse(text, sizes, shown):
     ("text", "message"),
     [
         ("fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
-        ("", "unknown mesh axis '': choose one of ddp, ep, fsdp, hsdp, tp"),
+        ("", "unknown mesh axis '': choose one of ddp, ep, fsdp, hsdp, pp, tp"),
         ("fsdp", "mesh 'fsdp': 'fsdp' has no size above 0; write it as in fsdp=2"),
         ("fsdp=2x4", "mesh 'fsdp=2x4': 'fsdp=2x4' has no size above 0; write it as in fsdp=2"),
         ("hsdp=8", "mesh 'hsdp=8': 'hsdp=8' has no size above 0; write it as in hsdp=2x4 (replicas x shards)"),

@@ -293,7 +293,7 @@ def captured_records(name: str, step: StepGraph | StepProgram, steps: int = STEP
     for (kind, key), tensor in state.items():
         if kind == "lr":
             tensor.fill_(optimizer.param_groups[int(key.removeprefix("lr."))]["lr"])
-    run = ProgramRunner(program, traced.tensor_leaves, Session(), Accumulators())
+    run = ProgramRunner(program, Session(), Accumulators())
     landing = [slot.name for slot, _ in traced.landing]
     records = []
     torch.manual_seed(2)

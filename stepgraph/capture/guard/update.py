@@ -35,16 +35,21 @@ class Guard:
         return dict(stated) | ({"nonfinite": _nonfinite(loss)} if self.skip_nonfinite else {})
 
     def skip(
-        self, levels: Mapping[str, torch.Tensor], norm: torch.Tensor | None, slots: Sequence[Slot]
+        self,
+        levels: Mapping[str, torch.Tensor],
+        norm: torch.Tensor | None,
+        slots: Sequence[Slot],
+        stages: dist.ProcessGroup | None = None,
     ) -> tuple[Skip, dict[str, torch.Tensor]]:
-        """(whether the update is left out, the level of each condition), on all ranks of the slots' meshes alike."""
+        """(whether the update is left out, the level of each condition), alike on all ranks of the slots' meshes and
+        of a pipeline's ``stages``."""
         levels = dict(levels)
         if self.skip_nonfinite:
             levels["nonfinite"] = torch.maximum(levels["nonfinite"], _nonfinite(norm))
         if not levels:
             return Skip(), {}
         values = torch.stack(list(levels.values()))
-        for group in _groups(slots):
+        for group in [*_groups(slots), *([stages] if stages is not None else [])]:
             values = compat.all_reduce(values, "max", group)
         return Skip((values > 1).any()), dict(zip(levels, values.unbind(), strict=True))
 

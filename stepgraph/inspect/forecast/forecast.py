@@ -91,7 +91,7 @@ class Forecast:
 
 #: Options of a run that a forecast depends on.
 SETTINGS = (
-    *("precision", "seq_len", "batch_size", "accumulate", "reduce_dtype"),
+    *("precision", "seq_len", "batch_size", "accumulate", "reduce_dtype", "expert_capacity"),
     *(field.name for field in dataclasses.fields(passes.StepOptions)),
 )
 
@@ -117,8 +117,8 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
         program = _captured(config, mesh)
         for step in program.graphs.values():
             rewrite(step, config, gpu)
-        axes = [mesh, *([mesh.experts] if mesh.experts else [])]
-        groups = links.groups({name: a.axis(name).get_group() for a in axes for name in a.names})
+        meshes = [mesh] if mesh.experts is None else [mesh, mesh.experts]
+        groups = links.groups({name: axes.axis(name).get_group() for axes in meshes for name in axes.names})
         cost = step_cost(
             [(graph_cost(step, gpu, groups, fused=config.compiles_all), n) for step, n in program.counted()]
         )

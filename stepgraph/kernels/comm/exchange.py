@@ -187,6 +187,8 @@ class Session:
         """Those of steps that were broken off, in which others may still write."""
         self.under_way: dict[tuple[str, str], list[Any]] = defaultdict(list)
         """Collectives under way, by kind and group, the oldest first: see `copy_collectives`."""
+        self.sends: list[tuple[dist.Work, Tensor]] = []
+        """What is being sent to other stages, kept until it has left: see `point_to_point`."""
         self._ages: Counter[str] = Counter()
 
     def __enter__(self) -> "Session":

@@ -116,6 +116,8 @@ def sink(step: StepGraph, reductions: list[Collective], distance: int) -> None:
     """
     tail = collectives.tail(step)
     regions = [region for r in by_region(reductions) if (region := [c for c in r if c.node.args[0] not in tail])]
+    if not regions:  # of a stage's forward, or where all that is reduced was reduced before
+        return
     # Where the tail may run: behind each region's last reduction, and at the end of backward.
     regions.sort(key=lambda region: max(c.node for c in region))
     places = [max(c.node for c in region) for region in regions]

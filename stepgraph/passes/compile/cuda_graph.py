@@ -29,6 +29,9 @@ from stepgraph.passes.contract import PassReport, register
 )
 def cuda_graph(step: StepGraph, options: object, report: PassReport) -> None:
     """Record the step as CUDA graphs: the first call runs it plainly, the second records, later ones replay."""
+    if any(spec.kind == "value" for spec in (*step.inputs, *step.outputs)):
+        report.skipped = "what a stage keeps for its backward lies elsewhere for each microbatch"
+        return
     report.matched = sum(1 for _ in step.nodes())
     step.recording = report
     split_at_host(step)

@@ -37,15 +37,18 @@ from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.checkpoint.files import check_index, dcp_load, dcp_save, sha256, sync
 from stepgraph.train.checkpoint.state import (
     Trim,
+    absent_names,
     decode,
     describe_optimizers,
     describe_tensors,
     encode,
     first_difference,
+    join_optimizers,
     model_tensors,
     plan_optimizers,
     rng_state,
     set_rng_state,
+    without,
 )
 
 FORMAT = 1
@@ -90,7 +93,11 @@ class Checkpointer:
         temporary = self.folder / (_TEMPORARY + target.name)
         ranks = Ranks()
         try:
-            tensors, model, files = ranks.each(lambda: _collect(state, ranks.rank))
+            tensors, model, own, shared = ranks.each(lambda: _collect(state))
+            if "optimizer" in shared and absent_names(state["model"]):
+                layouts = ranks.gather(lambda: shared["optimizer"])
+                shared["optimizer"] = join_optimizers(layouts, list(model))
+            files = {_rank_file(ranks.rank): own} | ({"state.json": shared} if ranks.rank == 0 else {})
             ranks.first(lambda: self._start(temporary))
             dcp_save(tensors, temporary)
             written = ranks.gather(lambda: _write_rank(temporary, files, ranks.rank))
@@ -302,12 +309,12 @@ def _check_parts(state: dict) -> None:
         raise ValueError(f"the state has {', '.join(state) or 'nothing'} and no model; add state['model']")
 
 
-def _collect(state: dict, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, list], dict[str, dict]]:
-    """The tensors for DCP, the description of the model's, and the JSON files that this rank writes."""
+def _collect(state: dict) -> tuple[dict[str, torch.Tensor], dict[str, list], dict, dict]:
+    """The tensors for DCP that are here, the description of all the model's, this rank's JSON, and that of all."""
     _check_parts(state)
     live, trim = model_tensors(state["model"]), Trim(state["model"])
     model = {name: trim(name, tensor) for name, tensor in live.items()}
-    tensors = {f"model.{name}": tensor for name, tensor in model.items()}
+    tensors = {f"model.{name}": tensor for name, tensor in model.items() if not tensor.is_meta}
     shared = {part: encode(state[part], part) for part in ("schedule", "trainer") if part in state}
     if "optimizer" in state:
         shared["optimizer"], optimizer_tensors = describe_optimizers(state["optimizer"], _names(live), trim)
@@ -315,8 +322,7 @@ def _collect(state: dict, rank: int) -> tuple[dict[str, torch.Tensor], dict[str,
     own = {"rng": encode(rng_state(), "rng")}
     if "loader" in state:
         own["loader"] = encode(state["loader"].state_dict(), "loader")
-    files = {_rank_file(rank): own} | ({"state.json": shared} if rank == 0 else {})
-    return tensors, describe_tensors(model), files
+    return tensors, describe_tensors(model), own, shared
 
 
 def _plan_load(
@@ -345,11 +351,12 @@ def _plan_load(
         if part != "model" and part not in shared and part not in own:
             raise ValueError(f"checkpoint {path} was saved without {part!r}; leave {part!r} out of the state to load")
 
-    targets = {f"model.{name}": tensor for name, tensor in model.items()}
+    targets = {f"model.{name}": tensor for name, tensor in model.items() if not tensor.is_meta}
     restore_optimizer = None
     if "optimizer" in state:
         try:
-            slots, restore_optimizer = plan_optimizers(state["optimizer"], _names(live), shared["optimizer"], trim)
+            saved = without(shared["optimizer"], absent_names(state["model"]))
+            slots, restore_optimizer = plan_optimizers(state["optimizer"], _names(live), saved, trim)
         except ValueError as error:
             raise ValueError(f"checkpoint {path} does not fit: {error}") from error
         targets |= slots

@@ -155,6 +155,33 @@ def plan_optimizers(
     return {name: tensor for targets, _ in plans for name, tensor in targets.items()}, restore
 
 
+def absent_names(model: nn.Module) -> set[str]:
+    """The parameters that other stages of a pipeline have, by name: they are on the meta device here."""
+    return {name for name, tensor in model_tensors(model).items() if tensor.is_meta}
+
+
+def join_optimizers(layouts: list, names: list[str]) -> dict | list:
+    """The layout of the whole model's optimizer, or list of several, from those of all ranks of a pipeline. ``names``:
+    of the model's tensors, in its order."""
+    if isinstance(layouts[0], list):
+        return [join_optimizers(list(each), names) for each in zip(*layouts, strict=True)]
+    joined = {"class": layouts[0]["class"], "groups": [], "state": {}}
+    for groups in zip(*(layout["groups"] for layout in layouts), strict=True):
+        members = {name for group in groups for name in group["params"]}
+        joined["groups"].append({"params": [n for n in names if n in members], "options": groups[0]["options"]})
+    for layout in layouts:
+        joined["state"] |= layout["state"]
+    return joined
+
+
+def without(layout: dict | list, absent: set[str]) -> dict | list:
+    """A saved ``layout`` of an optimizer, or several, without parameters that are not on this rank."""
+    if isinstance(layout, list):
+        return [without(one, absent) for one in layout]
+    groups = [{**group, "params": [n for n in group["params"] if n not in absent]} for group in layout["groups"]]
+    return {**layout, "groups": groups}
+
+
 def describe_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str], trim: Trim
 ) -> tuple[dict, dict[str, Tensor]]:

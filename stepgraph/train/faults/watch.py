@@ -57,14 +57,16 @@ class Watch:
         self.timeout_s, self.on_end = timeout_s, on_end
         self._order: dict[str, list[fx.Node]] = {}
         self._replays = False
+        self._inside: Callable[[], str] = lambda: ""
         self._slowest_s: float | None = None
         self._began: dict[int, int] = {}
         self.at("the start", limited=False)
 
     # ---- called by the main thread ----
 
-    def watches(self, program: StepProgram) -> None:
-        """``program``: what the steps run."""
+    def watches(self, program: StepProgram, inside: Callable[[], str]) -> None:
+        """``program``: what the steps run. ``inside``: where in it a step is, such as ``forward.1 of microbatch 3``."""
+        self._inside = inside
         self._order = {}
         for call in program.schedule:
             for group, nodes in issue_order(program.graphs[call.graph].graph).items():
@@ -90,8 +92,10 @@ class Watch:
 
     @property
     def where(self) -> str:
-        """What the rank is in, such as ``step 13``."""
-        return self._place.what
+        """What the rank is in, such as ``step 13``, and of a pipeline's step the call."""
+        place = self._place
+        inside = self._inside() if place.step_began_ns is not None else ""
+        return f"{place.what}, {inside}" if inside else place.what
 
     def __enter__(self) -> "Watch":
         if self.world == 1:
@@ -149,11 +153,12 @@ class Watch:
         began = (
             [] if place.step_began_ns is None else sorted(t for t in self._began.values() if t >= place.step_began_ns)
         )
+        where = f" in {inside}" if (inside := self._inside()) else ""
         if waiting := first_in_flight(records, self._order, began):
-            return f"it waits in {waiting}"
+            return f"it waits in {waiting}{where}"
         main: FrameType = sys._current_frames()[threading.main_thread().ident]
         replay = " outside the CUDA graph, which does not tell where it is" if self._replays else ""
-        return f"no collective is in flight{replay}, and the process is at {user_frame(main)}"
+        return f"no collective is in flight{replay}{where}, and the process is at {user_frame(main)}"
 
     # ---- what ranks tell each other ----
 
@@ -177,7 +182,7 @@ class Watch:
         for rank, beat in enumerate(beats):
             at, what, host, pid = json.loads(beat)
             silent = time.time() - at
-            if rank != self.rank and (silent > _SILENT_S or what != place.what):
+            if rank != self.rank and (silent > _SILENT_S or what.partition(",")[0] != place.what):
                 found.append((silent, f"rank {rank} ({host}, pid {pid}) was in {what} {silent:.0f} s ago"))
         more = [f"and {len(found) - _NAMED} other ranks are silent or elsewhere"] if len(found) > _NAMED else []
         return [text for _, text in sorted(found, reverse=True)[:_NAMED]] + more

@@ -41,6 +41,8 @@ class Summary:
     """Median time of a step, ms, without the first (compile) steps, validation and checkpoints."""
     mfu: float | None
     """Model FLOPs utilization in [0, 1] at ``tokens_per_s``; null where the device's peak is unknown."""
+    bubble: float | None
+    """Share of the steps, in [0, 1], that the ranks of a pipeline wait for other stages; null without one."""
     capture_s: float | None
     """Seconds to capture the step graph and run its passes."""
     compile_s: float | None

@@ -1,0 +1,58 @@
+"""The graph of forward and loss alone: what validation runs, and what tells which block reads which parameter."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph import compat
+from stepgraph.capture import checks
+from stepgraph.capture.guard import conditions
+from stepgraph.capture.guard.update import Guard
+from stepgraph.capture.inputs import Inputs
+from stepgraph.capture.known import KnownValues
+from stepgraph.capture.launches import recorded_launches
+from stepgraph.capture.state import swapped
+from stepgraph.capture.trace import LossFn, StepTrace, flatten_batch
+from stepgraph.graph.step_graph import OutputSpec, StepGraph
+
+
+def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> tuple[StepGraph, list[int]]:
+    """(the graph of ``loss_fn(model, batch)`` without gradients, which leaves of the batch are tensors).
+
+    The model may be on the meta device. Nothing is computed, and the model is unchanged afterwards. Raises
+    `CaptureError` for what cannot be captured.
+    """
+    checks.check_modules(model)
+    checks.check_signature(loss_fn, model, batch)
+    checks.check_batch(flatten_batch(batch)[0])
+    trace = _Forward(model, loss_fn, batch, None, None, 1, Guard(skip_nonfinite=False))
+    return trace.graph(), trace.tensor_leaves
+
+
+class _Forward(StepTrace):
+    def graph(self) -> StepGraph:
+        inputs = Inputs(self.mode, self.home)
+        entries = inputs.add_slots(self.slots)
+        batch = self._batch_inputs(inputs)
+
+        def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
+            with (
+                self.recorder.watch_graph(compat.graph_of_trace()),
+                swapped(self.model, self.slots, self._tensors(flat, entries)),
+                self.recorder.watch_modules(),
+                torch.no_grad(),
+                KnownValues() as known,
+                recorded_launches(known.note_writes),
+                compat.transformers_sees_values(known.knows),
+                compat.checks_of_known_values(known.knows),
+                conditions.collected() as self.conditions,
+            ):
+                loss = checks.without_host_random(
+                    self.recorder, lambda: self.loss_fn(self.model, self._batch(flat, batch))
+                )
+                if not isinstance(loss, torch.Tensor) or loss.ndim:
+                    checks.check_loss(loss)
+            return [loss]
+
+        return self._graph(traced, inputs, [OutputSpec("loss", "loss")])

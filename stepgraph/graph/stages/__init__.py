@@ -1,0 +1,5 @@
+"""Cuts the graph of a microbatch into stages, and a stage into the graphs that a schedule calls."""
+
+from stepgraph.graph.stages.assign import Cut, free_nodes
+from stepgraph.graph.stages.extract import extract
+from stepgraph.graph.stages.pieces import pieces_of

@@ -1,0 +1,226 @@
+"""Which stage of a pipeline each node of a microbatch's graph belongs to.
+
+Forward, a node belongs to the stage of its block; outside of blocks it belongs to the block before it (the embedding to
+the first stage, the last norm, the head and the loss to the last one). Backward, it belongs where its module is, but
+never to a later stage than the gradients that it reads. What is made of buffers, the batch and constants alone belongs
+nowhere: each stage that reads it computes it, so that masks and tables are never sent.
+"""
+
+import operator
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from stepgraph.errors import CaptureError
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.collectives import stage_of
+from stepgraph.graph.edit import Builder
+from stepgraph.graph.facts import aten, is_pure, is_view
+from stepgraph.graph.provenance import phase_of, provenance, set_provenance
+from stepgraph.graph.stages.extract import extract
+from stepgraph.graph.step_graph import OutputSpec, StepGraph
+
+#: Inputs that every stage may have.
+_EVERYWHERE = ("buffer", "batch")
+
+
+def free_nodes(step: StepGraph) -> set[fx.Node]:
+    """Nodes that any stage may compute for itself: pure, and of buffers, the batch and constants alone; and views of
+    parameters, which take neither time nor memory."""
+    writes = Aliases(step.graph).writes
+    everywhere = {n for n in step.placeholders(*_EVERYWHERE) if not writes.get(n)}
+    views = set(step.placeholders("parameter"))
+    free = set(everywhere)
+    for node in step.graph.nodes:
+        if node.op == "get_attr":
+            free.add(node)
+        elif node.op == "call_function" and is_pure(node) and not writes.get(node):
+            if is_view(node) and node.all_input_nodes and set(node.all_input_nodes) <= views:
+                views.add(node)
+                free.add(node)
+            elif free.issuperset(node.all_input_nodes) and views.isdisjoint(node.all_input_nodes):
+                free.add(node)
+    return free - everywhere
+
+
+class Cut:
+    """The stages of a microbatch's graph.
+
+    ``starts``: of each stage, the number of its first block in ``step.blocks``; the first stage's is 0. ``stage``: of
+    every node that belongs to one. ``free``: see `free_nodes`. ``reads``: for each stage, in the graph's order, the
+    nodes of other stages whose values it needs.
+
+    The gradient of a parameter that several stages read (a tied embedding) is cut at the additions that join the
+    stages' parts: each stage adds its own to an accumulator of its own. Raises `CaptureError` where blocks do not run
+    in their order, and where a stage writes what another has made.
+    """
+
+    def __init__(self, step: StepGraph, starts: Sequence[int]):
+        self.step, self.starts, self.stages = step, tuple(starts), len(starts)
+        self.free = free_nodes(step)
+        self.stage: dict[fx.Node, int] = {}
+        self._forward()
+        self._separate_tied()
+        self._backward()
+        self._send_dense()
+        self._position = {node: i for i, node in enumerate(step.graph.nodes)}
+        self.reads = self._crossing()
+        self._refuse_writes()
+
+    def stage_of_block(self, block: str | None) -> int | None:
+        """The stage that runs ``block``; None for what is no block."""
+        if block is None:
+            return None
+        return sum(start <= self._number[block] for start in self.starts) - 1
+
+    def _forward(self) -> None:
+        self._number = {block: i for i, block in enumerate(self.step.blocks)}
+        now = 0
+        for node in self.step.nodes("forward", "loss"):
+            block = self.step.block_of(node)
+            stage = self.stage_of_block(block)
+            if stage is not None and node not in self.free:
+                if stage < now:
+                    raise CaptureError(
+                        f"{block} runs after a block of stage {now} and belongs to stage {stage}; a pipeline needs "
+                        "blocks that run one after the other: choose a split that keeps them in one stage"
+                    )
+                now = stage
+            if node not in self.free:
+                self.stage[node] = now
+
+    def _separate_tied(self) -> None:
+        """Of an addition of several stages' parts to an accumulator, one for each part."""
+        for accumulator in self.step.placeholders("accumulator"):
+            for add in [u for u in accumulator.users if u.target is aten.add_.Tensor and phase_of(u) == "backward"]:
+                parts = list(self._parts(add.args[1]))
+                if len(parts) < 2:
+                    continue
+                for part in parts:
+                    with self.step.graph.inserting_after(part):
+                        own = self.step.graph.call_function(aten.add_.Tensor, (accumulator, part))
+                    own.meta["val"] = add.meta["val"]
+                    set_provenance(own, provenance(part))
+                sums = add.args[1]
+                self.step.graph.erase_node(add)
+                _erase_sums(sums, set(parts))
+
+    def _parts(self, grad: fx.Node) -> Iterator[fx.Node]:
+        """The parts of a gradient, each made in one stage."""
+        if len({self._home(leaf) for leaf in _leaves(grad)}) == 1:
+            yield grad
+        else:
+            for part in grad.args:
+                yield from self._parts(part)
+
+    def _home(self, part: fx.Node) -> int:
+        """The stage where a part of a gradient is made: of what was kept of forward, the latest stage that it reads."""
+        found, queue = -1, [part]
+        while queue and found < 0:
+            node = queue.pop(0)
+            stages = [self.stage[n] for n in node.all_input_nodes if n in self.stage]
+            found = max([found, *stages])
+            block = self.stage_of_block(self.step.block_of(node))
+            found = max(found, -1 if block is None else block)
+            queue += [n for n in node.all_input_nodes if phase_of(n) == "backward"]
+        return max(found, 0)
+
+    def _backward(self) -> None:
+        for node in self.step.nodes("backward"):
+            if node in self.free:
+                continue
+            inputs = [n for n in node.all_input_nodes if n in self.stage]
+            gradients = [self.stage[n] for n in inputs if phase_of(n) == "backward"]
+            kept = [self.stage[n] for n in inputs if phase_of(n) != "backward"]
+            stage = self.stage_of_block(self.step.block_of(node))
+            if follows(node):  # parts of one result, and what waits for it
+                stage = self.stage[node.args[0]]
+            elif stage is None:
+                stage = max(kept, default=min(gradients, default=self.stages - 1))
+            self.stage[node] = min([stage, *gradients])
+        for node in self.step.nodes("optimizer"):  # writes of buffers that forward assigned
+            self.stage[node] = max([self.stage[n] for n in node.all_input_nodes if n in self.stage], default=0)
+
+    def _send_dense(self) -> None:
+        """What crosses stages lies dense in memory, so that it can travel as it lies."""
+        for value in list(self.stage):
+            away = [u for u in value.users if self.stage.get(u, self.stage[value]) != self.stage[value]]
+            tensor = value.meta.get("val")
+            if away and isinstance(tensor, torch.Tensor) and not _is_dense(tensor):
+                dense = Builder(value, after=value)(aten.clone.default, value, memory_format=torch.contiguous_format)
+                self.stage[dense] = self.stage[value]
+                for user in away:
+                    user.replace_input_with(value, dense)
+
+    def _crossing(self) -> list[list[fx.Node]]:
+        found: list[dict[fx.Node, None]] = [{} for _ in range(self.stages)]
+        for node, stage in self.stage.items():
+            for source in node.all_input_nodes:
+                if self.stage.get(source, stage) != stage:
+                    found[stage][source] = None
+        return [sorted(values, key=self._position.__getitem__) for values in found]
+
+    def _refuse_writes(self) -> None:
+        aliases, nodes = Aliases(self.step.graph), list(self.step.graph.nodes)
+        for values in self.reads:
+            for value in values:
+                for place in aliases.writes.get(aliases.root(value), ()):
+                    writer = nodes[place]
+                    if self.stage.get(writer) != self.stage[value]:
+                        where = provenance(writer)
+                        raise CaptureError(
+                            f"{where.path or 'the model'} ({where.source}) writes into a tensor that another stage of "
+                            "the pipeline has made; write the operation without the trailing underscore"
+                        )
+
+    def message(self, stage: int, forward: bool) -> list[fx.Node]:
+        """What ``stage`` and those beyond it read of the stages behind it: of ``stage - 1`` and those before it where
+        it comes ``forward``, else of ``stage + 1`` and those after it. The neighbour sends all of it."""
+        beyond = range(stage, self.stages) if forward else range(stage + 1)
+        found = {
+            value: None
+            for other in beyond
+            for value in self.reads[other]
+            if (self.stage[value] < stage if forward else self.stage[value] > stage)
+        }
+        return sorted(found, key=self._position.__getitem__)
+
+    def graph_of(self, stage: int) -> StepGraph:
+        """The graph of ``stage``, forward and backward: what it reads of other stages is an input, what they read of it
+        an output, each a ``value`` by its node's name."""
+        (output,) = self.step.graph.find_nodes(op="output")
+        results = zip(self.step.outputs, output.args[0], strict=True)
+        outputs = [(spec, node) for spec, node in results if self.stage.get(node) == stage]
+        read = dict.fromkeys(value for values in self.reads for value in values if self.stage[value] == stage)
+        outputs += [(OutputSpec("value", value.name), value) for value in sorted(read, key=self._position.__getitem__)]
+        nodes = [node for node, where in self.stage.items() if where == stage]
+        return extract(self.step, nodes, outputs, lambda node: node.name, self.free)
+
+
+def follows(node: fx.Node) -> bool:
+    """Whether ``node`` takes a result apart or waits for it, and so stays with what made it."""
+    return (node.target is operator.getitem or stage_of(node) == "wait") and phase_of(node.args[0]) != "input"
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` fill its memory, each once: then a tensor like it has its strides."""
+    return torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def _leaves(grad: fx.Node) -> Iterator[fx.Node]:
+    """What the additions that ``grad`` ends with add up."""
+    adds = grad.target is aten.add.Tensor and len(grad.users) == 1 and len(grad.all_input_nodes) == 2
+    if adds and not grad.kwargs and phase_of(grad) == "backward":
+        for part in grad.args:
+            yield from _leaves(part)
+    else:
+        yield grad
+
+
+def _erase_sums(node: fx.Node, parts: set[fx.Node]) -> None:
+    if node not in parts and not node.users:
+        args = node.all_input_nodes
+        node.graph.erase_node(node)
+        for arg in args:
+            _erase_sums(arg, parts)

@@ -1,0 +1,47 @@
+"""Takes a graph out of another one: some of its nodes, with what they read from outside as named values."""
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
+
+
+def extract(
+    step: StepGraph,
+    nodes: Collection[fx.Node],
+    outputs: Sequence[tuple[OutputSpec, fx.Node]],
+    name_of: Callable[[fx.Node], str],
+    free: Collection[fx.Node] = (),
+) -> StepGraph:
+    """The graph of ``nodes`` of ``step``, in their order, which returns ``outputs``.
+
+    It has the inputs of ``step`` that its nodes read. What they read of other nodes becomes an input of kind
+    ``value``, called ``name_of(node)``; but nodes in ``free`` are computed again, with what they need. What is given
+    out is what stands in ``step``: neither graph sees changes of the other.
+    """
+    specs = dict(zip(step.placeholders(), step.inputs, strict=True))
+    wanted, queue = set(nodes), [*nodes, *(node for _, node in outputs)]
+    while queue:
+        for source in [n for n in queue.pop().all_input_nodes if n in free and n not in wanted]:
+            wanted.add(source)
+            queue.append(source)
+    wanted |= {n for _, n in outputs if n in free}
+    read = {n for node in wanted for n in node.all_input_nodes} | {n for _, n in outputs}
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    inputs: list[InputSpec] = []
+    values = [n for n in step.graph.nodes if n in read and n not in wanted and n not in specs and n.op != "get_attr"]
+    for node in [*(n for n in specs if n in read), *values]:
+        spec = specs.get(node) or InputSpec("value", name_of(node))
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = copy.copy(node.meta)
+        inputs.append(replace(spec))
+    for node in step.graph.nodes:
+        if node in wanted or (node.op == "get_attr" and node in read):
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output([made[node] for _, node in outputs])
+    module = fx.GraphModule(step.module, graph)
+    return StepGraph(module, inputs, [spec for spec, _ in outputs], step.blocks, step.mesh, dict(step.axes))

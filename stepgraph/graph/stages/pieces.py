@@ -1,0 +1,83 @@
+"""A stage's graph as the graphs that a schedule calls: forward, and backward whole or as its two halves.
+
+``backward_input`` computes the gradients that the stage before waits for; ``backward_weight``, which nobody waits for,
+the gradients of parameters. What one graph makes and another reads is a named value of the program, kept for as long.
+
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, for the two halves.
+"""
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from stepgraph.graph.facts import upstream
+from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.stages.assign import follows, free_nodes
+from stepgraph.graph.stages.extract import extract
+from stepgraph.graph.step_graph import OutputSpec, StepGraph
+
+
+def pieces_of(step: StepGraph, prefix: str, halves: bool) -> dict[str, StepGraph]:
+    """The graphs of a stage's ``step`` by their kind: ``forward``, and ``backward``, or with ``halves``
+    ``backward_input`` and ``backward_weight``. ``prefix``: of the names of what is kept between them."""
+    free = free_nodes(step)
+    place = _places(step, halves)
+    kinds = ["forward", *(["backward_input", "backward_weight"] if halves else ["backward"])]
+    (output,) = step.graph.find_nodes(op="output")
+    returned: dict[str, list[tuple[OutputSpec, fx.Node]]] = {kind: [] for kind in kinds}
+    for spec, node in zip(step.outputs, output.args[0], strict=True):
+        returned[place.get(node, "forward")].append((spec, node))
+    for node, kind in place.items():
+        users = {place[user] for user in node.users if user in place}
+        users |= {place[user] for user in _through(node, free) if user in place}
+        if node not in free and users - {kind}:
+            returned[kind].append((OutputSpec("value", f"{prefix}.{node.name}"), node))
+    return {
+        kind: extract(
+            step,
+            [n for n, where in place.items() if where == kind and n not in free],
+            returned[kind],
+            lambda node: f"{prefix}.{node.name}",
+            free,
+        )
+        for kind in kinds
+    }
+
+
+def _through(node: fx.Node, free: set[fx.Node]) -> Iterable[fx.Node]:
+    """What reads ``node`` by way of nodes in ``free``."""
+    queue = [user for user in node.users if user in free]
+    while queue:
+        for user in queue.pop().users:
+            if user in free:
+                queue.append(user)
+            else:
+                yield user
+
+
+def _places(step: StepGraph, halves: bool) -> dict[fx.Node, str]:
+    """The kind of graph that each node goes to."""
+    late: set[fx.Node] = set()
+    for node in step.nodes():
+        if phase_of(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    place = {node: "backward" if node in late else "forward" for node in step.nodes()}
+    needed = set(_awaited(step, late))
+    for node in list(needed):
+        needed |= upstream(node)
+    for node, kind in place.items():
+        if halves and kind == "backward":
+            place[node] = "backward_input" if node in needed else "backward_weight"
+        if follows(node):
+            place[node] = place[node.args[0]]
+    return place
+
+
+def _awaited(step: StepGraph, late: set[fx.Node]) -> list[fx.Node]:
+    """The gradients that are sent on; of the first stage, which sends none, those that leave its blocks."""
+    (output,) = step.graph.find_nodes(op="output")
+    sent = [n for spec, n in zip(step.outputs, output.args[0], strict=True) if spec.kind == "value" and n in late]
+    if sent:
+        return sent
+    inside = [n for n in late if step.block_of(n) is not None]
+    return [n for n in inside if any(u in late and step.block_of(u) is None for u in n.users)]

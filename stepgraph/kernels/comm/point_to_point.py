@@ -1,0 +1,68 @@
+"""Sends and receives between two ranks, as operators that return at once.
+
+    send(x, peer, group_name)                            x travels to the rank at place ``peer`` of the group
+    recv(like, size, stride, dtype, peer, group_name)    what that rank sends, received into the tensor that returns
+
+Memory travels as it lies: dense tensors, in the strides that both ends know. Messages from one rank to another in one
+group arrive in the order in which they are sent. ``wait_tensor`` waits for what is received; what is sent is kept until
+it has left (see `sent`).
+"""
+
+import torch
+import torch.distributed as dist
+
+from stepgraph import compat
+from stepgraph.kernels.comm.exchange import Session, current
+
+Tensor = torch.Tensor
+
+torch.library.define("stepgraph::send", "(Tensor x, int peer, str group_name) -> Tensor")
+torch.library.define(
+    "stepgraph::recv",
+    "(int[] size, int[] stride, ScalarType dtype, Device device, int peer, str group_name) -> Tensor",
+)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.as_strided((x.numel(),), (1,))
+
+
+def _send(x: Tensor, peer: int, group_name: str) -> Tensor:
+    group, session = compat.process_group(group_name), current()
+    session.sends = [(work, kept) for work, kept in session.sends if not work.is_completed()]
+    flat = _flat(x)
+    session.sends.append((dist.isend(flat, group=group, group_dst=peer), flat))
+    return x.new_empty(0)
+
+
+def _recv(
+    size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device, peer: int, group_name: str
+) -> Tensor:
+    group = compat.process_group(group_name)
+    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    flat = _flat(made)
+    compat.register_work(made, dist.irecv(flat, group=group, group_src=peer))
+    return made
+
+
+def sent(session: Session) -> None:
+    """Wait until all that was sent has left; on a GPU the current stream waits, not the host."""
+    for work, _ in session.sends:
+        work.wait()
+    session.sends = []
+
+
+torch.library.impl("stepgraph::send", ("cpu", "cuda"), _send)
+torch.library.impl("stepgraph::recv", "CompositeExplicitAutograd", _recv)
+
+
+@torch.library.register_fake("stepgraph::send")
+def _(x: Tensor, peer: int, group_name: str) -> Tensor:
+    return x.new_empty(0)
+
+
+@torch.library.register_fake("stepgraph::recv")
+def _(
+    size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device, peer: int, group_name: str
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)

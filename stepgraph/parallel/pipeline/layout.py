@@ -1,0 +1,202 @@
+"""Where a model's stages are: which blocks each has, which rank has each stage, and who holds which parameter."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx, nn
+
+from stepgraph import compat
+from stepgraph.capture.stages.forward import trace_forward
+from stepgraph.capture.stages.share import Share
+from stepgraph.capture.trace import LossFn
+from stepgraph.costs.roofline import node_seconds
+from stepgraph.graph.facts import is_view
+from stepgraph.graph.stages import Cut
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.parallel.mesh import Mesh
+from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named
+
+_ATTRIBUTE = "_stepgraph_pipeline"
+
+
+class Pipeline:
+    """The stages of a model on the ``pp`` axis of ``mesh``, run by the schedule ``name``.
+
+    ``starts``: of each stage, the number of its first block. ``readers``: for each parameter, by name, the stages that
+    read it. ``ranks_of``: the rank of each stage; ``own``: the stages of this rank. Every rank of the mesh makes it at
+    the same time: its process groups are made with it.
+    """
+
+    def __init__(self, mesh: Mesh, name: str, starts: Sequence[int], readers: dict[str, tuple[int, ...]]):
+        self.mesh, self.name, self.schedule = mesh, name, schedule_named(name)
+        self.ranks, self.rank = mesh.spec.pp, mesh.place("pp")
+        self.starts, self.readers = tuple(starts), readers
+        self.ranks_of = [rank_of(self.schedule, self.ranks, stage) for stage in range(len(starts))]
+        self.own = [stage for stage, rank in enumerate(self.ranks_of) if rank == self.rank]
+        self.holders = {
+            name: tuple(sorted({self.ranks_of[stage] for stage in stages})) for name, stages in readers.items()
+        }
+        self.group = mesh.axis("pp").get_group()
+        # Messages of one kind that go one way share a group, in which nothing overtakes: in one group for both ways
+        # NCCL would wait for a send before it begins a receive.
+        with compat.single_gloo_thread():
+            self.channels = {
+                (forward, up): self._group(f"{'forward' if forward else 'backward'}.{way}")
+                for forward in (True, False)
+                for up, way in ((True, "up"), (False, "down"))
+            }
+            self.tied = {holders: self._tied(holders) for holders in sorted(set(self.holders.values())) if holders[1:]}
+
+    def _group(self, what: str) -> dist.ProcessGroup:
+        """One more group of this rank's pipeline, which its ranks alone make."""
+        ranks = dist.get_process_group_ranks(self.group)
+        return dist.new_group(ranks, use_local_synchronization=True, group_desc=f"pp.{what}")
+
+    def _tied(self, holders: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of those of this rank's pipeline that hold a parameter; every rank makes those of all pipelines."""
+        found = None
+        beside = self.mesh.spec.size // self.ranks
+        for first in range(beside):
+            group = dist.new_group([first + place * beside for place in holders], group_desc="pp.tied")
+            if dist.get_rank() % beside == first and self.rank in holders:
+                found = group
+        return found
+
+    @property
+    def stages(self) -> int:
+        """Stages of the model."""
+        return len(self.starts)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank holds the parameter ``name``."""
+        return self.rank in self.holders[name]
+
+    def channel(self, forward: bool, peer: int) -> dist.ProcessGroup:
+        """The group for messages of one kind from this rank to ``peer``; its own end has `channel_from`."""
+        return self.channels[forward, peer > self.rank]
+
+    def channel_from(self, forward: bool, peer: int) -> dist.ProcessGroup:
+        """The group for messages of one kind from ``peer`` to this rank."""
+        return self.channels[forward, self.rank > peer]
+
+    def __str__(self) -> str:
+        starts = ", ".join(map(str, self.starts))
+        return f"pipeline {self.name}: {self.stages} stages on {self.ranks} ranks, their first blocks {starts}"
+
+    def share(self) -> Share:
+        """What capture must know of this rank's part."""
+        return Share(self.holders, self.rank, self.group, self.tied)
+
+    def attach(self, model: nn.Module) -> None:
+        """``model`` runs in this pipeline from now on."""
+        setattr(model, _ATTRIBUTE, self)
+
+    def __deepcopy__(self, memo: dict) -> "Pipeline":
+        return self  # as its mesh
+
+
+def pipeline_of(model: nn.Module) -> Pipeline | None:
+    """The pipeline that ``model`` was made parallel for, if there is one."""
+    return vars(model).get(_ATTRIBUTE)
+
+
+def plan_pipeline(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    mesh: Mesh,
+    schedule: str = "1f1b",
+    split: Sequence[int] | None = None,
+) -> Pipeline:
+    """Cut ``model`` into the stages of ``schedule`` on the ``pp`` axis of ``mesh``; give the result to `parallelize`.
+
+    Forward is traced once, on tensors without values, to see what each block costs and which parameters it reads.
+
+    Args:
+        model: not parallel yet; it may be on the meta device.
+        loss_fn, batch: as on one rank that holds the whole model: ``loss_fn(model, batch)`` for a microbatch.
+        split: the first block of each stage, from 0 on, such as ``(0, 9, 17, 25)``; None: the most even cut by the cost
+            model, with embedding, head and loss counted.
+
+    Raises ``ValueError`` where the model has fewer blocks than stages, or the split does not fit.
+    """
+    step, _ = trace_forward(model, loss_fn, batch)
+    wanted = mesh.spec.pp * schedule_named(schedule).chunks
+    starts = tuple(split) if split is not None else _even(step, wanted, schedule, mesh.spec.pp)
+    check_split(starts, len(step.blocks), wanted, schedule, mesh.spec.pp)
+    cut = Cut(step, starts)
+    readers = {name: (0,) for name, _ in model.named_parameters()}  # what nothing reads is with the first stage
+    for node, spec in zip(step.placeholders(), step.inputs, strict=True):
+        if spec.kind == "parameter" and (found := _readers(node, cut)):
+            readers[spec.name] = tuple(sorted(found))
+    return Pipeline(mesh, schedule, starts, readers)
+
+
+def check_split(starts: Sequence[int], blocks: int, stages: int, schedule: str, ranks: int) -> None:
+    """``ValueError``, in one line, unless ``starts`` cut so many blocks into so many stages."""
+    given = ",".join(map(str, starts))
+    if len(starts) != stages:
+        raise ValueError(
+            f"split={given} has {len(starts)} stages and the schedule {schedule} on pp={ranks} has {stages}: "
+            f"give the first block of each of the {stages} stages, or leave split out"
+        )
+    if starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts)) or starts[-1] >= blocks:
+        raise ValueError(
+            f"split={given} does not fit {blocks} blocks: begin with 0 and give growing numbers below {blocks}"
+        )
+
+
+def _even(step: StepGraph, stages: int, schedule: str, ranks: int) -> tuple[int, ...]:
+    """The first block of each stage such that the slowest stage is as fast as can be."""
+    blocks = len(step.blocks)
+    if blocks < stages:
+        chunks = f", {stages // ranks} on each rank" if stages > ranks else ""
+        raise ValueError(
+            f"the model has {blocks} blocks and the schedule {schedule} on pp={ranks} has {stages} stages{chunks}: "
+            f"try pp={max(1, blocks // (stages // ranks))} or less"
+        )
+    costs, before, after = _block_seconds(step)
+    costs[0] += before
+    costs[-1] += after
+    total = [0.0, *itertools.accumulate(costs)]
+    # best[n][k]: (seconds of the slowest stage, where the last one begins) of the first n blocks in k stages.
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for n in range(1, blocks + 1):
+        best.append({})
+        for k in range(1, min(n, stages) + 1):
+            found = ((max(best[m][k - 1][0], total[n] - total[m]), m) for m in range(k - 1, n) if k - 1 in best[m])
+            best[n][k] = min(found)
+    starts, end = [], blocks
+    for k in range(stages, 0, -1):
+        end = best[end][k][1]
+        starts.append(end)
+    return tuple(reversed(starts))
+
+
+def _block_seconds(step: StepGraph) -> tuple[list[float], float, float]:
+    """(seconds of each block's forward, of what comes before the first one, of what comes after)."""
+    number = {block: i for i, block in enumerate(step.blocks)}
+    costs, outside, seen = [0.0] * len(number), [0.0, 0.0], False
+    for node in step.nodes():
+        seconds = 0.0 if is_view(node) else node_seconds(node)
+        block = step.block_of(node)
+        if block is None:
+            outside[seen] += seconds
+        else:
+            costs[number[block]] += seconds
+            seen = True
+    return costs, *outside
+
+
+def _readers(node: fx.Node, cut: Cut) -> set[int]:
+    """The stages that read ``node``, by views of it too."""
+    found, queue = set(), [node]
+    while queue:
+        for user in queue.pop().users:
+            if user in cut.stage:
+                found.add(cut.stage[user])
+            elif user in cut.free:
+                queue.append(user)
+    return found

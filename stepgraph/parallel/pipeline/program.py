@@ -1,0 +1,127 @@
+"""The step program of one rank of a pipeline: its stages' graphs, sends and receives, and the calls of its schedule."""
+
+import torch
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.errors import CaptureError
+from stepgraph.graph.program import Call, StepProgram
+from stepgraph.graph.provenance import Provenance, Role, set_provenance
+from stepgraph.graph.stages import Cut, pieces_of
+from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
+from stepgraph.kernels.comm import point_to_point  # noqa: F401  (registers its operators)
+from stepgraph.parallel.pipeline.layout import Pipeline
+from stepgraph.parallel.pipeline.schedules import calls_of, work_of
+
+c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
+
+
+class StageGraphs:
+    """What a rank of ``pipeline`` runs of a microbatch, whose graph, of all stages, is ``microbatch``.
+
+    ``whole``: the graph of each of its stages, forward and backward, by name: what passes rewrite that look at both.
+    `program` then cuts it into what the schedule calls.
+    """
+
+    def __init__(self, microbatch: StepGraph, pipeline: Pipeline):
+        self.pipeline, self.cut = pipeline, Cut(microbatch, pipeline.starts)
+        self.capture_s = microbatch.capture_s
+        self.loss = _loss_of(microbatch)
+        self.whole = {stage: self.cut.graph_of(stage) for stage in pipeline.own}
+        for stage, step in self.whole.items():
+            for spec in step.inputs:
+                name = spec.name.partition("#")[0]
+                if spec.kind == "parameter" and not pipeline.holds(name):
+                    raise CaptureError(
+                        f"stage {stage} reads {name}, which its rank does not hold: give plan_pipeline the loss_fn and "
+                        "a batch of the form that the step is captured with"
+                    )
+
+    def pieces(self) -> dict[str, StepGraph]:
+        """The graphs that compute, by name."""
+        return {
+            f"{kind}.{stage}": piece
+            for stage, step in self.whole.items()
+            for kind, piece in pieces_of(step, str(stage), self.pipeline.schedule.halves).items()
+        }
+
+    def program(self, pieces: dict[str, StepGraph], update: StepGraph, microbatches: int) -> StepProgram:
+        """The program of a step of so many microbatches. ``pieces``: see `pieces`."""
+        pipeline = self.pipeline
+        orders = work_of(pipeline.name, pipeline.ranks, microbatches)
+        calls = calls_of(orders, pipeline.ranks_of, pipeline.rank)
+        graphs = dict(pieces)
+        for call in calls:
+            if call.graph not in graphs:
+                graphs[call.graph] = self._message(call.graph)
+        graphs |= {"share_loss": self._share_loss(), "update": update}
+        next(iter(graphs.values())).capture_s = self.capture_s
+        return StepProgram(graphs, [*calls, Call("share_loss"), Call("update")])
+
+    def forward_program(self) -> StepProgram:
+        """The program of forward alone, for one batch, where the microbatch's graph has no backward."""
+        pipeline, last = self.pipeline, len(self.pipeline.ranks_of) - 1
+        graphs = {f"forward.{stage}": step for stage, step in self.whole.items()}
+        calls = []
+        for stage in pipeline.own:
+            if stage and pipeline.ranks_of[stage - 1] != pipeline.rank:
+                calls.append(Call(f"receive_forward.{stage}", 0))
+            calls.append(Call(f"forward.{stage}", 0))
+            if stage < last and pipeline.ranks_of[stage + 1] != pipeline.rank:
+                calls.append(Call(f"send_forward.{stage}", 0))
+        graphs |= {call.graph: self._message(call.graph) for call in calls if call.graph not in graphs}
+        return StepProgram(graphs | {"share_loss": self._share_loss()}, [*calls, Call("share_loss")])
+
+    def _message(self, name: str) -> StepGraph:
+        """The graph that sends or receives a stage's message: ``send_forward.2``, ``receive_backward.0``."""
+        kind, _, stage = name.partition(".")
+        forward, sends, here = kind.endswith("forward"), kind.startswith("send"), int(stage)
+        there = here + (1 if forward == sends else -1)
+        values = self.cut.message(there if sends else here, forward)
+        pipeline, peer = self.pipeline, self.pipeline.ranks_of[there]
+        group = pipeline.channel(forward, peer) if sends else pipeline.channel_from(forward, peer)
+        phase = "forward" if forward else "backward"
+        channel = compat.name_group(group, f"pp.{phase}.{'up' if (peer > pipeline.rank) == sends else 'down'}")
+        graph, results = fx.Graph(), []
+        inputs, outputs = [], []
+        for value in values:
+            like = value.meta["val"]
+            if sends:
+                source = graph.placeholder(value.name)
+                source.meta["val"] = like
+                inputs.append(InputSpec("value", value.name))
+                node = graph.call_function(ours.send.default, (source, peer, channel))
+                node.meta["val"] = like.new_empty(0)
+            else:
+                form = (list(like.shape), list(like.stride()), like.dtype, like.device)
+                node = graph.call_function(ours.recv.default, (*form, peer, channel))
+                node.meta["val"] = like
+                outputs.append(OutputSpec("arriving", value.name))
+                results.append(node)
+            set_provenance(node, Provenance("", phase, "", role=Role("send" if sends else "recv", (), "pp")))
+        return _step(graph, results, inputs, outputs, {channel: "pp"})
+
+    def _share_loss(self) -> StepGraph:
+        """The last stage's loss, to all stages: a sum with the others' zeros."""
+        graph = fx.Graph()
+        group = compat.name_group(self.pipeline.group, "pp")
+        node = graph.placeholder("loss")
+        node.meta["val"] = self.loss
+        for target, args in ((c10d.all_reduce.default, ("sum", group)), (c10d.wait_tensor.default, ())):
+            node = graph.call_function(target, (node, *args))
+            node.meta["val"] = self.loss
+            set_provenance(node, Provenance("", "optimizer", ""))
+        return _step(graph, [node], [InputSpec("loss", "loss")], [OutputSpec("total", "loss")], {group: "pp"})
+
+
+def _loss_of(microbatch: StepGraph) -> torch.Tensor:
+    (output,) = microbatch.graph.find_nodes(op="output")
+    found = zip(microbatch.outputs, output.args[0], strict=True)
+    return next(node.meta["val"] for spec, node in found if spec.kind == "loss")
+
+
+def _step(
+    graph: fx.Graph, results: list[fx.Node], inputs: list[InputSpec], outputs: list[OutputSpec], axes: dict[str, str]
+) -> StepGraph:
+    graph.output(results)
+    return StepGraph(fx.GraphModule({}, graph), inputs, outputs, axes=axes)

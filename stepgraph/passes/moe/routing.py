@@ -1,0 +1,92 @@
+"""Finds where a graph sorts the slots of tokens by their experts, as transformers' experts do."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from stepgraph.graph.facts import argument, getitem_users
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+INDEXINGS = (aten.index_put.default, aten._index_put_impl.default)
+
+
+@dataclass
+class Routing:
+    """One sort of slots by expert. Of the graph before: ``sort``, and by name what is made of it. Of ours: ``order``
+    (R,), ``places`` (N, K) and ``counts`` (E,), each int32."""
+
+    sort: fx.Node
+    chosen: fx.Node
+    experts: int
+    ids: fx.Node
+    permutation: fx.Node
+    counted: fx.Node
+    order: fx.Node | None = None
+    places: fx.Node | None = None
+    counts: fx.Node | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.chosen.meta["val"].shape[1]
+
+    @property
+    def tokens(self) -> int:
+        return self.chosen.meta["val"].shape[0]
+
+
+def routing_of(sort: fx.Node) -> Routing | str:
+    """The routing of a sort, or why it is none that we know."""
+    flat, outputs = sort.args[0], getitem_users(sort)
+    permutation = outputs.get(1)
+    if permutation is None or flat.meta["val"].ndim != 1 or argument(sort, "descending"):
+        return "no permutation of one dimension in ascending order"
+    chosen = flat.args[0] if flat.target in VIEWS else None
+    if chosen is None or chosen.meta["val"].ndim != 2 or chosen.meta["val"].dtype not in (torch.int64, torch.int32):
+        return "what is sorted is no matrix of experts"
+    counted = next(iter(_counted(outputs.get(0))), None)
+    if counted is None:
+        return "the rows of its experts are not counted by histc and cumsum"
+    experts = argument(counted.args[0], "bins")
+    if _options_of_topk(chosen) != experts:
+        return f"the experts are not chosen by topk over the {experts} that are counted"
+    return Routing(sort, chosen, experts, outputs[0], permutation, counted)
+
+
+def _counted(ids: fx.Node | None) -> Iterator[fx.Node]:
+    """Offsets made of the sorted experts: int32 sums of how often each number from 0 on is there."""
+    for user in ids.users if ids is not None else ():
+        counts = [user, *user.users] if user.target is aten._to_copy.default else [user]
+        for histogram in counts:
+            if histogram.target is not aten.histc.default:
+                continue
+            bins, low, high = (argument(histogram, name) for name in ("bins", "min", "max"))
+            if (low, high) != (0, bins - 1):
+                continue
+            for offsets in histogram.users:
+                if offsets.target is aten.cumsum.default and offsets.meta["val"].dtype == torch.int32:
+                    yield offsets
+
+
+def _options_of_topk(chosen: fx.Node) -> int | None:
+    """How many there were to choose from, if a ``topk`` along the last dimension chose."""
+    while chosen.target in (*VIEWS, aten._to_copy.default, aten.clone.default, aten.detach.default):
+        chosen = chosen.args[0]
+    topk = chosen.args[0] if chosen.op == "call_function" and chosen.args else None
+    if not isinstance(topk, fx.Node) or topk.target is not aten.topk.default or chosen.args[1] != 1:
+        return None
+    scores = topk.args[0].meta["val"]
+    return scores.shape[-1] if argument(topk, "dim") in (-1, scores.ndim - 1) else None
+
+
+def counts_experts(sort: fx.Node) -> bool:
+    """Whether what ``sort`` sorted is counted as experts are; other sorts are no business of ours."""
+    return next(iter(_counted(getitem_users(sort).get(0))), None) is not None
+
+
+def is_zeros(node: fx.Node) -> bool:
+    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
+        return True
+    return node.target in (aten.full.default, aten.new_full.default) and node.args[-1] == 0

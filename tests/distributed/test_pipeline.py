@@ -1,0 +1,173 @@
+"""A pipeline's loss, gradients, norm and updated parameters: bitwise those of the same microbatches on one rank."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph import parallel
+from stepgraph.models import Llama3
+from stepgraph.models import next_token_loss as one_rank_loss
+from stepgraph.models.llama3.llama3 import TP_PLAN
+from stepgraph.parallel import next_token_loss
+from stepgraph.parallel.pipeline import SCHEDULES
+from stepgraph.passes import configured
+from tests.distributed.ranks import TINY, global_batch, make_mesh, on_ranks, own_batch, whole_model
+
+DEEP = dataclasses.replace(TINY, n_layers=4)
+STEPS, CLIP = 2, 0.5
+
+
+def adamw(params):
+    return torch.optim.AdamW(list(params), lr=0.01, fused=True)
+
+
+def microbatches(batch, n):
+    return [{key: value.chunk(n)[k] for key, value in batch.items()} for k in range(n)]
+
+
+def eager_gradients(model, loss_fn, batch, n):
+    """The loss of a step of ``n`` microbatches; gradients land in ``param.grad``."""
+    total = 0
+    for part in microbatches(batch, n):
+        loss = loss_fn(model, part) / n
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def pipelined(mesh, schedule, config=DEEP, split=None):
+    """The model in a pipeline, and its pipeline."""
+    with torch.device("meta"):
+        model = Llama3(config)
+    part = {key: torch.zeros(1, 16, dtype=torch.int64) for key in ("tokens", "targets")}
+    pipeline = parallel.plan_pipeline(model, one_rank_loss, part, mesh, schedule, split)
+    parallel.parallelize(model, mesh, TP_PLAN, device="cpu", pipeline=pipeline)
+    whole = dict(whole_model(config).named_parameters())
+    model.init_buffers()
+    for name, param in parallel.held_parameters(model).items():
+        layout = parallel.layouts(model)[name]
+        source = whole[name].detach()[tuple(slice(*part) for part in layout.region)]
+        layout.own(param.detach().to_local()).copy_(source)
+    return model, pipeline
+
+
+def check_gradients(mesh, schedule, n, config=DEEP, exact=True, **options):
+    """Without an optimizer: loss and gradients as ``backward()`` leaves them."""
+    alone, (model, pipeline) = whole_model(config), pipelined(mesh, schedule, config)
+    batch = global_batch(0, 1, n)
+    expected = eager_gradients(alone, one_rank_loss, batch, n)
+    step = stepgraph.capture(model, next_token_loss(mesh), batch, accumulate=n, passes=configured("exact", **options))
+    assert torch.equal(step(batch), expected)
+    held = parallel.held_parameters(model)
+    for name, param in alone.named_parameters():
+        assert (name in held) == pipeline.holds(name)
+        if name in held and exact:
+            assert torch.equal(held[name].grad.to_local(), param.grad), (schedule, name)
+        elif name in held:
+            torch.testing.assert_close(held[name].grad.to_local(), param.grad, rtol=1e-5, atol=1e-7)
+    return pipeline, step
+
+
+def check_training(mesh, schedule, n, config=DEEP, **options):
+    """Loss, the norm of all stages' gradients, and parameters after every update."""
+    alone, (model, _) = whole_model(config), pipelined(mesh, schedule, config)
+    optimizer, held = adamw(alone.parameters()), parallel.held_parameters(model)
+    step = stepgraph.capture(
+        model,
+        next_token_loss(mesh),
+        global_batch(0, 1, n),
+        adamw(held.values()),
+        max_grad_norm=CLIP,
+        accumulate=n,
+        passes=configured("exact", **options),
+    )
+    for i in range(STEPS):
+        batch = global_batch(i, 1, n)
+        loss = eager_gradients(alone, one_rank_loss, batch, n)
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(step(batch), loss), (schedule, i)
+        assert torch.equal(step.metrics["grad_norm"], norm), (schedule, i)
+        for name, param in alone.named_parameters():
+            if name in held:
+                assert torch.equal(held[name].to_local(), param), (schedule, i, name)
+    assert 0 < len(held) < len(list(alone.parameters()))
+    return step
+
+
+def _check_short():
+    mesh = make_mesh("pp=2")
+    check_training(mesh, "dualpipev", 4)
+    # Tied: the head's part of the gradient is summed over all microbatches before the embedding's is added to it, in
+    # eager microbatch by microbatch: sums in another order.
+    tied = dataclasses.replace(TINY, n_layers=2, tie_embeddings=True)
+    pipeline, _ = check_gradients(mesh, "1f1b", 2, tied, exact=False, memory="full")
+    assert pipeline.holders["embed.weight"] == (0, 1)
+
+
+def test_pipeline():
+    on_ranks(2, _check_short)
+
+
+def _check_schedule(schedule, ranks, n):
+    mesh = make_mesh(f"pp={ranks}")
+    config = dataclasses.replace(DEEP, n_layers=max(4, ranks * SCHEDULES[schedule].chunks))
+    check_training(mesh, schedule, n, config)
+    check_gradients(mesh, schedule, n, config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_every_schedule(schedule, ranks):
+    on_ranks(ranks, _check_schedule, schedule, ranks, 2 * ranks)
+
+
+def _train(text, schedule, n, folder, memory):
+    """Train on the mesh ``text``, with a pipeline where ``schedule`` is given; what this rank holds goes to files."""
+    mesh = make_mesh(text)
+    if schedule:
+        model, _ = pipelined(mesh, schedule)
+    else:
+        model = parallel.parallelize(whole_model(DEEP), mesh, TP_PLAN)
+    held = parallel.held_parameters(model)
+    step = stepgraph.capture(
+        model,
+        next_token_loss(mesh),
+        own_batch(mesh, 0, 2 * n),
+        adamw(held.values()),
+        max_grad_norm=CLIP,
+        accumulate=n,
+        passes=configured("exact", memory=memory),
+    )
+    found = [(step(own_batch(mesh, i, 2 * n)), step.metrics["grad_norm"]) for i in range(STEPS)]
+    place = [mesh.place("dp_shard"), mesh.place("tp")]
+    values = {name: param.detach().to_local() for name, param in held.items()}
+    torch.save({"place": place, "results": found, "values": values}, folder / f"{text}-{torch.distributed.get_rank()}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axis", ("fsdp=2", "tp=2"))
+@pytest.mark.parametrize("schedule, memory", (("1f1b", "none"), ("zero-bubble", "full"), ("dualpipev", "selective")))
+def test_with_another_axis(axis, schedule, memory):
+    """Every rank of the pipeline has bitwise what the rank at its place has without one."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        on_ranks(2, _train, axis, None, 4, folder, memory)
+        on_ranks(4, _train, f"pp=2,{axis}", schedule, 4, folder, memory)
+        alone = {tuple(r["place"]): r for r in map(torch.load, sorted(folder.glob(f"{axis}-*")))}
+        stages = [torch.load(path) for path in sorted(folder.glob("pp=*"))]
+        assert len(alone) == 2 and len(stages) == 4
+        for stage in stages:
+            expected = alone[tuple(stage["place"])]
+            for (loss, norm), (their_loss, their_norm) in zip(stage["results"], expected["results"], strict=True):
+                assert torch.equal(loss, their_loss)
+                assert torch.equal(norm, their_norm)
+            for name, value in stage["values"].items():
+                assert torch.equal(value, expected["values"][name]), name

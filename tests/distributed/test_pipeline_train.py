@@ -1,0 +1,57 @@
+"""``stepgraph train --mesh pp=2``: the same run as one process's, bit for bit, its checkpoints for any mesh."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from stepgraph import cli
+from tests.distributed.test_train import TINY_RUN, corpus, records, saved, train_on  # noqa: F401  (corpus: a fixture)
+
+RUN = [*TINY_RUN, "--model.n-layers", "4", "--batch-size", "1", "--accumulate", "4", "--passes", "exact"]
+
+
+def run_alone(*words):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", *map(str, words)])
+    assert stop.value.code == 0
+
+
+def check_same_run(ours, theirs):
+    for name in ("loss", "grad_norm", "val_loss"):
+        assert records(ours, name) == records(theirs, name), name
+    here, there = saved(ours / "checkpoints/step-00000006"), saved(theirs / "checkpoints/step-00000006")
+    assert here.keys() == there.keys()
+    for name, tensor in there.items():
+        assert torch.equal(here[name], tensor), name
+
+
+def test_a_pipeline_trains_as_one_process(corpus, tmp_path):  # noqa: F811
+    words = [*RUN, "--data", corpus]
+    run_alone(*words, "--out", tmp_path / "alone")
+    train_on(2, *words, "--mesh", "pp=2", "--pipeline", "zero-bubble", "--out", tmp_path / "run")
+    check_same_run(tmp_path / "run", tmp_path / "alone")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert 0 < summary["bubble"] < 1
+    assert json.loads((tmp_path / "alone/summary.json").read_text())["bubble"] is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ("1f1b", "dualpipev"))
+def test_resumed_bitwise_and_loaded_on_other_meshes(schedule, corpus, tmp_path):  # noqa: F811
+    words = [*RUN, "--data", corpus]
+    run_alone(*words, "--out", tmp_path / "alone")
+    train_on(2, *words, "--mesh", "pp=2", "--pipeline", schedule, "--out", tmp_path / "run")
+    for again in ("again", "tensors", "one"):
+        shutil.copytree(tmp_path / "run", tmp_path / again)
+        shutil.rmtree(tmp_path / again / "checkpoints/step-00000006")
+    train_on(2, "--resume", tmp_path / "again")
+    check_same_run(tmp_path / "again", tmp_path / "alone")
+    # Another mesh goes on from the same numbers, with the data of the next epoch.
+    train_on(2, "--resume", tmp_path / "tensors", "--mesh", "tp=2", "--pipeline", "None")
+    train_on(1, "--resume", tmp_path / "one", "--mesh", "fsdp=1", "--pipeline", "None")
+    losses = [dict(records(tmp_path / name, "loss")) for name in ("tensors", "one")]
+    assert losses[0].keys() == losses[1].keys() == set(range(1, 7))
+    for step in (4, 5, 6):
+        assert abs(losses[0][step] - losses[1][step]) < 1e-4

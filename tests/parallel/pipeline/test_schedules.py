@@ -1,0 +1,124 @@
+"""The calls of a pipeline's ranks, run on paper: nothing waits for ever, nothing is lost or out of order."""
+
+from collections import defaultdict, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepgraph.graph.program import Call
+from stepgraph.parallel.pipeline.layout import check_split
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, calls_of, check_schedule, rank_of, work_of
+
+
+def ranks_of(name, ranks):
+    schedule = SCHEDULES[name]
+    return [rank_of(schedule, ranks, stage) for stage in range(ranks * schedule.chunks)]
+
+
+def run(calls, where):
+    """Run all ranks' calls, each as soon as what it reads is there; the calls in the order in which they ran."""
+    queues = [deque(own) for own in calls]
+    channels = defaultdict(deque)
+    arrived, done = set(), []
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(queues):
+            while queue and ready(queue[0], rank, where, arrived):
+                call = queue.popleft()
+                done.append((rank, call))
+                moved = True
+                kind, stage = call.graph.split(".")[0], int(call.graph.split(".")[1])
+                if kind.startswith("send"):
+                    to = stage + (1 if kind.endswith("forward") else -1)
+                    channels[kind[5:], rank, where[to]].append((to, call.microbatch))
+                elif not kind.startswith("receive"):
+                    arrived.add((kind, stage, call.microbatch))
+            # What is sent goes to the receive that was begun next, in the channel's order.
+            for (kind, sender, receiver), messages in channels.items():
+                begun = [c for r, c in done if r == receiver and c.graph.startswith(f"receive_{kind}")]
+                begun = [
+                    c for c in begun if where[int(c.graph.split(".")[1]) - (1 if kind == "forward" else -1)] == sender
+                ]
+                for sent, call in zip(messages, begun, strict=False):
+                    assert sent == (int(call.graph.split(".")[1]), call.microbatch)
+                    if (("received", kind, *sent)) not in arrived:
+                        arrived.add(("received", kind, *sent))
+                        moved = True
+    assert not any(queues), [queue[0] for queue in queues if queue]
+    return done
+
+
+def ready(call, rank, where, arrived):
+    kind, stage = call.graph.split(".")[0], int(call.graph.split(".")[1])
+    if kind.startswith(("send", "receive")):
+        return True
+    if kind == "backward_weight":
+        return ("backward_input", stage, call.microbatch) in arrived
+    forward = kind == "forward"
+    source = stage + (-1 if forward else 1)
+    own = forward or ("forward", stage, call.microbatch) in arrived
+    if not 0 <= source < len(where):
+        return own
+    if where[source] == rank:
+        return own and any(
+            (k, source, call.microbatch) in arrived for k in (kind, "backward_input")[: 1 if forward else 2]
+        )
+    return own and ("received", "forward" if forward else "backward", stage, call.microbatch) in arrived
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 5), st.integers(0, 6))
+def test_all_ranks_come_to_the_end(name, ranks, more):
+    microbatches = ranks * SCHEDULES[name].fewest + more
+    try:
+        check_schedule(name, ranks, microbatches)
+    except ValueError:
+        return
+    where, orders = ranks_of(name, ranks), work_of(name, ranks, microbatches)
+    calls = [calls_of(orders, where, rank) for rank in range(ranks)]
+    done = run(calls, where)
+    kinds = ("forward", "backward_input", "backward_weight") if SCHEDULES[name].halves else ("forward", "backward")
+    for stage in range(len(where)):
+        for kind in kinds:  # sums over microbatches are those of one rank only in their order
+            order = [call.microbatch for _, call in done if call.graph == f"{kind}.{stage}"]
+            assert order == list(range(microbatches)), (kind, stage)
+    assert len(done) == len(set(done))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_too_few_microbatches_are_refused_with_a_number_that_works(name):
+    with pytest.raises(ValueError, match=r"accumulate=1 is too small .*pp=4.*--accumulate \d+$") as error:
+        check_schedule(name, 4, 1)
+    check_schedule(name, 4, int(str(error.value).split()[-1]))
+    with pytest.raises(ValueError, match=r"unknown schedule '1fb1'.*1f1b"):
+        check_schedule("1fb1", 4, 4)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(["interleaved", "zero-bubble"]), st.integers(2, 6), st.integers(0, 30))
+def test_microbatches_that_make_no_rounds_are_refused_with_a_number_that_works(name, ranks, more):
+    try:
+        check_schedule(name, ranks, ranks + more)
+    except ValueError as error:
+        assert "\n" not in str(error)
+        check_schedule(name, ranks, int(str(error).split()[-1]))
+    else:
+        assert len(work_of(name, ranks, ranks + more)) == ranks
+
+
+@pytest.mark.parametrize(
+    "starts, problem",
+    [((0, 2), "2 stages and the schedule interleaved on pp=2 has 4"), ((0, 1, 2, 9), "8 blocks"), ((1, 2, 3, 4), "0")],
+)
+def test_a_split_that_does_not_fit_is_refused(starts, problem):
+    with pytest.raises(ValueError, match=problem):
+        check_split(starts, 8, 4, "interleaved", 2)
+
+
+def test_receives_travel_beside_a_computation():
+    orders = work_of("1f1b", 2, 4)
+    calls = calls_of(orders, [0, 1], 1)
+    # Rank 1 runs forward 0, backward 0, forward 1: what forward 1 reads travels beside backward 0.
+    assert calls.index(Call("receive_forward.1", 1)) < calls.index(Call("backward.1", 0))
