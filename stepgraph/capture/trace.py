@@ -389,6 +389,7 @@ class StepTrace:
         record_roles(step, self.recorder.reducing, [slot.tensor for slot in self.slots])
         if self.conditions.repairs:
             check_repeatable(step)
+        step.module.recompile()  # inputs may have been dropped
         step.capture_s = time.perf_counter() - start
         return step
 

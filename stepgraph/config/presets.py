@@ -2,13 +2,16 @@
 
 The learning rates and batches of the Llama 3 sizes above 1B follow the report on Llama 3 (Table 3: peak learning rate
 3e-4, 1.5e-4 and 8e-5; AdamW; a warm-up of 2,000 to 8,000 steps; cosine decay to 1% of the peak; sequences of 8,192
-tokens). Source: Llama Team 2024, "The Llama 3 Herd of Models", arXiv 2407.21783. The batch here is one GPU's.
+tokens). Source: Llama Team 2024, "The Llama 3 Herd of Models", arXiv 2407.21783. Those of the DeepSeek sizes follow
+DeepSeek-AI 2024, "DeepSeek-V2", section 3.1 and appendix B, and "DeepSeek-V3 Technical Report", section 4.2. The batch
+here is one GPU's.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from stepgraph import models
-from stepgraph.config.train import TrainConfig
+from stepgraph.config.train import ModelConfig, TrainConfig
 
 
 def llama3_debug() -> TrainConfig:
@@ -59,6 +62,37 @@ def llama3_405b() -> TrainConfig:
     return _llama3_large("llama3-405b", models.llama3_405b(), lr=8e-5, warmup_steps=8_000)
 
 
+def deepseek_v3_debug() -> TrainConfig:
+    """About 9M parameters, 3M of them active, fp32: trains on two CPU cores in a few minutes."""
+    return TrainConfig(
+        preset="deepseek-v3-debug",
+        model=models.deepseek_v3_debug(),
+        inductor="off",
+        seq_len=256,
+        batch_size=8,
+        steps=200,
+        lr=2e-3,
+        warmup_steps=10,
+        val_every=50,
+        checkpoint_every=50,
+    )
+
+
+def deepseek_v3_16b() -> TrainConfig:
+    """DeepSeek-V2-Lite's shape, with selection biases; its report's peak learning rate. Eight GPUs or more."""
+    return _experts("deepseek-v3-16b", models.deepseek_v3_16b(), seq_len=4096, lr=4.2e-4)
+
+
+def deepseek_v3_671b() -> TrainConfig:
+    """DeepSeek-V3, full recomputation; its report's peak learning rate. For `stepgraph plan` and large clusters."""
+    return _experts("deepseek-v3-671b", models.deepseek_v3_671b(), seq_len=4096, lr=2.2e-4, memory="full")
+
+
+def qwen3_30b_a3b() -> TrainConfig:
+    """Qwen3-30B-A3B, full recomputation."""
+    return _experts("qwen3-30b-a3b", models.qwen3_30b_a3b(), seq_len=4096, lr=3e-4, memory="full")
+
+
 def golf() -> TrainConfig:
     """The 11-layer, d=512 model of pytorch issue 179423, on one GPU."""
     return TrainConfig(
@@ -75,6 +109,12 @@ def golf() -> TrainConfig:
         checkpoint_every=500,
         log_every=10,
     )
+
+
+def _experts(preset: str, model: ModelConfig, **options: Any) -> TrainConfig:
+    plain = {"batch_size": 1, "steps": 500_000, "min_lr_ratio": 0.1, "warmup_steps": 2_000, "log_every": 10}
+    every = {"val_every": 1_000, "checkpoint_every": 1_000}
+    return TrainConfig(preset=preset, model=model, precision="bf16", **(plain | every | options))
 
 
 def _llama3_large(preset: str, model: models.Llama3Config, *, lr: float, warmup_steps: int) -> TrainConfig:
@@ -101,5 +141,9 @@ PRESETS: dict[str, Callable[[], TrainConfig]] = {
     "llama3-8b": llama3_8b,
     "llama3-70b": llama3_70b,
     "llama3-405b": llama3_405b,
+    "deepseek-v3-debug": deepseek_v3_debug,
+    "deepseek-v3-16b": deepseek_v3_16b,
+    "deepseek-v3-671b": deepseek_v3_671b,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
     "golf": golf,
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 
 from stepgraph.errors import unknown_name
@@ -319,6 +320,8 @@ class TrainConfig(StepOptions, _Training):
             if getattr(self, name) is not None and family_of(self.model).hugging_face is None:
                 known = ", ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
                 raise ValueError(f"{name} works for {known} models only: choose a preset of theirs or drop it")
+        if self.export_hf is not None:  # refuses now what could not be written at the end
+            family_of(self.model).hugging_face.write_config(self.model, torch.float32)
 
     @property
     def decay_steps(self) -> int:

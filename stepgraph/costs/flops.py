@@ -9,24 +9,26 @@ from stepgraph.graph.facts import argument, is_overload
 aten = torch.ops.aten
 higher_order = torch.ops.higher_order
 
-#: Attention operators and matrix products over (T, T, head_dim) that each computes: flash attention's backward computes
-#: the scores again. Source: Dao et al., "FlashAttention", 2022, section 3.
+#: Matrix products of attention over (T, T, head_dim): those as wide as queries and keys, those as wide as values. Flash
+#: attention's backward computes the scores again. Source: Dao et al., "FlashAttention", 2022, section 3.
+_FORWARD, _BACKWARD = (1, 1), (3, 2)
+
 _ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: 2,
-    aten._scaled_dot_product_flash_attention.default: 2,
-    aten._scaled_dot_product_cudnn_attention.default: 2,
-    aten._scaled_dot_product_efficient_attention.default: 2,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 5,
-    aten._scaled_dot_product_flash_attention_backward.default: 5,
-    aten._scaled_dot_product_cudnn_attention_backward.default: 5,
-    aten._scaled_dot_product_efficient_attention_backward.default: 5,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _FORWARD,
+    aten._scaled_dot_product_flash_attention.default: _FORWARD,
+    aten._scaled_dot_product_cudnn_attention.default: _FORWARD,
+    aten._scaled_dot_product_efficient_attention.default: _FORWARD,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _BACKWARD,
+    aten._scaled_dot_product_flash_attention_backward.default: _BACKWARD,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _BACKWARD,
+    aten._scaled_dot_product_efficient_attention_backward.default: _BACKWARD,
 }
 
-#: The same for FlashAttention with a window, which takes (B, T, H, head_dim).
-_WINDOWED = {aten._flash_attention_forward.default: 2, aten._flash_attention_backward.default: 5}
+#: The same for FlashAttention with a window, which takes (B, T, H, head_dim) of one width.
+_WINDOWED = {aten._flash_attention_forward.default: _FORWARD, aten._flash_attention_backward.default: _BACKWARD}
 
-#: The same for FlexAttention, which takes q and k first in both directions.
-_FLEX_ATTENTION = {higher_order.flex_attention: 2, higher_order.flex_attention_backward: 5}
+#: The same for FlexAttention, which takes q, k and v first in both directions.
+_FLEX_ATTENTION = {higher_order.flex_attention: _FORWARD, higher_order.flex_attention_backward: _BACKWARD}
 
 
 def flops(node: fx.Node) -> int:
@@ -37,19 +39,19 @@ def flops(node: fx.Node) -> int:
     its mask is not known.
     """
     if node.target in _FLEX_ATTENTION:
-        q, k = (n.meta["val"] for n in node.args[:2])
-        return _FLEX_ATTENTION[node.target] * _scores(q, k)
+        return _products(_FLEX_ATTENTION[node.target], *(n.meta["val"] for n in node.args[:3]))
     if not is_overload(node):
         return 0
     values = fx.map_arg(node.args, lambda n: n.meta["val"])
     if node.target in _ATTENTION:
-        first = 0 if _ATTENTION[node.target] == 2 else 1  # backward takes the output's gradient first
-        products = _ATTENTION[node.target] * _scores(*values[first : first + 2])
+        kinds = _ATTENTION[node.target]
+        first = 0 if kinds == _FORWARD else 1  # backward takes the output's gradient first
+        products = _products(kinds, *values[first : first + 3])
         return products // (2 if argument(node, "is_causal") else 1)
     if node.target in _WINDOWED:
         q = argument(node, "query").meta["val"]
         sides = (argument(node, f"window_size_{side}") for side in ("left", "right"))
-        return _WINDOWED[node.target] * 2 * q.shape[0] * q.shape[2] * q.shape[3] * _visible(q.shape[1], *sides)
+        return sum(_WINDOWED[node.target]) * 2 * q.shape[0] * q.shape[2] * q.shape[3] * _visible(q.shape[1], *sides)
     if node.target is aten._grouped_mm.default:
         return 2 * values[0].numel() * node.meta["val"].shape[-1]
     count = flop_registry.get(node.target.overloadpacket)
@@ -61,9 +63,10 @@ def is_attention(node: fx.Node) -> bool:
     return node.target in _ATTENTION or node.target in _WINDOWED or node.target in _FLEX_ATTENTION
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor) -> int:
-    """FLOPs of q k^T for ``q`` (B, H, T, head_dim) and ``k`` (B, H_kv, S, head_dim)."""
-    return 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
+def _products(kinds: tuple[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """FLOPs of so many products for ``q`` (B, H, T, d), ``k`` (B, H_kv, S, d) and ``v`` (B, H_kv, S, d_v)."""
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    return 2 * pairs * (kinds[0] * q.shape[3] + kinds[1] * v.shape[3])
 
 
 def _visible(length: int, left: int | None, right: int | None) -> int:

@@ -79,12 +79,12 @@ def run(config: TrainConfig) -> int:
 
 @dataclass
 class Launched:
-    """A step that was launched; its loss and gradient norm may still be on their way."""
+    """A step that was launched; its loss and metrics may still be on their way."""
 
     step: int
     tokens: int  # seen so far
     loss: torch.Tensor
-    grad_norm: torch.Tensor
+    metrics: dict[str, torch.Tensor]
     batch: dict[str, torch.Tensor]
     lr: float
 
@@ -142,6 +142,7 @@ class Run:
         self.captured: stepgraph.CapturedStep | None = None
         self.capture_s: float | None = None
         self.finished = 0  # steps that this process has done
+        self.repeated_steps = 0  # how often it repeated one, with larger buffers for experts
         self.times_ms: list[float] = []
         self.last_loss: float | None = None
         self.val_loss: float | None = None
@@ -322,16 +323,17 @@ class Run:
         loss = self.captured(batch)
         self.done["step"] += 1
         self.done["tokens"] += self.config.tokens_per_step
-        return Launched(self.step, self.done["tokens"], loss, self.captured.metrics["grad_norm"], batch, lr)
+        return Launched(self.step, self.done["tokens"], loss, self.captured.metrics, batch, lr)
 
     def _finish(self, launched: Launched, progress: Progress) -> None:
         """Wait for a launched step, check its loss, and record it."""
         step = launched.step
         self.watch.waits_for(step)
-        loss, grad_norm = launched.loss.item(), launched.grad_norm.item()
+        loss, grad_norm = launched.loss.item(), launched.metrics["grad_norm"].item()
         now = time.perf_counter()
         step_ms, self.last_time = (now - self.last_time) * 1e3, now
         self.finished += 1
+        self.repeated_steps += int(launched.metrics.get("repeated", 0))
         if not self.finite.accepts(step, loss, grad_norm, launched.batch, self.saved_step):
             progress.note(f"step {step} left out: its loss is {loss}, its gradient norm {grad_norm}")
             self.folder.log(step, skipped_steps=self.finite.skipped)
@@ -351,8 +353,11 @@ class Run:
                 "mfu": mfu(tokens_per_s, self.flops_per_token, self.peak),
                 "mem_gib": peak_mem_gib(self.device),
             }
+            if "expert_load" in launched.metrics:
+                record["expert_load"] = launched.metrics["expert_load"].tolist()
             progress.update(step, **record)
-            self.folder.log(step, **record, lr=launched.lr, tokens=launched.tokens)
+            repeated = {"repeated_steps": self.repeated_steps} if "repeated" in launched.metrics else {}
+            self.folder.log(step, **record, **repeated, lr=launched.lr, tokens=launched.tokens)
 
     def _validate(self) -> float:
         """Mean loss over the validation batches; recorded at the current step."""
@@ -384,6 +389,7 @@ class Run:
             steps=self.step,
             tokens=self.done["tokens"],
             skipped_steps=self.finite.skipped,
+            repeated_steps=self.repeated_steps,
             train_loss_nats=self.last_loss,
             val_loss_nats=self.val_loss,
             unigram_entropy_nats=self.unigram,

@@ -121,7 +121,7 @@ def test_a_damaged_configuration_is_refused(change, message):
         ),
         ({"resume": Path("no/such/run")}, "not a run folder"),
         ({"init_from_hf": Path("no/such/model")}, "not a folder"),
-        ({"export_hf": Path("x"), "model": GolfConfig()}, "Llama 3 models only"),
+        ({"export_hf": Path("x"), "model": GolfConfig()}, "works for Llama 3, .* models only: choose a preset"),
     ],
 )
 def test_validate_refuses_in_one_line(change, message):

@@ -33,6 +33,12 @@ def test_attention_counts_its_products():
     attend = aten._scaled_dot_product_flash_attention_for_cpu.default
     k = hand.input(2, 8, 128, 64)
     assert flops(hand(attend, q, k, k, 0.0, True, val=(q.meta["val"],) * 2)) == product // 2  # causal: half
+    v = hand.input(2, 8, 128, 32)  # latent attention: values half as wide as keys
+    attend = aten._scaled_dot_product_cudnn_attention.default
+    assert flops(hand(attend, q, k, v, None, False, 0.0, False, val=(v.meta["val"],) * 2)) == 0.75 * product
+    back = aten._scaled_dot_product_cudnn_attention_backward.default
+    given = (v, q, k, v, v, v, v, v, None, None, None, 128, 128, 0.0, False)
+    assert flops(hand(back, *given, val=(q.meta["val"],) * 3)) == (3 + 2 / 2) / 2 * product
 
 
 def test_seconds_of_one_node_are_the_longer_of_two():

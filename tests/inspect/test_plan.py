@@ -13,7 +13,7 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS
 from stepgraph.inspect.forecast.command import show
 from stepgraph.inspect.forecast.forecast import forecast
-from stepgraph.models.llama3.llama3 import MLP
+from stepgraph.models.swiglu import SwiGLU
 from stepgraph.regions import region
 from tests.distributed.ranks import TINY
 
@@ -185,13 +185,13 @@ def test_thousands_of_ranks_are_one_graph(sharded):
 
 
 def test_time_is_summed_by_region(monkeypatch, capsys):
-    plain = MLP.forward
+    plain = SwiGLU.forward
 
     def named(self, x):
         with region("mlp"):
             return plain(self, x)
 
-    monkeypatch.setattr(MLP, "forward", named)
+    monkeypatch.setattr(SwiGLU, "forward", named)
     result = forecast(config("fsdp=4"), GPUS["h200"])
     timeline = result.timeline
     assert timeline.regions.keys() == {

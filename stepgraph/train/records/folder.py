@@ -1,6 +1,7 @@
 """The run folder: every record that a run leaves behind, its summary among them."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ class Summary:
     """Training tokens seen in these steps."""
     skipped_steps: int
     """Steps since the run began or was resumed that changed nothing, as their loss or gradient norm was not finite."""
+    repeated_steps: int
+    """Repetitions in that time of steps whose experts needed larger buffers; they leave no other trace."""
     train_loss_nats: float | None
     """Cross-entropy of the last step's batch, nats per token."""
     val_loss_nats: float | None
@@ -103,18 +106,24 @@ class RunFolder:
         """Writes ``graph.txt``, the graph that runs, after all passes."""
         write_text(self.path / "graph.txt", text)
 
-    def log(self, step: int, **values: float | None) -> None:
+    def log(self, step: int, **values: float | Sequence[float] | None) -> None:
         """Records ``values`` after update number ``step`` (from 1), in ``metrics.jsonl`` and for TensorBoard.
 
         The names used are ``loss`` (nats per token), ``grad_norm``, ``lr``, ``step_ms``, ``tokens_per_s``, ``mfu`` (in
-        [0, 1]), ``mem_gib``, ``tokens`` (seen so far), and ``val_loss``; a name that starts with ``val_`` goes to
-        TensorBoard's ``val/``, others to ``train/``.
+        [0, 1]), ``mem_gib``, ``tokens`` (seen so far), ``val_loss``, ``expert_load`` (a list: of each layer with
+        experts, the highest load of an expert over the mean) and ``repeated_steps``. A name that starts with ``val_``
+        goes to TensorBoard's ``val/``, others to ``train/``; a list to a tag for each element, by its place.
         """
         self._metrics.write(json_line({"step": step} | values))
         for name, value in values.items():
-            if value is not None:
-                tag = name.replace("val_", "val/", 1) if name.startswith("val_") else f"train/{name}"
-                self._tensorboard.add_scalar(tag, value, step)
+            if value is None:
+                continue
+            tag = name.replace("val_", "val/", 1) if name.startswith("val_") else f"train/{name}"
+            several = (
+                {f"{tag}/{i}": item for i, item in enumerate(value)} if isinstance(value, Sequence) else {tag: value}
+            )
+            for tag, scalar in several.items():
+                self._tensorboard.add_scalar(tag, scalar, step)
 
     def write_summary(self, summary: Summary) -> None:
         """Writes ``summary.json``."""

@@ -1,6 +1,7 @@
 """The progress line: how far a run is, on a terminal or in a log."""
 
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -31,7 +32,7 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def update(self, step: int, *, step_ms: float, **figures: float | None) -> None:
+    def update(self, step: int, *, step_ms: float, **figures: float | Sequence[float] | None) -> None:
         """Shows update number ``step``, from 1, with the ``figures`` of `format_progress`."""
         line = format_progress(step, self._total, step_ms=step_ms, eta_s=self._eta(step, step_ms), **figures)
         if self._live is None:
@@ -72,13 +73,16 @@ def format_progress(
     mem_gib: float,
     eta_s: float,
     mfu: float | None = None,
+    expert_load: Sequence[float] = (),
 ) -> str:
     """The progress line, such as ``step 20/1000 | loss 4.1234 | grad_norm 0.97 | 118 ms | 139k tok/s | mfu 41% |
-    mem 48.9 GiB | eta 1.9m``; ``mfu`` in [0, 1], left out where it is None."""
+    mem 48.9 GiB | eta 1.9m``; ``mfu`` in [0, 1], left out where it is None. ``expert_load``: of each layer with
+    experts; shown is the highest, as ``load 1.43``."""
     parts = [
         f"step {step}/{total_steps}",
         f"loss {loss:.4f}",
         f"grad_norm {grad_norm:.2f}",
+        *([f"load {max(expert_load):.2f}"] if expert_load else []),
         f"{_three_digits(step_ms)} ms",
         f"{_metric_prefix(tokens_per_s)} tok/s",
         *([] if mfu is None else [f"mfu {mfu:.0%}"]),
