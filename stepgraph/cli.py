@@ -23,6 +23,7 @@ commands:
   train [PRESET] [options]   train a model (default preset: llama3-debug); see stepgraph train --help
   bench NAME [options]       measure it beside eager and torch.compile; see stepgraph bench --help
   plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
+  inspect RUN|PRESET         show a step as a page for the browser; see stepgraph inspect --help
 
 options:
   -h, --help                 show this text and exit
@@ -79,9 +80,13 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph.inspect.forecast import command as plan
 
             return plan.main(rest)
+        case "inspect":
+            from stepgraph.inspect.account import command as inspect
+
+            return inspect.main(rest)
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
-    raise unknown_name("command", command, ["train", "bench", "plan"])
+    raise unknown_name("command", command, ["train", "bench", "plan", "inspect"])
 
 
 def parse_train(arguments: list[str]) -> "TrainConfig":

@@ -1,15 +1,16 @@
 """`capture`: a model's training step as a callable, ``loss = step(batch)``."""
 
+import contextlib
 import itertools
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture import Traced, checks, flatten_batch, trace_step
@@ -233,6 +234,21 @@ class CapturedStep:
             self._skip_nonfinite,
         )
         return verify(case, locate)
+
+    @contextlib.contextmanager
+    def watched(self, on_node: Callable[[str, fx.Node], None]) -> Iterator[None]:
+        """Inside, the forms of the step that are captured run node by node, without replaying CUDA graphs.
+
+        ``on_node(graph, node)`` is called before each node runs; a piece that Inductor compiled is one node.
+        """
+        runners = [bound.runner for bound in self._bound.values()]
+        for runner in runners:
+            runner.on_node = on_node
+        try:
+            yield
+        finally:
+            for runner in runners:
+                runner.on_node = None
 
     def _bound_to(self, batch: Any, leaves: Sequence[Any], spec: Any) -> BoundStep:
         """The form of the step for ``batch``, captured anew where what it was specialized on has changed."""

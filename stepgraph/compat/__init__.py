@@ -54,6 +54,7 @@ from stepgraph.compat.fake import (
     without_modes,
 )
 from stepgraph.compat.lengths import SymbolicLength, keep_mode
+from stepgraph.compat.memory import dump_memory, record_memory
 from stepgraph.compat.modules import has_gradient_hooks, hooks_of_every_module
 from stepgraph.compat.optimizer import (
     accelerated_inside,

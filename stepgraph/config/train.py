@@ -27,6 +27,11 @@ from stepgraph.passes import StepOptions
 ModelConfig = Annotated[typing.Union[tuple(family.config for family in FAMILIES)], tyro.conf.AvoidSubcommands]  # noqa: UP007
 
 
+#: Which of a process's steps a profiled run runs node by node, before a CUDA graph is recorded: kernels are chosen in
+#: the first.
+PLAIN_STEP = 2
+
+
 @dataclass(frozen=True)
 class _Training:
     """The options of a run that have nothing to do with the passes over its step; `TrainConfig` has all."""
@@ -138,6 +143,12 @@ class TrainConfig(StepOptions, _Training):
     verify: bool = False
     """Compare the captured step with eager before the first step; with --passes exact, end where a bit differs."""
 
+    profile: str | None = None
+    """Trace these steps, as in 10:13 (10, 11 and 12), for Perfetto, and put measured times on the run's page."""
+
+    memory_snapshot: bool = False
+    """Record the GPU's allocations in the first steps, for torch's memory viewer: memory_snapshot.pickle."""
+
     # -- validation, checkpoints and records --------------------------------------------------------------------------
     val_every: int = 50
     """Steps between validations. 0: only at the end."""
@@ -208,6 +219,10 @@ class TrainConfig(StepOptions, _Training):
         self._validate_mesh()
         self._validate_optimizer()
         self._validate_folders()
+        if self.profile is not None and parse_steps(self.profile)[1] > self.steps + 1:
+            raise ValueError(f"profile={self.profile} goes beyond steps={self.steps}: give earlier steps")
+        if self.memory_snapshot and self.device == "cpu":
+            raise ValueError("memory_snapshot records a GPU's allocations and device=cpu: drop one of them")
         mesh = self.mesh_spec
         self.validate_step(tp=mesh.tp if mesh else 1, dp_shard=mesh.dp_shard if mesh else 1)
 
@@ -359,6 +374,16 @@ class TrainConfig(StepOptions, _Training):
         model = dict(values["model"])
         family = family_named(str(model.pop("family", None)))
         return _decode(cls, values | {"model": _decode(family.config, model, "model")}, "configuration")
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """``10:13`` as (10, 13): from step 10 up to but not with 13. Raises ``ValueError`` for anything else."""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    first, end = map(int, found.groups()) if found else (0, 0)
+    if not PLAIN_STEP < first < end:
+        least = PLAIN_STEP + 1
+        raise ValueError(f"profile={text} is no range of steps from {least} on: write 10:13 for 10, 11 and 12")
+    return first, end
 
 
 def _path_text(value: Any) -> str:

@@ -110,7 +110,7 @@ class Moment:
 
 def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[Moment]:
     """The fullest moment of every stretch of nodes of one phase and repeated block, in order."""
-    kind = _kinds(step, aliases)
+    kind = kinds_of(step, aliases)
     alive = dict.fromkeys(KINDS, 0)
     for node in step.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -134,8 +134,8 @@ def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[
     return moments
 
 
-def _kinds(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
-    """The kind of every storage."""
+def kinds_of(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
+    """The kind of every storage, by the node that owns it."""
     kinds = {n: HELD.get(s.kind, "inputs") for n, s in zip(step.placeholders(), step.inputs, strict=True)}
     saved: set[fx.Node] = set()
     into_update: set[fx.Node] = set()

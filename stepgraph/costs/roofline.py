@@ -31,11 +31,13 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 class Roofline:
-    """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them. ``flops``:
-    of all. ``load``: rows that this rank's experts receive over the mean of all ranks."""
+    """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them. ``moved``:
+    bytes of memory that the kernel reads and writes, likewise. ``flops``: of all. ``load``: rows that this rank's
+    experts receive over the mean of all ranks."""
 
     def __init__(self, graph: fx.Graph, aliases: Aliases, fusion: Fusion, gpu: Gpu, load: float = 1.0):
         self.seconds: dict[fx.Node, float] = {}
+        self.moved: dict[fx.Node, int] = {}
         self.flops = 0
         kernels: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
@@ -53,6 +55,7 @@ class Roofline:
             self.flops += work
             copied = _copied(members[-1])
             moved = _traffic(members, aliases, readers) if copied is None else copied
+            self.moved[members[-1]] = moved
             self.seconds[members[-1]] = gpu.kernel_seconds(
                 work, _dtype(members[-1]), moved, reached=min(map(_reached, members))
             )

@@ -26,7 +26,12 @@ from stepgraph.graph.provenance import phase_of, provenance, region_of
 class Collective:
     """One collective: ``bytes`` of the whole tensor (what an all-gather returns, what a reduce-scatter takes), seconds
     by itself, and those that computation waits for it. ``axis``: of the mesh, or ``world``. ``role``: its kind (see
-    `graph.provenance.Role`), ``""`` for none. ``region``: the user's name for it."""
+    `graph.provenance.Role`), ``""`` for none. ``region``: the user's name for it.
+
+    When it happens, in seconds of its graph's call: what it reads is there (``ready_s``), the compute stream begins it
+    (``launched_s``), its group's stream is free and it travels (``started_s``), computation needs it (``waited_s``).
+    ``wait``: the node that waits for it; itself where it is joined with products.
+    """
 
     node: str
     kind: str
@@ -40,17 +45,24 @@ class Collective:
     role: str = ""
     region: str = ""
     exposed_seconds: float = 0.0
+    ready_s: float = 0.0
+    launched_s: float = 0.0
+    started_s: float = 0.0
+    waited_s: float | None = None
+    wait: str = ""
 
 
 @dataclass(frozen=True)
 class Timeline:
     """The simulated graph: its collectives in order, seconds of the whole, and seconds of computation alone.
-    ``regions``: those of computation by the user's regions and phase, ``""`` outside all."""
+    ``regions``: those of computation by the user's regions and phase, ``""`` outside all. ``starts``: when each node
+    that computes begins, by name; of a schedule of several graphs nothing."""
 
     collectives: list[Collective]
     step_seconds: float
     compute_seconds: float
     regions: dict[tuple[str, str], float] = field(default_factory=dict)
+    starts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def exposed_seconds(self) -> float:
@@ -65,8 +77,12 @@ def simulate(graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups
     running: dict[fx.Node, tuple[Collective, float]] = {}
     collectives = []
     regions: dict[tuple[str, str], float] = defaultdict(float)
+    starts: dict[str, float] = {}
+    there: dict[fx.Node, float] = {}  # when each result is
     for node in graph.nodes:
         computing = seconds.get(node, 0.0)
+        ready = max((there[source] for source in node.all_input_nodes), default=0.0)
+        start = now
         if computing:
             busy += computing
             regions[region_of(node), phase_of(node)] += computing
@@ -75,13 +91,17 @@ def simulate(graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups
             group = links.group_name(node)
             kind, dtype, nbytes, took = links.transfer(node, groups[group].ranks, gpu)
             collective = _collective(node, kind, groups[group], dtype, nbytes, took)
-            end = free_at[group] = max(now, free_at.get(group, 0.0)) + took
+            collective.ready_s, collective.launched_s = ready, now
+            collective.started_s = max(now, free_at.get(group, 0.0))
+            end = free_at[group] = collective.started_s + took
             running[node] = collective, end
             collectives.append(collective)
         elif stage_of(node) in ("wait", "end") and node.args[0] in running:
             collective, end = running[node.args[0]]
             collective.exposed_seconds = max(0.0, end - now)
-            now = max(now, end) + computing
+            collective.waited_s, collective.wait = now, node.name
+            start = max(now, end)
+            now = start + computing
         elif pipeline := links.pipeline_of(node):
             (first, *_), n = node.all_input_nodes, pipeline.ranks
             whole, took = pipeline.sent * n // (n - 1), pipeline.sent / gpu.nvlink
@@ -89,11 +109,17 @@ def simulate(graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups
                 node, links.KINDS[node.target], groups[links.group_name(node)], first.meta["val"].dtype, whole, took
             )
             collective.exposed_seconds = pipeline.exposed_seconds(computing, gpu)
+            collective.ready_s, collective.wait = ready, node.name
+            collective.launched_s = collective.started_s = collective.waited_s = now
             collectives.append(collective)
             now += computing + collective.exposed_seconds
         else:
             now += computing
-    return Timeline(collectives, max([now, *free_at.values()]), busy, dict(regions))
+        if computing:
+            starts[node.name] = start
+        # What costs nothing is there as soon as what it is made of.
+        there[node] = now if computing or stage_of(node) else ready
+    return Timeline(collectives, max([now, *free_at.values()]), busy, dict(regions), starts)
 
 
 def _collective(node: fx.Node, kind: str, group: Group, dtype: torch.dtype, nbytes: int, seconds: float) -> Collective:

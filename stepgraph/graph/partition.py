@@ -47,15 +47,15 @@ def tensors_of(node: fx.Node) -> Iterable[torch.Tensor]:
         yield from (v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor))
 
 
-def needs_host(node: fx.Node) -> str | None:
-    """Why ``node`` cannot be inside a CUDA graph, or None."""
+def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
+    """Why ``node`` cannot be inside a CUDA graph, or None. ``gpu``: the type of device that stands for the GPU."""
     if node.op == "call_module" or node.op in ("placeholder", "get_attr", "output"):
         return None
     # An operator that may give a shape by values, as indexing with a mask, was traced only if here it does not.
     if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()) or _has_symbols(node):
         return "its result depends on values the host must read"
     devices = {t.device.type for t in tensors_of(node)}
-    if devices - {"cuda"}:
+    if devices - {gpu}:
         return f"it works on {' and '.join(sorted(devices))} tensors"
     if packet(node) in _GROUPED and not grouped.on_device(node.args[0].meta["val"]):
         return "torch computes grouped products in bf16 alone without reading the groups' sizes on the host"

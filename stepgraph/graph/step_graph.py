@@ -1,8 +1,9 @@
 """`StepGraph`: one training step as one flat FX graph, with the names of everything that enters and leaves it."""
 
+import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,7 @@ class StepGraph:
     ``capture_s``: seconds the capture took. ``log``: reports of the passes applied.
     ``executable``: what runs, called with the inputs; terminal passes replace it and leave ``module`` readable.
     ``recording``: set where the step shall run as CUDA graphs: the report of the pass that asked for it, which a runner
-    completes. See `stepgraph.run`.
+    completes. See `stepgraph.run`. ``on_host``: names of nodes that no CUDA graph can hold then, and why.
     """
 
     module: fx.GraphModule
@@ -68,6 +69,7 @@ class StepGraph:
     log: list[Any] = field(default_factory=list)
     executable: Callable[..., Any] = None
     recording: Any = None
+    on_host: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.executable = self.executable or self.module
@@ -111,25 +113,26 @@ class StepGraph:
                 names = [f"{spec.kind}:{spec.name}" for spec in self.outputs]
                 lines.append(f"return {', '.join(map(str, node.args[0]))}  # {', '.join(names)}")
                 continue
-            target = str(node.target).removesuffix(".default")
-            call = {"placeholder": "input", "get_attr": f"constant {target}"}.get(
-                node.op, f"{target}({', '.join([*map(_short, node.args), *_kwargs(node)])})"
-            )
-            found = provenance(node)
-            where = ""
-            if found:
-                file, _, line = found.source.rpartition(":")
-                where = f"  # {found.phase} {found.path or 'model'} {os.path.basename(file)}:{line}".rstrip(":")
-                if found.checkpoint is not None:
-                    where += f" checkpoint {found.checkpoint}"
-                where += f" ({found.role})" if found.role else ""
-                where += f" [{found.region}]" if found.region else ""
-            lines.append(f"{node.name}: {_type(node)} = {call}{where}")
+            lines.append(line_of(node, node.target, node.args, node.kwargs))
         return "\n".join(lines) + "\n"
 
 
-def _kwargs(node: fx.Node) -> list[str]:
-    return [f"{key}={_short(value)}" for key, value in node.kwargs.items()]
+def line_of(node: fx.Node, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """``node`` in the text of a graph; ``target``, ``args``, ``kwargs``: the call that it has, or had before."""
+    call = {"placeholder": "input", "get_attr": f"constant {name_of(target)}"}.get(node.op)
+    if call is None:
+        given = [*map(_short, args), *(f"{key}={_short(value)}" for key, value in kwargs.items())]
+        call = f"{name_of(target)}({', '.join(given)})"
+    found = provenance(node)
+    where = ""
+    if found:
+        file, _, line = found.source.rpartition(":")
+        where = f"  # {found.phase} {found.path or 'model'} {os.path.basename(file)}:{line}".rstrip(":")
+        if found.checkpoint is not None:
+            where += f" checkpoint {found.checkpoint}"
+        where += f" ({found.role})" if found.role else ""
+        where += f" [{found.region}]" if found.region else ""
+    return f"{node.name}: {type_of(node)} = {call}{where}"
 
 
 def _short(value: Any) -> str:
@@ -140,7 +143,13 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def _type(node: fx.Node) -> str:
+def name_of(target: Any) -> str:
+    """What a node calls, as texts name it: ``aten.mm``, ``getitem``."""
+    return "getitem" if target is operator.getitem else str(target).removesuffix(".default")
+
+
+def type_of(node: fx.Node) -> str:
+    """Dtype and shape of what ``node`` gives, as ``float32[8, 16]``."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

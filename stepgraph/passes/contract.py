@@ -8,6 +8,7 @@ import torch
 
 from stepgraph.errors import unknown_name
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.excerpts import Excerpt
 from stepgraph.passes.target import Target
 
 Tier = Literal["exact", "numerics"]
@@ -22,7 +23,7 @@ class PassReport:
     ``compile_s``: seconds on top of that, spent in a compiler, or at the first steps in recording CUDA graphs.
     ``nodes_before``, ``nodes_after``: operator nodes of the graph. ``provides``: properties that the graph has since.
     ``terminal``: what runs is no longer the graph, so no pass may follow in another run of passes. ``graph``: which
-    of a step's graphs it was.
+    of a step's graphs it was. ``excerpts``: of what it changed, before and after.
     """
 
     name: str
@@ -39,6 +40,7 @@ class PassReport:
     provides: tuple[str, ...] = ()
     terminal: bool = False
     graph: str = ""
+    excerpts: list[Excerpt] = field(default_factory=list)
 
     def line(self) -> str:
         """The report in one line."""

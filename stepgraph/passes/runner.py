@@ -10,6 +10,7 @@ import torch
 
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get, provided
+from stepgraph.passes.excerpts import Changes
 from stepgraph.passes.options import StepOptions
 from stepgraph.passes.order import NAMED, ORDER, chosen, of_use
 from stepgraph.passes.target import Target
@@ -123,9 +124,9 @@ def run_passes(
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "00-captured.txt").write_text(step.text())
-    values = RecordedValues(step)
+    values, changes = RecordedValues(step), Changes(step)
     for i, (p, report) in enumerate(zip(found, reports, strict=True), 1):
-        _run(p, step, report)
+        _run(p, step, report, changes)
         if report.skipped is None:
             values.check(p.name)
         if dump is not None:
@@ -135,7 +136,7 @@ def run_passes(
     return list(step.log)
 
 
-def _run(p: Pass, step: StepGraph, report: PassReport) -> None:
+def _run(p: Pass, step: StepGraph, report: PassReport, changes: Changes) -> None:
     """Apply one pass, unless there is a reason to skip it, and add its report to the step's."""
     report.nodes_before = sum(1 for _ in step.nodes())
     missing = [r for r in p.requires if r not in provided(step)]
@@ -146,6 +147,7 @@ def _run(p: Pass, step: StepGraph, report: PassReport) -> None:
         p.apply(step, p.options, report)
         step.graph.lint()
         report.apply_s = time.perf_counter() - start - report.compile_s
+        report.excerpts = changes.excerpts()
     if report.skipped is None:  # a pass may find out itself that it cannot run
         report.provides, report.terminal = p.provides, p.terminal
     report.nodes_after = sum(1 for _ in step.nodes())

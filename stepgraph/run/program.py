@@ -1,12 +1,14 @@
 """Runs a step program: the calls of its schedule, one after the other."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture.state import unwrap
@@ -109,6 +111,8 @@ class ProgramRunner:
         shared = Shared(session)
         self.groups = {name: exchanging(step.graph) for name, step in program.graphs.items()}
         self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
+        #: Where this is set, graphs run node by node, and it is called with a graph's name and a node before that runs.
+        self.on_node: Callable[[str, fx.Node], None] | None = None
         held = {("accumulator", name): value for name, value in sums.items()} | self._own(program)
         self.bound = {
             name: [held.get((spec.kind, spec.name), spec.tensor) for spec in step.inputs]
@@ -153,7 +157,7 @@ class ProgramRunner:
                     # The loss is shared when all stages have come to the end.
                     ends = call.graph == "share_loss"
                     with self.waits.on(flat[0].device) if ends else contextlib.nullcontext():
-                        made = self.runners[call.graph](flat)
+                        made = self._run(call.graph, flat)
                     del flat  # and with it what the call was the last to read
                     for spec, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
                         if spec.kind in ("value", "arriving"):
@@ -172,6 +176,11 @@ class ProgramRunner:
         # Clipping may scale an accumulator in place, which the next step clears: the caller's gradient is a copy.
         results.gradients = [g.clone() if compat.storage_key(g) in self.scratch else g for g in results.gradients]
         return results
+
+    def _run(self, graph: str, flat: list[Tensor]) -> Sequence[Tensor]:
+        if self.on_node is None:
+            return self.runners[graph](flat)
+        return Interpreter(self.program.graphs[graph].executable, functools.partial(self.on_node, graph))(flat)
 
     def _begin(self) -> None:
         _reset(self.flat)

@@ -1,5 +1,6 @@
 """The story of a run, top to bottom: data, model, capture, steps, records."""
 
+import contextlib
 import dataclasses
 import statistics
 import sys
@@ -20,21 +21,25 @@ from stepgraph.config.device import device_name, device_peak, is_out_of_memory, 
 from stepgraph.config.environment import environment
 from stepgraph.config.hf_weights import save_hf
 from stepgraph.config.host_memory import keep_freed_memory
-from stepgraph.config.train import TrainConfig
+from stepgraph.config.train import TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_states, resolve
-from stepgraph.train.data import PackedLoader, open_data, unigram_entropy, validation_batches
+from stepgraph.train.data import PackedLoader, unigram_entropy, validation_batches
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import memory_advice
 from stepgraph.train.faults.signals import StopSignals
 from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
-from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary, require_unused
+from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
 from stepgraph.train.records.progress import Progress, format_seconds
+from stepgraph.train.start import check_export, choose_folder, open_fitting_data
+from stepgraph.train.traces.memory import MemorySnapshot
+from stepgraph.train.traces.page import RunPage
+from stepgraph.train.traces.profile import StepProfile
 from stepgraph.train.validation import Validation
 from stepgraph.train.verify import NotExactError, verify_step
 
@@ -99,19 +104,15 @@ class Run:
         self.speaks = self.ranks.rank == 0
         self.say = _print if self.speaks else _say_nothing
         self.runs_ahead = self.device.type == "cuda"
-        self.ranks.first(lambda: _check_export(config))
+        self.ranks.first(lambda: check_export(config))
         # Before the data is opened, which may take long.
-        path, self.restarted, resume = self.ranks.first(lambda: _choose_folder(config))
+        path, self.restarted, resume = self.ranks.first(lambda: choose_folder(config))
+        self.snapshot = MemorySnapshot(path) if config.memory_snapshot and self.speaks else None
         build.seed_all(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
 
-        data = open_data(config.data, config.tokenizer)
-        if data.tokenizer.vocab_size > config.model.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model {config.model.vocab_size}: "
-                f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
-            )
+        data = open_fitting_data(config)
         sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
         if mesh is not None:  # ranks of one tp group read the same
             sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
@@ -159,6 +160,9 @@ class Run:
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
         over = "" if mesh is None else f", mesh {mesh.spec} of {mesh.spec.size} ranks"
         self.say(f"model {self.params:,} parameters, {config.tokens_per_step:,} tokens per step{over}")
+        self.page = RunPage(path, config, device, self.say) if self.speaks else None
+        self.profile = StepProfile(parse_steps(config.profile), device, path, self.speaks) if config.profile else None
+        self.warmup = WARMUP_STEPS + (self.profile is not None)  # one more, node by node, names kernels
         self.folder.write_config(config)
         self.folder.write_environment(environment())
 
@@ -282,14 +286,17 @@ class Run:
                 more = self.step < config.steps
                 validate = more and config.val_every and self.step % config.val_every == 0
                 save = more and config.checkpoint_every and self.step % config.checkpoint_every == 0
-                if validate or save or not self.runs_ahead:
+                show = self.finished == self.warmup and self.page is not None and self.page.account is None
+                if validate or save or show or not self.runs_ahead:
                     self._finish(launched, progress)
                     launched = None
+                if show:
+                    self._show()
                 if validate:
                     progress.note(f"step {self.step} | val_loss {self._validate():.4f}")
                 if save:
                     self._save()
-                if validate or save:
+                if validate or save or show:
                     self.last_time = time.perf_counter()
             if launched:
                 self._finish(launched, progress)
@@ -320,7 +327,9 @@ class Run:
         for group in build.param_groups(self.optimizer):
             group["lr"] = lr
         self.watch.launches(self.step + 1)
-        loss = self.captured(batch)
+        profile = self.profile and self.profile.around(self.step + 1, self.captured)
+        with profile or contextlib.nullcontext():
+            loss = self.captured(batch)
         self.done["step"] += 1
         self.done["tokens"] += self.config.tokens_per_step
         return Launched(self.step, self.done["tokens"], loss, self.captured.metrics, batch, lr)
@@ -339,7 +348,7 @@ class Run:
             self.folder.log(step, skipped_steps=self.finite.skipped)
             return
         self.last_loss = loss
-        if self.finished > WARMUP_STEPS:
+        if self.finished > self.warmup and not (self.profile and self.profile.disturbs(step)):
             self.times_ms.append(step_ms)
             self.watch.timed(step_ms / 1e3)
             self.bubble.add(self.captured.waited_s, step_ms / 1e3)
@@ -358,6 +367,12 @@ class Run:
             progress.update(step, **record)
             repeated = {"repeated_steps": self.repeated_steps} if "repeated" in launched.metrics else {}
             self.folder.log(step, **record, **repeated, lr=launched.lr, tokens=launched.tokens)
+
+    def _show(self) -> None:
+        """Write what shows the step: the page, and the snapshot of its memory."""
+        self.page.write(self.captured.program)
+        if self.snapshot:
+            self.snapshot.write()
 
     def _validate(self) -> float:
         """Mean loss over the validation batches; recorded at the current step."""
@@ -404,6 +419,10 @@ class Run:
             versions=environment()["versions"],
         )
         self.folder.write_summary(summary)
+        if self.snapshot:
+            self.snapshot.write()
+        if self.page is not None:
+            self.page.finish(self.captured and self.captured.program, summary, self.profile and self.profile.result)
         if self.last_loss is not None:
             self.folder.draw_loss(self.unigram)
         self.folder.close()
@@ -419,29 +438,9 @@ class Run:
         return sum(report.compile_s for report in self.captured.report) if self.captured else None
 
     def _write_passes(self) -> None:
-        reports = self.captured.report
+        reports = [dataclasses.replace(report, excerpts=[]) for report in self.captured.report]  # the page has those
         self.folder.write_passes(passes.format_report(reports) + "\n", [dataclasses.asdict(r) for r in reports])
 
 
 def _say_nothing(*_: object) -> None:
     """What ranks other than 0 print."""
-
-
-def _check_export(config: TrainConfig) -> None:
-    if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
-        raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
-
-
-def _choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
-    """(the run folder, whether an elastic agent's earlier attempt at this run used it, whether to go on from its newest
-    checkpoint): such an attempt may have died before its first checkpoint."""
-    store, key = parallel.job_store(), "run-folder"
-    if store is not None and store.check([key]):
-        path = Path(store.get(key).decode())
-        return path, True, Checkpointer(path / "checkpoints").latest() is not None
-    path = config.run_folder()
-    if not config.resume:
-        require_unused(path)
-    if store is not None:
-        store.set(key, str(path))
-    return path, False, config.resume is not None

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import stepgraph
 from stepgraph.graph.provenance import provenance
+from tests.distributed.ranks import on_ranks
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
@@ -151,29 +152,24 @@ def test_loss_that_is_a_dtensor_is_refused(mesh):
         stepgraph.capture(model, sharded, batches(0)[0])
 
 
-def _two_ranks(rank, path, dtype):
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        for optimizer in ("fused", None):
-            bucketed = compare(mesh, dtype, optimizer, 0.1)
-            assert counts(bucketed) == dict.fromkeys(COLLECTIVES, 1)
-        step = stepgraph.capture(
-            build(mesh, dtype), loss_fn, batches(rank, dtype)[0], max_grad_norm=0.1, passes=["dead_code"]
-        )
-        assert counts(step) == {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3, "all_reduce": 1}
-        gathers = [n for n in step.graph.nodes("forward") if "all_gather" in str(n.target)]
-        scatters = [n for n in step.graph.nodes("backward") if "reduce_scatter" in str(n.target)]
-        assert [provenance(n).path for n in gathers] == ["0", "2", "3"]
-        assert [provenance(n).path for n in scatters] == ["3", "2", "0"]
-    finally:
-        dist.destroy_process_group()
+def _two_ranks(dtype):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for optimizer in ("fused", None):
+        bucketed = compare(mesh, dtype, optimizer, 0.1)
+        assert counts(bucketed) == dict.fromkeys(COLLECTIVES, 1)
+    batch = batches(dist.get_rank(), dtype)[0]
+    step = stepgraph.capture(build(mesh, dtype), loss_fn, batch, max_grad_norm=0.1, passes=["dead_code"])
+    assert counts(step) == {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3, "all_reduce": 1}
+    gathers = [n for n in step.graph.nodes("forward") if "all_gather" in str(n.target)]
+    scatters = [n for n in step.graph.nodes("backward") if "reduce_scatter" in str(n.target)]
+    assert [provenance(n).path for n in gathers] == ["0", "2", "3"]
+    assert [provenance(n).path for n in scatters] == ["3", "2", "0"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_ranks(tmp_path, dtype):
-    torch.multiprocessing.spawn(_two_ranks, (str(tmp_path / "store"), dtype), nprocs=2)
+def test_two_ranks(dtype):
+    on_ranks(2, _two_ranks, dtype)
 
 
 def test_batch_of_dtensors(mesh):

@@ -62,7 +62,7 @@ def test_what_a_run_leaves_behind(finished, trainer):
     folder, printed = finished
     assert sorted(path.name for path in folder.iterdir()) == [
         *("checkpoints", "config.json", "environment.json", "graph.txt", "graphs", "loss.png", "metrics.jsonl"),
-        *("passes.json", "passes.txt", "summary.json", "tb"),
+        *("page.html", "passes.json", "passes.txt", "summary.json", "tb"),
     ]
     summary = trainer.summary(folder)
     assert list(summary) == [field.name for field in dataclasses.fields(Summary)]
@@ -214,7 +214,7 @@ def test_running_one_step_ahead_of_the_host_as_on_a_gpu_changes_no_record(finish
 
 
 def test_reported_step_times_add_up_to_the_time_that_the_steps_took(trainer, tmp_path, monkeypatch):
-    spans = {"_steps": [], "_validate": [], "_save": []}  # (start, end), s
+    spans = {"_steps": [], "_validate": [], "_save": [], "_show": []}  # (start, end), s
 
     def timed(name):
         original = getattr(Run, name)
@@ -234,8 +234,8 @@ def test_reported_step_times_add_up_to_the_time_that_the_steps_took(trainer, tmp
     options = [*ONE_LAYER, "--steps", 30, "--batch-size", 16, "--val-every", 10, "--checkpoint-every", 7]
     assert trainer.here("--out", tmp_path / "run", *options) == 0
     [(start, end)] = spans["_steps"]
-    pauses = sum(b - a for a, b in spans["_validate"] + spans["_save"] if b < end)
-    assert pauses > 6 * 0.2
+    pauses = sum(b - a for a, b in spans["_validate"] + spans["_save"] + spans["_show"] if b < end)
+    assert pauses > 7 * 0.2
     times = [ms for _, ms in trainer.metrics(tmp_path / "run", "step_ms")]
     assert len(times) == 30 and sum(times) / 1e3 == pytest.approx(end - start - pauses, rel=0.1)
     median = trainer.summary(tmp_path / "run")["step_ms_median"]

@@ -1,13 +1,16 @@
 """The forecast of a training step on a cluster that is not there: capture under a fake world, memory, time."""
 
+import contextlib
 import dataclasses
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from stepgraph import compat, parallel, passes
 from stepgraph.capture import trace_step
@@ -21,7 +24,7 @@ from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.costs.timeline import Timeline
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.models import flops_per_token
+from stepgraph.models import family_of, flops_per_token
 
 
 @dataclass(frozen=True)
@@ -104,38 +107,59 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
     count as fused. Nothing is computed or allocated, and no rank but this process exists. Raises ``ValueError`` for a
     configuration that has no mesh or cannot be right, and inside a process group.
     """
-    spec = config.mesh_spec
-    if spec is None:
+    if config.mesh_spec is None:
         raise ValueError("a forecast needs a mesh: give one, as in --mesh fsdp=8")
-    config.validate()
-    if dist.is_initialized():
-        raise ValueError("a process group is open and a forecast makes one of its own: close it first")
     start = time.perf_counter()
-    compat.init_fake_world(0, spec.size)
-    try:
-        mesh = parallel.Mesh(spec, "cpu")
-        program = _captured(config, mesh)
-        for step in program.graphs.values():
-            rewrite(step, config, gpu)
-        meshes = [mesh] if mesh.experts is None else [mesh, mesh.experts]
-        groups = links.groups({name: axes.axis(name).get_group() for axes in meshes for name in axes.names})
+    with simulated(config, gpu) as (program, groups):
         cost = step_cost(
             [(graph_cost(step, gpu, groups, fused=config.compiles_all), n) for step, n in program.counted()]
         )
-        return Forecast(
-            config,
-            gpu,
-            nodes=sum(1 for step in program.graphs.values() for _ in step.nodes()),
-            capture_s=program.capture_s,
-            moments=cost.moments,
-            timeline=cost.timeline,
-            flops=cost.flops,
-            model_flops=flops_per_token(config.model, config.seq_len) * config.tokens_per_step / spec.size,
-            tokens=config.tokens_per_step,
-            plan_s=time.perf_counter() - start,
-        )
+    return Forecast(
+        config,
+        gpu,
+        nodes=sum(1 for step in program.graphs.values() for _ in step.nodes()),
+        capture_s=program.capture_s,
+        moments=cost.moments,
+        timeline=cost.timeline,
+        flops=cost.flops,
+        model_flops=model_flops(config),
+        tokens=config.tokens_per_step,
+        plan_s=time.perf_counter() - start,
+    )
+
+
+@contextlib.contextmanager
+def simulated(config: TrainConfig, gpu: Gpu) -> Iterator[tuple[StepProgram, dict[str, links.Group]]]:
+    """The program of rank 0 of ``config``'s step on ``gpu``, rewritten, and its process groups, which are open inside.
+
+    A cluster is not there, nor is the GPU; without a mesh there is one rank. Raises ``ValueError`` for a configuration
+    that cannot be right, and inside a process group.
+    """
+    config.validate()
+    if dist.is_initialized():
+        raise ValueError("a process group is open and a forecast makes one of its own: close it first")
+    spec = config.mesh_spec
+    if spec is not None:
+        compat.init_fake_world(0, spec.size)
+    try:
+        mesh = None if spec is None else parallel.Mesh(spec, "cpu")
+        program = _captured(config, mesh)
+        for name, step in program.graphs.items():
+            rewrite(step, config, gpu)
+            for report in step.log:
+                report.graph = name
+        meshes = [] if mesh is None else [mesh] if mesh.experts is None else [mesh, mesh.experts]
+        axes = {name: axes.axis(name).get_group() for axes in meshes for name in axes.names}
+        yield program, links.groups(axes) if axes else {}
     finally:
-        dist.destroy_process_group()
+        if spec is not None:
+            dist.destroy_process_group()
+
+
+def model_flops(config: TrainConfig) -> float:
+    """FLOPs of one step that the MFU counts, one rank's share."""
+    ranks = config.mesh_spec.size if config.mesh_spec else 1
+    return flops_per_token(config.model, config.seq_len) * config.tokens_per_step / ranks
 
 
 def rewrite(step: StepGraph, config: TrainConfig, gpu: Gpu) -> None:
@@ -143,13 +167,32 @@ def rewrite(step: StepGraph, config: TrainConfig, gpu: Gpu) -> None:
     passes.run_passes(step, config, target=passes.Target.forecast(gpu))
 
 
-def _captured(config: TrainConfig, mesh: parallel.Mesh) -> StepProgram:
+def _captured(config: TrainConfig, mesh: parallel.Mesh | None) -> StepProgram:
     device = torch.device("cpu")
     with fake_mode():
-        model = build.empty_model(config, device, mesh)
+        model = _one_rank(config, device) if mesh is None else build.empty_model(config, device, mesh)
         optimizer = build.build_optimizer(config, model)
         batch = build.example_batch(config, device)
     loss = build.build_loss(config, device, mesh)
     return trace_step(
         model, loss, batch, optimizer, max_grad_norm=build.clip_at(config), accumulate=config.accumulate
     ).program
+
+
+def _one_rank(config: TrainConfig, device: torch.device) -> nn.Module:
+    """The model that `build.empty_model` gives without a mesh. ``to_empty`` cannot swap the tensors of the meta device
+    for fake ones."""
+    with torch.device("meta"):
+        model = family_of(config.model).model(config.model)
+    made: dict[int, torch.Tensor] = {}  # tied tensors stay one
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    bf16 = config.precision == "bf16" and held is module._parameters
+                    empty = torch.empty_like(tensor, device=device, dtype=torch.bfloat16 if bf16 else None)
+                    made[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+                held[name] = made[id(tensor)]
+    return model

@@ -50,6 +50,7 @@ def split_at_host(step: StepGraph, waiting: Set[str] = frozenset()) -> fx.GraphM
 
     module, report = split(step.executable, group), step.recording
     report.notes = [f"outside the CUDA graph: {describe(node)}: {reason}" for node, reason in reasons.items()]
+    step.on_host = {node.name: reason for node, reason in reasons.items()}
     pieces = sum(piece.group == "device" for piece in module.children())
     report.changed = report.matched - len(reasons)
     report.summary = f"{pieces} CUDA graph{'s' * (pieces != 1)}, {len(reasons)} nodes on the host"

@@ -103,7 +103,7 @@ def test_a_provider_that_is_not_there_is_said_aloud(record, tmp_path, capsys):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_rank_in_bf16(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = tmp_path / "train.json"
@@ -114,7 +114,7 @@ def test_one_rank_in_bf16(tmp_path, monkeypatch):
     assert row.error is None and row.losses[1] < row.losses[0] and len(row.rank_step_ms) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_async_tensor_parallelism_can_be_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = tmp_path / "train.json"

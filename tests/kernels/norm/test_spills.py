@@ -27,8 +27,11 @@ H200 = Hardware(132, 228 * 1024 - 4096)
 GRID = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384,
         32768, 65536, 131072)  # fmt: skip
 ODD = (1, 33, 100, 2880, 50257, 262144)
-#: Rows of a layer norm that CI compiles; `make test-long` compiles all, and more.
-LAYER = (33, 1024, 4096, 8192, 16384, 65536, 262144)
+#: Rows that CI compiles; `make test-long` compiles all, and more.
+NOW = {
+    "rms": (1, 100, 128, 512, 1536, 2880, 4096, 5120, 8192, 16384, 32768, 50257, 131072, 262144),
+    "layer": (33, 4096, 16384, 262144),
+}
 MORE = (1000, 11008, 13824)
 ELEMENTS = (1, 1 << 23, 1 << 29)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -90,17 +93,9 @@ def assert_no_spills(seen: dict[tuple, Compilation], capsys: pytest.CaptureFixtu
     assert not any(spills.values()), "\n".join(f"{spilled} bytes: {key}" for key, spilled in spills.items() if spilled)
 
 
-@pytest.mark.parametrize("n", [128, 4096, 5120, 16384, 131072])
-def test_rms_norm_in_bfloat16_does_not_spill(n, capsys):
-    with recorded_launches() as seen:
-        both_directions(n, 1 << 29)
-    assert_no_spills(seen, capsys)
-
-
 def norms():
     for kind, n in itertools.product(("rms", "layer"), (*GRID, *ODD, *MORE)):
-        now = n not in MORE if kind == "rms" else n in LAYER
-        yield pytest.param(kind, n, marks=pytest.mark.slow if now else pytest.mark.long)
+        yield pytest.param(kind, n, marks=pytest.mark.slow if n in NOW[kind] else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("kind", "n"), norms())
@@ -113,7 +108,7 @@ def test_grid_does_not_spill(kind, n, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "n", [4096, 16384, 65536, *(pytest.param(n, marks=pytest.mark.long) for n in (100, 256, 14336))]
+    "n", [4096, 65536, *(pytest.param(n, marks=pytest.mark.long) for n in (100, 256, 14336, 16384))]
 )
 @pytest.mark.parametrize(
     "case",

@@ -1,0 +1,139 @@
+"""The account of a step: what it is, its graphs, its passes, and what it costs, as plain data that JSON can hold.
+
+It is what the page shows, and all that it shows: ``json.loads`` of the block ``account`` in a page gives it back.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.config.environment import package_versions
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs.hardware import Gpu
+from stepgraph.costs.links import Group
+from stepgraph.costs.memory import HELD, KINDS
+from stepgraph.graph.program import StepProgram
+from stepgraph.inspect.account.graph import PHASES, WORK, graph_account
+from stepgraph.inspect.forecast.forecast import SETTINGS, model_flops
+from stepgraph.passes import PASSES, PassReport
+
+#: Of the account's form. A page of another form is not read.
+FORMAT = 1
+_STATE = ("parameter", "buffer", "optimizer", "accumulator")
+
+
+def account_of(
+    program: StepProgram, config: TrainConfig, gpu: Gpu, groups: Mapping[str, Group], *, device: str | None
+) -> dict[str, Any]:
+    """The account of ``program``, the step of ``config``, forecast for ``gpu``.
+
+    ``groups``: its process groups, see `links.groups`. ``device``: what it runs on here, None where it does not.
+
+    ``head``: what the step is, ``forecast`` and ``measured`` (None before a step ran) among it. ``schedule``: calls of
+    the graphs in order. ``graphs``: see `graph_account`, and ``beside``: bytes of state that other graphs take, by
+    kind. ``passes``: a report each, with its excerpts. ``phases``, ``kinds``, ``work``: names that graphs count.
+    """
+    graphs = [
+        graph_account(step, name, n, gpu, groups, fused=config.compiles_all, ran=device is not None)
+        for name, (step, n) in zip(program.graphs, program.counted(), strict=True)
+    ]
+    _state_beside(graphs)
+    reports = [report for step in program.graphs.values() for report in step.log]
+    step_ns = sum(graph["calls"] * graph["step_ns"] for graph in graphs)
+    ranks = config.mesh_spec.size if config.mesh_spec else 1
+    peak = gpu.peak(_products(config))
+    head = {
+        "title": config.preset,
+        "mesh": str(config.mesh_spec) if config.mesh_spec else "",
+        "ranks": ranks,
+        "gpu": gpu.name,
+        "gpu_memory": gpu.memory,
+        "device": device,
+        "options": {key: _plain(getattr(config, key)) for key in SETTINGS},
+        "model": {key: _plain(value) for key, value in dataclasses.asdict(config.model).items()},
+        "versions": package_versions(),
+        "tokens": config.tokens_per_step,
+        "capture_s": program.capture_s,
+        "forecast": {
+            "step_ms": step_ns / 1e6,
+            "compute_ms": sum(graph["calls"] * graph["compute_ns"] for graph in graphs) / 1e6,
+            "exposed_ms": sum(g["calls"] * sum(c["exposed"] for c in g["collectives"]) for g in graphs) / 1e6,
+            "peak_bytes": max(sum(peak_of(graph).values()) for graph in graphs),
+            "mfu": model_flops(config) / (step_ns / 1e9) / peak,
+            "tokens_per_s": config.tokens_per_step / (step_ns / 1e9),
+        },
+        "measured": None,
+    }
+    return {
+        "format": FORMAT,
+        "head": head,
+        "phases": PHASES,
+        "kinds": KINDS,
+        "work": WORK,
+        "schedule": [[call.graph, call.microbatch] for call in program.schedule],
+        "graphs": graphs,
+        "passes": [_pass(report) for report in reports],
+        "profile": None,
+    }
+
+
+def peak_of(graph: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes by kind at the fullest moment of a graph's account."""
+    _, sizes = fullest(graph)
+    return sizes
+
+
+def fullest(graph: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
+    """(the node at which most memory is taken, the bytes by kind then) of a graph's account."""
+    storages, n = graph["storages"], len(graph["nodes"]["name"])
+    born: list[list[int]] = [[] for _ in range(n)]
+    dead: list[list[int]] = [[] for _ in range(n + 1)]
+    sizes = dict.fromkeys(KINDS, 0) | dict(graph["beside"])
+    for i, (node, last) in enumerate(zip(storages["node"], storages["last"], strict=True)):
+        if last == n:  # an input, held throughout
+            sizes[KINDS[storages["kind"][i]]] += storages["bytes"][i]
+        else:
+            born[node].append(i)
+            dead[last].append(i)
+    best, found = sum(sizes.values()), (0, dict(sizes))
+    for node in range(n):
+        for i in born[node]:
+            sizes[KINDS[storages["kind"][i]]] += storages["bytes"][i]
+        if sum(sizes.values()) > best:
+            best, found = sum(sizes.values()), (node, dict(sizes))
+        for i in dead[node]:
+            sizes[KINDS[storages["kind"][i]]] -= storages["bytes"][i]
+    return found
+
+
+def _state_beside(graphs: Sequence[dict[str, Any]]) -> None:
+    """Note for each graph the bytes of the state that others take and it does not, by kind."""
+    taken = []
+    for graph in graphs:
+        size = dict(zip(graph["storages"]["node"], graph["storages"]["bytes"], strict=True))
+        taken.append({(k, name): size.get(node, 0) for node, k, name in graph["inputs"] if k in _STATE})
+    for graph, own in zip(graphs, taken, strict=True):
+        beside: dict[str, int] = {}
+        for state in taken:
+            for (kind, name), size in state.items():
+                if (kind, name) not in own:
+                    own[kind, name] = 0  # counted once
+                    held = HELD.get(kind, "inputs")
+                    beside[held] = beside.get(held, 0) + size
+        graph["beside"] = beside
+
+
+def _products(config: TrainConfig) -> torch.dtype:
+    """The dtype of the matrix products."""
+    return torch.float32 if config.precision == "fp32" else torch.bfloat16
+
+
+def _pass(report: PassReport) -> dict[str, Any]:
+    known = PASSES.get(report.name)
+    return dataclasses.asdict(report) | {"line": report.line(), "doc": known.doc if known else ""}
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)

@@ -1,0 +1,235 @@
+"""The account of one graph as plain data: nodes in columns, storages, collectives, compiled pieces, the host.
+
+Nodes are counted in the graph's order, placeholders and the output among them. Strings that many nodes share are given
+once, in lists of the graph, and columns hold their places there. Seconds are in nanoseconds, as whole numbers.
+"""
+
+import linecache
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from stepgraph.costs.flops import flops, is_attention
+from stepgraph.costs.fusion import Fusion, is_free
+from stepgraph.costs.hardware import Gpu
+from stepgraph.costs.links import Group
+from stepgraph.costs.memory import KINDS, kinds_of, lifetimes
+from stepgraph.costs.roofline import Roofline
+from stepgraph.costs.timeline import Collective, simulate
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.collectives import stage_of
+from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.partition import needs_host
+from stepgraph.graph.provenance import phase_of, provenance
+from stepgraph.graph.step_graph import StepGraph, name_of, type_of
+from stepgraph.inductor.regional import nodes_of, region_of
+
+PHASES = ("forward", "loss", "backward", "optimizer", "input", "output", "unattributed")
+#: What a node's time is spent on.
+WORK = ("products", "attention", "norms", "elementwise", "update", "communication")
+#: Letters of an argument that is longer.
+_LONGEST = 160
+
+
+class _Strings:
+    """A list of distinct strings, and the place of each."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+        self._places: dict[Any, int] = {}
+
+    def __call__(self, text: Any) -> int:
+        if text not in self._places:
+            self._places[text] = len(self.all)
+            self.all.append(text)
+        return self._places[text]
+
+
+def graph_account(
+    step: StepGraph, name: str, calls: int, gpu: Gpu, groups: Mapping[str, Group], *, fused: bool, ran: bool
+) -> dict[str, Any]:
+    """The account of ``step``, which a step calls ``calls`` times, forecast for ``gpu``.
+
+    ``groups``: see `links.groups`. ``fused``: whether a compiler makes kernels of several nodes. ``ran``: the graph is
+    the one that runs here; False: it stands for one on ``gpu``.
+
+    - ``nodes``: columns, each a list as long as the graph. ``name``; ``call``: place in ``calls_text``, its text with a
+      ``$`` for each of the node's ``inputs`` (numbers of nodes, in that order); ``type``, ``path``, ``source``,
+      ``role``, ``region``: places in ``types``, ``paths``, ``sources`` (file and line, text of the line), ``roles`` and
+      ``regions``; ``phase`` and ``work``: in ``PHASES`` and ``WORK``; ``checkpoint``: -1 for none. ``kernel``: number
+      of the node that the forecast charges this node's kernel to, -1: it runs nothing. ``ns``, ``moved``: of the whole
+      kernel, at that node; ``start``: in ns; ``flops``: of the node. ``piece``: place in ``pieces``, -1 for none.
+    - ``storages``: columns ``node`` (that makes it), ``bytes``, ``kind`` (place in ``costs.memory.KINDS``), ``last``
+      (the node that needs it last; the graph's length: held throughout).
+    - ``inputs``: [node, kind, name]; ``outputs``: [node, kind, name].
+    - ``collectives``: see `costs.timeline.Collective`. ``host``: [node, reason]; ``segments``: [is a CUDA graph, first
+      node, last node] in order, where the step runs as CUDA graphs.
+    """
+    aliases = Aliases(step.graph)
+    fusion = Fusion(step.graph, aliases, fused)
+    roofline = Roofline(step.graph, aliases, fusion, gpu)
+    timeline = simulate(step.graph, roofline.seconds, gpu, groups)
+    order = list(step.graph.nodes)
+    number = {node: i for i, node in enumerate(order)}
+    named = {node.name: i for i, node in enumerate(order)}
+    (output,) = (n for n in order if n.op == "output")
+    nodes, strings = _columns(step, order, number)
+    kernels = {fusion.kernel(node): number[node] for node in order if node in roofline.seconds}
+    runs = [not is_free(node) and fusion.kernel(node) in kernels for node in order]
+    nodes["kernel"] = [kernels[fusion.kernel(n)] if there else -1 for n, there in zip(order, runs, strict=True)]
+    nodes["ns"] = [round(roofline.seconds.get(node, 0.0) * 1e9) for node in order]
+    nodes["moved"] = [roofline.moved.get(node, 0) for node in order]
+    nodes["flops"] = [flops(node) if there else 0 for node, there in zip(order, runs, strict=True)]
+    nodes["start"] = [round(timeline.starts.get(node.name, 0.0) * 1e9) for node in order]
+    nodes["work"] = [WORK.index(_work(node)) for node in order]
+    nodes["piece"], pieces = _pieces(step, named)
+    return {
+        "name": name,
+        "calls": calls,
+        "step_ns": round(timeline.step_seconds * 1e9),
+        "compute_ns": round(timeline.compute_seconds * 1e9),
+        "nodes": nodes,
+        **strings,
+        "blocks": step.blocks,
+        "storages": _storages(step, aliases, fusion, number),
+        "inputs": [
+            [number[n], s.kind, s.name] for n, s in zip(step.placeholders(), step.inputs, strict=True)
+        ],
+        "outputs": [
+            [number[n], s.kind, s.name]
+            for n, s in zip(output.args[0], step.outputs, strict=True)
+            if isinstance(n, fx.Node)
+        ],
+        "collectives": [_collective(c, named) for c in timeline.collectives],
+        "pieces": pieces,
+        **_host(step, named, ran),
+    }  # fmt: skip
+
+
+def _columns(step: StepGraph, order: list[fx.Node], number: Mapping[fx.Node, int]) -> tuple[dict, dict]:
+    calls, types, paths, sources, roles, regions = (_Strings() for _ in range(6))
+    columns: dict[str, list] = {
+        key: [] for key in ("name", "call", "inputs", "type", "path", "source", "role", "region", "phase", "checkpoint")
+    }
+    for node in order:
+        found, region = provenance(node), region_of(node)
+        text, inputs = _call(node)
+        columns["name"].append(node.name)
+        columns["call"].append(calls(text))
+        columns["inputs"].append([number[n] for n in inputs])
+        columns["type"].append(types(type_of(node).replace("float32", "f32").replace("bfloat16", "bf16")))
+        columns["path"].append(paths(found.path if found else ""))
+        columns["source"].append(sources(_source(found.source if found else "")))
+        columns["role"].append(roles(str(found.role) if found and found.role else ""))
+        compiled = f"{region.kind} {region.id}, for Inductor" if region else ""
+        columns["region"].append(regions("; ".join(filter(None, [found.region if found else "", compiled]))))
+        columns["phase"].append(PHASES.index(phase_of(node)))
+        columns["checkpoint"].append(-1 if found is None or found.checkpoint is None else found.checkpoint)
+    tables = {"calls_text": calls, "types": types, "paths": paths, "sources": sources}
+    return columns, {k: s.all for k, s in (tables | {"roles": roles, "regions": regions}).items()}
+
+
+def _call(node: fx.Node) -> tuple[str, list[fx.Node]]:
+    """(the call with ``$`` for each node among its arguments, these nodes)."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        inputs = node.all_input_nodes
+        return {"placeholder": "input", "get_attr": "constant", "output": "output"}[node.op], inputs
+    inputs: list[fx.Node] = []
+
+    def text(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            inputs.append(value)
+            return "$"
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(text, value))}]"
+        return str(value).removeprefix("torch.").replace("$", "").replace("\n", " ")[:_LONGEST]
+
+    given = [*map(text, node.args), *(f"{key}={text(value)}" for key, value in node.kwargs.items())]
+    return f"{name_of(node.target)}({', '.join(given)})", inputs
+
+
+def _source(source: str) -> tuple[str, str]:
+    """(``folder/file.py:line``, the text of that line)."""
+    file, _, line = source.rpartition(":")
+    if not file:
+        return "", ""
+    folder, base = os.path.split(file)
+    return f"{os.path.basename(folder)}/{base}:{line}", linecache.getline(file, int(line)).strip()[:_LONGEST]
+
+
+def _work(node: fx.Node) -> str:
+    if node.op == "call_function" and stage_of(node):
+        return "communication"
+    if phase_of(node) == "optimizer":
+        return "update"
+    if node.op == "call_function" and is_attention(node):
+        return "attention"
+    if node.op == "call_function" and flops(node):
+        return "products"
+    return "norms" if "norm" in name_of(node.target) else "elementwise"
+
+
+def _storages(step: StepGraph, aliases: Aliases, fusion: Fusion, number: Mapping[fx.Node, int]) -> dict[str, list]:
+    """What takes memory, from the node that makes it to the one that needs it last; the same as the forecast counts."""
+    kinds, last = kinds_of(step, aliases), aliases.last_use()
+    rows = [
+        (number[n], tensor_bytes(n), KINDS.index(kinds[n]), len(number))
+        for n in step.graph.nodes
+        if n.op in ("placeholder", "get_attr")
+    ]
+    for node, made, _ in lifetimes(step.graph, aliases, fusion):
+        if made and tensor_bytes(node):
+            rows.append((number[node], tensor_bytes(node), KINDS.index(kinds[node]), last[node]))
+    return {key: [row[i] for row in rows] for i, key in enumerate(("node", "bytes", "kind", "last"))}
+
+
+def _collective(c: Collective, named: Mapping[str, int]) -> dict[str, Any]:
+    def ns(seconds: float | None) -> int | None:
+        return None if seconds is None else round(seconds * 1e9)
+
+    return {
+        "node": named[c.node],
+        "wait": named[c.wait] if c.wait else None,
+        "kind": c.kind,
+        "axis": c.axis,
+        "ranks": c.ranks,
+        "dtype": c.dtype,
+        "bytes": c.bytes,
+        "ns": ns(c.seconds),
+        "exposed": ns(c.exposed_seconds),
+        "ready": ns(c.ready_s),
+        "launched": ns(c.launched_s),
+        "started": ns(c.started_s),
+        "waited": ns(c.waited_s),
+    }
+
+
+def _pieces(step: StepGraph, named: Mapping[str, int]) -> tuple[list[int], list[dict[str, Any]]]:
+    """(for each node the piece that it was compiled in, -1 for none; the pieces, in order)."""
+    column, pieces = [-1] * len(named), []
+    executable = step.executable
+    if executable is step.module or not isinstance(executable, fx.GraphModule):
+        return column, pieces
+    for call in executable.graph.find_nodes(op="call_module"):
+        inside = [named[name] for name in nodes_of(call)]
+        for node in inside:
+            column[node] = len(pieces)
+        pieces.append({"name": call.target, "first": inside[0], "last": inside[-1], "nodes": len(inside)})
+    return column, pieces
+
+
+def _host(step: StepGraph, named: Mapping[str, int], ran: bool) -> dict[str, Any]:
+    """Nodes that CUDA graphs leave to the host, and where the graphs begin and end."""
+    if ran and step.recording is None:
+        return {"host": [], "segments": []}
+    calls = [n for n in step.graph.nodes if n.op == "call_function"]
+    reasons = step.on_host if ran else {n.name: why for n in calls if (why := needs_host(n, "cpu"))}
+    segments: list[list[Any]] = []
+    for node in calls:
+        device = node.name not in reasons
+        if not segments or segments[-1][0] != device:
+            segments.append([device, named[node.name], named[node.name]])
+        segments[-1][2] = named[node.name]
+    return {"host": [[named[name], why] for name, why in reasons.items() if name in named], "segments": segments}

@@ -1,0 +1,68 @@
+"""The page: one HTML file that holds an account, what draws it, and nothing from elsewhere."""
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from stepgraph.inspect.account.account import FORMAT
+
+#: The name of the page in a run folder.
+PAGE = "page.html"
+_PARTS = Path(__file__).parent / "page"
+#: In the order in which they are loaded: each uses those before it.
+_SCRIPTS = (
+    "data.js",
+    "dom.js",
+    "summary.js",
+    "timeline.js",
+    "memory.js",
+    "tables.js",
+    "card.js",
+    "compare.js",
+    "main.js",
+)
+_BLOCK = re.compile(r'<script type="application/json" id="account">(.*?)</script>', re.DOTALL)
+
+
+def page_of(account: dict[str, Any], difference: dict[str, Any] | None = None) -> str:
+    """The page of ``account``, with what differs from another one (see `compare.difference`) if that is given."""
+    title = " ".join(filter(None, [account["head"]["title"], account["head"]["mesh"], "stepgraph"]))
+    return _part("page.html").format(
+        title=html.escape(title),
+        style=_part("page.css"),
+        account=_json(account),
+        difference=_json(difference),
+        script="\n".join(map(_part, _SCRIPTS)),
+    )
+
+
+def write_page(path: Path, account: dict[str, Any], difference: dict[str, Any] | None = None) -> None:
+    """Write the page to ``path``, in one step: a crash leaves the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(page_of(account, difference), encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_page(path: Path) -> dict[str, Any]:
+    """The account that the page ``path`` shows. Raises ``ValueError`` for another file and another version's page."""
+    found = _BLOCK.search(path.read_text(encoding="utf-8", errors="replace"))
+    if found is None:
+        raise ValueError(f"{path} is no page of stepgraph inspect: give a run folder, a preset or such a page")
+    account = json.loads(found[1])
+    if account.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of stepgraph (form {account.get('format')}, here {FORMAT}): write "
+            "it again"
+        )
+    return account
+
+
+def _part(name: str) -> str:
+    return (_PARTS / name).read_text(encoding="utf-8")
+
+
+def _json(value: Any) -> str:
+    # "</script>" in a string would end the block.
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")

@@ -1,0 +1,113 @@
+// Memory along the step by kind, and what is held at one moment: how much, made where, kept why.
+
+let moment = null; // a node; null: the peak
+
+function memoryPart() {
+  const height = 190, text = el("p", {}), list = el("div", {});
+  const canvas = chart(height, (context, width) => drawMemory(context, width, height));
+  canvas.setAttribute("role", "img"); canvas.setAttribute("aria-label", "Memory along the step; the table below lists what is held");
+  const tools = el("div.tools", {}, el("button", { type: "button", onclick: () => { moment = null; update(); } }, "at the peak"), ...zoomTools());
+  const update = () => { canvas.redraw(); drawMoment(text, list); };
+  panAndPick(canvas, (x, y) => pickMemory(x, canvas.clientWidth), (hit) => { if (hit) { moment = hit.node; update(); } });
+  const section = part("memory", "Memory", el("p.muted", {}, "Bytes of one rank by kind, in the time of the step. Click a moment to list what is held then; the list starts with the peak."),
+    tools, canvas, legend(KINDS.map((name) => [name, name])), text, list);
+  follow("graph", () => { moment = null; update(); }); follow("window theme", () => canvas.redraw());
+  return section;
+}
+
+function drawMemory(context, width, height) {
+  const graph = shown(), memory = memoryOver(graph), base = height - 22, most = memory.total[memory.peak] * 1.06;
+  const columns = columnsOf(graph, width), tones = KINDS.map(color);
+  columns.forEach((i, px) => {
+    let y = base;
+    KINDS.forEach((_, k) => { const size = memory.kinds[k][i] / most * (base - 4); if (size > 0) { context.fillStyle = tones[k]; context.fillRect(LABEL + px, y - size, 1.2, size); y -= size; } });
+  });
+  context.fillStyle = color("muted"); context.textBaseline = "top";
+  context.fillText(`peak ${bytes(memory.total[memory.peak])}`, 0, 2);
+  drawAxis(context, graph, width, base);
+  const x = xOf(graph, width)(graph.at[moment ?? memory.peak]);
+  drawMarker(context, x, base, color("ink"));
+}
+
+/** For each column of pixels the node at which most is held while it lasts. */
+function columnsOf(graph, width) {
+  const [from, to] = span(graph), n = Math.max(1, Math.floor(width - LABEL)), total = memoryOver(graph).total, best = new Array(n).fill(-1);
+  let latest = 0;
+  for (let i = 0; i < graph.size; i++) {
+    const t = graph.at[i];
+    if (t < from) { latest = i; continue; }
+    if (t > to) break;
+    const px = Math.min(n - 1, Math.floor((t - from) / (to - from) * n));
+    if (best[px] < 0 || total[i] > total[best[px]]) best[px] = i;
+  }
+  for (let px = 0; px < n; px++) { if (best[px] < 0) best[px] = latest; else latest = best[px]; }
+  return best;
+}
+function pickMemory(px, width) {
+  if (px < LABEL) return null;
+  const graph = shown(), i = columnsOf(graph, width)[Math.floor(px - LABEL)];
+  if (i === undefined) return null;
+  const memory = memoryOver(graph);
+  return { node: i, text: `${bytes(memory.total[i])} while ${graph.nodes.name[i]} runs\n${where(graph, i)}\n` + KINDS.map((name, k) => memory.kinds[k][i] ? `${name} ${bytes(memory.kinds[k][i])}` : "").filter(Boolean).join("\n") };
+}
+
+function tensorName(graph, i) { const input = graph.inputOf.get(i); return input ? input.name : graph.nodes.name[i]; }
+
+/** What is held while node i runs: rows of alike storages (one kind, form and place in equal blocks), the largest first. */
+function liveAt(graph, i) {
+  const rows = new Map(), { node, bytes: sizes, kind } = graph.storages;
+  for (let s = 0; s < node.length; s++) {
+    if (!graph.alive(s, i)) continue;
+    const n = node[s], input = graph.inputOf.get(n), path = graph.fold(input ? input.name : graph.path(n));
+    const key = [kind[s], path, graph.type(n), input ? "" : graph.nodes.call[n]].join("|");
+    if (!rows.has(key)) rows.set(key, { kind: KINDS[kind[s]], path, node: n, bytes: 0, members: [] });
+    const row = rows.get(key); row.bytes += sizes[s]; row.members.push(s);
+  }
+  return [...rows.values()].sort((a, b) => b.bytes - a.bytes);
+}
+
+/** Why storage s is held while node i runs: {short, parts}, the parts with a link to who needs it. */
+function keptWhy(graph, s, i) {
+  const { node, kind, last } = graph.storages, n = node[s], name = KINDS[kind[s]], input = graph.inputOf.get(n);
+  const held = { parameters: "a parameter, held throughout", optimizer: "state of the optimizer, held throughout", inputs: "an input of the step, held throughout", gradients: "the sum of a gradient over microbatches, held throughout" };
+  if (last[s] >= graph.size) return { short: held[name] || "held throughout", parts: [held[name] || "held throughout"] };
+  if (last[s] === i) return { short: "read just now", parts: ["read by the node that runs now"] };
+  const reader = last[s], out = graph.operator(reader) === "output";
+  if (out) return { short: "a result of the step", parts: ["a result of the step"] };
+  const place = `${graph.phase(reader)}${graph.path(reader) ? ` of ${graph.path(reader)}` : ""}`;
+  const why = {
+    activations: ["saved by forward for backward", "saved for backward; last read by "],
+    gradients: ["a gradient that waits for the update", "waits until clipping and the update have all gradients; last read by "],
+    buckets: [input ? "" : graph.role(n).startsWith("reduce") || graph.phase(n) === "backward" ? "gathered, or on its way to be reduced" : "a gathered parameter, kept until its last reader", "last read by "],
+  }[name] || ["needed again soon", "last read by "];
+  return { short: `${why[0]}: needed in ${place}`, parts: [why[1], nodeLink(graph, reader), ` in ${place}`] };
+}
+
+function drawMoment(text, list) {
+  const graph = shown(), memory = memoryOver(graph), i = moment ?? memory.peak;
+  text.replaceChildren(moment === null ? "At the peak, while " : "While ", nodeLink(graph, i), ` runs (${where(graph, i)}), ${bytes(memory.total[i])} are held:`);
+  const rows = liveAt(graph, i), body = el("tbody");
+  if (Object.keys(graph.beside).length) rows.push({ kind: Object.keys(graph.beside).join(", "), beside: true, bytes: sum(Object.values(graph.beside)), members: [] });
+  rows.sort((a, b) => b.bytes - a.bytes);
+  const line = (row) => {
+    if (row.beside) return el("tr", {}, el("td.number", {}, bytes(row.bytes)), el("td", {}, row.kind), el("td", {}, "state that the step's other graphs take"), el("td.spare"), el("td.spare"), el("td"));
+    const [file, code] = graph.source(row.node), why = keptWhy(graph, row.members[0], i), many = row.members.length > 1;
+    const tr = el("tr", {},
+      el("td.number", {}, bytes(row.bytes)), el("td", {}, swatch(row.kind), row.kind),
+      el("td", {}, many ? el("button.toggle", { type: "button", "aria-label": "each of them", onclick: () => expand(tr, row) }, "▸") : null, nodeLink(graph, row.node, many ? `${row.path || graph.nodes.name[row.node]} (${row.members.length} alike)` : tensorName(graph, row.node))),
+      el("td.spare", {}, el("code", {}, graph.type(row.node))),
+      el("td.spare", {}, file ? el("span", {}, file, " ", el("code.muted", {}, code)) : ""),
+      el("td", {}, why.parts));
+    return tr;
+  };
+  const expand = (tr, row) => {
+    const open = tr.classList.toggle("open");
+    tr.querySelector(".toggle").textContent = open ? "▾" : "▸";
+    if (!open) { while (tr.nextSibling?.classList?.contains("folded")) tr.nextSibling.remove(); return; }
+    const each = row.members.map((s) => line({ ...row, node: graph.storages.node[s], bytes: graph.storages.bytes[s], members: [s] }));
+    each.forEach((e) => e.classList.add("folded")); tr.after(...each);
+  };
+  const more = growing(rows, 14, line, body);
+  const head = ["bytes", "kind", "tensor", "shape", "made by this line", "why it is held"].map((title, k) => el(k ? k === 3 || k === 4 ? "th.spare" : "th" : "th.number", { scope: "col" }, title));
+  list.replaceChildren(el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, head)), body)), ...(more ? [more] : []));
+}

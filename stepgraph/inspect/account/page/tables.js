@@ -1,0 +1,259 @@
+// Modules by phases, the most expensive kernels, passes, collectives, compiled pieces and the host.
+
+// Modules
+
+/** The tree of modules of a graph; equal blocks are one child "*" which holds the sums, and each block is below it. */
+function moduleTree(graph) {
+  const make = (name) => ({ name, children: new Map(), ns: PHASES.map(() => 0), flops: 0, moved: 0, sent: 0, exposed: 0, count: 1, first: null });
+  const root = make("the model"), { ns, flops, moved, phase } = graph.nodes, blocks = new Set(graph.blocks);
+  const add = (node, i, c) => {
+    node.ns[phase[i]] += ns[i]; node.flops += flops[i]; node.moved += moved[i]; node.first ??= i;
+    if (c && c.node === i) { node.sent += c.bytes; node.exposed += c.exposed; }
+  };
+  for (let i = 0; i < graph.size; i++) {
+    if (graph.phase(i) === "input" || graph.phase(i) === "output") continue;
+    const c = graph.collectiveOf.get(i), walk = (node, names, at) => {
+      add(node, i, c);
+      if (!names.length) return;
+      const here = at ? `${at}.${names[0]}` : names[0], child = (name) => { if (!node.children.has(name)) node.children.set(name, make(name)); return node.children.get(name); };
+      if (blocks.has(here)) {
+        const all = child("*"); all.blocks ??= new Map();
+        if (!all.blocks.has(names[0])) all.blocks.set(names[0], make(names[0]));
+        walk(all, names.slice(1), here); walk(all.blocks.get(names[0]), names.slice(1), here);
+      } else walk(child(names[0]), names.slice(1), here);
+    };
+    walk(root, graph.path(i) ? graph.path(i).split(".") : [], "");
+  }
+  return root;
+}
+
+function modulesPart() {
+  const body = el("tbody"), phases = PHASES.slice(0, 4);
+  const head = el("tr", {}, el("th", { scope: "col" }, "module"), ["time", ...phases, "FLOPs", "memory moved", "communicated", "exposed"].map((t, k) => el("th.number" + (k > 5 ? ".spare" : ""), { scope: "col" }, t)));
+  follow("graph", () => {
+    const graph = shown(), root = moduleTree(graph), whole = sum(root.ns) || 1;
+    const row = (node, depth, name) => {
+      const more = node.children.size || node.blocks, tr = el("tr");
+      const button = el("button.toggle", { type: "button", "aria-label": `parts of ${name}`, "aria-expanded": "false", onclick: () => toggle() }, more ? "▸" : "");
+      const total = sum(node.ns);
+      tr.append(el("td.tree", { style: `padding-left: ${depth * 1.1}rem` }, button, node.first === null ? name : el("a", { href: `#node/${graph.name}/${graph.nodes.name[node.first]}`, title: "its first node" }, name)),
+        el("td.number", {}, `${time(total)} ${percent(total / whole)}`, el("span.share", { style: `width: ${100 * total / whole}%` })),
+        ...phases.map((_, k) => el("td.number", {}, node.ns[k] ? time(node.ns[k]) : "")),
+        el("td.number", {}, node.flops ? big(node.flops, "") : ""), ...[node.moved, node.sent].map((v) => el("td.number.spare", {}, v ? bytes(v) : "")),
+        el("td.number.spare", {}, node.exposed ? time(node.exposed) : ""));
+      const below = [];
+      const toggle = (open = !below.length) => {
+        button.textContent = open ? "▾" : "▸"; button.setAttribute("aria-expanded", open);
+        if (!open) { const close = (rows) => rows.splice(0).forEach((r) => { r.closeAll(); r.remove(); }); close(below); return; }
+        const parts = [...node.children].sort((a, b) => sum(b[1].ns) - sum(a[1].ns)).map(([key, child]) => row(child, depth + 1, key === "*" ? `each of ${child.blocks.size} blocks, together` : key));
+        if (node.blocks) parts.push(row({ ...node, children: node.blocks, blocks: null }, depth + 1, "block by block"));
+        below.push(...parts); tr.after(...parts);
+      };
+      tr.closeAll = () => below.splice(0).forEach((r) => { r.closeAll(); r.remove(); });
+      tr.toggle = toggle;
+      return tr;
+    };
+    const top = row(root, 0, "the model");
+    body.replaceChildren(top); top.toggle(true);
+    const holder = [...root.children.values()].find((c) => c.children.has("*"));
+    if (holder) [...body.children].find((r) => r !== top && r.querySelector(".tree").textContent.replace("▸", "") === holder.name)?.toggle(true);
+  });
+  return part("modules", "Modules", el("p.muted", {}, "Forecast seconds, by module and phase; a kernel of several nodes counts where its last node is. Equal blocks are one row."),
+    el("div.wide", {}, el("table", {}, el("thead", {}, head), body)), kernelsPart());
+}
+
+function kernelsPart() {
+  const box = el("div", { id: "kernels" });
+  follow("graph", () => {
+    const graph = shown(), { ns, flops, moved } = graph.nodes, groups = new Map(), whole = sum(ns) || 1;
+    for (let i = 0; i < graph.size; i++) if (ns[i]) {
+      const key = [graph.operator(i), graph.type(i), graph.fold(graph.path(i)), graph.nodes.phase[i], ns[i]].join("|");
+      if (!groups.has(key)) groups.set(key, { first: i, count: 0, ns: 0 });
+      const group = groups.get(key); group.count++; group.ns += ns[i];
+    }
+    const body = el("tbody"), rows = [...groups.values()].sort((a, b) => b.ns - a.ns);
+    const more = growing(rows, 12, (g) => {
+      const i = g.first, members = graph.members.get(i) || [i], work = sum(members.map((m) => flops[m]));
+      const bound = !work ? "moves memory" : work / ns[i] > 0.9 * Math.max(...rows.slice(0, 40).map((r) => flops[r.first] / ns[r.first])) ? "arithmetic" : "arithmetic or memory";
+      return el("tr", {}, el("td.number", {}, time(g.ns)), el("td.number", {}, percent(g.ns / whole)), el("td.number", {}, g.count),
+        el("td", {}, nodeLink(graph, i, graph.operator(i)), members.length > 1 ? el("small", {}, ` and ${members.length - 1} more in one kernel`) : ""),
+        el("td", {}, graph.fold(graph.path(i)) || "the model", " ", el("small", {}, graph.phase(i))),
+        el("td", {}, el("code", {}, graph.type(i))), el("td.number", {}, time(ns[i])), el("td.number", {}, work ? `${big(work / ns[i] * 1e9, "FLOP/s")}` : `${big(moved[i] / ns[i] * 1e9, "B/s")}`));
+    }, body);
+    const titles = [["time", 1], ["share", 1], ["calls", 1], ["operator", 0], ["module", 0], ["result", 0], ["each", 1], ["rate", 1]];
+    box.replaceChildren(el("h3", {}, "The most expensive kernels"), el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), ...(more ? [more] : []));
+  });
+  return box;
+}
+
+/** What a profile measured, node by node or piece by piece, beside the forecast. */
+function measuredPart() {
+  const profile = account.profile;
+  if (!profile) return null;
+  const section = part("measured", "Measured"), rows = [];
+  for (const [key, found] of Object.entries(profile.nodes)) {
+    const [name, node] = key.split("/"), graph = graphs.find((g) => g.name === name), i = graph && graph.number.get(node);
+    if (i === undefined || !graph) continue;
+    const inside = found.of > 1 ? graph.nodes.piece.map((p, j) => [p, j]).filter(([p]) => p >= 0 && p === graph.nodes.piece[i]).map(([, j]) => j) : [i];
+    rows.push({ graph, i, ns: found.ns, forecast: graph.calls * sum(inside.map((j) => graph.nodes.ns[j])), of: found.of || 1 });
+  }
+  rows.sort((a, b) => b.ns - a.ns);
+  const whole = sum(rows.map((r) => r.ns)) || 1, body = el("tbody");
+  const more = growing(rows, 15, (r) => el("tr", {}, el("td.number", {}, time(r.ns)), el("td.number", {}, percent(r.ns / whole)), el("td.number", {}, time(r.forecast)),
+    el("td", {}, nodeLink(r.graph, r.i), r.of > 1 ? el("small", {}, ` and ${r.of - 1} more, compiled together`) : ""), el("td", {}, el("code", {}, r.graph.operator(r.i))), el("td", {}, r.graph.path(r.i) || "the model", " ", el("small", {}, r.graph.phase(r.i)))), body);
+  const titles = [["measured", 1], ["share", 1], [`forecast, ${account.head.gpu}`, 1], ["node", 0], ["operator", 0], ["module", 0]];
+  section.append(el("p.muted", {}, `Time a step on the ${profile.on}, in steps ${profile.steps[0]} to ${profile.steps[1] - 1}; kernels that run at once are each counted in full. The trace beside this page, trace.json.gz, opens in ui.perfetto.dev.`,
+    profile.kernel_ns ? ` Of ${time(profile.kernel_ns)} of kernels, ${percent(profile.named_ns / profile.kernel_ns)} have a node.` : ""),
+    el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), more || "");
+  return section;
+}
+
+// Passes
+
+function passesPart() {
+  const items = account.passes.map((p) => {
+    const delta = p.nodes_after - p.nodes_before, effect = p.skipped ? `skipped: ${p.skipped}` : !p.matched ? "found nothing to do" : p.summary || `${p.changed} of ${p.matched} changed`;
+    const body = el("div", {});
+    const details = el("details", { id: `pass/${p.graph || "step"}/${p.name}` },
+      el("summary", {}, el("span.name", {}, p.name), graphs.length > 1 ? el("span.badge", {}, p.graph) : null, el("span.badge", { title: p.tier === "exact" ? "every bit as in eager" : "may round differently than eager" }, p.tier),
+        el("span" + (p.skipped || !p.matched ? ".muted" : ""), {}, effect), delta ? el("small", {}, ` ${delta > 0 ? "+" : ""}${delta} nodes`) : ""), body);
+    details.addEventListener("toggle", () => { if (details.open && !body.firstChild) body.append(...passBody(p)); });
+    return details;
+  });
+  return part("passes", "Passes", el("p.muted", {}, "In the order in which they ran. Open one for what it changed, before and after; ×64 says that 64 places changed alike."), items);
+}
+function passBody(p) {
+  const graph = graphs.find((g) => g.name === p.graph) || graphs[0];
+  const parts = [el("p", {}, p.doc), el("p.muted.note", {}, `matched ${p.matched}, changed ${p.changed}; nodes ${p.nodes_before} to ${p.nodes_after}; ${p.apply_s.toFixed(2)} s${p.compile_s ? `, compile ${p.compile_s.toFixed(1)} s` : ""}`)];
+  if (p.notes.length) { const list = el("ul.note", {}); const more = growing(p.notes, 12, (n) => el("li", {}, n), list); parts.push(list, more || ""); }
+  if (!p.excerpts.length && p.matched && !p.skipped) parts.push(el("p.note", {}, "It left every node of the graph as it was: it marks nodes, or decides how they run."));
+  for (const e of p.excerpts) {
+    const place = e.where ? ` in ${e.where}` : "";
+    parts.push(el("h3", {}, e.moved ? `${count(e.count, "node")} moved to other places; the one that came furthest${place}` : `×${e.count}${e.count > 1 ? ", for example" : ""}${place}`), sides(e.before, e.after, "before", "after", graph));
+  }
+  return parts;
+}
+/** Two texts side by side; lines that only one has are marked. */
+function sides(before, after, left, right, graph) {
+  const has = [new Set(before), new Set(after)];
+  const column = (lines, title, other, sign) => el("div", {}, el("h4", {}, title), lines.length ? lines.map((line) => {
+    const only = !has[other].has(line);
+    return el("span.code" + (only ? sign === "−" ? ".minus" : ".plus" : ""), {}, only ? `${sign} ` : "  ", linked(line, graph));
+  }) : el("span.muted", {}, "nothing"));
+  return el("div.sides", {}, column(before, left, 1, "−"), column(after, right, 0, "+"));
+}
+/** A line of a graph's text, its first name a link where the node is there. */
+function linked(line, graph) {
+  const name = line.split(":")[0], i = graph && graph.number.get(name);
+  return i === undefined || !graph ? line : [nodeLink(graph, i), line.slice(name.length)];
+}
+
+// Collectives
+
+/** Why computation waits for collective c, in one sentence. */
+function whyExposed(graph, c) {
+  if (!c.exposed) return "it is hidden behind computation";
+  const end = c.started + c.ns, between = c.waited - c.launched, queue = c.started - c.launched;
+  if (c.kind.includes("mm")) return "it is part of a pipeline with products: the first or last chunk, flags and copies remain";
+  const reader = c.wait === null ? undefined : readerOf(graph, c.wait), needed = reader === undefined ? "its result is needed" : `${graph.nodes.name[reader]} needs its result`;
+  if (queue > c.exposed / 2) return `it starts ${time(queue)} late, behind the earlier collectives over ${c.axis}`;
+  if (between < c.ns * 0.02) {
+    if (c.launched - c.ready > c.ns * 0.5) return `${needed} at once, though it could start ${time(c.launched - c.ready)} earlier: launching it ahead would hide it`;
+    if (!c.launched) return `${needed} at once, and nothing runs before it in the step`;
+    return `${needed} at once, and what it sends is ready only then` + (c.axis === "tp" && graph.phase(c.node) !== "optimizer" ? ": --async-tp sends it in parts while the product runs" : "");
+  }
+  return `it takes ${time(c.ns)} and only ${time(between)} of computing lies between launch and wait`;
+}
+/** The first node that computes with what node i gives, views and other nodes that cost nothing left out. */
+function readerOf(graph, i) {
+  const queue = [...graph.users[i]], seen = new Set(queue);
+  queue.sort((a, b) => a - b);
+  while (queue.length) {
+    const user = queue.shift();
+    if (graph.nodes.ns[user] || graph.nodes.kernel[user] >= 0) return user;
+    for (const next of graph.users[user]) if (!seen.has(next)) { seen.add(next); queue.push(next); }
+    queue.sort((a, b) => a - b);
+  }
+  return undefined;
+}
+/** What computes while c travels: the nodes with the largest parts, and the time that is hidden. */
+function hiddenBy(graph, c) {
+  const end = Math.min(c.started + c.ns, c.waited ?? Infinity), found = [];
+  let hidden = 0;
+  if (end > c.started) for (let i = 0; i < graph.size; i++) {
+    const { ns, start } = graph.nodes;
+    if (!ns[i]) continue;
+    const both = Math.min(end, start[i] + ns[i]) - Math.max(c.started, start[i]);
+    if (both > 0) { hidden += both; found.push([i, both]); }
+  }
+  return { hidden, nodes: found.sort((a, b) => b[1] - a[1]) };
+}
+
+/** Collectives of one kind, group, phase and place in equal blocks together, those that are exposed most first. */
+function alikeCollectives(graph) {
+  const groups = new Map();
+  for (const c of graph.collectives) {
+    const key = [c.kind, c.axis, graph.phase(c.node), graph.fold(graph.path(c.node)), c.dtype].join("|");
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(c);
+  }
+  const rows = [...groups.values()].map((members) => ({ members, exposed: sum(members.map((c) => c.exposed)), ns: sum(members.map((c) => c.ns)), worst: members.reduce((a, b) => (b.exposed > a.exposed ? b : a)) }));
+  return rows.sort((a, b) => b.exposed - a.exposed || b.ns - a.ns);
+}
+
+function collectivesPart() {
+  const section = part("collectives", "Collectives"), box = el("div", {});
+  section.append(box);
+  follow("graph", () => {
+    const graph = shown();
+    if (!graph.collectives.length) { box.replaceChildren(el("p.muted", {}, account.head.ranks > 1 ? "This graph has none." : "One rank communicates with nobody.")); return; }
+    const rows = alikeCollectives(graph);
+    const titles = [["collective", 0], ["what for", 0], ["over × ranks", 0], ["bytes", 1], ["takes", 1], ["exposed", 1], ["launch to wait", 1], ["hidden by", 0], ["why it is exposed", 0]];
+    const body = el("tbody");
+    const line = (members) => {
+      const worst = members.reduce((a, b) => (b.exposed > a.exposed ? b : a)), many = members.length > 1, by = hiddenBy(graph, worst), role = graph.role(worst.node);
+      const tr = el("tr", {},
+        el("td", {}, many ? el("button.toggle", { type: "button", "aria-label": "each of them", onclick: () => expand(tr, members) }, "▸") : null, nodeLink(graph, worst.node, many ? `${worst.kind} (${members.length} alike)` : graph.nodes.name[worst.node])),
+        el("td", {}, role ? role.replace(/ over .*/, "") : "activation", el("small", {}, ` ${graph.phase(worst.node)}${graph.path(worst.node) ? `, ${many ? graph.fold(graph.path(worst.node)) : graph.path(worst.node)}` : ""}`)),
+        el("td", {}, `${worst.axis} × ${worst.ranks}`), el("td.number", {}, bytes(sum(members.map((c) => c.bytes)))), el("td.number", {}, time(sum(members.map((c) => c.ns)))),
+        el("td.number", {}, sum(members.map((c) => c.exposed)) ? time(sum(members.map((c) => c.exposed))) : "hidden"),
+        el("td.number", {}, worst.waited === null ? "never waited for" : time(worst.waited - worst.launched)),
+        el("td", {}, by.nodes.length ? by.nodes.slice(0, 2).map(([i, t], k) => [k ? ", " : "", nodeLink(graph, i), ` ${time(t)}`]).flat() : "nothing", by.nodes.length > 2 ? ` and ${by.nodes.length - 2} more` : ""),
+        el("td", {}, worst.exposed ? whyExposed(graph, worst) : ""));
+      [...tr.children].forEach((cell, k) => { cell.dataset.title = k < 2 ? "" : titles[k][0]; });
+      return tr;
+    };
+    const expand = (tr, members) => {
+      const open = tr.classList.toggle("open");
+      tr.querySelector(".toggle").textContent = open ? "▾" : "▸";
+      if (!open) { while (tr.nextSibling?.classList?.contains("folded")) tr.nextSibling.remove(); return; }
+      const each = members.map((c) => line([c])); each.forEach((e) => e.classList.add("folded")); tr.after(...each);
+    };
+    const more = growing(rows, 20, (r) => line(r.members), body);
+    box.replaceChildren(el("p.muted", {}, "Those that computation waits for longest come first; of alike ones the row tells of the worst. Bytes are those of the whole tensor."),
+      el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), ...(more ? [more] : []));
+  });
+  return section;
+}
+
+// What runs: compiled pieces, CUDA graphs, the host
+
+function runsPart() {
+  const section = part("runs", "CUDA graphs and the host"), box = el("div", {});
+  section.append(box);
+  follow("graph", () => {
+    const graph = shown(), parts = [], device = graph.segments.filter(([d]) => d).length;
+    if (graph.segments.length) {
+      parts.push(el("p", {}, account.head.device ? "" : "A forecast records nothing. On a GPU: ", `${count(device, "CUDA graph")}, ${count(graph.host.length, "node")} on the host.`));
+      if (graph.host.length) parts.push(table([["node", 0], ["module", 0], ["why it stays on the host", 0]], graph.host.map(([i, why]) => [nodeLink(graph, i), where(graph, i), why])));
+      else parts.push(el("p.muted", {}, "Nothing needs the host: one launch replays the whole graph."));
+    } else parts.push(el("p.muted", {}, "No CUDA graphs: the step runs on a CPU, or with --no-cuda-graph."));
+    const groups = new Map();
+    graph.pieces.forEach((p) => { if (!groups.has(p.name)) groups.set(p.name, []); groups.get(p.name).push(p); });
+    if (groups.size) parts.push(el("h3", {}, "Pieces compiled by Inductor"), table([["structure", 0], ["uses", 1], ["nodes each", 1], ["from", 0], ["to", 0], ["forecast, all uses", 1]], [...groups].map(([name, uses]) => [el("code", {}, name), uses.length, uses[0].nodes, nodeLink(graph, uses[0].first), nodeLink(graph, uses[0].last),
+      time(sum(uses.map((u) => { let t = 0; for (let i = u.first; i <= u.last; i++) if (graph.nodes.piece[i] === graph.pieces.indexOf(u)) t += graph.nodes.ns[i]; return t; })))])));
+    else parts.push(el("p.muted", {}, account.head.device ? "Inductor compiled nothing." : "A forecast compiles nothing: nodes that a compiler would fuse count as one kernel, and a node's card names the others in its kernel."));
+    box.replaceChildren(...parts);
+  });
+  return section;
+}

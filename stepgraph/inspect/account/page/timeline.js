@@ -1,0 +1,118 @@
+// When every node runs: the compute stream, and a stream for each process group.
+
+const LANE = 34, LABEL = 108;
+let zoomAll;
+
+function timelinePart() {
+  let by = "phase";
+  const head = el("p.muted", {}), labels = el("div", {});
+  const canvas = chart(60, (context, width) => drawTimeline(context, width, by));
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", "Timeline of the step; the tables below hold the same figures");
+  const choices = ["phase", "work"].map((name) => el("button", { type: "button", onclick: () => { by = name; draw(); } }, name === "phase" ? "by phase" : "by kind of work"));
+  const tools = el("div.tools", {}, choices, ...zoomTools());
+  const draw = () => {
+    const graph = shown(), lanes = lanesOf(graph);
+    choices.forEach((b, k) => b.setAttribute("aria-pressed", ["phase", "work"][k] === by));
+    canvas.style.height = `${lanes.length * LANE + 26}px`;
+    const used = new Set(graph.nodes[by].filter((_, i) => graph.nodes.ns[i]));
+    labels.replaceChildren(legend([...(by === "phase" ? PHASES : WORK).map((name, k) => used.has(k) ? [by === "phase" ? name : WORK_NAMES[name], tone(by, k)] : null).filter(Boolean),
+      ...(graph.collectives.length ? [["travelling", "communication"], ["exposed: computation waits", "exposed", true]] : [])]));
+    head.textContent = `${graph.name === "step" ? "One step" : `One call of ${graph.name}`} takes ${time(graph.step_ns)}: ${time(graph.compute_ns)} of computing` +
+      (graph.collectives.length ? ` and ${time(sum(graph.collectives.map((c) => c.exposed)))} of waiting for collectives.` : ".") + " Click a bar for its node.";
+    canvas.redraw();
+  };
+  panAndPick(canvas, (x, y) => pickTimeline(x, y, canvas.clientWidth), (hit) => hit && open(hit.node));
+  const section = part("timeline", "Timeline", head, tools, canvas, labels);
+  follow("graph", draw); follow("window theme node", () => canvas.redraw());
+  return section;
+}
+
+const tone = (by, k) => by === "work" ? WORK[k] : PHASES[k] === "optimizer" ? "optimizer-phase" : PHASES[k];
+function lanesOf(graph) { return ["compute", ...new Set(graph.collectives.map((c) => c.axis))]; }
+const span = (graph) => [state.from * graph.end, state.to * graph.end];
+const xOf = (graph, width) => { const [from, to] = span(graph); return (t) => LABEL + (t - from) / (to - from) * (width - LABEL); };
+
+function drawTimeline(context, width, by) {
+  const graph = shown(), x = xOf(graph, width), lanes = lanesOf(graph), { ns, start } = graph.nodes;
+  const tones = (by === "phase" ? PHASES : WORK).map((_, k) => color(tone(by, k))), ink = color("ink"), muted = color("muted");
+  const bar = (from, to, lane, fill) => { const a = Math.max(x(from), LABEL), b = Math.min(x(to), width); if (b >= a) { context.fillStyle = fill; context.fillRect(a, lane * LANE + 4, Math.max(b - a, 0.6), LANE - 10); } };
+  context.save(); context.beginPath(); context.rect(LABEL, 0, width - LABEL, lanes.length * LANE); context.clip();
+  for (let i = 0; i < graph.size; i++) if (ns[i]) bar(start[i], start[i] + ns[i], 0, tones[graph.nodes[by][i]]);
+  const travelling = color("communication"), hatched = stripes(context, color("exposed"));
+  for (const c of graph.collectives) {
+    const lane = lanes.indexOf(c.axis), end = c.started + c.ns;
+    bar(c.started, end, lane, travelling);
+    if (c.exposed) { bar(c.waited, c.waited + c.exposed, 0, hatched); bar(Math.max(end - c.exposed, c.started), end, lane, hatched); }
+  }
+  context.restore();
+  context.fillStyle = muted; context.textBaseline = "middle";
+  lanes.forEach((name, lane) => context.fillText(name, 0, lane * LANE + LANE / 2 - 1));
+  drawAxis(context, graph, width, lanes.length * LANE);
+  if (state.node !== null) drawMarker(context, x(graph.at[state.node]), lanes.length * LANE, ink);
+}
+
+function drawAxis(context, graph, width, y) {
+  const [from, to] = span(graph), x = xOf(graph, width), rough = (to - from) / Math.max(2, (width - LABEL) / 110), power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((k) => k * power >= rough);
+  context.fillStyle = color("muted"); context.strokeStyle = color("line"); context.textBaseline = "top";
+  for (let t = Math.ceil(from / step) * step; t <= to; t += step) {
+    context.beginPath(); context.moveTo(x(t), 0); context.lineTo(x(t), y + 4); context.globalAlpha = 0.5; context.stroke(); context.globalAlpha = 1;
+    const text = time(t), half = context.measureText(text).width / 2;
+    context.fillText(text, Math.min(Math.max(x(t) - half, LABEL), width - 2 * half), y + 6);
+  }
+}
+function drawMarker(context, x, height, ink) {
+  if (x < LABEL - 4) return;
+  context.strokeStyle = context.fillStyle = ink; context.lineWidth = 1;
+  context.beginPath(); context.moveTo(x, 0); context.lineTo(x, height); context.stroke();
+  context.beginPath(); context.moveTo(x - 5, 0); context.lineTo(x + 5, 0); context.lineTo(x, 6); context.fill();
+}
+
+/** What is at a place of the timeline: {node, text}. */
+function pickTimeline(px, py, width) {
+  const graph = shown(), lanes = lanesOf(graph), lane = Math.floor(py / LANE), [from, to] = span(graph);
+  if (px < LABEL || lane >= lanes.length || lane < 0) return null;
+  const t = from + (px - LABEL) / (width - LABEL) * (to - from), slack = (to - from) / (width - LABEL) * 2;
+  const { ns, start } = graph.nodes;
+  let best = null, near = slack;
+  if (lane) {
+    for (const c of graph.collectives) if (c.axis === lanes[lane]) { const off = Math.max(c.started - t, t - c.started - c.ns, 0); if (off < near || (!off && !best)) { near = off; best = c; } }
+    return best && { node: best.node, text: `${graph.nodes.name[best.node]}\n${best.kind} over ${best.axis}, ${bytes(best.bytes)}, ${time(best.ns)}` + (best.exposed ? `\nexposed ${time(best.exposed)}: ${whyExposed(graph, best)}` : "\nhidden") };
+  }
+  for (const c of graph.collectives) if (c.exposed && t >= c.waited && t <= c.waited + c.exposed) return { node: c.node, text: `waits ${time(c.exposed)} for ${graph.nodes.name[c.node]}\n${whyExposed(graph, c)}` };
+  for (let i = 0; i < graph.size; i++) if (ns[i]) { const off = Math.max(start[i] - t, t - start[i] - ns[i], 0); if (off < near || (!off && best === null)) { near = off; best = i; if (!off) break; } }
+  if (best === null) return null;
+  const fused = graph.members.get(best).length;
+  return { node: best, text: `${graph.nodes.name[best]}: ${graph.operator(best)}\n${where(graph, best)}\n${time(ns[best])}${fused > 1 ? `, a kernel of ${fused} nodes` : ""}` };
+}
+
+// Zooming and moving: one window of time for the timeline and the memory
+
+function zoom(factor, centre = (state.from + state.to) / 2) {
+  const width = Math.min(1, Math.max(1e-5, (state.to - state.from) * factor));
+  const left = centre - (centre - state.from) * width / (state.to - state.from);
+  state.from = Math.min(Math.max(0, left), 1 - width); state.to = state.from + width;
+  changed("window");
+}
+function zoomTools() {
+  return [["−", "wider", () => zoom(2)], ["+", "closer", () => zoom(0.5)], ["whole", "the whole step", () => zoom(1e9)]].map(([text, title, onclick]) =>
+    el("button", { type: "button", title, "aria-label": title, onclick }, text)).concat(el("small.spare", {}, "drag to move, double-click or Ctrl and wheel to zoom"));
+}
+function panAndPick(canvas, pick, chosen) {
+  let from = null, moved = false;
+  const place = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
+  const centre = (event) => state.from + Math.max(0, place(event)[0] - LABEL) / (canvas.clientWidth - LABEL) * (state.to - state.from);
+  canvas.addEventListener("pointerdown", (event) => { from = [event.clientX, state.from]; moved = false; canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointermove", (event) => {
+    if (from && Math.abs(event.clientX - from[0]) > 3) {
+      moved = true; tip("");
+      const width = state.to - state.from, left = from[1] - (event.clientX - from[0]) / (canvas.clientWidth - LABEL) * width;
+      state.from = Math.min(Math.max(0, left), 1 - width); state.to = state.from + width; changed("window");
+    } else if (!from) { const hit = pick(...place(event)); canvas.style.cursor = hit ? "pointer" : "default"; tip(hit ? hit.text : "", event.clientX, event.clientY); }
+  });
+  canvas.addEventListener("pointerup", (event) => { from = null; if (!moved) { tip(""); chosen(pick(...place(event))); } });
+  canvas.addEventListener("pointerleave", () => tip(""));
+  canvas.addEventListener("dblclick", (event) => zoom(0.25, centre(event)));
+  canvas.addEventListener("wheel", (event) => { if (event.ctrlKey || event.metaKey) { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, centre(event)); } }, { passive: false });
+}

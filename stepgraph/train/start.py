@@ -1,0 +1,41 @@
+"""Before a run begins: its folder, what it would overwrite, and its data."""
+
+from pathlib import Path
+
+from stepgraph import parallel
+from stepgraph.config.train import TrainConfig
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
+from stepgraph.train.data import DataBundle, open_data
+from stepgraph.train.records.folder import require_unused
+
+
+def check_export(config: TrainConfig) -> None:
+    """Raise ``ValueError`` for an export that would overwrite something."""
+    if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
+        raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
+
+
+def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
+    """(the run folder, whether an elastic agent's earlier attempt at this run used it, whether to go on from its newest
+    checkpoint): such an attempt may have died before its first checkpoint."""
+    store, key = parallel.job_store(), "run-folder"
+    if store is not None and store.check([key]):
+        path = Path(store.get(key).decode())
+        return path, True, Checkpointer(path / "checkpoints").latest() is not None
+    path = config.run_folder()
+    if not config.resume:
+        require_unused(path)
+    if store is not None:
+        store.set(key, str(path))
+    return path, False, config.resume is not None
+
+
+def open_fitting_data(config: TrainConfig) -> DataBundle:
+    """The data of a run. Raises ``ValueError`` where the tokenizer has more tokens than the model."""
+    data = open_data(config.data, config.tokenizer)
+    if data.tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model {config.model.vocab_size}: "
+            f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
+        )
+    return data

@@ -1,0 +1,169 @@
+"""The page in a real browser: Debian's chromium, without a window. Each test adds a script to the page that does what a
+reader does, and reads what it found from the browser's copy of the page."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from stepgraph.config.presets import PRESETS
+from stepgraph.inspect.account.command import preset_account
+from stepgraph.inspect.account.compare import difference
+from stepgraph.inspect.account.page import page_of
+from tests.inspect.account.accounts import GPU, account
+from tests.inspect.account.test_page import planted
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt-get install chromium"),
+]
+
+_WATCH = """<script>
+window.problems = [];
+addEventListener("error", (event) => problems.push(String(event.message)));
+addEventListener("securitypolicyviolation", (event) => problems.push(event.blockedURI));
+</script>"""
+_DO = """<script>
+const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+addEventListener("load", async () => {
+  const result = {ms: performance.now()};
+  try { await (async () => {%s})(); } catch (error) { problems.push(String(error.stack)); }
+  result.loaded = performance.getEntriesByType("resource").length;
+  result.problems = problems;
+  const out = document.createElement("script");
+  out.type = "application/json"; out.id = "result";
+  out.textContent = JSON.stringify(result).replaceAll("<", "\\\\u003c");
+  document.body.append(out);
+});
+</script>"""
+
+
+def in_browser(page, script, folder, *, width=1280, hash=""):
+    """What ``script``, which runs when the page has loaded, puts into ``result``."""
+    file = folder / "page.html"
+    whole = page.replace("<head>", "<head>" + _WATCH, 1).replace("</body>", _DO % script + "</body>", 1)
+    file.write_text(whole, encoding="utf-8")
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    command += [f"--window-size={width},900", "--virtual-time-budget=8000", "--dump-dom", f"file://{file}{hash}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    found = re.search(r'<script type="application/json" id="result">(.*?)</script>', done.stdout, re.DOTALL)
+    assert found, done.stderr[-2000:]
+    result = json.loads(found[1])
+    assert result["problems"] == [] and result["loaded"] == 0
+    return result
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_loads_and_fits(width, theme, tmp_path):
+    script = """
+      document.documentElement.dataset.theme === "THEME" || document.getElementById("theme").click();
+      result.theme = document.documentElement.dataset.theme;
+      result.parts = [...document.querySelectorAll("section")].map((s) => s.id);
+      result.overflow = document.documentElement.scrollWidth - innerWidth;
+      const data = (canvas) => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+      await wait(300);
+      result.drawn = [...document.querySelectorAll("canvas")].map((canvas) => new Set(data(canvas)).size);
+    """.replace("THEME", theme)
+    result = in_browser(page_of(account("fsdp=4", inductor="full")[0]), script, tmp_path, width=width)
+    assert result["theme"] == theme
+    assert result["parts"] == ["summary", "timeline", "memory", "modules", "passes", "collectives", "runs"]
+    assert result["overflow"] <= 0
+    assert len(result["drawn"]) == 2 and min(result["drawn"]) > 10
+
+
+def test_search_finds_a_node_and_a_click_opens_its_card(tmp_path):
+    made, _ = account("fsdp=4", inductor="full")
+    graph = made["graphs"][0]
+    name = next(n for n in graph["nodes"]["name"] if n.startswith("mm_"))
+    script = """
+      const search = document.getElementById("search");
+      search.focus(); search.value = "NAME layers"; search.dispatchEvent(new Event("input"));
+      const hit = document.querySelector("#found li a");
+      result.hit = hit.textContent;
+      hit.click(); await wait(200);
+      const card = document.getElementById("card");
+      result.card = card.textContent; result.hidden = card.hidden; result.hash = location.hash;
+      card.querySelector("dl a.node").click(); await wait(200);
+      result.next = card.querySelector("h2").textContent; result.nextHash = location.hash;
+      search.value = "llama3.py"; search.dispatchEvent(new Event("input"));
+      result.lines = document.querySelectorAll("#found li").length;
+    """.replace("NAME", name)
+    result = in_browser(page_of(made), script, tmp_path)
+    assert result["hit"].startswith(name) and result["hash"] == f"#node/step/{name}" and not result["hidden"]
+    at = graph["nodes"]["name"].index(name)
+    assert graph["types"][graph["nodes"]["type"][at]] in result["card"]
+    assert graph["paths"][graph["nodes"]["path"][at]] in result["card"]
+    assert result["nextHash"] == f"#node/step/{result['next']}"
+    assert result["lines"] > 5
+
+
+def test_the_memory_and_the_modules_add_up(tmp_path):
+    made, _ = account("fsdp=4", inductor="full")
+    script = """
+      const memory = memoryOver(graphs[0]);
+      result.peak = memory.total[memory.peak];
+      result.live = sum(liveAt(graphs[0], memory.peak).map((row) => row.bytes));
+      result.tree = sum(moduleTree(graphs[0]).ns);
+      result.why = graphs[0].collectives.filter((c) => c.exposed).map((c) => whyExposed(graphs[0], c));
+      const row = [...document.querySelectorAll("#memory tbody tr")].find((r) => r.querySelector(".toggle"));
+      const before = document.querySelectorAll("#memory tbody tr").length;
+      row.querySelector(".toggle").click();
+      result.more = document.querySelectorAll("#memory tbody tr").length - before;
+      const details = document.querySelector("details[id='pass/step/remove_noop_views']");
+      details.open = true; await wait(200);
+      result.sides = [...details.querySelectorAll(".sides h4")].map((h) => h.textContent);
+    """
+    result = in_browser(page_of(made), script, tmp_path)
+    assert result["peak"] == result["live"] == made["head"]["forecast"]["peak_bytes"]
+    assert result["tree"] == sum(made["graphs"][0]["nodes"]["ns"])
+    assert result["why"] and all(result["why"])
+    assert result["more"] > 0 and result["sides"][:2] == ["before", "after"]
+
+
+def test_the_canvas_leads_to_a_node(tmp_path):
+    script = """
+      await wait(200);
+      const canvas = document.querySelector("#timeline canvas"), box = canvas.getBoundingClientRect();
+      const at = { clientX: box.left + box.width * 0.6, clientY: box.top + 15, pointerId: 1, bubbles: true };
+      canvas.setPointerCapture = () => {};
+      for (const kind of ["pointerdown", "pointerup"]) canvas.dispatchEvent(new PointerEvent(kind, at));
+      await wait(200);
+      result.hash = location.hash; result.hidden = document.getElementById("card").hidden;
+    """
+    result = in_browser(page_of(account("fsdp=4", inductor="full")[0]), script, tmp_path)
+    assert result["hash"].startswith("#node/step/") and not result["hidden"]
+
+
+def test_a_link_opens_the_node_of_the_other_graph(tmp_path):
+    made, _ = account("ddp=2", accumulate=3, inductor="full")
+    name = made["graphs"][1]["nodes"]["name"][-2]
+    script = """
+      result.card = document.querySelector("#card h2").textContent;
+      result.pressed = [...document.querySelectorAll("[data-graph]")].map((b) => b.getAttribute("aria-pressed"));
+    """
+    result = in_browser(page_of(made), script, tmp_path, hash=f"#node/update/{name}")
+    assert result["card"] == name and result["pressed"] == ["false", "true"]
+
+
+def test_the_comparison_shows_a_planted_difference(tmp_path):
+    made, _ = account("fsdp=4", inductor="full")
+    page = page_of(made, difference(made, planted(made)[0], "before", "after"))
+    script = """
+      const forms = document.querySelectorAll("#compare details");
+      result.forms = forms.length; forms[0].open = true; await wait(200); result.text = forms[0].textContent;
+    """
+    result = in_browser(page, script, tmp_path)
+    assert result["forms"] == 1 and "layers.*.mlp" in result["text"] and "aten.planted" in result["text"]
+
+
+def test_llama3_8b_opens_within_two_seconds(tmp_path):
+    config = dataclasses.replace(PRESETS["llama3-8b"](), mesh="fsdp=2", memory="none")
+    page = page_of(preset_account(config, GPU))
+    assert len(page.encode()) < 4e6 and page.count("layers.31") > 0
+    result = in_browser(page, "result.nodes = graphs[0].size;", tmp_path)
+    assert result["nodes"] > 7_200 and result["ms"] < 2_000

@@ -1,0 +1,156 @@
+"""The page as a file: whole, well-formed, small, and without a word from elsewhere."""
+
+import copy
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from stepgraph import cli
+from stepgraph.inspect.account.compare import difference
+from stepgraph.inspect.account.page import page_of, read_page, write_page
+from tests.inspect.account.accounts import account
+
+VOID = {"meta", "link", "input", "br"}
+
+
+class Tags(HTMLParser):
+    """Opens and closes each tag in turn; collects what could load something."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.links, self.ids = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for key, value in attrs if key in ("src", "href", "action", "srcset", "data")]
+        self.ids += [value for key, value in attrs if key == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def made():
+    return account("fsdp=4", inductor="full")[0]
+
+
+def test_it_is_well_formed_and_loads_nothing(made):
+    page = page_of(made)
+    tags = Tags()
+    tags.feed(page)
+    tags.close()
+    assert tags.open == [] and len(tags.ids) == len(set(tags.ids))
+    assert all(link.startswith(("#", "data:")) for link in tags.links)
+    code = re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)
+    for word in ("http:", "https:", "//cdn", "@import", "url(", "fetch(", "XMLHttpRequest", "import(", "WebSocket"):
+        assert word not in code, word
+
+
+def test_it_gives_its_account_back(made, tmp_path):
+    file = tmp_path / "page.html"
+    write_page(file, made)
+    assert read_page(file) == json.loads(json.dumps(made))
+    assert [child.name for child in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_text_of_a_model_cannot_end_the_data(made, tmp_path):
+    """Source lines are anybody's text."""
+    hostile = copy.deepcopy(made)
+    hostile["graphs"][0]["sources"][0] = ["x.py:1", 'print("</script><script>alert(1)</script>")']
+    page = page_of(hostile)
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == [] and page.count("</script>") == page_of(made).count("</script>")
+    write_page(tmp_path / "page.html", hostile)
+    assert read_page(tmp_path / "page.html") == json.loads(json.dumps(hostile))
+
+
+def test_it_is_small(made):
+    """7,200 nodes in 4 MB are 550 bytes a node; what draws them is the same for all."""
+    nodes = len(made["graphs"][0]["nodes"]["name"])
+    data = len(json.dumps(made, separators=(",", ":")))
+    assert len(page_of(made)) - data < 100_000
+    assert data < 400 * nodes
+
+
+def test_another_version_is_refused(made, tmp_path):
+    file = tmp_path / "page.html"
+    write_page(file, made | {"format": 0})
+    with pytest.raises(ValueError, match="another version of stepgraph"):
+        read_page(file)
+
+
+def test_nothing_differs_from_itself(made):
+    found = difference(made, made, "a", "b")
+    assert not any(found[key] for key in ("options", "modules", "passes", "nodes", "left_out"))
+    assert all(x == y for _, x, y in found["figures"])
+
+
+def planted(made):
+    """``made`` with another operator at one node of one module, and other names all over; (that, where it is)."""
+    other = copy.deepcopy(made)
+    graph = other["graphs"][0]
+    nodes, paths = graph["nodes"], graph["paths"]
+    at = next(i for i, p in enumerate(nodes["path"]) if paths[p] == "layers.1.mlp" and nodes["ns"][i])
+    graph["calls_text"].append("aten.planted($)")
+    nodes["call"][at] = len(graph["calls_text"]) - 1
+    nodes["name"] = [f"renamed_{i}" for i in range(len(nodes["name"]))]
+    return other, at
+
+
+def test_a_planted_node_is_found(made):
+    other, at = planted(made)
+    (form,) = difference(made, other, "a", "b")["nodes"]
+    assert (form["path"], form["count"], form["node"]) == ("layers.*.mlp", 1, at)
+    assert len(form["a"]) == 1 and form["b"] == [form["a"][0].split(" = ")[0] + " = aten.planted($)"]
+
+
+def test_an_option_differs_with_what_it_does():
+    plain, again = account("fsdp=4", inductor="full")[0], account("fsdp=4", inductor="full", memory="full")[0]
+    found = difference(plain, again, "a", "b")
+    assert found["options"] == [["memory", "none", "full"]]
+    assert any("recompute" in name for name, *_ in found["passes"])
+    assert any(form["count"] == 2 and form["path"].startswith("layers.*") for form in found["nodes"])
+    flops = next(row for row in found["figures"] if row[0] == "FLOPs")
+    assert flops[2] > flops[1]
+
+
+def test_the_command(tmp_path, capsys):
+    first, second = tmp_path / "a.html", tmp_path / "b.html"
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["inspect", "llama3-debug", "--mesh", "fsdp=2", "--seq-len", "32", "--html", str(first)])
+    assert stop.value.code == 0 and "page" in capsys.readouterr().out
+    assert read_page(first)["head"]["mesh"] == "fsdp=2"
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first.rename(folder / "page.html")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["inspect", str(folder), "--against", str(folder / "page.html"), "--html", str(second)])
+    assert stop.value.code == 0 and "Compared" in second.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "inspect takes a run folder or a preset first: write stepgraph inspect llama3-8b --mesh fsdp=4"),
+        ("llama3-8c", "unknown preset or run 'llama3-8c': did you mean 'llama3-8b'?"),
+        ("llama3-8b --mesh fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
+        ("llama3-8b --gpu h300", "unknown gpu 'h300': did you mean 'h200'?"),
+        ("llama3-8b --html no/x.html", "html=no/x.html: the folder no does not exist; make it first"),
+        ("{tmp} --mesh fsdp=2", "--mesh is about a preset, and {tmp} has run: leave it out"),
+        ("{tmp}", "{tmp} has no page.html: give the folder of a run that got as far as its first steps"),
+        (
+            "{tmp}/notes.txt",
+            "{tmp}/notes.txt is no page of stepgraph inspect: give a run folder, a preset or such a page",
+        ),
+    ],
+)
+def test_errors_of_use_are_one_line(words, message, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("notes")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["inspect", *words.format(tmp=tmp_path).split()])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {message.format(tmp=tmp_path)}\n"
