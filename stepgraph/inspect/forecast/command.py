@@ -27,7 +27,7 @@ class PlanOptions(StepOptions):
     """Forecast memory, communication and time of a preset's training step on a cluster, from its captured graph."""
 
     mesh: str = "fsdp=8"
-    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, and tp=N. Eight neighbours share a machine."""
+    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, ep=N. Eight neighbours share a machine."""
 
     gpu: str = "h100"
     """h100, h200 or b200: machines of eight, one 400 Gb/s adapter a GPU."""
@@ -46,6 +46,15 @@ class PlanOptions(StepOptions):
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
+
+    expert_capacity: float = 2.0
+    """With ep: room for exchanges, as a multiple of balanced load."""
+
+    expert_chunks: int = 1
+    """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
+
+    imbalance: float = 1.0
+    """With ep: rows that the most loaded rank's experts receive over the mean. 1: routing is balanced."""
 
     inductor: Literal["full", "off"] = "full"
     """full: operators between matrix products count as fused; off: each counts by itself."""
@@ -78,7 +87,7 @@ def main(argv: list[str]) -> int:
     config = dataclasses.replace(config, mesh=options.mesh, **chosen)
     config.validate()
     refuse_idle(config, words, Target.forecast(gpu))
-    result = forecast(config, gpu)
+    result = forecast(config, gpu, options.imbalance)
     show(result, Console(highlight=False, soft_wrap=True))
     if options.json is not None:
         options.json.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -92,7 +101,11 @@ def show(result: Forecast, console: Console) -> None:
         f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
         f"batch {config.accumulate} x {config.batch_size} x {config.seq_len} a data-parallel rank, {config.precision}, "
         f"memory {config.memory}"
+        + (f", the most loaded rank at {result.imbalance:g} times the mean" if config.mesh_spec.ep > 1 else "")
     )
+    if hasattr(config.model, "moe"):
+        parameters, active = config.model.num_params(), config.model.num_params(active=True)
+        console.print(f"{parameters / 1e9:,.1f}B parameters, {active / 1e9:,.1f}B of them active a token")
     console.print(f"{result.nodes:,} nodes captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
     console.print(_memory_table(result))
     left = gpu.memory - result.peak.total
