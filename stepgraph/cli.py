@@ -21,6 +21,7 @@ Capture a transformer's whole training step as one FX graph, rewrite it with exp
 
 commands:
   train [PRESET] [options]   train a model (default preset: llama3-debug); see stepgraph train --help
+  compile PRESET [options]   save its step in a folder, for train --step FOLDER; see stepgraph compile --help
   bench NAME [options]       measure it beside eager and torch.compile; see stepgraph bench --help
   plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
   inspect RUN|PRESET         show a step as a page for the browser; see stepgraph inspect --help
@@ -72,6 +73,10 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph.train import trainer
 
             return trainer.run(config)
+        case "compile":
+            from stepgraph.train import compile as compiler
+
+            return compiler.main(parse_train(rest, "compile"))
         case "bench":
             from stepgraph import bench
 
@@ -86,11 +91,12 @@ def _dispatch(arguments: list[str]) -> int:
             return inspect.main(rest)
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
-    raise unknown_name("command", command, ["train", "bench", "plan", "inspect"])
+    raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect"])
 
 
-def parse_train(arguments: list[str]) -> "TrainConfig":
-    """The configuration that ``stepgraph train ARGUMENTS`` asks for: a preset, or a run to resume, with overrides.
+def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
+    """The configuration that ``stepgraph train ARGUMENTS`` (or ``compile``) asks for: a preset, or a run to resume,
+    with overrides.
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
@@ -108,7 +114,7 @@ def parse_train(arguments: list[str]) -> "TrainConfig":
     config = parse(
         default,
         options,
-        usage="stepgraph train [PRESET]",
+        usage=f"stepgraph {command} [PRESET]",
         description=f"{TrainConfig.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
     )
     config.validate()

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -24,9 +25,21 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.parallel.pipeline import StageGraphs, check_schedule, pipeline_of
-from stepgraph.passes import Passes, PassReport, StepOptions, around_cut, prepare, rehearsed, run_passes
+from stepgraph.passes import (
+    Passes,
+    PassReport,
+    StepOptions,
+    Target,
+    around_cut,
+    prepare,
+    rehearsed,
+    resolve,
+    run_passes,
+)
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.run.bound import UnfitStepError
+from stepgraph.run.saved.start import Start
+from stepgraph.run.saved.store import Outcome, store_of
 from stepgraph.verify import Case, VerifyReport, verify
 
 #: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
@@ -47,6 +60,7 @@ def capture(
     passes: Passes = "default",
     disable: Sequence[str] = (),
     dump: Path | None = None,
+    saved: Path | str | None = None,
 ) -> "CapturedStep":
     """Capture the training step of ``model`` as one graph and return it as a callable.
 
@@ -69,6 +83,8 @@ def capture(
             configured passes.
         disable: names of passes to leave out.
         dump: folder for the graph's text before and after each pass.
+        saved: load the step from this folder if it was saved there, and else save it; ``"auto"``: from the user's
+            cache. What is loaded is code: name no folder that you do not trust. ``step.saved`` says what happened.
 
     Returns:
         A `CapturedStep`.
@@ -88,6 +104,7 @@ def capture(
         passes=passes,
         disable=disable,
         dump=dump,
+        saved=saved,
     )
 
 
@@ -97,6 +114,7 @@ class CapturedStep:
     ``metrics``: tensors of the latest call. ``grad_norm``: when gradients are clipped. ``skipped``: with
     ``on_nonfinite="skip"``. ``repeated``: of models with expert parallelism, how often the step was
     repeated, with larger buffers for experts each time.
+    ``saved``: how the step's latest form came about, where a folder of saved steps was given.
     """
 
     def __init__(
@@ -112,6 +130,7 @@ class CapturedStep:
         passes: Passes,
         disable: Sequence[str],
         dump: Path | None,
+        saved: Path | str | None,
     ):
         optimizer = compat.accelerated_inside(optimizer)
         checks.check_arguments(model, loss_fn, batch, optimizer)
@@ -125,7 +144,6 @@ class CapturedStep:
         self.pipeline = pipeline_of(model)
         if self.pipeline is not None:
             check_schedule(self.pipeline.name, self.pipeline.ranks, accumulate)
-        self.stage_reports: list[PassReport] = []
         self._modules = list(model.modules())
         self._update = Update(optimizer) if optimizer is not None else None
         self._bound: OrderedDict[tuple, BoundStep] = OrderedDict()
@@ -133,12 +151,20 @@ class CapturedStep:
         checks.check_microbatches(leaves, accumulate)
         self._largest = [size // accumulate for size in batch_sizes(leaves)]
         self._session, self._accumulators = Session(), Accumulators()
+        self._store = None if saved is None else store_of(saved)
+        self.saved = Outcome()
         self._current = self._bind(batch, self._signature(leaves, spec))
 
     @property
     def program(self) -> StepProgram:
         """The graphs of the latest call and the schedule that ran them."""
         return self._current.traced.program
+
+    @property
+    def saves(self) -> bool:
+        """Whether it looks for its forms among saved steps, and saves what it does not find; not where graphs are
+        dumped, which are those of passes that ran."""
+        return self._store is not None and not self.dump
 
     @property
     def waited_s(self) -> float:
@@ -164,7 +190,7 @@ class CapturedStep:
     @property
     def report(self) -> list[PassReport]:
         """Reports of the passes applied to the graphs, one graph after the other."""
-        return [*self.stage_reports, *(report for graph in self.graphs.values() for report in graph.log)]
+        return [*self.program.log, *(report for graph in self.graphs.values() for report in graph.log)]
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""
@@ -301,19 +327,42 @@ class CapturedStep:
                 stacklevel=4,
             )
             self._bound.popitem(last=False)
-        accumulate = self._microbatches(batch)
+        accumulate, first = self._microbatches(batch), not self._bound
+        capture = partial(self._capture, batch, accumulate)
+        rewrite = partial(self._rewrite_program, accumulate=accumulate)
+        if self.saves:
+            start = self._start(batch, accumulate)
+            traced, self.saved = self._store.step(start, capture, rewrite, together=first)
+        else:
+            traced = capture()
+            rewrite(traced)
+        bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
+        return bound
+
+    def _start(self, batch: Any, accumulate: int) -> Start:
+        device = _device_of(self.model)
+        passes = resolve(self.passes, self.disable, Target.on(device))
+        options = {
+            "max_grad_norm": self.max_grad_norm,
+            "accumulate": accumulate,
+            "skip_nonfinite": self._skip_nonfinite,
+        }
+        return Start(self.model, self.loss_fn, batch, self._update, options, passes, device, self.pipeline)
+
+    def _capture(self, batch: Any, accumulate: int) -> Traced:
         prepare(self.passes, self.disable, _device_of(self.model))
         if not self._bound:
             self._rehearse(batch, accumulate)
-        traced = self._trace(batch, accumulate)
-        if self.pipeline is None:
-            several = len(traced.program.graphs) > 1
-            for name, graph in traced.program.graphs.items():
-                self._rewrite(graph, name, self.passes, name if several else "")
-        else:
+        return self._trace(batch, accumulate)
+
+    def _rewrite_program(self, traced: Traced, accumulate: int) -> None:
+        """Apply the passes to the graphs of a captured program."""
+        if self.pipeline is not None:
             traced.program = self._staged(traced.program, accumulate)
-        bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
-        return bound
+            return
+        several = len(traced.program.graphs) > 1
+        for name, graph in traced.program.graphs.items():
+            self._rewrite(graph, name, self.passes, name if several else "")
 
     def _rewrite(self, graph: StepGraph, name: str, passes: Passes, folder: str) -> None:
         dump = self.dump / folder if self.dump else None
@@ -332,8 +381,9 @@ class CapturedStep:
         for name, graph in pieces.items():
             self._rewrite(graph, name, apart, name)
         self._rewrite(program.graphs["update"], "update", self.passes, "update")
-        self.stage_reports = [report for graph in staged.whole.values() for report in graph.log]
-        return staged.program(pieces, program.graphs["update"], accumulate)
+        made = staged.program(pieces, program.graphs["update"], accumulate)
+        made.log = [report for graph in staged.whole.values() for report in graph.log]
+        return made
 
     def _trace(self, batch: Any, accumulate: int) -> Traced:
         return trace_step(

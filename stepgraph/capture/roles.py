@@ -72,6 +72,14 @@ def _name_groups(step: StepGraph, collectives: list[fx.Node], tensors: Iterable[
         step.axes[name] = axis
 
 
+def groups_by_axis(tensors: Iterable[torch.Tensor]) -> dict[str, dist.ProcessGroup]:
+    """The process group of each axis of the tensors' meshes, and of ``world``, all ranks."""
+    if not dist.is_initialized():
+        return {}
+    found = {axis: compat.process_group(name) for name, axis in _axes(tensors)}
+    return {"world": dist.group.WORLD} | found
+
+
 def _axes(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[str, str]]:
     """(torch's name of a process group, the axis) of every axis of the tensors' meshes."""
     for mesh in dict.fromkeys(t.device_mesh for t in tensors if hasattr(t, "device_mesh")):

@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from stepgraph.compat.compiler import (
     inductor,
+    inductor_artifact,
     inductor_cache_counts,
     inductor_compile,
+    inductor_load,
     inductor_mixed_config,
     inductor_options,
     inductor_passes,
@@ -47,6 +49,7 @@ from stepgraph.compat.eager import (
 )
 from stepgraph.compat.fake import (
     checks_of_known_values,
+    negative_view,
     operator_needing_values,
     refuse_data_pointers,
     storage_key,
@@ -74,9 +77,16 @@ from stepgraph.compat.tracing import (
     is_tracing,
     node_of_trace,
     record_call,
+    rename_exactly,
     rename_node,
     trace,
     trace_context,
     uncompiled_path,
 )
-from stepgraph.compat.triton import triton_kernel_name, triton_kernel_tunes, triton_writes, watch_triton_launches
+from stepgraph.compat.triton import (
+    triton_kernel_name,
+    triton_kernel_source,
+    triton_kernel_tunes,
+    triton_writes,
+    watch_triton_launches,
+)

@@ -1,8 +1,11 @@
 """Inductor: compiling a flat graph, its options and cache, and the parts of it that `stepgraph.inductor` extends."""
 
 import contextlib
+import copy
 import functools
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +47,44 @@ def inductor_compile(
             "by --inductor off or passes='exact'"
         ) from None
     # The function that takes a list is wrapped twice: to take arguments one by one, and to keep Dynamo out.
-    return artifact._compiled_fn.__wrapped__.__wrapped__
+    function = artifact._compiled_fn.__wrapped__.__wrapped__
+    kept = copy.copy(artifact)
+    kept._compiled_fn = None  # else each would keep the other
+    setattr(function, _ARTIFACT, kept)
+    return function
+
+
+#: Where a function that `inductor_compile` made has what torch can save of it. Some of torch's cannot be hashed.
+_ARTIFACT = "_stepgraph_artifact"
+
+
+def inductor_artifact(function: Callable[[list[Any]], Sequence[Any]]) -> bytes:
+    """What `inductor_compile` made, in torch's own format (``CompiledArtifact.save``). Raises ``ValueError`` if torch
+    cannot save it."""
+    if not hasattr(function, _ARTIFACT):
+        raise ValueError("a compiled piece came from elsewhere")
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "piece")
+        try:
+            getattr(function, _ARTIFACT).save(path=file, format="binary")
+        except (RuntimeError, AssertionError, NotImplementedError) as failure:
+            raise ValueError(f"torch cannot save a compiled piece: {str(failure).splitlines()[0][:160]}") from None
+        with open(file, "rb") as stream:
+            return stream.read()
+
+
+def inductor_load(data: bytes) -> Callable[[list[Any]], Sequence[Any]]:
+    """The function of an `inductor_artifact`, as `inductor_compile` gave it. It unpickles and runs what ``data`` holds:
+    the caller answers for where that comes from."""
+    from torch._inductor.standalone_compile import CompiledArtifact
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "piece")
+        with open(file, "wb") as stream:
+            stream.write(data)
+        artifact = CompiledArtifact.load(path=file, format="binary")
+    (cell,) = artifact._compiled_fn.__closure__  # takes arguments one by one; inside is what takes a list
+    return cell.cell_contents
 
 
 def start_compile_workers() -> None:

@@ -78,6 +78,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with every sign turned as it is read, in the same storage."""
+    return torch._neg_view(tensor)
+
+
 def _fused_adamw_on_meta(*args: Any, **kwargs: Any) -> None:
     """Shapes of the fused AdamW update: it only writes in place."""
 

@@ -80,6 +80,13 @@ def rename_node(node: torch.fx.Node, name: str) -> None:
     node.target = node.name
 
 
+def rename_exactly(node: torch.fx.Node, name: str) -> None:
+    """Give ``node`` this name, which is legal and free in its graph."""
+    node.name = name
+    if node.op == "placeholder":
+        node.target = name
+
+
 @contextlib.contextmanager
 def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
     """Inside, ``torch.utils.checkpoint`` runs its function plainly, between calls of ``enter`` and ``leave``.

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,6 +64,13 @@ def _chain(kernel: Any) -> list[Any]:
 def triton_kernel_name(kernel: Any) -> str:
     """The name of the function that ``kernel`` was made of."""
     return _chain(kernel)[-1].fn.__name__
+
+
+def triton_kernel_source(kernel: Any) -> tuple[str, ...]:
+    """The text of the function that ``kernel`` was made of, and the settings of its decorators."""
+    *decorators, proper = _chain(kernel)
+    settings = (repr([str(c) for c in getattr(part, "configs", ())]) for part in decorators)
+    return (inspect.getsource(proper.fn), *settings)
 
 
 def triton_kernel_tunes(kernel: Any) -> bool:

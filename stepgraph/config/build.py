@@ -118,10 +118,10 @@ def build_loss(
     """``loss_fn(model, batch)``: mean next-token cross-entropy in nats, over the mesh if there is one; under autocast
     if the precision says so."""
     plain = next_token_loss if mesh is None else parallel.next_token_loss(mesh)
+    autocast, kind = config.precision == "bf16-autocast", device.type  # all that a saved step must know of the options
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        autocast = config.precision == "bf16-autocast"
-        with torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
+        with torch.autocast(kind, torch.bfloat16) if autocast else contextlib.nullcontext():
             return plain(model, batch)
 
     return loss_fn
@@ -157,4 +157,5 @@ def build_step(
         on_nonfinite="skip" if config.on_nonfinite == "skip" else "update",
         passes=config,
         dump=dump,
+        saved=None if config.step == "off" else config.step,
     )

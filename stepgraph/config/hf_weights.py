@@ -192,17 +192,19 @@ def _check_same_model(ours: Any, theirs: Any, free: Sequence[str], folder: Path)
     """Compare what the weights depend on; names and shapes alone would not show another head count or RoPE."""
     differing = list(_differing(ours, theirs, free))
     if differing:
-        raise ValueError(f"{folder} holds another model: {', '.join(differing)}; build it from the configuration there")
+        found = ", ".join(f"{name} is {there} there and {here} here" for name, here, there in differing)
+        options = ", ".join(f"--model.{name.replace('_', '-')}" for name, _, _ in differing)
+        raise ValueError(f"{folder} holds another model: {found}; build it as it is there ({options})")
 
 
-def _differing(ours: Any, theirs: Any, free: Sequence[str], prefix: str = "") -> Iterator[str]:
-    """What two configurations differ in, field by field, also of a configuration in them."""
+def _differing(ours: Any, theirs: Any, free: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """What two configurations differ in, field by field, also of a configuration in them: (name, ours, theirs)."""
     for field in fields(ours):
         name, here, there = prefix + field.name, getattr(ours, field.name), getattr(theirs, field.name)
         if is_dataclass(here) and is_dataclass(there):
             yield from _differing(here, there, free, f"{name}.")
         elif name not in free and here != there:
-            yield f"{name} is {there} there and {here} here"
+            yield name, here, there
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:

@@ -43,6 +43,9 @@ class _Training:
     tokenizer: str = "bytes"
     """bytes (one token a byte) or the path of a tokenizer.json."""
 
+    data_cache: Path | None = None
+    """Folder for tokens, written once for each data and tokenizer; default ~/.cache/stepgraph/tokens."""
+
     seq_len: int = 256
     """Tokens in a sequence."""
 
@@ -139,6 +142,9 @@ class TrainConfig(StepOptions, _Training):
 
     dump_graphs: bool = False
     """Write the graph before and after each pass, as readable text, into the run folder."""
+
+    step: str = "auto"
+    """Folder of saved steps: load the step from there, or save it there. auto: your cache; off: make it anew."""
 
     verify: bool = False
     """Compare the captured step with eager before the first step; with --passes exact, end where a bit differs."""

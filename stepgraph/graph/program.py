@@ -8,7 +8,8 @@ write in place, and in outputs of kind ``value``, which inputs of that name read
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from stepgraph.graph.step_graph import StepGraph
 
@@ -26,10 +27,12 @@ class Call:
 
 @dataclass
 class StepProgram:
-    """``graphs``: by name, the first of them `main`. ``schedule``: the calls of one step, in order."""
+    """``graphs``: by name, the first of them `main`. ``schedule``: the calls of one step, in order. ``log``: reports of
+    passes that were applied before a pipeline's stages were cut into graphs."""
 
     graphs: dict[str, StepGraph]
     schedule: list[Call]
+    log: list[Any] = field(default_factory=list)
 
     @classmethod
     def plain(cls, step: StepGraph) -> "StepProgram":

@@ -17,7 +17,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
-from stepgraph.inductor.compiled import Compiled
+from stepgraph.inductor.compiled import Compiled, Function
 from stepgraph.inductor.library import Use, compiled_once, note
 
 KEY = "stepgraph_region"
@@ -116,6 +116,35 @@ def note_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict[st
     """Let the pieces of the next length be compiled for any length, though these are not compiled."""
     for piece in {structure(piece): piece for piece in pieces}.values():
         note(_extract(module, piece), config | dict(piece.region.options))
+
+
+@dataclass(frozen=True)
+class PieceCall:
+    """A call of the compiled piece ``name``, which stands for ``nodes`` of the step."""
+
+    name: str
+    nodes: tuple[str, ...]
+
+
+def piece_calls(executable: fx.GraphModule) -> list[PieceCall]:
+    """The calls of compiled pieces in what `compile_pieces` made, in order."""
+    return [PieceCall(node.target, nodes_of(node)) for node in executable.graph.find_nodes(op="call_module")]
+
+
+def with_functions(
+    module: fx.GraphModule, calls: Sequence[PieceCall], functions: dict[str, Function]
+) -> fx.GraphModule:
+    """What `compile_pieces` made of ``module``, from its `piece_calls` and what computes each piece, by name."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    attributes: dict[str, Any] = {}
+    starts: dict[fx.Node, Piece] = {}
+    for call in calls:
+        piece = Piece(Region(call.name, call.name.rpartition("_")[0]), [nodes[name] for name in call.nodes])
+        if call.name not in attributes:
+            attributes[call.name] = Compiled(_extract(module, piece), {}, functions[call.name])
+        starts[piece.nodes[0]] = piece
+    called = {first: call.name for first, call in zip(starts, calls, strict=True)}
+    return _with_calls(module, starts, called, attributes)
 
 
 def nodes_of(node: fx.Node) -> tuple[str, ...]:

@@ -25,9 +25,14 @@ class Target:
     def of(cls, step: StepGraph) -> "Target":
         """Where ``step``'s tensors are."""
         devices = [node.meta["val"].device for node in step.placeholders() if node.meta["val"].is_cuda]
-        known = devices and torch.cuda.is_available()  # a fake GPU has no properties
-        memory = torch.cuda.get_device_properties(devices[0]).total_memory if known else None
-        return cls("cuda" if devices else "cpu", memory, process_groups=dist.is_initialized())
+        return cls.on(devices[0] if devices else torch.device("cpu"))
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Target":
+        """This process, with its tensors on ``device``."""
+        known = device.type == "cuda" and torch.cuda.is_available()  # a fake GPU has no properties
+        memory = torch.cuda.get_device_properties(device).total_memory if known else None
+        return cls("cuda" if device.type == "cuda" else "cpu", memory, process_groups=dist.is_initialized())
 
     @classmethod
     def forecast(cls, gpu: Gpu) -> "Target":

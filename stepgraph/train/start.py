@@ -5,7 +5,7 @@ from pathlib import Path
 from stepgraph import parallel
 from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
-from stepgraph.train.data import DataBundle, open_data
+from stepgraph.train.data import Batch, DataBundle, PackedLoader, default_folder, open_data, validation_batches
 from stepgraph.train.records.folder import require_unused
 
 
@@ -39,3 +39,14 @@ def open_fitting_data(config: TrainConfig) -> DataBundle:
             f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
         )
     return data
+
+
+def open_batches(config: TrainConfig, data: DataBundle, mesh: parallel.Mesh | None) -> tuple[PackedLoader, list[Batch]]:
+    """What this rank trains on and what it validates on; ranks that differ in tp, ep or pp alone read the same."""
+    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+    if mesh is not None:
+        sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
+    validation = validation_batches(data.source, data.tokenizer, n=config.val_batches, **sizes)
+    sizes["batch_size"] *= config.accumulate
+    cache = config.data_cache or default_folder()
+    return PackedLoader(data.source, data.tokenizer, **sizes, seed=config.seed, cache=cache), validation

@@ -26,8 +26,8 @@ from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.bubble import Bubble
-from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_states, resolve
-from stepgraph.train.data import PackedLoader, unigram_entropy, validation_batches
+from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_state, resolve
+from stepgraph.train.data import unigram_entropy
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import memory_advice
@@ -36,7 +36,7 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
 from stepgraph.train.records.progress import Progress, format_seconds
-from stepgraph.train.start import check_export, choose_folder, open_fitting_data
+from stepgraph.train.start import check_export, choose_folder, open_batches, open_fitting_data
 from stepgraph.train.traces.memory import MemorySnapshot
 from stepgraph.train.traces.page import RunPage
 from stepgraph.train.traces.profile import StepProfile
@@ -92,6 +92,7 @@ class Launched:
     metrics: dict[str, torch.Tensor]
     batch: dict[str, torch.Tensor]
     lr: float
+    data_ms: float  # that the loop waited for the batch
 
 
 class Run:
@@ -113,13 +114,9 @@ class Run:
             keep_freed_memory()
 
         data = open_fitting_data(config)
-        sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
-        if mesh is not None:  # ranks of one tp group read the same
-            sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
-        batches = validation_batches(data.source, data.tokenizer, n=config.val_batches, **sizes)
-        sizes["batch_size"] *= config.accumulate
-        self.loader = PackedLoader(data.source, data.tokenizer, **sizes, seed=config.seed)
+        self.loader, batches = open_batches(config, data, mesh)
         self.unigram = self.ranks.first(lambda: unigram_entropy(data.source, data.tokenizer))
+        self.loader.tokens.start()  # from here on, only its thread reads the source
 
         self.model = build.build_model(config, device, mesh)
         self.optimizer = build.build_optimizer(config, self.model)
@@ -158,6 +155,7 @@ class Run:
         self.say(f"run folder {path}" + (again if self.restarted or resume else ""))
         self.say(f"config {config.line()}")
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
+        self.say(f"tokens: {self.loader.tokens.describe()}")
         over = "" if mesh is None else f", mesh {mesh.spec} of {mesh.spec.size} ranks"
         self.say(f"model {self.params:,} parameters, {config.tokens_per_step:,} tokens per step{over}")
         self.page = RunPage(path, config, device, self.say) if self.speaks else None
@@ -174,19 +172,14 @@ class Run:
             raise ValueError(f"cannot write the run folder {path}: {failure.strerror}; choose another") from failure
 
     def _load(self, path: Path) -> None:
-        """Continue from the newest checkpoint of the run in ``path``.
-
-        On another mesh than the one that saved it, ranks have no data position of their own to go on from: the data
-        goes on with the next epoch's order.
-        """
+        """Continue from the newest checkpoint of the run in ``path``: on any mesh with the row that would come next."""
         options = [{k: v for k, v in group.items() if k != "params"} for group in build.param_groups(self.optimizer)]
         path = self.ranks.first(lambda: resolve(path))
         if self.checkpointer.is_of_this_mesh(path):
             self.checkpointer.load(path, self.state)
         else:
             self.checkpointer.load(path, {k: v for k, v in self.state.items() if k != "loader"}, rng=False)
-            self.loader.start_epoch(1 + max(state["epoch"] for state in loader_states(path)))
-            self.say(f"the checkpoint is of another mesh: the data goes on with epoch {self.loader.epoch}")
+            self.loader.load_state_dict(loader_state(path))
         for group, given in zip(build.param_groups(self.optimizer), options, strict=True):
             group.update(given)  # --weight-decay and the like may be changed on --resume
         if self.step >= self.config.steps and not self.restarted:
@@ -242,6 +235,7 @@ class Run:
                 error = memory_advice(failure, self.config, self.model, self.loss_fn, self.optimizer, batch)
         finally:
             self.watch.at("the end", limited=False)
+            self.loader.tokens.close()
             self._close(status, error)
         if lost:  # and no cause of anything
             print(f"error: {who()}{error}", file=sys.stderr, flush=True)
@@ -260,6 +254,8 @@ class Run:
         program = self.captured.program
         self.watch.watches(program, self.captured.where)
         self.capture_s = time.perf_counter() - start
+        if self.captured.saves:
+            self.say("\n   ".join([self.captured.saved.line(), *self.captured.saved.notes]))
         counts = [f"{phase} {n:,}" for phase, n in program.count_by_phase().items()]
         if self.captured.pipeline is not None:
             self.say(str(self.captured.pipeline))
@@ -320,7 +316,9 @@ class Run:
 
     def _launch(self) -> Launched:
         """Start the next step on the next batch."""
+        start = time.perf_counter()
         batch = next(self.loader)
+        data_ms = (time.perf_counter() - start) * 1e3
         if self.device.type == "cuda":
             batch = {k: v.pin_memory().to(self.device, non_blocking=True) for k, v in batch.items()}
         lr = lr_at(self.step, self.config)
@@ -332,7 +330,7 @@ class Run:
             loss = self.captured(batch)
         self.done["step"] += 1
         self.done["tokens"] += self.config.tokens_per_step
-        return Launched(self.step, self.done["tokens"], loss, self.captured.metrics, batch, lr)
+        return Launched(self.step, self.done["tokens"], loss, self.captured.metrics, batch, lr, data_ms)
 
     def _finish(self, launched: Launched, progress: Progress) -> None:
         """Wait for a launched step, check its loss, and record it."""
@@ -366,7 +364,8 @@ class Run:
                 record["expert_load"] = launched.metrics["expert_load"].tolist()
             progress.update(step, **record)
             repeated = {"repeated_steps": self.repeated_steps} if "repeated" in launched.metrics else {}
-            self.folder.log(step, **record, **repeated, lr=launched.lr, tokens=launched.tokens)
+            rest = {"lr": launched.lr, "tokens": launched.tokens, "data_ms": launched.data_ms}
+            self.folder.log(step, **record, **repeated, **rest)
 
     def _show(self) -> None:
         """Write what shows the step: the page, and the snapshot of its memory."""

@@ -285,7 +285,7 @@ def test_a_broken_index_is_refused(sharded):
         ({"rope_theta": 10_000.0}, ["rope_theta is 500000.0 there and 10000.0 here"]),
         ({"rope_scaling": SCALING}, ["rope_scaling is None there"]),
         ({"norm_eps": 1e-6}, ["norm_eps is 1e-05 there and 1e-06 here"]),
-        ({"n_layers": 3}, ["n_layers is 2 there and 3 here", "build it from the configuration there"]),
+        ({"n_layers": 3}, ["n_layers is 2 there and 3 here", "build it as it is there (--model.n-layers)"]),
         ({"tie_embeddings": True}, ["tie_embeddings is False there and True here"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -111,11 +112,16 @@ def test_resume_on_the_same_mesh_and_on_another(corpus, tmp_path):
     assert before.keys() == after.keys() and len(before) > 40
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
-    # Another mesh goes on from the same weights and optimizer, with data of its own.
-    train_on(2, "--resume", run, "--mesh", "tp=2", "--steps", "8")
+    # Another mesh goes on from the same weights, optimizer and row: two ranks of tp read what the two of fsdp shared.
+    positions = [json.loads((last / f"rank-0000{rank}.json").read_text())["loader"] for rank in (0, 1)]
+    assert positions[0] == positions[1]
+    shutil.rmtree(last)
+    train_on(2, "--resume", run, "--mesh", "tp=2", "--batch-size", "4", "--steps", "7")
     resumed = records(run, "loss")
-    assert [step for step, _ in resumed] == list(range(1, 9))
-    assert all(loss < losses[0][1] for _, loss in resumed[6:])
+    assert [step for step, _ in resumed] == list(range(1, 8))
+    # Step 4 sees the same weights and rows; then AdamW's first steps turn other rounding into other updates.
+    for (_, loss), (_, expected, _), rel in zip(resumed[3:6], losses[3:], (1e-5, 1e-2, 1e-2), strict=True):
+        assert loss == pytest.approx(expected, rel=rel)
 
 
 @pytest.mark.slow

@@ -57,8 +57,9 @@ def graph_account(
 
     - ``nodes``: columns, each a list as long as the graph. ``name``; ``call``: place in ``calls_text``, its text with a
       ``$`` for each of the node's ``inputs`` (numbers of nodes, in that order); ``type``, ``path``, ``source``,
-      ``role``, ``region``: places in ``types``, ``paths``, ``sources`` (file and line, text of the line), ``roles`` and
-      ``regions``; ``phase`` and ``work``: in ``PHASES`` and ``WORK``; ``checkpoint``: -1 for none. ``kernel``: number
+      ``role``, ``region``, ``choice``: places in ``types``, ``paths``, ``sources`` (file and line, text of the line),
+      ``roles``, ``regions`` (the user's names, see `stepgraph.region`) and ``choices`` (regions that Inductor gets
+      choices for); ``phase`` and ``work``: in ``PHASES`` and ``WORK``; ``checkpoint``: -1 for none. ``kernel``: number
       of the node that the forecast charges this node's kernel to, -1: it runs nothing. ``ns``, ``moved``: of the whole
       kernel, at that node; ``start``: in ns; ``flops``: of the node. ``piece``: place in ``pieces``, -1 for none.
     - ``storages``: columns ``node`` (that makes it), ``bytes``, ``kind`` (place in ``costs.memory.KINDS``), ``last``
@@ -109,12 +110,15 @@ def graph_account(
 
 
 def _columns(step: StepGraph, order: list[fx.Node], number: Mapping[fx.Node, int]) -> tuple[dict, dict]:
-    calls, types, paths, sources, roles, regions = (_Strings() for _ in range(6))
+    calls, types, paths, sources, roles, regions, choices = (_Strings() for _ in range(7))
     columns: dict[str, list] = {
-        key: [] for key in ("name", "call", "inputs", "type", "path", "source", "role", "region", "phase", "checkpoint")
+        key: []
+        for key in (
+            *("name", "call", "inputs", "type", "path", "source", "role", "region", "choice", "phase", "checkpoint"),
+        )
     }
     for node in order:
-        found, region = provenance(node), region_of(node)
+        found, choice = provenance(node), region_of(node)
         text, inputs = _call(node)
         columns["name"].append(node.name)
         columns["call"].append(calls(text))
@@ -123,12 +127,13 @@ def _columns(step: StepGraph, order: list[fx.Node], number: Mapping[fx.Node, int
         columns["path"].append(paths(found.path if found else ""))
         columns["source"].append(sources(_source(found.source if found else "")))
         columns["role"].append(roles(str(found.role) if found and found.role else ""))
-        compiled = f"{region.kind} {region.id}, for Inductor" if region else ""
-        columns["region"].append(regions("; ".join(filter(None, [found.region if found else "", compiled]))))
+        columns["region"].append(regions(found.region if found else ""))
+        columns["choice"].append(choices(f"{choice.kind} {choice.id}" if choice else ""))
         columns["phase"].append(PHASES.index(phase_of(node)))
         columns["checkpoint"].append(-1 if found is None or found.checkpoint is None else found.checkpoint)
     tables = {"calls_text": calls, "types": types, "paths": paths, "sources": sources}
-    return columns, {k: s.all for k, s in (tables | {"roles": roles, "regions": regions}).items()}
+    tables |= {"roles": roles, "regions": regions, "choices": choices}
+    return columns, {key: strings.all for key, strings in tables.items()}
 
 
 def _call(node: fx.Node) -> tuple[str, list[fx.Node]]:

@@ -43,16 +43,16 @@ class Pipeline:
         # NCCL would wait for a send before it begins a receive.
         with compat.single_gloo_thread():
             self.channels = {
-                (forward, up): self._group(f"{'forward' if forward else 'backward'}.{way}")
+                (forward, up): self._group(channel_name(forward, up))
                 for forward in (True, False)
-                for up, way in ((True, "up"), (False, "down"))
+                for up in (True, False)
             }
             self.tied = {holders: self._tied(holders) for holders in sorted(set(self.holders.values())) if holders[1:]}
 
     def _group(self, what: str) -> dist.ProcessGroup:
         """One more group of this rank's pipeline, which its ranks alone make."""
         ranks = dist.get_process_group_ranks(self.group)
-        return dist.new_group(ranks, use_local_synchronization=True, group_desc=f"pp.{what}")
+        return dist.new_group(ranks, use_local_synchronization=True, group_desc=what)
 
     def _tied(self, holders: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of those of this rank's pipeline that hold a parameter; every rank makes those of all pipelines."""
@@ -81,6 +81,11 @@ class Pipeline:
         """The group for messages of one kind from ``peer`` to this rank."""
         return self.channels[forward, self.rank > peer]
 
+    def named_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Its process groups by the names that graphs give them, where no other pipeline has these."""
+        named = {channel_name(forward, up): group for (forward, up), group in self.channels.items()}
+        return {"pp": self.group} | named
+
     def __str__(self) -> str:
         starts = ", ".join(map(str, self.starts))
         return f"pipeline {self.name}: {self.stages} stages on {self.ranks} ranks, their first blocks {starts}"
@@ -95,6 +100,11 @@ class Pipeline:
 
     def __deepcopy__(self, memo: dict) -> "Pipeline":
         return self  # as its mesh
+
+
+def channel_name(forward: bool, up: bool) -> str:
+    """What graphs call the group for messages of one kind that go one way; it is also in the group's description."""
+    return f"pp.{'forward' if forward else 'backward'}.{'up' if up else 'down'}"
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:

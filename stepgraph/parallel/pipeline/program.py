@@ -10,7 +10,7 @@ from stepgraph.graph.provenance import Provenance, Role, set_provenance
 from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
 from stepgraph.kernels.comm import point_to_point  # noqa: F401  (registers its operators)
-from stepgraph.parallel.pipeline.layout import Pipeline
+from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
 from stepgraph.parallel.pipeline.schedules import calls_of, work_of
 
 c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
@@ -81,7 +81,7 @@ class StageGraphs:
         pipeline, peer = self.pipeline, self.pipeline.ranks_of[there]
         group = pipeline.channel(forward, peer) if sends else pipeline.channel_from(forward, peer)
         phase = "forward" if forward else "backward"
-        channel = compat.name_group(group, f"pp.{phase}.{'up' if (peer > pipeline.rank) == sends else 'down'}")
+        channel = compat.name_group(group, channel_name(forward, (peer > pipeline.rank) == sends))
         graph, results = fx.Graph(), []
         inputs, outputs = [], []
         for value in values:

@@ -186,9 +186,9 @@ class Checkpointer:
         shutil.rmtree(away)
 
 
-def loader_states(path: Path) -> list[dict]:
-    """The data position of every rank that saved the checkpoint ``path``."""
-    return [decode(json.loads(file.read_bytes())["loader"]) for file in sorted(path.glob("rank-*.json"))]
+def loader_state(path: Path) -> dict:
+    """The data position in the checkpoint ``path``, which is the same of every rank."""
+    return decode(json.loads((path / _rank_file(0)).read_bytes())["loader"])
 
 
 def resolve(path: str | os.PathLike) -> Path:

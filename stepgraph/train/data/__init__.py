@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from stepgraph.train.data.formats import open_source
 from stepgraph.train.data.loader import Batch, PackedLoader, unigram_entropy, validation_batches
 from stepgraph.train.data.sources import Source
+from stepgraph.train.data.token_cache import default_folder
 from stepgraph.train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
 
 

@@ -52,6 +52,9 @@ class TextFile(Source):
                 self._starts, self._ends = np.array(spans, dtype=np.int64).T
                 self.split_by_index(len(spans))
 
+    def stamp(self) -> str:
+        return str(self._path.stat().st_mtime_ns)
+
     def read(self, index: int) -> bytes:
         self._file.seek(self._starts[index])
         return self._file.read(self._ends[index] - self._starts[index])
@@ -83,6 +86,9 @@ class JsonLines(Source):
             raise ValueError(f"{path} holds no documents, only blank lines: give a JSON object per line")
         self._offsets, self._numbers = np.array(offsets), np.array(numbers)
         self.split_by_index(len(offsets))
+
+    def stamp(self) -> str:
+        return str(self._path.stat().st_mtime_ns)
 
     def read(self, index: int) -> bytes:
         where = f"{self._path}:{self._numbers[index]}"
@@ -127,6 +133,9 @@ class Parquet(Source):
         self._first_row = np.concatenate(([0], np.cumsum(rows)))
         self._group: tuple[int, Any] = (-1, None)  # the row group in memory: its number, its column
         self.split_by_index(sum(rows))
+
+    def stamp(self) -> str:
+        return str(self._path.stat().st_mtime_ns)
 
     def read(self, index: int) -> bytes:
         group = int(self.blocks[index])

@@ -1,12 +1,18 @@
-"""Turns documents into batches: shuffled, tokenized, packed without padding, resumable at any batch."""
+"""Turns documents into batches: tokenized, packed without padding, rows shuffled, resumable at any row."""
+
+import hashlib
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from stepgraph.train.data.sources import Source
+from stepgraph.train.data.split import hash64, shuffled
+from stepgraph.train.data.token_cache import TokenCache
 from stepgraph.train.data.tokenizer import Tokenizer
 
 Batch = dict[str, torch.Tensor]
+BUFFER_TOKENS = 1 << 24  # that the first epoch shuffles at a time
 ENTROPY_MAX_TOKENS = 20_000_000
 
 
@@ -47,16 +53,20 @@ class _Cursor:
 class PackedLoader:
     """An endless iterator over batches ``{"tokens": (B, T), "targets": (B, T)}``, int64 CPU tensors.
 
-    The documents of ``split`` are read in an order shuffled anew each epoch by ``(seed, epoch)``; each is followed by
-    the end-of-text token, and all are joined to one stream that is cut into rows of T. ``targets`` is the stream one
-    token later, so consecutive rows overlap by one token and every token is predicted once per epoch. The stream opens
-    with an end-of-text token, so the first token of the first document is predicted too. Epochs join within a row.
+    The documents of ``split`` in a fixed mixed order, an end-of-text token behind each, are one stream, opened by
+    another end-of-text token and cut into rows of T predictions; the last row is filled up from the stream's start, so
+    that every token is predicted once per epoch. ``targets`` is the stream one token later. Each epoch has the rows in
+    an order of its own, drawn by ``(seed, epoch)``: the first within buffers of ``BUFFER_TOKENS``, so that it begins
+    while later documents are still tokenized, all others over the whole split.
 
-    Data-parallel: each rank reads its own, disjoint part of each epoch's order. Ranks need not start an epoch at the
-    same batch.
+    A batch of all data-parallel ranks together is the next ``world_size * B`` rows, and a rank's part of it a block of
+    B: the order does not depend on how many ranks share it.
+
+    Args:
+        cache: the folder of token caches; None keeps the tokens in a temporary file.
 
     Raises:
-        ValueError: fewer documents than ranks, or a size below one.
+        ValueError: a size below one, or a cache that cannot be written.
     """
 
     def __init__(
@@ -71,91 +81,108 @@ class PackedLoader:
         shuffle: bool = True,
         rank: int = 0,
         world_size: int = 1,
+        cache: Path | None = None,
     ):
         _check_sizes(batch_size, seq_len, rank, world_size)
-        count = len(source.documents(split))
-        if count < world_size:
-            raise ValueError(
-                f"{world_size} data-parallel ranks need as many {split} {source.unit}, {source.name} has {count}: "
-                "use fewer ranks or data with more documents"
-            )
-        self._source, self._tokenizer = source, tokenizer
-        self._batch_size, self._seq_len, self._split = batch_size, seq_len, split
-        self._seed, self._shuffle, self._rank, self._world_size = seed, shuffle, rank, world_size
-        self._last_token = tokenizer.eos_id
-        self.epoch = 0
-        self._cursor = self._cursor_at(0, 0, 0)
+        documents = source.documents(split)
+        documents = source.order(documents, 0, 0) if shuffle else documents
+        self.tokens = TokenCache(source, tokenizer, documents, cache)
+        self._batch_size, self._seq_len, self._rank, self._world_size = batch_size, seq_len, rank, world_size
+        self._seed, self._shuffle = seed, shuffle
+        self._buffer = max(1, BUFFER_TOKENS // seq_len)  # rows
+        self._there, self._whole = 0, False  # tokens that are there, and whether these are all
+        self._order: tuple[str, np.ndarray] = ("", np.empty(0))
+        self.epoch, self._row = 0, 0  # of the next batch's first row
+        self._identity = {
+            "data": source.fingerprint,
+            "tokenizer": tokenizer.fingerprint,
+            "seq_len": seq_len,
+            "split": split,
+            "seed": seed,
+            "shuffle": shuffle,
+        }
 
     def __iter__(self) -> "PackedLoader":
         return self
 
     def __next__(self) -> Batch:
-        missing = self._batch_size * self._seq_len
-        pieces = []
-        while missing:
-            pieces += self._cursor.take(missing)
-            missing = self._batch_size * self._seq_len - sum(map(len, pieces))
-            if self._cursor.exhausted:
-                self.epoch += 1
-                self._cursor = self._cursor_at(self.epoch, 0, 0)
-        batch = _batch(self._last_token, pieces, self._batch_size, self._seq_len)
-        self._last_token = int(pieces[-1][-1])
-        return batch
+        first = self._rank * self._batch_size
+        rows = np.stack([self._read(*self._place(first + i)) for i in range(self._batch_size)])
+        self.epoch, last = self._place(self._world_size * self._batch_size - 1)
+        self._row = last + 1
+        return {"tokens": torch.from_numpy(rows[:, :-1].copy()), "targets": torch.from_numpy(rows[:, 1:].copy())}
 
-    def _cursor_at(self, epoch: int, position: int, offset: int) -> _Cursor:
-        documents = self._source.documents(self._split)
+    def _place(self, ahead: int) -> tuple[int, int]:
+        """The (epoch, place in its order) of the row that comes ``ahead`` rows after the next."""
+        epoch, row = self.epoch, self._row + ahead
+        while (count := self._count(row)) is not None and row >= count:
+            epoch, row = epoch + 1, row - count
+        return epoch, row
+
+    def _count(self, row: int) -> int | None:
+        """Rows of an epoch; None while that is unknown, though the buffer that holds ``row`` is there."""
+        needed = (row // self._buffer + 1) * self._buffer * self._seq_len + 1
+        if not self._whole and self._there < needed:
+            self._there, self._whole = self.tokens.wait(needed)
+        return -(-(self._there - 1) // self._seq_len) if self._whole else None
+
+    def _read(self, epoch: int, row: int) -> np.ndarray:
+        """The (T + 1,) tokens of the row at a place of an epoch's order."""
+        count = self._count(row)
         if self._shuffle:
-            documents = self._source.order(documents, self._seed, epoch)
-        part = np.array_split(documents, self._world_size)[self._rank]
-        return _Cursor(self._source, self._tokenizer, part, position, offset)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Continue with the first document in the order of ``epoch``."""
-        self.epoch, self._cursor, self._last_token = epoch, self._cursor_at(epoch, 0, 0), self._tokenizer.eos_id
+            start, end = 0, count
+            if epoch == 0:
+                start = row - row % self._buffer
+                end = start + self._buffer if count is None else min(start + self._buffer, count)
+            key = f"{self._seed}/{epoch}/{start}"
+            if self._order[0] != key:
+                self._order = (key, shuffled(np.arange(start, end), hash64(key)))
+            row = int(self._order[1][row - start])
+        begin = row * self._seq_len
+        tokens = self.tokens.read(begin, min(begin + self._seq_len + 1, self._there))
+        missing = self._seq_len + 1 - len(tokens)
+        if missing:
+            again = self.tokens.read(1, min(1 + missing, self._there))
+            tokens = np.concatenate([tokens, np.resize(again, missing)])
+        return tokens
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """The position after the batches so far, as a few JSON values, and what identifies the stream.
 
-        ``document`` counts documents in this rank's order of the epoch, ``offset`` tokens of that document already
-        predicted; ``last_token`` is the first input of the next batch. No text is stored: the document is tokenized
-        again on resume. The batch size may differ on resume; whatever determines the stream may not.
+        ``row`` counts rows of the epoch that all ranks have read; ``last_row`` is a digest of the last of them. The
+        batch size and the number of ranks may differ on resume; whatever determines the order may not.
         """
-        position = {"epoch": self.epoch, "document": self._cursor.position, "offset": self._cursor.offset}
-        return position | {"last_token": self._last_token} | self._stream_identity()
+        return {"epoch": self.epoch, "row": self._row, "last_row": self._digest(self.epoch, self._row)} | self._identity
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Continues with exactly the batch that would have followed ``state_dict()``.
+        """Continues with exactly the row that would have followed ``state_dict()``.
 
         Raises:
             ValueError: the state is of another stream (data, tokenizer, sequence length, ...); nothing is changed.
         """
-        for key, here in self._stream_identity().items():
+        for key in ("epoch", "row", "last_row", *self._identity):
             if key not in state:
                 raise ValueError(f"the saved data position lacks {key!r}: it is not a state of this loader")
+        for key, here in self._identity.items():
             if state[key] != here:
                 raise ValueError(
                     f"the saved data position has {key}={state[key]!r}, this run has {key}={here!r}: "
                     f"resume with the saved {key}, or start a new run"
                 )
-        epoch, position, offset, last_token = (int(state[key]) for key in ("epoch", "document", "offset", "last_token"))
-        cursor = self._cursor_at(epoch, position, offset)
-        # The fingerprint does not cover every byte: check the document where the stream goes on.
-        matches = not cursor.exhausted and offset < len(cursor.tokens())
-        if not matches or (offset and cursor.tokens()[offset - 1] != last_token):
-            raise ValueError(f"the documents of {self._source.name} changed since the data position was saved")
-        self.epoch, self._cursor, self._last_token = epoch, cursor, last_token
+        epoch, row = int(state["epoch"]), int(state["row"])
+        # The fingerprint does not cover every byte.
+        if self._digest(epoch, row) != state["last_row"]:
+            raise ValueError("the documents of --data changed since the data position was saved")
+        self.epoch, self._row = epoch, row
 
-    def _stream_identity(self) -> dict[str, int | str | bool]:
-        return {
-            "data": self._source.fingerprint,
-            "tokenizer": self._tokenizer.fingerprint,
-            "seq_len": self._seq_len,
-            "split": self._split,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "rank": self._rank,
-            "world_size": self._world_size,
-        }
+    def _digest(self, epoch: int, row: int) -> str:
+        """Of the row before ``row``."""
+        if not row:
+            return ""
+        count = self._count(row - 1)
+        if count is not None and row > count:
+            return "beyond the end"
+        return hashlib.blake2b(self._read(epoch, row - 1).tobytes(), digest_size=8).hexdigest()
 
 
 def validation_batches(

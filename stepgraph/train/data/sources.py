@@ -49,6 +49,10 @@ class Source(ABC):
         """What distinguishes this data from other data with as many documents and bytes: names, or offsets."""
         return b""
 
+    def stamp(self) -> str:
+        """What changes when the data is written again in place: times of its files. Empty where nothing tells."""
+        return ""
+
     def documents(self, split: str) -> np.ndarray:
         """The document indices of split "train" or "val", ascending."""
         if split not in SPLITS:
@@ -123,6 +127,9 @@ class Stdlib(Source):
 
     def read(self, index: int) -> bytes:
         return (self._root / self._paths[index]).read_bytes()
+
+    def stamp(self) -> str:
+        return str(max((self._root / path).stat().st_mtime_ns for path in self._paths))
 
     def identity(self) -> bytes:
         return "\n".join(

@@ -22,6 +22,9 @@ class Tokenizer(Protocol):
     def encode(self, document: bytes | str) -> np.ndarray:
         """Token ids, int32 (N,)."""
 
+    def encode_batch(self, documents: list[bytes]) -> list[np.ndarray]:
+        """``encode`` of each document."""
+
     def decode(self, ids: np.ndarray) -> str:
         """The text of token ids (N,), without end-of-text tokens."""
 
@@ -38,6 +41,10 @@ class ByteTokenizer:
         """The bytes of ``document`` (UTF-8 where it is a str) as int32 (N,); any bytes are taken as they are."""
         data = document.encode() if isinstance(document, str) else document
         return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
+
+    def encode_batch(self, documents: list[bytes]) -> list[np.ndarray]:
+        """``encode`` of each document."""
+        return [self.encode(document) for document in documents]
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of token ids (N,); end-of-text ids are left out, invalid UTF-8 becomes U+FFFD."""
@@ -89,6 +96,12 @@ class JsonTokenizer:
         """Token ids, int32 (N,); bytes that are not UTF-8 are read as U+FFFD."""
         text = document if isinstance(document, str) else document.decode("utf-8", "replace")
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_batch(self, documents: list[bytes]) -> list[np.ndarray]:
+        """``encode`` of each document, on as many threads as the library takes."""
+        texts = [document.decode("utf-8", "replace") for document in documents]
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int32) for one in encoded]
 
     def decode(self, ids: np.ndarray) -> str:
         """The text of token ids (N,), without special tokens."""

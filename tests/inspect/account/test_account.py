@@ -8,6 +8,8 @@ from stepgraph.costs.memory import KINDS
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.inspect.account.account import fullest, peak_of
+from stepgraph.models.swiglu import SwiGLU
+from stepgraph.regions import region
 from tests.inspect.account.accounts import account, graphs, planned
 
 #: (mesh, options): sharded and fused; two graphs; two axes of a mesh, recomputed, no kernel fused.
@@ -115,6 +117,23 @@ def test_two_graphs_hold_each_others_state():
     assert found["schedule"] == [["microbatch", 0], ["microbatch", 1], ["microbatch", 2], ["update", None]]
     assert micro["beside"]["optimizer"] > 0 and "parameters" not in micro["beside"]
     assert sum(peak_of(micro).values()) > sum(micro["storages"]["bytes"][i] for i in range(len(micro["inputs"])))
+
+
+def test_regions_are_those_that_the_model_names(monkeypatch):
+    plain = SwiGLU.forward
+
+    def named(self, x):
+        with region("feed-forward"):
+            return plain(self, x)
+
+    monkeypatch.setattr(SwiGLU, "forward", named)
+    found, _ = account.__wrapped__()
+    (graph,) = found["graphs"]
+    inside = {True: set(), False: set()}
+    for i, (path, place) in enumerate(zip(graph["nodes"]["path"], graph["nodes"]["region"], strict=True)):
+        if graph["nodes"]["ns"][i] and found["phases"][graph["nodes"]["phase"][i]] in ("forward", "backward"):
+            inside["mlp" in graph["paths"][path].split(".")].add(graph["regions"][place])
+    assert inside == {True: {"feed-forward"}, False: {""}}
 
 
 def test_it_is_plain_data(case):

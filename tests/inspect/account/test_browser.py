@@ -1,6 +1,7 @@
 """The page in a real browser: Debian's chromium, without a window. Each test adds a script to the page that does what a
 reader does, and reads what it found from the browser's copy of the page."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -123,6 +124,34 @@ def test_the_memory_and_the_modules_add_up(tmp_path):
     assert result["tree"] == sum(made["graphs"][0]["nodes"]["ns"])
     assert result["why"] and all(result["why"])
     assert result["more"] > 0 and result["sides"][:2] == ["before", "after"]
+
+
+def test_regions_have_their_time(tmp_path):
+    made = copy.deepcopy(account("fsdp=4", inductor="full")[0])
+    graph = made["graphs"][0]
+    graph["regions"].append("feed-forward")
+    for i, path in enumerate(graph["nodes"]["path"]):
+        if "mlp" in graph["paths"][path].split("."):
+            graph["nodes"]["region"][i] = len(graph["regions"]) - 1
+    script = """
+      const { ns, region } = graphs[0].nodes;
+      const rows = [...document.querySelectorAll("#regions tbody tr")];
+      result.rows = rows.map((row) => [...row.cells].slice(0, 2).map((cell) => cell.textContent));
+      result.expected = [1, 0].map((k) => time(sum(ns.filter((_, i) => region[i] === k))));
+    """
+    result = in_browser(page_of(made), script, tmp_path)
+    assert [name for name, _ in result["rows"]] == ["feed-forward", "outside all"]
+    assert all(text.startswith(time) for (_, text), time in zip(result["rows"], result["expected"], strict=True))
+
+
+def test_a_link_to_a_pass_that_did_nothing_opens_it(tmp_path):
+    made, _ = account("fsdp=4", inductor="full")
+    idle = next(report["name"] for report in made["passes"] if not report["matched"] or report["skipped"])
+    script = """
+      const pass = document.getElementById("pass/step/NAME");
+      result.open = [pass.open, pass.closest(".idle").open];
+    """.replace("NAME", idle)
+    assert in_browser(page_of(made), script, tmp_path, hash=f"#pass/step/{idle}")["open"] == [True, True]
 
 
 def test_the_canvas_leads_to_a_node(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 from collections import Counter
 
@@ -11,7 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.train.data import ByteTokenizer, PackedLoader, Source, open_data, unigram_entropy, validation_batches
+from stepgraph.train.data import (
+    ByteTokenizer,
+    PackedLoader,
+    Source,
+    open_data,
+    token_cache,
+    unigram_entropy,
+    validation_batches,
+)
+from stepgraph.train.data import loader as data_loader
 from stepgraph.train.data.sources import Sections, Stdlib
 from stepgraph.train.data.split import SECTION_BYTES, cut_sections, mix64, shuffled, split_by_hash
 
@@ -49,59 +59,115 @@ def stream_of(source: Source, order: np.ndarray) -> list[int]:
     return [token for index in order for token in [*source.read(index), EOS]]
 
 
-@settings(deadline=None)
+def rows_of(source: Source, order: np.ndarray, seq_len: int) -> list[tuple[int, ...]]:
+    """Every row of an epoch (T + 1 tokens), unshuffled, the last filled up from the start."""
+    stream = stream_of(source, order)
+    count = -(-len(stream) // seq_len)
+    endless = [EOS, *(stream * (1 + seq_len))]
+    return [tuple(endless[i * seq_len : (i + 1) * seq_len + 1]) for i in range(count)]
+
+
+def epochs_of(packed: PackedLoader, rows: int) -> list[tuple[int, ...]]:
+    """The next ``rows`` rows, or some more."""
+    read = []
+    while len(read) < rows:
+        batch = next(packed)
+        for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
+            assert tokens[1:] == targets[:-1]
+            read.append((*tokens, targets[-1]))
+    return read
+
+
+@settings(deadline=None, max_examples=50)
 @given(texts=texts, seed=st.integers(-3, 2**70), shuffle=st.booleans(), **sizes)
-def test_every_token_of_an_epoch_is_predicted_once_and_in_order(texts, seed, shuffle, batch_size, seq_len):
+def test_every_row_comes_once_an_epoch(texts, seed, shuffle, batch_size, seq_len):
     source = Documents(texts)
     packed = loader(source, seed=seed, shuffle=shuffle, batch_size=batch_size, seq_len=seq_len)
-    expected = []
-    for epoch in range(2):
-        order = source.order(source.train, seed, epoch) if shuffle else source.train
-        assert sorted(order) == source.train.tolist()
-        expected += stream_of(source, order)
-    inputs, targets = [], []
-    while len(targets) < len(expected):
-        assert packed.epoch <= 2
-        batch = next(packed)
-        for key in ("tokens", "targets"):
-            assert batch[key].shape == (batch_size, seq_len) and batch[key].dtype == torch.int64
-            assert batch[key].is_contiguous()
-        inputs += batch["tokens"].flatten().tolist()
-        targets += batch["targets"].flatten().tolist()
-    assert targets[: len(expected)] == expected
-    assert inputs == [EOS, *targets[:-1]]
+    expected = rows_of(source, source.order(source.train, 0, 0) if shuffle else source.train, seq_len)
+    read = epochs_of(packed, 3 * len(expected))
+    for epoch in range(3):
+        rows = read[epoch * len(expected) : (epoch + 1) * len(expected)]
+        assert Counter(rows) == Counter(expected)
+        assert shuffle or rows == expected
 
 
-@settings(deadline=None)
-@given(texts=texts, cut=st.integers(0, 40), shuffle=st.booleans(), world_size=st.integers(1, 3), **sizes)
-def test_resuming_gives_exactly_the_batches_that_would_have_followed(
-    texts, cut, shuffle, world_size, batch_size, seq_len
-):
-    source = Documents(texts * 3)
-    for rank in range(world_size):
-        options = dict(batch_size=batch_size, seq_len=seq_len, shuffle=shuffle, rank=rank, world_size=world_size)
-        uninterrupted, resumed = loader(source, **options), loader(source, **options)
-        for _ in range(cut):
-            next(uninterrupted)
-        next(resumed)  # resuming a loader that was used already
-        state = json.loads(json.dumps(uninterrupted.state_dict()))
-        resumed.load_state_dict(state)
-        assert resumed.state_dict() == state
-        for _ in range(12):
-            assert_equal(next(uninterrupted), next(resumed))
-        assert uninterrupted.state_dict() == resumed.state_dict()
+def test_rows_of_one_document_are_spread_over_the_epoch():
+    """One long document among others, whose rows would otherwise fill batch after batch."""
+    source = Documents([b"a" * 4096, *(b"b" * 64 for _ in range(192))])
+    source.train, source.val = np.arange(192), np.array([192])
+    orders = []
+    packed = loader(source, batch_size=4, seq_len=16)
+    for _ in range(3):
+        rows = epochs_of(packed, 1024)[:1024]
+        places = np.flatnonzero([max(Counter(row).items(), key=lambda item: item[1])[0] == ord("a") for row in rows])
+        assert 250 < len(places) < 262
+        halves = (places < 512).mean()
+        assert 0.4 < halves < 0.6 and np.diff(places).max() < 60
+        orders.append(tuple(places))
+    assert len(set(orders)) == 3  # each epoch has an order of its own
 
 
-def test_state_is_small_and_survives_a_document_longer_than_many_batches():
-    source = Documents([bytes(range(256)) * 400, b"short", b"other"] * 2)
-    packed = loader(source, batch_size=1, seq_len=64)
+def test_the_first_epoch_begins_while_later_documents_are_not_tokenized(monkeypatch):
+    """Rows are shuffled within buffers then, and the order is the same where the tokens are all there."""
+    monkeypatch.setattr(data_loader, "BUFFER_TOKENS", 256)
+    monkeypatch.setattr(token_cache, "CHUNK_BYTES", 100)
+    go_on = threading.Event()
+
+    class Slow(Documents):
+        reads = 0
+
+        def read(self, index):
+            self.reads += 1
+            assert self.reads < 12 or go_on.wait(60)
+            return super().read(index)
+
+    texts = [bytes([i]) * 50 for i in range(40)]
+    slow, plain = Slow(texts), Documents(texts)
+    one, other = loader(slow, batch_size=2, seq_len=8), loader(plain, batch_size=2, seq_len=8)
+    other.tokens.start()
+    other.tokens.wait(10**9)
+    early = [next(one) for _ in range(4)]
+    assert not one.tokens._progress()[2] and "in the background" in one.tokens.describe()
+    go_on.set()
+    for batch in early:
+        assert_equal(batch, next(other))
     for _ in range(300):
-        next(packed)
-    state = packed.state_dict()
-    assert len(json.dumps(state)) < 400
-    other = loader(source, batch_size=1, seq_len=64)
-    other.load_state_dict(state)
-    assert_equal(next(packed), next(other))
+        assert_equal(next(one), next(other))
+    assert one.state_dict()["last_row"] == other.state_dict()["last_row"] and one.epoch >= 2
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    texts=texts,
+    cut=st.integers(0, 12),
+    shuffle=st.booleans(),
+    worlds=st.permutations([1, 2, 3, 4, 6]),
+    seq_len=st.integers(1, 9),
+)
+def test_the_order_is_that_of_any_number_of_ranks_and_resumes_at_any_row(texts, cut, shuffle, worlds, seq_len):
+    source = Documents(texts * 3)
+    before, after = worlds[:2]
+
+    def ranks(world):
+        options = dict(batch_size=12 // world, seq_len=seq_len, shuffle=shuffle, world_size=world)
+        return [loader(source, rank=rank, **options) for rank in range(world)]
+
+    def step(loaders):
+        parts = [next(one) for one in loaders]
+        return {key: torch.cat([part[key] for part in parts]) for key in ("tokens", "targets")}
+
+    (alone,), first, second = ranks(1), ranks(before), ranks(after)
+    for _ in range(cut):
+        assert_equal(next(alone), step(first))
+    states = [json.loads(json.dumps(one.state_dict())) for one in first]
+    assert states == [states[0]] * before
+    step(second)  # resuming loaders that were used already
+    for one in second:
+        one.load_state_dict(states[-1])
+        assert one.state_dict() == states[0]
+    for _ in range(4):
+        assert_equal(next(alone), step(second))
+    assert alone.state_dict() == second[0].state_dict()
 
 
 def test_state_of_another_stream_is_refused_and_changes_nothing():
@@ -115,56 +181,27 @@ def test_state_of_another_stream_is_refused_and_changes_nothing():
         (loader(source, seq_len=9), "seq_len"),
         (loader(source, seed=1), "seed"),
         (loader(source, shuffle=False), "shuffle"),
-        (loader(source, rank=1, world_size=2), "rank"),
         (loader(source, split="val"), "split"),
     ]:
         with pytest.raises(ValueError, match=rf"^the saved data position has {key}=.*this run has {key}=.*$"):
             packed.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match="lacks 'data'"):
+    with pytest.raises(ValueError, match="lacks 'row'"):
         packed.load_state_dict({"epoch": 0})
-    assert packed.state_dict() == before
+    assert packed.state_dict() == before and len(json.dumps(before)) < 400
 
 
-def test_a_document_changed_under_a_saved_position_is_noticed():
+def test_documents_changed_under_a_saved_position_are_noticed():
     source = Documents([b"first document"] * 6)  # in the middle, where the fingerprint does not look
-    packed = loader(source, batch_size=1, seq_len=20)
+    packed = loader(source, batch_size=1, seq_len=40)
     next(packed)
     state = packed.state_dict()
-    assert state["offset"] == 5
-    reading = int(source.order(source.train, 0, 0)[state["document"]])
-    for change in (b"FIRST DOCUMENT", b"cut"):
-        source.texts[reading] = change
-        with pytest.raises(ValueError, match="changed since the data position was saved"):
-            loader(source, batch_size=1, seq_len=20).load_state_dict(state)
+    source.texts[1:5] = [b"FIRST DOCUMENT"] * 4
+    with pytest.raises(ValueError, match="changed since the data position was saved"):
+        loader(source, batch_size=1, seq_len=40).load_state_dict(state)
 
 
-def test_a_resumed_run_may_change_the_batch_size():
-    source = Documents([b"abcdefgh" * 5, b"ijkl", b"mnop" * 9])
-    one, two = loader(source, batch_size=1), loader(source, batch_size=2)
-    next(one)
-    two.load_state_dict(one.state_dict())
-    batch = next(two)
-    assert torch.equal(batch["targets"], torch.cat([next(one)["targets"], next(one)["targets"]]))
-
-
-@given(count=st.integers(8, 60), world_size=st.integers(1, 7), epoch=st.integers(0, 3))
-@settings(deadline=None)
-def test_ranks_read_disjoint_documents_that_make_up_the_epoch(count, world_size, epoch):
-    source = Documents([b"%04d" % i for i in range(count)])
-    read = []
-    for rank in range(world_size):
-        packed = loader(source, batch_size=1, seq_len=5, rank=rank, world_size=world_size)
-        while packed.epoch < epoch:
-            next(packed)
-        while packed.epoch == epoch:
-            read.append(bytes(next(packed)["targets"][0, :4].tolist()))
-    assert sorted(read) == [source.texts[i] for i in source.train]
-
-
-def test_more_ranks_than_documents_and_impossible_sizes_are_refused():
+def test_impossible_sizes_are_refused():
     source = Documents([b"a", b"b", b"c"])
-    with pytest.raises(ValueError, match="3 data-parallel ranks need as many train documents, documents has 2: use"):
-        loader(source, world_size=3)
     for options, message in [
         ({"batch_size": 0}, "batch_size=0"),
         ({"seq_len": -1}, "seq_len=-1"),
@@ -356,4 +393,4 @@ def test_loading_is_no_bottleneck():
         for _ in range(300):
             next(packed)
         rates.append(300 * 2048 / (time.perf_counter() - start))
-    assert max(rates) > 5e6  # tokens/s; about 1e8 on an idle core, a Python loop over tokens gives 1e6
+    assert max(rates) > 2e6  # tokens/s; about 1e7 on an idle core, a Python loop over tokens gives 1e6

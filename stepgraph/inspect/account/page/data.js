@@ -47,6 +47,7 @@ class Graph {
   phase(i) { return PHASES[this.nodes.phase[i]]; }
   type(i) { const text = this.types[this.nodes.type[i]]; return text === "?" ? "" : text; }
   source(i) { return this.sources[this.nodes.source[i]]; }
+  region(i) { return this.regions[this.nodes.region[i]]; }
   role(i) { return this.roles[this.nodes.role[i]]; }
   operator(i) { return this.calls_text[this.nodes.call[i]].split("(")[0]; }
   /** Parts of the call's text: strings, and numbers of the nodes that it reads. */

@@ -32,7 +32,7 @@ function follow_link() {
     changed("node");
   } else if (kind === "pass") {
     const details = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    if (details) { details.open = true; details.scrollIntoView(); }
+    if (details) { details.open = true; const fold = details.closest(".idle"); if (fold) fold.open = true; details.scrollIntoView(); }
   }
 }
 addEventListener("hashchange", follow_link);
@@ -46,7 +46,7 @@ function everything() {
   for (const p of account.passes) all.push({ text: p.name, hint: `pass: ${p.skipped ? "skipped" : p.summary || "found nothing to do"}`, href: `#pass/${p.graph || "step"}/${p.name}` });
   for (const g of graphs) for (let i = 0; i < g.size; i++) {
     const input = g.inputOf.get(i);
-    all.push({ text: g.nodes.name[i], hint: [g.operator(i), g.type(i), where(g, i), input && input.name, graphs.length > 1 && g.name].filter(Boolean).join(" · "), more: `${g.source(i)[0]} ${g.source(i)[1]} ${g.role(i)} ${g.regions[g.nodes.region[i]]}`, href: `#node/${g.name}/${g.nodes.name[i]}` });
+    all.push({ text: g.nodes.name[i], hint: [g.operator(i), g.type(i), where(g, i), input && input.name, graphs.length > 1 && g.name].filter(Boolean).join(" · "), more: `${g.source(i)[0]} ${g.source(i)[1]} ${g.role(i)} ${g.region(i)}`, href: `#node/${g.name}/${g.nodes.name[i]}` });
   }
   for (const e of all) e.low = `${e.text} ${e.hint} ${e.more || ""}`.toLowerCase();
   return all;
@@ -54,12 +54,13 @@ function everything() {
 function look() {
   const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
   found.hidden = !words.length; at = 0;
+  search.setAttribute("aria-expanded", !found.hidden); search.removeAttribute("aria-activedescendant");
   if (!words.length) return;
   entries ||= everything();
   const hits = entries.filter((e) => words.every((w) => e.low.includes(w)));
   const rank = (e) => (e.text.toLowerCase() === words[0] ? 0 : e.text.toLowerCase().startsWith(words[0]) ? 1 : 2);
   hits.sort((a, b) => rank(a) - rank(b));
-  found.replaceChildren(...hits.slice(0, 60).map((e, k) => el("li", { role: "option", "aria-selected": k === 0 ? "true" : "false" }, el("a", { href: e.href, tabindex: -1, onclick: () => { found.hidden = true; } }, e.text, " ", el("small", {}, e.hint)))),
+  found.replaceChildren(...hits.slice(0, 60).map((e, k) => el("li", { id: `found-${k}`, role: "option", "aria-selected": k === 0 ? "true" : "false" }, el("a", { href: e.href, tabindex: -1, onclick: () => { found.hidden = true; } }, e.text, " ", el("small", {}, e.hint)))),
     el("li", {}, el("small", {}, hits.length > 60 ? `${hits.length} found; the first 60` : hits.length ? `${hits.length} found` : "nothing found")));
 }
 search.addEventListener("input", look);
@@ -72,7 +73,7 @@ search.addEventListener("keydown", (event) => {
     event.preventDefault();
     options[at].setAttribute("aria-selected", "false");
     at = (at + (event.key === "ArrowDown" ? 1 : options.length - 1)) % options.length;
-    options[at].setAttribute("aria-selected", "true"); options[at].scrollIntoView({ block: "nearest" });
+    options[at].setAttribute("aria-selected", "true"); options[at].scrollIntoView({ block: "nearest" }); search.setAttribute("aria-activedescendant", options[at].id);
   } else if (event.key === "Enter") { location.hash = options[at].querySelector("a").getAttribute("href").slice(1); found.hidden = true; search.blur(); }
 });
 document.addEventListener("click", (event) => { if (!event.target.closest(".search")) found.hidden = true; });

@@ -5,7 +5,7 @@ let moment = null; // a node; null: the peak
 function memoryPart() {
   const height = 190, text = el("p", {}), list = el("div", {});
   const canvas = chart(height, (context, width) => drawMemory(context, width, height));
-  canvas.setAttribute("role", "img"); canvas.setAttribute("aria-label", "Memory along the step; the table below lists what is held");
+  canvas.setAttribute("role", "img"); canvas.setAttribute("aria-label", "Memory along the step: arrows move it, plus and minus zoom; the table below lists what is held");
   const tools = el("div.tools", {}, el("button", { type: "button", onclick: () => { moment = null; update(); } }, "at the peak"), ...zoomTools());
   const update = () => { canvas.redraw(); drawMoment(text, list); };
   panAndPick(canvas, (x, y) => pickMemory(x, canvas.clientWidth), (hit) => { if (hit) { moment = hit.node; update(); } });
@@ -22,11 +22,24 @@ function drawMemory(context, width, height) {
     let y = base;
     KINDS.forEach((_, k) => { const size = memory.kinds[k][i] / most * (base - 4); if (size > 0) { context.fillStyle = tones[k]; context.fillRect(LABEL + px, y - size, 1.2, size); y -= size; } });
   });
-  context.fillStyle = color("muted"); context.textBaseline = "top";
-  context.fillText(`peak ${bytes(memory.total[memory.peak])}`, 0, 2);
+  drawBytes(context, width, base, most, memory.total[memory.peak]);
   drawAxis(context, graph, width, base);
   const x = xOf(graph, width)(graph.at[moment ?? memory.peak]);
   drawMarker(context, x, base, color("ink"));
+}
+
+/** Lines across at round sizes, and at the peak. */
+function drawBytes(context, width, base, most, peak) {
+  const unit = 2 ** (10 * Math.floor(Math.log2(Math.max(peak, 1)) / 10)), rough = most / unit / 4, power = 10 ** Math.floor(Math.log10(rough));
+  const step = unit * power * [1, 2, 5, 10].find((k) => k * power >= rough), y = (size) => base - size / most * (base - 4);
+  context.textBaseline = "middle"; context.textAlign = "right"; context.strokeStyle = color("line");
+  const line = (size, text, tone) => {
+    context.globalAlpha = 0.5; context.beginPath(); context.moveTo(LABEL, y(size)); context.lineTo(width, y(size)); context.stroke(); context.globalAlpha = 1;
+    context.fillStyle = color(tone); context.fillText(text, LABEL - 8, Math.max(y(size), 8));
+  };
+  for (let size = step; size < peak; size += step) if (y(size) - y(peak) > 14) line(size, `${Math.round(size / unit * 100) / 100} ${bytes(unit).split(" ")[1]}`, "muted");
+  line(peak, bytes(peak), "ink");
+  context.textAlign = "left";
 }
 
 /** For each column of pixels the node at which most is held while it lasts. */
@@ -93,10 +106,10 @@ function drawMoment(text, list) {
     if (row.beside) return el("tr", {}, el("td.number", {}, bytes(row.bytes)), el("td", {}, row.kind), el("td", {}, "state that the step's other graphs take"), el("td.spare"), el("td.spare"), el("td"));
     const [file, code] = graph.source(row.node), why = keptWhy(graph, row.members[0], i), many = row.members.length > 1;
     const tr = el("tr", {},
-      el("td.number", {}, bytes(row.bytes)), el("td", {}, swatch(row.kind), row.kind),
+      el("td.number", {}, bytes(row.bytes)), el("td.kind", {}, swatch(row.kind), row.kind),
       el("td", {}, many ? el("button.toggle", { type: "button", "aria-label": "each of them", onclick: () => expand(tr, row) }, "▸") : null, nodeLink(graph, row.node, many ? `${row.path || graph.nodes.name[row.node]} (${row.members.length} alike)` : tensorName(graph, row.node))),
-      el("td.spare", {}, el("code", {}, graph.type(row.node))),
-      el("td.spare", {}, file ? el("span", {}, file, " ", el("code.muted", {}, code)) : ""),
+      el("td.spare", {}, el("code.shape", {}, graph.type(row.node))),
+      el("td.spare", {}, file ? [file, el("code.muted.cut", { title: code }, code)] : ""),
       el("td", {}, why.parts));
     return tr;
   };

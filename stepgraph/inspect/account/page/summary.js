@@ -23,12 +23,12 @@ function figures(head) {
     ["step", time(forecast.step_ms * 1e6), m.step_ms && time(m.step_ms * 1e6)],
     ["MFU", percent(forecast.mfu), m.mfu && percent(m.mfu)],
     ["tokens/s", big(forecast.tokens_per_s, ""), m.tokens_per_s && big(m.tokens_per_s, "")],
-    ["peak memory of a rank", bytes(forecast.peak_bytes), m.peak_bytes && bytes(m.peak_bytes)],
-    ["exposed communication", forecast.exposed_ms ? `${time(forecast.exposed_ms * 1e6)} (${percent(forecast.exposed_ms / forecast.step_ms)})` : "none", null],
-    ["nodes", sum(graphs.map((g) => g.size)).toLocaleString("en"), null],
+    ["peak memory", bytes(forecast.peak_bytes), m.peak_bytes && bytes(m.peak_bytes), account.head.ranks > 1 && !m.peak_bytes ? "of one rank, forecast" : null],
+    ["exposed communication", forecast.exposed_ms ? time(forecast.exposed_ms * 1e6) : "none", null, forecast.exposed_ms ? `${percent(forecast.exposed_ms / forecast.step_ms)} of the step, forecast` : "forecast"],
+    ["nodes", sum(graphs.map((g) => g.size)).toLocaleString("en"), null, graphs.length > 1 ? `in ${graphs.length} graphs` : "in one graph"],
   ];
-  return rows.map(([name, planned, real]) => el("div.figure", {}, el("small", {}, name),
-    el("b", {}, real || planned), el("small", {}, real ? `measured; forecast ${planned}` : name === "nodes" ? (graphs.length > 1 ? `in ${graphs.length} graphs` : "in one graph") : "forecast")));
+  return rows.map(([name, planned, real, note]) => el("div.figure", {}, el("small", {}, name),
+    el("b", {}, real || planned), el("small", {}, note || (real ? `measured; forecast ${planned}` : "forecast"))));
 }
 
 /** Which graph the parts below are about, where a step has several; the step's calls in order. */

@@ -59,7 +59,26 @@ function modulesPart() {
     if (holder) [...body.children].find((r) => r !== top && r.querySelector(".tree").textContent.replace("▸", "") === holder.name)?.toggle(true);
   });
   return part("modules", "Modules", el("p.muted", {}, "Forecast seconds, by module and phase; a kernel of several nodes counts where its last node is. Equal blocks are one row."),
-    el("div.wide", {}, el("table", {}, el("thead", {}, head), body)), kernelsPart());
+    el("div.wide", {}, el("table", {}, el("thead", {}, head), body)), regionsPart(), kernelsPart());
+}
+
+/** Time by the regions that the model names (`stepgraph.region`), experts' dispatch, compute and combine among them. */
+function regionsPart() {
+  const box = el("div", { id: "regions" }), phases = PHASES.slice(0, 3);
+  follow("graph", () => {
+    const graph = shown(), rows = graph.regions.map((name) => ({ name, ns: PHASES.map(() => 0), flops: 0, moved: 0, sent: 0, exposed: 0, first: null }));
+    const { ns, phase, flops, moved, region } = graph.nodes, whole = sum(ns) || 1;
+    for (let i = 0; i < graph.size; i++) { const r = rows[region[i]]; r.ns[phase[i]] += ns[i]; r.flops += flops[i]; r.moved += moved[i]; if (ns[i]) r.first ??= i; }
+    for (const c of graph.collectives) { const r = rows[region[c.node]]; r.sent += c.bytes; r.exposed += c.exposed; r.first ??= c.node; }
+    const named = rows.filter((r) => r.name && r.first !== null).sort((a, b) => sum(b.ns) - sum(a.ns));
+    if (!named.length) { box.replaceChildren(); return; }
+    const some = (value, text) => (value ? text(value) : "");
+    const cells = (r) => [r.first === null ? r.name : nodeLink(graph, r.first, r.name || "outside all"), el("span", {}, `${time(sum(r.ns))} ${percent(sum(r.ns) / whole)}`, el("span.share", { style: `width: ${100 * sum(r.ns) / whole}%` })),
+      ...phases.map((_, k) => some(r.ns[k], time)), some(r.flops, (v) => big(v, "")), some(r.moved, bytes), some(r.sent, bytes), some(r.exposed, time)];
+    box.replaceChildren(el("h3", {}, "Regions"), el("p.muted", {}, "Parts of the model that it names itself, forward and backward."),
+      table([["region", 0], ...["time", ...phases, "FLOPs", "memory moved", "communicated", "exposed"].map((t) => [t, 1])], [...named, ...rows.filter((r) => !r.name && r.first !== null)].map(cells)));
+  });
+  return box;
 }
 
 function kernelsPart() {
@@ -78,7 +97,7 @@ function kernelsPart() {
       return el("tr", {}, el("td.number", {}, time(g.ns)), el("td.number", {}, percent(g.ns / whole)), el("td.number", {}, g.count),
         el("td", {}, nodeLink(graph, i, graph.operator(i)), members.length > 1 ? el("small", {}, ` and ${members.length - 1} more in one kernel`) : ""),
         el("td", {}, graph.fold(graph.path(i)) || "the model", " ", el("small", {}, graph.phase(i))),
-        el("td", {}, el("code", {}, graph.type(i))), el("td.number", {}, time(ns[i])), el("td.number", {}, work ? `${big(work / ns[i] * 1e9, "FLOP/s")}` : `${big(moved[i] / ns[i] * 1e9, "B/s")}`));
+        el("td", {}, el("code.shape", {}, graph.type(i))), el("td.number", {}, time(ns[i])), el("td.number", {}, work ? `${big(work / ns[i] * 1e9, "FLOP/s")}` : `${big(moved[i] / ns[i] * 1e9, "B/s")}`));
     }, body);
     const titles = [["time", 1], ["share", 1], ["calls", 1], ["operator", 0], ["module", 0], ["result", 0], ["each", 1], ["rate", 1]];
     box.replaceChildren(el("h3", {}, "The most expensive kernels"), el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), ...(more ? [more] : []));
@@ -110,17 +129,20 @@ function measuredPart() {
 
 // Passes
 
+const idlePass = (p) => Boolean(p.skipped) || !p.matched;
 function passesPart() {
-  const items = account.passes.map((p) => {
+  const items = account.passes.map((p, k) => {
     const delta = p.nodes_after - p.nodes_before, effect = p.skipped ? `skipped: ${p.skipped}` : !p.matched ? "found nothing to do" : p.summary || `${p.changed} of ${p.matched} changed`;
     const body = el("div", {});
     const details = el("details", { id: `pass/${p.graph || "step"}/${p.name}` },
-      el("summary", {}, el("span.name", {}, p.name), graphs.length > 1 ? el("span.badge", {}, p.graph) : null, el("span.badge", { title: p.tier === "exact" ? "every bit as in eager" : "may round differently than eager" }, p.tier),
+      el("summary", {}, el("small.place", {}, `${k + 1}`), el("span.name", {}, p.name), graphs.length > 1 ? el("span.badge", {}, p.graph) : null, el("span.badge", { title: p.tier === "exact" ? "every bit as in eager" : "may round differently than eager" }, p.tier),
         el("span" + (p.skipped || !p.matched ? ".muted" : ""), {}, effect), delta ? el("small", {}, ` ${delta > 0 ? "+" : ""}${delta} nodes`) : ""), body);
     details.addEventListener("toggle", () => { if (details.open && !body.firstChild) body.append(...passBody(p)); });
     return details;
   });
-  return part("passes", "Passes", el("p.muted", {}, "In the order in which they ran. Open one for what it changed, before and after; ×64 says that 64 places changed alike."), items);
+  return part("passes", "Passes", el("p.muted", {}, "In the order in which they ran. Open one for what it changed, before and after; ×64 says that 64 places changed alike."),
+    items.filter((_, k) => !idlePass(account.passes[k])),
+    el("details.idle", {}, el("summary", {}, el("span.muted", {}, `${account.passes.filter(idlePass).length} more found nothing to do or were skipped, each with its reason`)), items.filter((_, k) => idlePass(account.passes[k]))));
 }
 function passBody(p) {
   const graph = graphs.find((g) => g.name === p.graph) || graphs[0];
@@ -218,8 +240,8 @@ function collectivesPart() {
         el("td", {}, `${worst.axis} × ${worst.ranks}`), el("td.number", {}, bytes(sum(members.map((c) => c.bytes)))), el("td.number", {}, time(sum(members.map((c) => c.ns)))),
         el("td.number", {}, sum(members.map((c) => c.exposed)) ? time(sum(members.map((c) => c.exposed))) : "hidden"),
         el("td.number", {}, worst.waited === null ? "never waited for" : time(worst.waited - worst.launched)),
-        el("td", {}, by.nodes.length ? by.nodes.slice(0, 2).map(([i, t], k) => [k ? ", " : "", nodeLink(graph, i), ` ${time(t)}`]).flat() : "nothing", by.nodes.length > 2 ? ` and ${by.nodes.length - 2} more` : ""),
-        el("td", {}, worst.exposed ? whyExposed(graph, worst) : ""));
+        el("td", {}, by.nodes.length ? by.nodes.slice(0, 2).map(([i, t], k) => [k ? ", " : "", nodeLink(graph, i), ` ${time(t)}`]).flat() : el("span.muted", {}, "nothing"), by.nodes.length > 2 ? ` and ${by.nodes.length - 2} more` : ""),
+        el("td.why", {}, worst.exposed ? whyExposed(graph, worst) : ""));
       [...tr.children].forEach((cell, k) => { cell.dataset.title = k < 2 ? "" : titles[k][0]; });
       return tr;
     };

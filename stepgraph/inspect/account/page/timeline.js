@@ -1,14 +1,13 @@
 // When every node runs: the compute stream, and a stream for each process group.
 
-const LANE = 34, LABEL = 108;
-let zoomAll;
+const LANE = 34, LABEL = innerWidth < 760 ? 72 : 108;
 
 function timelinePart() {
   let by = "phase";
   const head = el("p.muted", {}), labels = el("div", {});
   const canvas = chart(60, (context, width) => drawTimeline(context, width, by));
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", "Timeline of the step; the tables below hold the same figures");
+  canvas.setAttribute("aria-label", "Timeline of the step: arrows move it, plus and minus zoom; the tables below hold the same figures");
   const choices = ["phase", "work"].map((name) => el("button", { type: "button", onclick: () => { by = name; draw(); } }, name === "phase" ? "by phase" : "by kind of work"));
   const tools = el("div.tools", {}, choices, ...zoomTools());
   const draw = () => {
@@ -36,14 +35,20 @@ const xOf = (graph, width) => { const [from, to] = span(graph); return (t) => LA
 function drawTimeline(context, width, by) {
   const graph = shown(), x = xOf(graph, width), lanes = lanesOf(graph), { ns, start } = graph.nodes;
   const tones = (by === "phase" ? PHASES : WORK).map((_, k) => color(tone(by, k))), ink = color("ink"), muted = color("muted");
-  const bar = (from, to, lane, fill) => { const a = Math.max(x(from), LABEL), b = Math.min(x(to), width); if (b >= a) { context.fillStyle = fill; context.fillRect(a, lane * LANE + 4, Math.max(b - a, 0.6), LANE - 10); } };
+  const bar = (from, to, lane, fill, part = 1) => { // the lower part of the lane
+    const a = Math.max(x(from), LABEL), b = Math.min(x(to), width), high = (LANE - 10) * part;
+    if (b >= a) { context.fillStyle = fill; context.fillRect(a, (lane + 1) * LANE - 6 - high, Math.max(b - a, 0.6), high); }
+  };
   context.save(); context.beginPath(); context.rect(LABEL, 0, width - LABEL, lanes.length * LANE); context.clip();
   for (let i = 0; i < graph.size; i++) if (ns[i]) bar(start[i], start[i] + ns[i], 0, tones[graph.nodes[by][i]]);
-  const travelling = color("communication"), hatched = stripes(context, color("exposed"));
+  const travelling = color("communication"), exposed = color("exposed"), hatched = stripes(context, exposed), paper = color("paper");
   for (const c of graph.collectives) {
     const lane = lanes.indexOf(c.axis), end = c.started + c.ns;
     bar(c.started, end, lane, travelling);
-    if (c.exposed) { bar(c.waited, c.waited + c.exposed, 0, hatched); bar(Math.max(end - c.exposed, c.started), end, lane, hatched); }
+    if (!c.exposed) continue;
+    const fill = x(c.exposed) - x(0) < 6 ? exposed : hatched; // stripes need room
+    bar(c.waited, c.waited + c.exposed, 0, paper); bar(c.waited, c.waited + c.exposed, 0, fill, 0.45); // a notch: no computation
+    bar(Math.max(end - c.exposed, c.started), end, lane, fill);
   }
   context.restore();
   context.fillStyle = muted; context.textBaseline = "middle";
@@ -97,7 +102,7 @@ function zoom(factor, centre = (state.from + state.to) / 2) {
 }
 function zoomTools() {
   return [["−", "wider", () => zoom(2)], ["+", "closer", () => zoom(0.5)], ["whole", "the whole step", () => zoom(1e9)]].map(([text, title, onclick]) =>
-    el("button", { type: "button", title, "aria-label": title, onclick }, text)).concat(el("small.spare", {}, "drag to move, double-click or Ctrl and wheel to zoom"));
+    el("button", { type: "button", title, "aria-label": title, onclick }, text)).concat(el("small.spare", {}, "drag or ← → to move, double-click, Ctrl and wheel, or + − to zoom"));
 }
 function panAndPick(canvas, pick, chosen) {
   let from = null, moved = false;
@@ -113,6 +118,13 @@ function panAndPick(canvas, pick, chosen) {
   });
   canvas.addEventListener("pointerup", (event) => { from = null; if (!moved) { tip(""); chosen(pick(...place(event))); } });
   canvas.addEventListener("pointerleave", () => tip(""));
+  canvas.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -0.2, ArrowRight: 0.2 }[event.key], closer = { "+": 0.5, "-": 2 }[event.key];
+    if (move) { const width = state.to - state.from; state.from = Math.min(Math.max(0, state.from + move * width), 1 - width); state.to = state.from + width; changed("window"); }
+    else if (closer) zoom(closer);
+    else return;
+    event.preventDefault();
+  });
   canvas.addEventListener("dblclick", (event) => zoom(0.25, centre(event)));
   canvas.addEventListener("wheel", (event) => { if (event.ctrlKey || event.metaKey) { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, centre(event)); } }, { passive: false });
 }

@@ -1,0 +1,190 @@
+"""The key of a start: all that a capture reads. Where it is the same, the capture would be, and is left out."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stepgraph import compat
+from stepgraph.capture import Traced, flatten_batch
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.python.reads import Reads
+from stepgraph.capture.roles import groups_by_axis
+from stepgraph.capture.state import Slot, model_slots, unwrap
+from stepgraph.graph.program import StepProgram
+from stepgraph.parallel.pipeline import Pipeline
+from stepgraph.passes.contract import Pass
+from stepgraph.run.saved import key
+from stepgraph.run.saved.describe import Describer, Indescribable, describe_model, form_of
+from stepgraph.run.saved.sources import Sources, described_environment, described_globals, file_digest
+from stepgraph.run.saved.values import NotLoadable
+
+#: Kinds of inputs that are tensors of the model or its optimizer; calls bring or runners allocate the others.
+_LIVE = ("parameter", "buffer", "optimizer", "lr")
+
+
+@dataclass
+class Start:
+    """What a step is to be captured of, as `stepgraph.capture` is given it."""
+
+    model: nn.Module
+    loss_fn: Callable
+    batch: Any
+    update: Update | None
+    options: Mapping[str, Any]
+    passes: Sequence[Pass]
+    device: torch.device
+    pipeline: Pipeline | None = None
+
+    def __post_init__(self) -> None:
+        self.slots = model_slots(self.model)
+        self.mesh = next((s.tensor.device_mesh for s in self.slots if hasattr(s.tensor, "device_mesh")), None)
+
+    def parts(self) -> dict[str, Any]:
+        """The parts of its key beside those of the surroundings. Raises `Indescribable`."""
+        leaves, spec = flatten_batch(self.batch)
+        forms = [form_of(x) if isinstance(x, torch.Tensor) else f"{type(x).__name__} {x!r}" for x in leaves]
+        names = {id(module): f"module {path or 'model'}" for path, module in self.model.named_modules()}
+        return {
+            "model": describe_model(self.model),
+            "loss": Describer(names)(self.loss_fn, "the loss function"),
+            "batch": {str(i): form for i, form in enumerate(forms)} | {"structure": str(spec)},
+            "optimizer": self._optimizer(),
+            "options": {name: repr(value) for name, value in self.options.items()},
+            "rank": dist.get_rank() if dist.is_initialized() else 0,
+        }
+
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """Process groups that a graph may name, by the name that it gives them where no other has it."""
+        found = groups_by_axis(slot.tensor for slot in self.slots)
+        return found | (self.pipeline.named_groups() if self.pipeline is not None else {})
+
+    def _optimizer(self) -> dict[str, Any]:
+        if self.update is None:
+            return {}
+        names = {id(slot.tensor): slot.name for slot in self.slots}
+        found: dict[str, Any] = {"constants": str(self.update.constants())}
+        found["kinds"] = [type(optimizer).__name__ for optimizer in self.update.optimizers]
+        found["lr"] = [type(group["lr"]).__name__ for group in self.update.groups]
+        found["parameters"] = key.digest([[i, names.get(id(p))] for i, p in self.update.owned()])
+        states = []
+        for optimizer in self.update.optimizers:
+            for param, state in optimizer.state.items():
+                forms = {name: form_of(v) if isinstance(v, torch.Tensor) else repr(v) for name, v in state.items()}
+                states.append([names.get(id(param)), sorted(forms.items()), self._seen(state)])
+        found["state"] = key.digest(states)
+        return found
+
+    def _seen(self, state: Mapping[str, Any]) -> float | None:
+        """Steps that the host counts: parameters with one count share what depends on it."""
+        step = state.get("step")
+        return float(step) if isinstance(step, torch.Tensor) and step.device.type == "cpu" else None
+
+
+def record_of(start: Start, traced: Traced, sources: Sources, graph: str) -> bytes:
+    """What a start needs beside its graph's entry. Raises `Indescribable`."""
+    paths = {id(module): path for path, module in start.model.named_modules()}
+    names = {id(slot.tensor): slot.name for slot in traced.slots}
+    if traced.repairs:
+        raise Indescribable(f"what repairs an unfit step ({', '.join(traced.repairs)})")
+    groups = start.groups()
+    for name in {name for step in traced.program.graphs.values() for name in step.axes}:
+        if name not in groups:
+            raise Indescribable(f"the process group {name}, which is of no mesh of the model")
+    record = {
+        "graph": graph,
+        "sources": sources.files(),
+        "globals": sources.globals(),
+        "environment": sources.environment(),
+        "reads": {paths[module]: sorted(found) for module, found in traced.reads.names.items() if module in paths},
+        "landing": [slot.name for slot, _ in traced.landing],
+        "leaves": traced.tensor_leaves,
+        "state": [names[id(p)] for o in start.update.optimizers for p in o.state if id(p) in names]
+        if start.update
+        else [],
+    }
+    return json.dumps(record).encode()
+
+
+def changed_since(record: Mapping[str, Any]) -> str | None:
+    """The source file, environment variable or global value that is not what it was, or None."""
+    now = described_environment(record["environment"])
+    for name, text in record["environment"].items():
+        if now[name] != text:
+            return f"the environment variable {name}"
+    for file, digest in record["sources"].items():
+        if file_digest(file) != digest:
+            return f"the source file {file}"
+    for module, saved in record["globals"].items():
+        try:
+            now = described_globals(module, sorted(saved))
+        except ImportError:
+            return f"the module {module}, which cannot be imported,"
+        except Indescribable as reason:
+            return f"a global: {reason}"
+        for name, text in saved.items():
+            if now.get(name) != text:
+                return f"the global {module}.{name}"
+    return None
+
+
+class Bindings:
+    """The live tensors of a start, by the kind and name of an input. State of the optimizer that is missing is created
+    as a capture creates it."""
+
+    def __init__(self, start: Start, record: Mapping[str, Any]):
+        self.start = start
+        self.found: dict[tuple[str, str], torch.Tensor] = {}
+        self.slots = {slot.name: slot for slot in start.slots}
+        for slot in start.slots:
+            self._add("parameter" if slot.is_parameter else "buffer", slot.name, slot.tensor)
+        if start.update is not None:
+            self._add_optimizer(start.update, set(record["state"]))
+
+    def _add(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        inner, _ = unwrap(tensor.detach())
+        for i, part in enumerate(inner):
+            self.found[kind, name if len(inner) == 1 else f"{name}#{i}"] = part
+
+    def _add_optimizer(self, update: Update, stated: set[str]) -> None:
+        names = {id(slot.tensor): slot.name for slot in self.start.slots}
+        for group, param in update.owned():
+            name = names.get(id(param))
+            if name is None or not param.requires_grad:
+                continue
+            if ("lr", f"lr.{group}") not in self.found:
+                device = unwrap(param.detach())[0][0].device
+                self.found["lr", f"lr.{group}"] = update.lr_input(group, device)
+            if name in stated:
+                for entry, value in update.init_state(param, group).items():
+                    self._add("optimizer", f"{name}.{entry}", value)
+
+    def __call__(self, pair: tuple[str, str]) -> torch.Tensor | None:
+        """The tensor of (kind, name); None for what a call brings or a runner allocates."""
+        if pair[0] not in _LIVE:
+            return None
+        if pair not in self.found:
+            raise NotLoadable(f"there is no {pair[0]} {pair[1]}")
+        return self.found[pair]
+
+
+def traced_of(start: Start, record: Mapping[str, Any], program: StepProgram) -> Traced:
+    """What a capture of ``start`` would have given, with the saved program."""
+    slots: dict[str, Slot] = {slot.name: slot for slot in start.slots}
+    landing = [(slots[name], unwrap(slots[name].tensor.detach())[1]) for name in record["landing"]]
+    reads = Reads(start.model)
+    modules = dict(start.model.named_modules())
+    for path, names in record["reads"].items():
+        reads.names[id(modules[path])] = set(names)
+    return Traced(program, landing, start.slots, record["leaves"], reads, {})
+
+
+def name_groups(groups: Mapping[str, dist.ProcessGroup], names: Iterable[str]) -> None:
+    """Give process groups the ``names`` that a graph's nodes call them by. Raises `NotLoadable`."""
+    for name in names:
+        if name not in groups or compat.name_group(groups[name], name) != name:
+            raise NotLoadable(f"the process group {name} has another name here")

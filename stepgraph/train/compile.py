@@ -1,0 +1,71 @@
+"""``stepgraph compile``: makes the step of a run without training, and saves it for ``stepgraph train --step``.
+
+One process stands for a rank at a time: its process groups exist, and the other ranks do not. The first rank's graph
+is rewritten and compiled; ranks that have the same one find it saved.
+"""
+
+import os
+import sys
+from functools import partial
+
+import torch
+
+import stepgraph
+from stepgraph import compat, parallel
+from stepgraph.config import build
+from stepgraph.config.device import pick_device
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs.hardware import GPUS_PER_NODE
+from stepgraph.run.saved.store import Outcome
+
+_print = partial(print, flush=True)
+
+
+def main(config: TrainConfig) -> int:
+    """Save the step of every rank of ``config`` in ``config.out``; the exit status.
+
+    Raises ``ValueError`` without an ``out``.
+    """
+    if config.out is None:
+        raise ValueError("compile needs a folder to save the step in: add --out FOLDER")
+    if parallel.launched():
+        raise ValueError("compile takes one process, which stands for all ranks: start it without torchrun")
+    world = config.mesh_spec.size if config.mesh_spec else 1
+    if world == 1:
+        return _compile(0, config)
+    # DTensor keeps what it knows of a mesh beyond the world's end: a process for each rank, one after the other.
+    for rank in range(world):
+        torch.multiprocessing.start_processes(_rank, (rank, config), start_method="spawn")
+    return 0
+
+
+def _rank(_: int, rank: int, config: TrainConfig) -> None:
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(min(config.mesh_spec.size, GPUS_PER_NODE)))
+    compat.init_fake_world(rank, config.mesh_spec.size)
+    if _compile(rank, config):
+        sys.exit(1)
+
+
+def _compile(rank: int, config: TrainConfig) -> int:
+    device = pick_device(config.device)
+    mesh = None if config.mesh_spec is None else parallel.Mesh(config.mesh_spec, device.type)
+    model = build.empty_model(config, device, mesh)
+    optimizer = build.build_optimizer(config, model)
+    loss_fn = build.build_loss(config, device, mesh)
+    step = stepgraph.capture(
+        model,
+        loss_fn,
+        build.example_batch(config, device),
+        optimizer,
+        max_grad_norm=build.clip_at(config),
+        accumulate=config.accumulate,
+        passes=config,
+        saved=config.out,
+    )
+    outcome: Outcome = step.saved
+    _print("\n   ".join([f"rank {rank}: {outcome.line()}", *outcome.notes]))
+    if outcome.kept is None:
+        print(f"error: the step of rank {rank} was not saved in {config.out}", file=sys.stderr)
+        return 1
+    _print(f"rank {rank}: saved in {config.out} as {outcome.kept}")
+    return 0

@@ -1,0 +1,192 @@
+"""The tokens of a split, written once to a file by a thread and mapped into memory.
+
+The stream is an end-of-text token, then each document with an end-of-text token behind it. A folder of its own, named
+after source, tokenizer and split, holds
+
+    tokens.bin      the stream, uint16 or int32
+    progress.json   how many documents and tokens of it are there, and whether that is all
+    lock            held by the process that writes; every other one reads what is there and waits for more
+
+Whoever finds the lock free goes on where the last writer stopped, so a killed run leaves nothing to clean up. The
+tokens reach the disk before the record that counts them.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from stepgraph.train.data.sources import Source
+from stepgraph.train.data.tokenizer import Tokenizer
+
+CHUNK_BYTES = 4 << 20  # text that is tokenized at a time
+_POLL_S = 0.02
+
+
+def default_folder() -> Path:
+    """``$XDG_CACHE_HOME/stepgraph/tokens``, in ``~/.cache`` where that is not set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepgraph" / "tokens"
+
+
+class TokenCache:
+    """The stream of ``documents`` of a source, readable while a thread still writes it.
+
+    Args:
+        documents: indices into ``source``, in the stream's order.
+        folder: where caches lie; None writes to a temporary file instead, which ends with this object.
+
+    The thread starts at the first :meth:`wait` or :meth:`start`, and from then on it alone reads ``source``.
+
+    Raises:
+        ValueError: the folder cannot be written, in one line.
+    """
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, documents: np.ndarray, folder: Path | None = None):
+        self._source, self._tokenizer, self._documents = source, tokenizer, documents
+        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="stepgraph-tokens-")
+            self.folder = Path(self._temporary.name)
+        else:
+            self.folder = folder / self._key()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "lock").open("wb") as lock:
+                if _locked(lock) and not self._on_disk():  # else a process writes, and will be found alive
+                    (self.folder / "progress.json").unlink()
+        except OSError as error:
+            raise ValueError(self._cannot_write(error)) from error
+        self._mapped = np.empty(0, self._dtype)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._stop, self._news = threading.Event(), threading.Event()
+
+    def _key(self) -> str:
+        facts = (self._source.fingerprint, self._source.stamp(), self._tokenizer.fingerprint, str(self._dtype))
+        digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=12)
+        digest.update(self._documents.tobytes())
+        return digest.hexdigest()
+
+    def start(self) -> None:
+        """Begin to tokenize what is not there yet."""
+        if self._thread is None and not self._progress()[2]:
+            self._thread = threading.Thread(target=self._write, name="tokenizer", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; what it wrote stays."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self, count: int) -> tuple[int, bool]:
+        """Wait until ``count`` tokens are there, or all: (tokens there, whether they are all).
+
+        Raises what reading or writing raised in the thread: ValueError for a bad document, OSError for a full disk.
+        """
+        self.start()
+        while True:
+            _, there, whole = self._progress()
+            if whole or there >= count:
+                return there, whole
+            if self._failure is not None:
+                raise self._failure
+            self._news.wait(_POLL_S)  # another process tells nothing
+            self._news.clear()
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens ``start`` to ``stop`` of the stream, int64; they must be there."""
+        if len(self._mapped) < stop:
+            count = self._progress()[1]
+            self._mapped = np.memmap(self.folder / "tokens.bin", self._dtype, "r", shape=(count,))
+        return self._mapped[start:stop].astype(np.int64)
+
+    def describe(self) -> str:
+        """How much is there, for people."""
+        documents, tokens, whole = self._progress()
+        if whole:
+            return f"{tokens:,} tokens in {self.folder}"
+        return f"tokenizing in the background, {documents / len(self._documents):.0%} done, into {self.folder}"
+
+    def _progress(self) -> tuple[int, int, bool]:
+        """(documents, tokens, whether that is all) that are in the file."""
+        try:
+            found = json.loads((self.folder / "progress.json").read_text())
+        except FileNotFoundError:
+            return 0, 0, False
+        return found["documents"], found["tokens"], found["whole"]
+
+    def _on_disk(self) -> bool:
+        """Whether all that is recorded is there: a power cut may lose what a kill does not."""
+        tokens = self._progress()[1]
+        return not tokens or (self.folder / "tokens.bin").stat().st_size >= tokens * self._dtype.itemsize
+
+    def _write(self) -> None:
+        try:
+            with (self.folder / "lock").open("rb") as lock:
+                while not self._stop.is_set() and not self._progress()[2]:
+                    if _locked(lock):
+                        self._append()
+                    else:
+                        self._stop.wait(_POLL_S * 10)
+        except BaseException as failure:  # raised by `wait`, in the thread that needs the tokens
+            self._failure = failure
+            self._news.set()
+
+    def _append(self) -> None:
+        """Tokenize the documents that are not there yet. The lock is this process's."""
+        done, there, whole = self._progress()
+        if whole:
+            return
+        with (self.folder / "tokens.bin").open("r+b" if done else "wb") as file:
+            file.seek(there * self._dtype.itemsize)
+            file.truncate()  # what was written after the last record of progress
+            if not done:
+                there += file.write(np.array([self._tokenizer.eos_id], self._dtype).tobytes()) // self._dtype.itemsize
+            while done < len(self._documents) and not self._stop.is_set():
+                tokens, documents = self._next_chunk(done)
+                try:
+                    file.write(tokens.tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())  # progress on disk is never ahead of the tokens
+                    done, there = done + documents, there + len(tokens)
+                    self._record(done, there)
+                except OSError as error:
+                    raise OSError(self._cannot_write(error)) from error
+
+    def _next_chunk(self, done: int) -> tuple[np.ndarray, int]:
+        """The tokens of the next documents after the first ``done``, and how many documents they are."""
+        texts, size = [], 0
+        for index in self._documents[done:]:
+            texts.append(self._source.read(int(index)))
+            size += len(texts[-1])
+            if size >= CHUNK_BYTES:
+                break
+        end = np.array([self._tokenizer.eos_id])
+        pieces = [part for ids in self._tokenizer.encode_batch(texts) for part in (ids, end)]
+        return np.concatenate(pieces).astype(self._dtype), len(texts)
+
+    def _record(self, documents: int, tokens: int) -> None:
+        content = {"documents": documents, "tokens": tokens, "whole": documents == len(self._documents)}
+        aside = self.folder / "progress.tmp"
+        aside.write_text(json.dumps(content))
+        aside.replace(self.folder / "progress.json")
+        self._news.set()
+
+    def _cannot_write(self, error: OSError) -> str:
+        return f"cannot write the token cache {self.folder}: {error.strerror}; choose another folder by --data-cache"
+
+
+def _locked(lock: BinaryIO) -> bool:
+    """Whether this process holds the lock now; it does until the file is closed."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,67 @@
+"""Saved steps on ranks: those of one graph share what the first makes, and pipelines are saved graph by graph."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+
+import stepgraph
+from stepgraph.models.llama3.llama3 import TP_PLAN
+from stepgraph.parallel import next_token_loss, parallelize
+from tests.distributed.ranks import make_mesh, on_ranks, own_batch, whole_model
+from tests.distributed.test_pipeline import pipelined
+
+
+def a_batch(mesh, seed):
+    """In storage of its own: where a view of a larger one begins differs from rank to rank, and so do graphs."""
+    return {key: value.clone() for key, value in own_batch(mesh, seed).items()}
+
+
+def steps_of(step, mesh, model, n=2):
+    found = [step(a_batch(mesh, seed)) for seed in range(n)]
+    params = [p.detach().to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
+    return found + [p.clone() for p in params if not p.is_meta]
+
+
+def compared(build, mesh, folder, **options):
+    """The steps of three starts, the first without a folder."""
+    found = []
+    for saved in (None, folder, folder):
+        model = build()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if not p.is_meta], lr=0.01)
+        step = stepgraph.capture(
+            model, next_token_loss(mesh), a_batch(mesh, 0), optimizer,
+            max_grad_norm=0.5, passes="exact", saved=saved, **options,
+        )  # fmt: skip
+        found.append((step.saved, steps_of(step, mesh, model)))
+    (_, plain), (made, first), (loaded, second) = found
+    for results in (first, second):
+        assert len(results) == len(plain) and all(map(torch.equal, plain, results))
+    return made, loaded
+
+
+def check_shared(folder):
+    mesh = make_mesh("fsdp=2")
+
+    def sharded():
+        model = whole_model()
+        parallelize(model, mesh, TP_PLAN)
+        return model
+
+    made, loaded = compared(sharded, mesh, folder)
+    assert loaded.loaded == "start" and made.kept
+    if dist.get_rank():
+        assert made.loaded == "graph" and made.notes == ["rank 0, which has the same graph, made the step"], made
+    else:
+        assert made.loaded is None and not made.notes
+    check_pipeline(make_mesh("pp=2"), folder)
+
+
+def check_pipeline(mesh, folder):
+    model, _ = pipelined(mesh, "1f1b")
+    made, loaded = compared(lambda: copy.deepcopy(model), mesh, folder, accumulate=2)
+    assert made.kept and loaded.loaded == "start", loaded
+
+
+def test_ranks_share_steps_and_pipelines_are_saved_graph_by_graph(tmp_path):
+    on_ranks(2, check_shared, tmp_path)

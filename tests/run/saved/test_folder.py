@@ -1,0 +1,142 @@
+"""Entries of a folder: whole or not used, from trusted hands or not read, and never a reason to end a run."""
+
+import errno
+import os
+import threading
+
+import pytest
+
+from stepgraph.run.saved.folder import MOST_ENTRIES, DamagedEntry, Folder, UnsafeFolder, cache_folder
+from tests.run.saved.test_programs import run, same, start
+
+FILES = {"program.json": b'{"a": 1}', "piece": bytes(range(256))}
+PARTS = {"graph": {"text": "abc"}, "mesh": {"ranks": 1}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with one entry."""
+    folder = Folder(tmp_path / "steps", given=False)
+    folder.write("graph-1", PARTS, FILES)
+    return folder
+
+
+def test_an_entry_comes_back_as_it_was_written(folder):
+    entry = folder.read("graph-1")
+    assert (entry.parts, entry.files) == (PARTS, FILES)
+    assert folder.read("graph-2") is None and folder.names("graph") == ["graph-1"] and folder.names("start") == []
+
+
+@pytest.mark.parametrize("file", ["manifest.json", *FILES])
+def test_one_flipped_bit_anywhere_is_refused(folder, file):
+    path = folder.path / "graph-1" / file
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with pytest.raises(DamagedEntry, match=file):
+            folder.read("graph-1")
+    path.write_bytes(whole)
+    assert folder.read("graph-1").files == FILES
+
+
+@pytest.mark.parametrize("file", ["manifest.json", *FILES])
+def test_a_file_that_is_cut_or_gone_is_refused(folder, file):
+    path = folder.path / "graph-1" / file
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedEntry):
+        folder.read("graph-1")
+    path.unlink()
+    with pytest.raises(DamagedEntry, match="No such file"):
+        folder.read("graph-1")
+
+
+@pytest.mark.parametrize("where", ["", "graph-1"])
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_what_others_may_write_is_read_only_if_the_folder_is_named(folder, where, mode):
+    os.chmod(folder.path / where, mode)
+    with pytest.raises(UnsafeFolder, match="may have been written by others"):
+        folder.read("graph-1")
+    assert Folder(folder.path, given=True).read("graph-1").files == FILES
+
+
+def test_a_link_in_the_place_of_the_folder_is_refused(folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder.path)
+    with pytest.raises(UnsafeFolder):
+        Folder(tmp_path / "link", given=False).read("graph-1")
+
+
+def test_a_folder_of_another_user_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(UnsafeFolder):
+        folder.read("graph-1")
+
+
+def test_of_two_writers_one_is_kept_whole(tmp_path):
+    """Each writes the same key with bytes of its own: whoever is kept, no entry mixes the two."""
+    folder, n = Folder(tmp_path, given=False), 8
+
+    def write(i):
+        for k in range(10):
+            folder.write(f"graph-{k}", PARTS, {name: bytes([i]) * 500 for name in FILES})
+
+    writers = [threading.Thread(target=write, args=(i,)) for i in range(n)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert sorted(os.listdir(tmp_path)) == sorted(f"graph-{k}" for k in range(10))
+    for k in range(10):
+        assert len(set(folder.read(f"graph-{k}").files.values())) == 1
+
+
+def test_a_writer_that_was_killed_leaves_nothing_that_is_read(folder):
+    aside = folder.path / ".writing-gone"
+    aside.mkdir()
+    (aside / "program.json").write_bytes(b"half")
+    assert folder.names("graph") == ["graph-1"]
+    os.utime(aside, (0, 0))
+    folder.write("graph-2", PARTS, FILES)
+    assert not aside.exists()
+
+
+def test_the_automatic_folder_is_bounded_and_forgets_what_was_not_used(folder):
+    for i in range(2, MOST_ENTRIES + 3):
+        (folder.path / f"graph-{i}").mkdir()
+        os.utime(folder.path / f"graph-{i}", (i, i))
+    folder.read("graph-1")
+    folder.write("start-1", PARTS, FILES)
+    names = os.listdir(folder.path)
+    assert len(names) == MOST_ENTRIES and {"graph-1", "start-1"} < set(names) and "graph-2" not in names
+
+
+def test_the_automatic_folder_is_named_by_the_environment(monkeypatch, tmp_path):
+    assert cache_folder() is None  # as all tests have it
+    monkeypatch.setenv("STEPGRAPH_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+    monkeypatch.delenv("STEPGRAPH_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "stepgraph" / "steps"
+
+
+def test_a_damaged_step_is_told_made_again_and_replaced(tmp_path):
+    start(tmp_path)
+    for entry in tmp_path.glob("graph-*"):
+        file = entry / "program.json"
+        file.write_bytes(file.read_bytes().replace(b"aten.mul", b"aten.add", 1))
+    step, model = start(tmp_path)
+    assert step.saved.loaded is None and "damaged and not used" in step.saved.notes[0]
+    assert same(run(*start(None)), run(step, model))
+    loaded = start(tmp_path)[0].saved
+    assert loaded.loaded == "start", loaded.notes
+
+
+def test_a_full_disk_costs_a_warning(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="not saved in .*: No space left on device"):
+        patch.setattr(os, "fsync", full)
+        step, model = start(tmp_path)
+    assert step.saved.kept is None and os.listdir(tmp_path) == []
+    assert same(run(*start(None)), run(step, model))
+    assert start(tmp_path)[0].saved.loaded is None and start(tmp_path)[0].saved.loaded == "start"

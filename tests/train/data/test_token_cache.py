@@ -1,0 +1,122 @@
+"""The token cache: written once, whoever writes it and however often that one is killed."""
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from stepgraph.train.data import ByteTokenizer, open_source, token_cache
+from stepgraph.train.data.token_cache import TokenCache
+
+LINES = [f"document {i}: " + "text " * (i % 7) for i in range(400)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+    return open_source(str(path))
+
+
+def opened(source, folder):
+    return TokenCache(source, ByteTokenizer(), source.train, folder)
+
+
+def expected(source):
+    stream = [token for i in source.train for token in [*source.read(int(i)), ByteTokenizer.eos_id]]
+    return [ByteTokenizer.eos_id, *stream]
+
+
+def everything(cache):
+    count, whole = cache.wait(10**9)
+    assert whole
+    return cache.read(0, count).tolist()
+
+
+def test_a_second_cache_reads_what_the_first_wrote(source, tmp_path, monkeypatch):
+    wanted = expected(source)
+    assert everything(opened(source, tmp_path / "c")) == wanted
+    monkeypatch.setattr(type(source), "read", lambda *_: pytest.fail("it was tokenized again"))
+    again = opened(source, tmp_path / "c")
+    assert everything(again) == wanted
+    monkeypatch.undo()
+    os.truncate(again.folder / "tokens.bin", 99)  # the disk lost what was recorded, as at a power cut
+    assert everything(opened(source, tmp_path / "c")) == wanted
+    assert again.describe() == f"{len(wanted):,} tokens in {again.folder}"
+
+
+def test_data_or_tokens_that_differ_have_caches_of_their_own(source, tmp_path):
+    other = ByteTokenizer()
+    other.fingerprint = "other"
+    folders = {opened(source, tmp_path).folder, TokenCache(source, other, source.train, tmp_path).folder}
+    folders.add(TokenCache(source, ByteTokenizer(), source.val, tmp_path).folder)
+    os.utime(source.name, ns=(0, 10**18))  # written again in place, with as many bytes
+    folders.add(opened(source, tmp_path).folder)
+    assert len(folders) == 4
+
+
+def _write_slowly(path, folder):
+    token_cache.CHUNK_BYTES = 64
+    source = open_source(path)
+    read = source.read
+    source.read = lambda index: time.sleep(0.002) or read(index)
+    everything(opened(source, folder))
+
+
+def test_killed_at_any_moment_another_writer_goes_on(source, tmp_path, monkeypatch):
+    """Two processes want the tokens; the one that writes is killed, again and again, and the other takes over."""
+    context, folder = multiprocessing.get_context("fork"), tmp_path / "c"
+    wanted, reader = expected(source), opened(source, folder)
+    for moment in (0.0, 0.05, 0.15, 0.1):
+        writer = context.Process(target=_write_slowly, args=(source.name, folder))
+        writer.start()
+        time.sleep(0.1 + moment)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+    documents, *_ = reader._progress()
+    assert 0 < documents < len(source.train)
+    with (reader.folder / "tokens.bin").open("ab") as file:  # what a kill left behind the last record
+        file.write(b"half of a document")
+    seen = []
+    read = source.read
+    monkeypatch.setattr(source, "read", lambda index: seen.append(index) or read(index))
+    assert everything(reader) == wanted
+    assert len(seen) == len(source.train) - documents
+
+
+def test_one_writes_and_the_others_wait_for_it(source, tmp_path):
+    folder = tmp_path / "c"
+    writer = multiprocessing.get_context("fork").Process(target=_write_slowly, args=(source.name, folder))
+    writer.start()
+    reader = opened(source, folder)
+    while not reader._progress()[1]:
+        time.sleep(0.005)
+    source.read = lambda index: pytest.fail("two wrote at once")
+    assert len(everything(reader)) > 8000
+    writer.join()
+    assert writer.exitcode == 0 and reader._failure is None
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_where_tokens_are_needed(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "x"} if i != 17 else {"txt": "x"}) + "\n" for i in range(40)))
+    source = open_source(str(path))
+    with pytest.raises(ValueError, match=r"a\.jsonl:18: no field 'text'"):
+        TokenCache(source, ByteTokenizer(), np.arange(40), None).wait(10**9)
+
+    class FullDisk(token_cache.TokenCache):
+        def _record(self, documents, tokens):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    full = r"^cannot write the token cache .*: No space left on device; choose another folder by --data-cache$"
+    with pytest.raises(OSError, match=full):
+        FullDisk(source, ByteTokenizer(), np.arange(10), tmp_path / "full").wait(10**9)
+    assert everything(TokenCache(source, ByteTokenizer(), np.arange(10), tmp_path / "full"))  # once there is room
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write the token cache .*: Not a directory; choose another folder by"):
+        opened(source, tmp_path / "file")
