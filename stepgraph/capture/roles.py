@@ -31,8 +31,18 @@ def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: 
     names = {n: s.name.partition("#")[0] for n, s in zip(step.placeholders(), step.inputs, strict=True)}
     made = made_from(step.graph, set(step.placeholders("parameter")))
     for node in step.nodes("forward", "loss", "backward"):
+        if role_of(node):  # declared by what calls it
+            continue
         if role := _role(node, step.axes, names, made, reducing.get(node)):
             set_role(node, role)
+
+
+def declare(result: torch.Tensor, kind: str, axis: str) -> None:
+    """In a trace, the collective that ``result`` waits for has the role ``kind`` over ``axis``; else nothing."""
+    if compat.is_tracing():
+        wait = compat.node_of_trace(result)
+        for node in (wait, wait.args[0]):
+            set_role(node, Role(kind, (), axis))
 
 
 def _role(

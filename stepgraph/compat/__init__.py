@@ -28,6 +28,7 @@ from stepgraph.compat.compiler import (
 )
 from stepgraph.compat.distributed import (
     all_reduce,
+    all_to_all,
     flight_records,
     group_name,
     groups_of,

@@ -16,6 +16,14 @@ def all_reduce(tensor: torch.Tensor, op: str, group: torch.distributed.ProcessGr
     return ops.wait_tensor(ops.all_reduce(tensor, op, group.group_name))
 
 
+def all_to_all(parts: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """Part r of equal ``parts`` along dimension 0 goes to rank r of ``group``; what came from rank r is part r of the
+    result, a new tensor. In a trace, as two nodes."""
+    ops, ranks = torch.ops._c10d_functional, group.size()
+    sizes = [parts.shape[0] // ranks] * ranks
+    return ops.wait_tensor(ops.all_to_all_single(parts, sizes, sizes, group.group_name))
+
+
 def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.ProcessGroup]:
     """Process groups to reduce over, one after the other, for a sum over all ranks of ``mesh``."""
     if mesh.size() == torch.distributed.get_world_size():

@@ -8,7 +8,6 @@ import datetime
 import json
 import math
 import re
-import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from stepgraph.config.from_json import decode
 from stepgraph.errors import unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
 from stepgraph.parallel import SCHEDULES, MeshSpec, check_schedule
@@ -105,7 +105,13 @@ class _Training:
 
     # -- parallelism --------------------------------------------------------------------------------------------------
     mesh: str | None = None
-    """Ranks, as in pp=2,fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, pp=N. None: one process."""
+    """Ranks, as in pp=2,fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, pp=N, ep=N. None: one process."""
+
+    expert_capacity: float = 2.0
+    """With ep: room for exchanges, as a multiple of balanced load. A step that needs more is repeated with more."""
+
+    expert_chunks: int = 1
+    """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
 
     pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
     """With pp in the mesh, the order in which its ranks run the --accumulate microbatches. None: 1f1b."""
@@ -211,7 +217,7 @@ class TrainConfig(StepOptions, _Training):
         """Raises ValueError, in one line, for the first option that cannot be right. Reads no data."""
         for name in (
             *("seq_len", "batch_size", "accumulate", "steps", "lr", "eps", "log_every", "val_batches"),
-            *("keep_checkpoints", "comm_timeout", "max_skipped"),
+            *("keep_checkpoints", "comm_timeout", "max_skipped", "expert_capacity", "expert_chunks"),
         ):
             self._require(name, lambda value: value > 0, "above 0")
         for name in (
@@ -281,9 +287,15 @@ class TrainConfig(StepOptions, _Training):
             return
         if self.nproc is not None:
             spec.check_world(self.nproc)
+        if self.expert_chunks > 1 and spec.ep == 1:
+            raise ValueError(f"expert_chunks={self.expert_chunks} is about ep and there is none: add ep=2 to the mesh")
         self._validate_pipeline(spec)
         sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
+        if spec.ep > 1:
+            if not hasattr(self.model, "moe"):
+                raise ValueError(f"mesh {spec} spreads experts and the model has none; drop ep={spec.ep}")
+            spec.check_divides({"model.moe.n_experts": self.model.moe.n_experts}, "ep")
 
     def _validate_pipeline(self, spec: MeshSpec) -> None:
         if spec.pp == 1:
@@ -385,7 +397,7 @@ class TrainConfig(StepOptions, _Training):
             raise ValueError("not a run's configuration: it must be a JSON object with a model in it")
         model = dict(values["model"])
         family = family_named(str(model.pop("family", None)))
-        return _decode(cls, values | {"model": _decode(family.config, model, "model")}, "configuration")
+        return decode(cls, values | {"model": decode(family.config, model, "model")}, "configuration")
 
 
 def run_of(folder: Path) -> Path:
@@ -407,44 +419,3 @@ def _path_text(value: Any) -> str:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"no JSON form for {value!r}")
-
-
-def _decode(hint: Any, value: Any, where: str) -> Any:
-    """``value`` from JSON as the type ``hint``; ``where`` names it in errors."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(value):  # the model, decoded already: its class depends on the family
-        return value
-    if dataclasses.is_dataclass(hint):
-        return _decode_dataclass(hint, value, where)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        if any(typing.get_origin(arg) is Literal and value in typing.get_args(arg) for arg in args):
-            return value
-        return _decode(next(arg for arg in args if arg is not type(None)), value, where)
-    if origin is Literal and value in args:
-        return value
-    if origin is tuple and isinstance(value, list):
-        items = args[:1] * len(value) if args[-1] is Ellipsis else args
-        if len(items) == len(value):
-            return tuple(_decode(item, part, where) for item, part in zip(items, value, strict=True))
-    if hint is Path and isinstance(value, str):
-        return Path(value)
-    if hint is float and type(value) in (int, float):
-        return float(value)
-    if hint in (bool, int, str) and type(value) is hint:
-        return value
-    raise ValueError(f"{where}={value!r} in a run's configuration must be {getattr(hint, '__name__', hint)}")
-
-
-def _decode_dataclass(hint: type, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}={value!r} in a run's configuration must be an object")
-    hints = typing.get_type_hints(hint)
-    names = [field.name for field in dataclasses.fields(hint) if field.init]
-    for name in value:
-        if name not in names:
-            raise unknown_name(f"name in the {where} of a run", name, names)
-    if missing := [name for name in names if name not in value]:
-        raise ValueError(f"the {where} of a run lacks {', '.join(missing)}: another version of stepgraph wrote it")
-    return hint(**{name: _decode(hints[name], value[name], name) for name in names})

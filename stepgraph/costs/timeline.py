@@ -134,11 +134,20 @@ def _collective(node: fx.Node, kind: str, group: Group, dtype: torch.dtype, nbyt
 # What passes ask: of kernels that nothing is fused into yet, on the GPU that decisions assume.
 
 
+def assumed_seconds(graph: fx.Graph) -> dict[fx.Node, float]:
+    """Seconds of every node that computes."""
+    aliases = Aliases(graph)
+    return Roofline(graph, aliases, Fusion(graph, aliases, fused=False), ASSUMED).seconds
+
+
+def assumed_timeline(graph: fx.Graph) -> Timeline:
+    """One step as it is forecast to run."""
+    return simulate(graph, assumed_seconds(graph), ASSUMED, links.groups_of(graph.nodes))
+
+
 def exposed(graph: fx.Graph) -> tuple[float, float]:
     """(seconds that computation waits for communication, seconds of communication), as one step is forecast to run."""
-    aliases = Aliases(graph)
-    seconds = Roofline(graph, aliases, Fusion(graph, aliases, fused=False), ASSUMED).seconds
-    timeline = simulate(graph, seconds, ASSUMED, links.groups_of(graph.nodes))
+    timeline = assumed_timeline(graph)
     return timeline.exposed_seconds, sum(c.seconds for c in timeline.collectives)
 
 

@@ -9,6 +9,8 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.models.moe.decoder import MoEDecoder
+from stepgraph.parallel.expert_chunks import chunk_experts
+from stepgraph.parallel.experts import exchange_over, expert_paths, expert_splits
 from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout
 from stepgraph.parallel.mesh import Mesh
@@ -25,6 +27,8 @@ def parallelize(
     device: torch.device | str | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
+    expert_capacity: float = 2.0,
+    expert_chunks: int = 1,
     pipeline: Pipeline | None = None,
 ) -> nn.Module:
     """Shard the parameters of ``model`` over ``mesh``, in place, and return it.
@@ -40,6 +44,10 @@ def parallelize(
         device: where the shards live; None: where the parameters are.
         param_dtype: dtype that parameters are gathered and used in; None: their own.
         reduce_dtype: dtype that gradients are reduced in.
+        expert_capacity: with ``ep``, the rows that a rank has room to send to another at first, as a multiple of those
+            under balanced load. A step that needs more is repeated with more (see `stepgraph.parallel.experts`).
+        expert_chunks: with ``ep``, the parts that a layer of experts takes its tokens in, one after the other: one
+            travels while another is computed (see `stepgraph.parallel.expert_chunks`).
         pipeline: the model's stages, from `plan_pipeline`. Needed where the mesh has ``pp``. Parameters of other ranks'
             stages then stay, or go, on the meta device; give an optimizer those that `held_parameters` names.
 
@@ -61,6 +69,9 @@ def parallelize(
         at = device or next(model.parameters()).device
         place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)
         register_place(model, place)  # for the loss
+    experts = expert_paths(model, mesh.spec) if mesh.experts is not None else set()
+    if experts:
+        exchange_over(model, mesh.experts, expert_capacity)
     elsewhere = _elsewhere(model, pipeline)
     fsdp = mesh.axis("dp_shard") is not None
     stored: dict[int, tuple[nn.Parameter, Layout]] = {}
@@ -70,10 +81,13 @@ def parallelize(
         for name, param in module._parameters.items():
             if param is None:
                 continue
-            splits = [("tp", style.split[name])] if style and name in style.split else []
-            splits += [("dp_shard", 0)] if fsdp and param.ndim else []
+            if path in experts:
+                axes, splits = mesh.experts, expert_splits(param.shape, mesh.experts)
+            else:
+                axes, splits = mesh, [("tp", style.split[name])] if style and name in style.split else []
+                splits += [("dp_shard", 0)] if fsdp and param.ndim else []
             dtype = param_dtype if param_dtype and param.is_floating_point() else param.dtype
-            layout = Layout(param.shape, mesh, tuple(splits), dtype, reduce_dtype)
+            layout = Layout(param.shape, axes, tuple(splits), dtype, reduce_dtype)
             shard, first = stored.setdefault(
                 id(param), (_shard(param, layout, "meta" if id(param) in elsewhere else device), layout)
             )
@@ -91,6 +105,8 @@ def parallelize(
         for name, buffer in module._buffers.items():
             if buffer is not None and device is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+    if experts:
+        chunk_experts(model, expert_chunks)
     if pipeline is not None:
         pipeline.attach(model)
     return model
@@ -117,9 +133,9 @@ def _with_mesh(forward, tp, module, base, *args):
 
 def _shard(param: nn.Parameter, layout: Layout, device: torch.device | str | None) -> nn.Parameter:
     local = torch.empty(layout.local_shape, dtype=param.dtype, device=device or param.device)
+    if layout.padded and not local.is_meta:
+        local.zero_()
     if not param.is_meta and not local.is_meta:
         part = param[tuple(slice(start, stop) for start, stop in layout.region)] if param.ndim else param
         layout.own(local).copy_(part)
-    if layout.padded and not local.is_meta:
-        local[layout.own(local).shape[0] :].zero_()
     return nn.Parameter(layout.store(local), requires_grad=param.requires_grad)

@@ -8,7 +8,8 @@ A trace records these as plain collectives, and passes bucket and move them.
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (stage 3).
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from stepgraph.parallel.layout import Layout
 
 _LAYOUTS = "_stepgraph_layouts"
+_HELD = "_stepgraph_held"  # gathered parameters by name, inside `gathered_once`
 
 
 def unshard(stored: DTensor, layout: Layout) -> torch.Tensor:
@@ -31,11 +33,27 @@ def unshard(stored: DTensor, layout: Layout) -> torch.Tensor:
         local = stored.redistribute(placements=reduced, **casts).to_local(grad_placements=layout.unreduced())
     else:
         local = stored.to_local()
+    if mesh.divisor > 1:
+        local = _DividedGradient.apply(local, mesh.divisor)
     if not layout.sharded:
         return local if local.dtype == layout.param_dtype else local.to(layout.param_dtype)
-    shard = DTensor.from_local(local, mesh.axis("dp_shard"), [Shard(0)], run_check=False)
-    whole = shard.redistribute(placements=[Replicate()], **dtypes).to_local(grad_placements=[Partial("avg")])
-    return whole[: layout.rows] if layout.padded else whole
+    dim, op = layout.shard_dim, "avg" if mesh.shard in mesh.averaged else "sum"
+    shard = DTensor.from_local(local, mesh.axis(mesh.shard), [Shard(dim)], run_check=False)
+    whole = shard.redistribute(placements=[Replicate()], **dtypes).to_local(grad_placements=[Partial(op)])
+    return whole.narrow(dim, 0, layout.rows) if layout.padded else whole
+
+
+class _DividedGradient(torch.autograd.Function):
+    """The tensor as it is, its gradient divided by ``divisor``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, divisor: int) -> torch.Tensor:
+        ctx.divisor = divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / ctx.divisor, None
 
 
 def parametrize(module: nn.Module, layouts: dict[str, Layout], forward: Callable | None) -> None:
@@ -54,7 +72,35 @@ def parametrize(module: nn.Module, layouts: dict[str, Layout], forward: Callable
 
 
 def _getter(name: str) -> Callable[[nn.Module], torch.Tensor]:
-    return lambda module: unshard(module._parameters[name], getattr(module, _LAYOUTS)[name])
+    def whole(module: nn.Module) -> torch.Tensor:
+        held = vars(module).get(_HELD)
+        if held is not None and name in held:
+            return held[name]
+        found = unshard(module._parameters[name], getattr(module, _LAYOUTS)[name])
+        if held is not None:
+            held[name] = found
+        return found
+
+    return whole
+
+
+@contextlib.contextmanager
+def gathered_once(root: nn.Module) -> Iterator[None]:
+    """Inside, a parameter of ``root`` or of its submodules that is read twice is gathered once, and so is its gradient
+    reduced once."""
+    modules = [module for module in root.modules() if own_layouts(module)]
+    for module in modules:
+        vars(module)[_HELD] = {}
+    try:
+        yield
+    finally:
+        for module in modules:
+            del vars(module)[_HELD]
+
+
+def own_layouts(module: nn.Module) -> dict[str, Layout]:
+    """The layouts of the parameters that are ``module``'s own, by name."""
+    return vars(module).get(_LAYOUTS, {})
 
 
 def layouts(model: nn.Module) -> dict[str, Layout]:
@@ -62,5 +108,5 @@ def layouts(model: nn.Module) -> dict[str, Layout]:
     return {
         f"{path}.{name}" if path else name: layout
         for path, module in model.named_modules()
-        for name, layout in vars(module).get(_LAYOUTS, {}).items()
+        for name, layout in own_layouts(module).items()
     }

@@ -1,7 +1,8 @@
 """Where a parameter lies on the mesh: which part of it this rank keeps, and how large its local tensor is.
 
 A parameter is split along dimensions over axes of the mesh, one split after the other, each of what the one before
-left: tensor parallelism splits one dimension evenly, FSDP then dimension 0. Shards are equal: where rows do not divide,
+left: tensor parallelism splits one dimension evenly, FSDP then dimension 0 (of an expert's weights maybe another).
+Shards are equal: where rows do not divide,
 every rank's shard has the size of the largest and the rows beyond the end are zeros that nothing reads. All ranks then
 have tensors, graphs and collectives of one shape.
 """
@@ -13,7 +14,7 @@ from functools import cached_property
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from stepgraph.parallel.mesh import DATA_AXES, Mesh
+from stepgraph.parallel.mesh import Axes
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,7 @@ class Layout:
     """
 
     shape: torch.Size
-    mesh: Mesh
+    mesh: Axes
     splits: tuple[tuple[str, int], ...]
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -34,7 +35,12 @@ class Layout:
     @cached_property
     def sharded(self) -> bool:
         """Whether FSDP splits it; a scalar stays whole."""
-        return "dp_shard" in dict(self.splits)
+        return self.mesh.shard in dict(self.splits)
+
+    @property
+    def shard_dim(self) -> int:
+        """The dimension that FSDP splits."""
+        return dict(self.splits)[self.mesh.shard]
 
     @cached_property
     def _sizes(self) -> list[list[int]]:
@@ -42,14 +48,14 @@ class Layout:
         found = [list(self.shape)]
         for axis, dim in self.splits:
             sizes = list(found[-1])
-            sizes[dim] = -(-sizes[dim] // self.mesh.spec.sizes[axis])
+            sizes[dim] = -(-sizes[dim] // self.mesh.sizes[axis])
             found.append(sizes)
         return found
 
     @cached_property
     def rows(self) -> int:
-        """Rows (dimension 0) of the gathered parameter: those that other axes than FSDP's leave to this rank."""
-        return self._sizes[[axis for axis, _ in self.splits].index("dp_shard")][0]
+        """Size of the gathered parameter in `shard_dim`: what other axes than FSDP's leave to this rank."""
+        return self._sizes[[axis for axis, _ in self.splits].index(self.mesh.shard)][self.shard_dim]
 
     @cached_property
     def region(self) -> tuple[tuple[int, int], ...]:
@@ -71,7 +77,7 @@ class Layout:
         """Shape of all ranks' tensors together, padding included."""
         size = list(self.local_shape)
         for axis, dim in self.splits:
-            size[dim] *= self.mesh.spec.sizes[axis]
+            size[dim] *= self.mesh.sizes[axis]
         return torch.Size(size)
 
     @property
@@ -87,7 +93,8 @@ class Layout:
         """Placements of the gradient after FSDP's reduce-scatter: what is left is to reduce it over the ranks that
         hold the same shard."""
         alone = self.mesh.devices.size() == 1  # in a pipeline without another axis there is nothing to reduce
-        return self._placements(lambda axis: Replicate() if alone else Partial("avg" if axis in DATA_AXES else "sum"))
+        averaged = self.mesh.averaged
+        return self._placements(lambda axis: Replicate() if alone else Partial("avg" if axis in averaged else "sum"))
 
     def _placements(self, unsplit: Callable[[str], Placement]) -> tuple[Placement, ...]:
         dims = dict(self.splits)

@@ -1,9 +1,13 @@
-"""The mesh of a run: ``--mesh fsdp=4,tp=2`` to ranks, process groups and their slices."""
+"""The mesh of a run: ``--mesh fsdp=4,tp=2,ep=2`` to ranks, process groups and their slices.
+
+Experts see the same ranks as another mesh: ``ep`` of them, neighbours, share the experts among them, and what is left
+of shards and tensor-parallel ranks (to experts, they too bring tokens of their own) shards each expert's weights.
+"""
 
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -33,11 +37,26 @@ class MeshSpec:
     """Ranks that shard parameters, gradients and optimizer state (FSDP)."""
     tp: int = _axis()
     """Tensor-parallel ranks."""
+    ep: int = field(default=1, metadata={"divides": True})
+    """Expert-parallel ranks, among those of the axes above: no axis of its own."""
+
+    def __post_init__(self) -> None:
+        inner = self._inner
+        if self.pp > 1 and self.ep > 1:
+            raise ValueError(f"mesh {self} has both pp and ep, which do not go together; drop one of them")
+        if inner % self.ep:
+            fits = [n for n in range(1, inner + 1) if inner % n == 0]
+            near = [*[n for n in fits if n < self.ep][-1:], *[n for n in fits if n > self.ep][:1]]
+            raise ValueError(
+                f"mesh {self}: ep={self.ep} does not divide its {inner} ranks of shards and tp; try "
+                + " or ".join(f"ep={n}" for n in near)
+            )
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
-        """``fsdp=N``, ``ddp=N`` or ``hsdp=REPLICASxSHARDS``, and ``tp=N``, joined by commas; ``ValueError`` else."""
-        forms = _DATA_FORMS | {name: (name,) for name in MODEL_AXES}
+        """``fsdp=N``, ``ddp=N`` or ``hsdp=REPLICASxSHARDS``, ``tp=N`` and ``ep=N``, joined by commas; ``ValueError``
+        else. Without a data-parallel axis, ``ep`` comes with as many shards as it needs."""
+        forms = _DATA_FORMS | {name: (name,) for name in (*MODEL_AXES, "ep")}
         found: dict[str, tuple[int, ...]] = {}
         for part in text.split(","):
             form, _, value = part.strip().partition("=")
@@ -54,17 +73,34 @@ class MeshSpec:
             raise ValueError(
                 f"mesh {text!r} has two data-parallel axes; shards with replicas are hsdp={replicas}x{shards}"
             )
-        return cls(**{name: n for form, sizes in found.items() for name, n in zip(forms[form], sizes, strict=True)})
+        sizes = {name: n for form, given in found.items() for name, n in zip(forms[form], given, strict=True)}
+        if "ep" in found and not found.keys() & _DATA_FORMS.keys():
+            sizes["dp_shard"] = sizes["ep"] // math.gcd(sizes["ep"], sizes.get("tp", 1))
+        return cls(**sizes)
 
     def __str__(self) -> str:
         form = "fsdp" if self.dp_replicate == 1 else "ddp" if self.dp_shard == 1 else "hsdp"
         data = f"{form}={'x'.join(str(self.sizes[name]) for name in _DATA_FORMS[form])}"
-        return ",".join([data, *(f"{name}={self.sizes[name]}" for name in MODEL_AXES if self.sizes[name] > 1)])
+        others = {name: self.sizes[name] for name in MODEL_AXES} | {"ep": self.ep}
+        return ",".join([data, *(f"{name}={size}" for name, size in others.items() if size > 1)])
 
     @property
     def sizes(self) -> dict[str, int]:
         """The size of every axis, in the order in which ranks count."""
-        return {axis.name: getattr(self, axis.name) for axis in fields(self)}
+        return {name: getattr(self, name) for name in _AXES}
+
+    @property
+    def _inner(self) -> int:
+        """Ranks that ``ep`` divides: those of the shards, or of the replicas where nothing is sharded, and of tp."""
+        return (self.dp_replicate if self.dp_shard == 1 else self.dp_shard) * self.tp
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """The size of every axis of the experts' mesh, in the order in which ranks count."""
+        left = self._inner // self.ep
+        if self.dp_shard == 1 and self.dp_replicate > 1:
+            return {"ep_replicate": left, "ep_shard": 1, "ep": self.ep}
+        return {"ep_replicate": self.dp_replicate, "ep_shard": left, "ep": self.ep}
 
     @property
     def size(self) -> int:
@@ -88,7 +124,7 @@ class MeshSpec:
 
     def check_divides(self, sizes: dict[str, int], axis: str = "tp") -> None:
         """``ValueError`` unless ``axis`` divides every one of ``sizes`` (name -> size), with values that do."""
-        ranks = self.sizes[axis]
+        ranks = getattr(self, axis)
         for name, size in sizes.items():
             if size % ranks:
                 fits = [n for n in range(1, size + 1) if all(other % n == 0 for other in sizes.values())]
@@ -99,8 +135,9 @@ class MeshSpec:
 
 
 #: Axes whose ranks read data of their own, and those whose ranks share it, each in the order in which ranks count.
-DATA_AXES = tuple(axis.name for axis in fields(MeshSpec) if axis.metadata["data"])
-MODEL_AXES = tuple(axis.name for axis in fields(MeshSpec) if not axis.metadata["data"])
+_AXES = tuple(axis.name for axis in fields(MeshSpec) if "data" in axis.metadata)
+DATA_AXES = tuple(axis.name for axis in fields(MeshSpec) if axis.metadata.get("data"))
+MODEL_AXES = tuple(name for name in _AXES if name not in DATA_AXES)
 #: What the text calls the data-parallel axes; every other axis has its own name.
 _DATA_FORMS = {"fsdp": ("dp_shard",), "ddp": ("dp_replicate",), "hsdp": ("dp_replicate", "dp_shard")}
 
@@ -112,9 +149,11 @@ def _nearest(spec: MeshSpec, world: int) -> MeshSpec:
         found[name] = _divisor(left, spec.sizes[name])
         left //= found[name]
     if spec.dp_shard == 1 and spec.dp_replicate > 1:
-        return MeshSpec(dp_replicate=left, **found)
-    replicate = _divisor(left, spec.dp_replicate)
-    return MeshSpec(dp_replicate=replicate, dp_shard=left // replicate, **found)
+        near = MeshSpec(dp_replicate=left, **found)
+    else:
+        replicate = _divisor(left, spec.dp_replicate)
+        near = MeshSpec(dp_replicate=replicate, dp_shard=left // replicate, **found)
+    return replace(near, ep=_divisor(near._inner, spec.ep))
 
 
 def _divisor(number: int, limit: int) -> int:
@@ -122,32 +161,24 @@ def _divisor(number: int, limit: int) -> int:
     return max(n for n in range(1, min(limit, number) + 1) if number % n == 0)
 
 
-class Mesh:
-    """A mesh with its process groups: built on every rank, in the same order, under an initialized process group.
+class Axes:
+    """Ranks along named axes, with their process groups: built on every rank, in the same order, under an initialized
+    process group.
 
-    ``spec``: its sizes. ``devices``: the ``DeviceMesh`` of the axes above 1 (at least one) but ``pp``: the ranks that
-    share a stage. ``stage_group``: their process group. Axes that count fastest come first in it: where both ``tp`` and
-    ``dp_shard`` split a dimension, FSDP then splits what tensor parallelism left, and a gather over ``dp_shard`` is
-    contiguous.
+    ``sizes``: of the axes. ``devices``: the ``DeviceMesh`` of those above 1 (at least one), whose names are ``names``.
+    Axes that count fastest come first in it: where two split a dimension, as ``tp`` and ``dp_shard`` do, FSDP splits
+    what the other left, and a gather is contiguous. ``shard``: the axis of FSDP. ``averaged``: axes over whose ranks
+    gradients are averaged; over others they are summed, and then divided by ``divisor``.
     """
 
-    def __init__(self, spec: MeshSpec, device_type: str):
-        spec.check_world(dist.get_world_size())
-        self.spec = spec
-        ranks = torch.arange(spec.size).view(*spec.sizes.values())
-        ranks = ranks.permute(*reversed(range(ranks.ndim)))
-        names = tuple(name for name in reversed(spec.sizes) if spec.sizes[name] > 1 and name != "pp")
-        self.names = names or ("dp_shard",)
-        every = (*self.names, "pp") if spec.pp > 1 else self.names
-        ranks = ranks.reshape([spec.sizes[name] for name in every])
-        with compat.single_gloo_thread():
-            grid = _device_mesh(device_type, ranks, every)
-            self.stage_group = _stage_group(spec)
-        # Slices are made here, once: torch 2.11 cannot make them during a trace.
-        self.devices = grid[self.names] if spec.pp > 1 else grid
-        shown = every if spec.pp == 1 else (*names, "pp")  # a pipeline alone has no other axis
-        self._slices = {name: grid if len(every) == 1 else grid[name] for name in shown}
-        self._coordinate = dict(zip(every, grid.get_coordinate(), strict=True))
+    sizes: dict[str, int]
+    names: tuple[str, ...]
+    devices: DeviceMesh
+    shard: str
+    averaged: tuple[str, ...] = ()
+    divisor: int = 1
+    _slices: dict[str, DeviceMesh]
+    _coordinate: dict[str, int]
 
     def axis(self, name: str) -> DeviceMesh | None:
         """The one-dimensional mesh of this rank's peers along ``name``; None where the mesh lacks it."""
@@ -157,6 +188,36 @@ class Mesh:
         """This rank's place along ``name``; 0 where the mesh lacks it."""
         return self._coordinate.get(name, 0)
 
+    def __deepcopy__(self, memo: dict) -> "Axes":
+        return self  # process groups belong to the process, whatever copies of a model there are
+
+    def placements(self, of: Callable[[str], Placement]) -> tuple[Placement, ...]:
+        """What ``of`` says of each of the mesh's axes, in their order."""
+        return tuple(map(of, self.names))
+
+
+class Mesh(Axes):
+    """The mesh of a run. ``spec``: its sizes. ``devices`` has no ``pp``: it is of the ranks that share a stage.
+    ``stage_group``: their process group. ``experts``: the mesh as experts see it; None without ``ep``."""
+
+    shard, averaged = "dp_shard", ("dp_replicate", "dp_shard")
+
+    def __init__(self, spec: MeshSpec, device_type: str):
+        spec.check_world(dist.get_world_size())
+        self.spec, self.sizes = spec, spec.sizes
+        names = tuple(name for name in reversed(spec.sizes) if spec.sizes[name] > 1 and name != "pp")
+        self.names = names or ("dp_shard",)
+        every = (*self.names, "pp") if spec.pp > 1 else self.names
+        grid = _device_mesh(device_type, spec.sizes, every)
+        with compat.single_gloo_thread():
+            self.stage_group = _stage_group(spec)
+        # Slices are made here, once: torch 2.11 cannot make them during a trace.
+        self.devices = grid[self.names] if spec.pp > 1 else grid
+        shown = every if spec.pp == 1 else (*names, "pp")  # a pipeline alone has no other axis
+        self._slices = {name: grid if len(every) == 1 else grid[name] for name in shown}
+        self._coordinate = dict(zip(every, grid.get_coordinate(), strict=True))
+        self.experts = ExpertAxes(spec, device_type) if spec.ep > 1 else None
+
     @property
     def dp_place(self) -> int:
         """This rank's place among the ``spec.dp`` ranks that read data of their own."""
@@ -165,20 +226,39 @@ class Mesh:
             place = place * self.spec.sizes[name] + self.place(name)
         return place
 
-    def __deepcopy__(self, memo: dict) -> "Mesh":
-        return self  # process groups belong to the process, whatever copies of a model there are
 
-    def placements(self, of: Callable[[str], Placement]) -> tuple[Placement, ...]:
-        """What ``of`` says of each of the mesh's axes, in their order."""
-        return tuple(map(of, self.names))
+class ExpertAxes(Axes):
+    """The mesh as experts see it: ``ep``, then what shards or replicates their weights.
+
+    Each rank's loss is its own, and an expert gets gradients of the tokens of all ranks: the mean over data-parallel
+    ranks is the sum, divided by their number.
+    """
+
+    shard = "ep_shard"
+
+    def __init__(self, spec: MeshSpec, device_type: str):
+        self.sizes, self.divisor = spec.expert_sizes, spec.dp
+        self.names = tuple(name for name in reversed(self.sizes) if self.sizes[name] > 1)
+        self.devices = _device_mesh(device_type, self.sizes, self.names)
+        self._slices = {n: self.devices if len(self.names) == 1 else self.devices[n] for n in self.names}
+        self._coordinate = dict(zip(self.names, self.devices.get_coordinate(), strict=True))
 
 
-def _device_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """A ``DeviceMesh`` whose collectives are safe while several are in flight: one axis over all ranks would otherwise
-    have the default process group, with as many threads as whoever opened it gave it."""
-    if len(names) == 1 and device_type == "cpu" and compat.several_gloo_threads(dist.group.WORLD):
-        return DeviceMesh.from_group(dist.new_group(), device_type, mesh_dim_names=names)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+def _device_mesh(device_type: str, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
+    """The ``DeviceMesh`` of the axes ``names``, those that count fastest first. ``sizes``: of all, in the order of
+    ranks.
+
+    Its collectives are safe while several are in flight: one axis over all ranks would otherwise have the default
+    process group, with as many threads as whoever opened it gave it. That of experts, whose exchanges run beside other
+    collectives, never is another mesh's.
+    """
+    ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    ranks = ranks.permute(*reversed(range(ranks.ndim))).reshape([sizes[name] for name in names])
+    several = device_type == "cpu" and compat.several_gloo_threads(dist.group.WORLD)
+    with compat.single_gloo_thread():
+        if len(names) == 1 and (several or names == ("ep",)):
+            return DeviceMesh.from_group(dist.new_group(), device_type, mesh_dim_names=names)
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
 
 
 def _stage_group(spec: MeshSpec) -> dist.ProcessGroup:

@@ -14,6 +14,7 @@ import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
 import stepgraph.passes.comm.copy_engines
 import stepgraph.passes.comm.overlap
+import stepgraph.passes.comm.overlap_experts
 import stepgraph.passes.comm.unshard
 import stepgraph.passes.compile.cuda_graph
 import stepgraph.passes.compile.inductor
@@ -50,7 +51,8 @@ ORDER = (
     "reshard_after_forward",  # gather parameters again in backward
     "bucket_collectives",  # one collective for each region of the model
     "bucket_all_reduces",  # numerics: those of more than two ranks
-    "overlap",  # collectives beside compute
+    "overlap_experts",  # experts' tokens travel beside compute
+    "overlap",  # collectives of parameters beside compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "tag_regions",  # what regional Inductor compiles

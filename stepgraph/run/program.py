@@ -185,8 +185,8 @@ class ProgramRunner:
     def _begin(self) -> None:
         _reset(self.flat)
         self.waits.clear()
-        for kept, now in self.kept:
-            kept.copy_(now)
+        if self.kept:
+            torch._foreach_copy_(*map(list, zip(*self.kept, strict=True)))
         for level in self.levels.values():
             level.zero_()
 

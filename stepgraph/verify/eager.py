@@ -47,7 +47,7 @@ def eager_step(
     owned = set()
     for optimizer in optimizers:
         if not skipped:
-            optimizer.step()
+            _step(optimizer)
         owned |= {id(p) for group in optimizer.param_groups for p in group["params"]}
     if optimizers:
         metrics |= end_of_step(model)
@@ -60,6 +60,22 @@ def eager_step(
             elif old is not None:
                 param.grad = old.add_(param.grad)
     return total, metrics
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step()``, with the parameters of each mesh in a group of their own: torch's kernels for many tensors
+    take no others. Parameters of experts lie on another mesh than the rest."""
+    groups, split = optimizer.param_groups, []
+    for group in groups:
+        by_mesh: dict[Any, list[torch.Tensor]] = {}
+        for param in group["params"]:
+            by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
+        split += [group | {"params": params} for params in by_mesh.values()]
+    optimizer.param_groups = split
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
 
 
 def _clip(params: list[torch.Tensor], max_norm: float) -> torch.Tensor:

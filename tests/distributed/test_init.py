@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import compat
-from stepgraph.models import Golf, GolfConfig, Llama3
+from stepgraph.models import DeepSeekV3, Golf, GolfConfig, Llama3
+from stepgraph.models.deepseek_v3.plan import tp_plan
 from stepgraph.models.golf.golf import TP_PLAN as GOLF_PLAN
 from stepgraph.models.init import CHUNK, Part, _draw, init_parameters
 from stepgraph.models.llama3.llama3 import TP_PLAN
 from stepgraph.parallel import Mesh, MeshSpec, parallelize
 from stepgraph.parallel.init import local_parts, round_to
 from tests.distributed.ranks import TINY
+from tests.models.moe_models import DEEPSEEK
 
 SEED = 3
 GOLF = GolfConfig(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=80, vocab_size=132, residual_scales=True)
@@ -42,6 +44,15 @@ def on_mesh(text, build, plan):
 def test_every_rank_has_its_part_of_the_whole_model(as_rank, family, text, rank):
     config = {"llama3": TINY, "tied": replace(TINY, tie_embeddings=True), "golf": GOLF}[family]
     build, plan = (lambda: Golf(config), GOLF_PLAN) if family == "golf" else (lambda: Llama3(config), TP_PLAN)
+    check_part_of_whole(as_rank, build, plan, text, rank)
+
+
+@pytest.mark.parametrize("text", ["fsdp=4,ep=2", "hsdp=2x2,tp=2,ep=4", "fsdp=16,ep=8", "fsdp=9,ep=1"])
+def test_every_rank_has_its_part_of_the_experts(as_rank, text):
+    check_part_of_whole(as_rank, lambda: DeepSeekV3(DEEPSEEK), tp_plan(DEEPSEEK), text, -1)
+
+
+def check_part_of_whole(as_rank, build, plan, text, rank):
     whole = build()
     whole.init_weights(SEED)
     size = MeshSpec.parse(text).size

@@ -22,6 +22,10 @@ from tests.distributed.ranks import TINY
         ("hsdp=2x4,tp=2", (2, 4, 2), "hsdp=2x4,tp=2"),
         ("tp=8", (1, 1, 8), "fsdp=1,tp=8"),
         ("fsdp=1", (1, 1, 1), "fsdp=1"),
+        ("ep=2", (1, 2, 1), "fsdp=2,ep=2"),
+        ("ep=4,tp=2", (1, 2, 2), "fsdp=2,tp=2,ep=4"),
+        ("tp=4,ep=2", (1, 1, 4), "fsdp=1,tp=4,ep=2"),
+        ("ep=4,hsdp=2x2,tp=2", (2, 2, 2), "hsdp=2x2,tp=2,ep=4"),
     ],
 )
 def test_parse(text, sizes, shown):
@@ -34,12 +38,14 @@ def test_parse(text, sizes, shown):
     ("text", "message"),
     [
         ("fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
-        ("", "unknown mesh axis '': choose one of ddp, fsdp, hsdp, pp, tp"),
+        ("", "unknown mesh axis '': choose one of ddp, ep, fsdp, hsdp, pp, tp"),
         ("fsdp", "mesh 'fsdp': 'fsdp' has no size above 0; write it as in fsdp=2"),
         ("fsdp=2x4", "mesh 'fsdp=2x4': 'fsdp=2x4' has no size above 0; write it as in fsdp=2"),
         ("hsdp=8", "mesh 'hsdp=8': 'hsdp=8' has no size above 0; write it as in hsdp=2x4 (replicas x shards)"),
         ("tp=0", "mesh 'tp=0': 'tp=0' has no size above 0; write it as in tp=2"),
         ("tp=2,tp=2", "mesh 'tp=2,tp=2' names tp twice; name it once"),
+        ("fsdp=6,ep=4", "mesh fsdp=6,ep=4: ep=4 does not divide its 6 ranks of shards and tp; try ep=3 or ep=6"),
+        ("hsdp=4x2,ep=8", "mesh hsdp=4x2,ep=8: ep=8 does not divide its 2 ranks of shards and tp; try ep=2"),
         ("ddp=2,fsdp=3", "mesh 'ddp=2,fsdp=3' has two data-parallel axes; shards with replicas are hsdp=2x3"),
     ],
 )

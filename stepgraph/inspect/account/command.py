@@ -48,6 +48,12 @@ class InspectOptions(StepOptions):
     reduce_dtype: str = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
 
+    expert_capacity: float = 2.0
+    """With ep: room for exchanges, as a multiple of balanced load."""
+
+    expert_chunks: int = 1
+    """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
+
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph inspect ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""

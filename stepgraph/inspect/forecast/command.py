@@ -17,7 +17,7 @@ from stepgraph.costs.hardware import ATTENTION_REACHED, GPUS, MEMORY_REACHED, PR
 from stepgraph.costs.memory import KINDS
 from stepgraph.costs.timeline import Collective, Timeline
 from stepgraph.errors import unknown_name
-from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, forecast
+from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, check_imbalance, forecast
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline
 from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
 from stepgraph.inspect.forecast.tables import new_table, size_text, time_text
@@ -29,7 +29,7 @@ class PlanOptions(StepOptions):
     """Forecast memory, communication and time of a preset's training step on a cluster, from its captured graph."""
 
     mesh: str = "fsdp=8"
-    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, pp=N. Eight neighbours share a machine."""
+    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, ep=N, pp=N. Eight share a machine."""
 
     pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
     """With pp, the run's schedule; the forecast compares all that fit. None: 1f1b."""
@@ -54,6 +54,15 @@ class PlanOptions(StepOptions):
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
+
+    expert_capacity: float = 2.0
+    """With ep: room for exchanges, as a multiple of balanced load."""
+
+    expert_chunks: int = 1
+    """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
+
+    imbalance: float = 1.0
+    """With ep: rows that the most loaded rank's experts receive over the mean. 1: routing is balanced."""
 
     inductor: Literal["full", "off"] = "full"
     """full: operators between matrix products count as fused; off: each counts by itself."""
@@ -85,13 +94,14 @@ def main(argv: list[str]) -> int:
     gpu, chosen = GPUS[options.gpu], {key: getattr(options, key) for key in SETTINGS}
     config = dataclasses.replace(config, mesh=options.mesh, pipeline=options.pipeline, split=options.split, **chosen)
     config.validate()
+    check_imbalance(options.imbalance, config.mesh_spec)
     refuse_idle(config, words, Target.forecast(gpu))
     console = Console(highlight=False, soft_wrap=True)
     if config.mesh_spec.pp > 1:
         result = forecast_pipeline(config, gpu)
         show_pipeline(result, console)
     else:
-        result = forecast(config, gpu)
+        result = forecast(config, gpu, options.imbalance)
         show(result, console)
     if options.json is not None:
         options.json.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -105,7 +115,11 @@ def show(result: Forecast, console: Console) -> None:
         f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
         f"batch {config.accumulate} x {config.batch_size} x {config.seq_len} a data-parallel rank, {config.precision}, "
         f"memory {config.memory}"
+        + (f", the most loaded rank at {result.imbalance:g} times the mean" if config.mesh_spec.ep > 1 else "")
     )
+    if hasattr(config.model, "moe"):
+        parameters, active = config.model.num_params(), config.model.num_params(active=True)
+        console.print(f"{parameters / 1e9:,.1f}B parameters, {active / 1e9:,.1f}B of them active a token")
     console.print(f"{result.nodes:,} nodes captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
     console.print(_memory_table(result))
     left = gpu.memory - result.peak.total

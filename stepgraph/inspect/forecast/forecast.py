@@ -30,7 +30,8 @@ from stepgraph.models import family_of, flops_per_token
 @dataclass(frozen=True)
 class Forecast:
     """The forecast of one rank's step. ``moments``: memory over the step. ``model_flops``: FLOPs of the step that the
-    MFU counts, this rank's share; ``flops``: those that the graph runs. ``tokens``: of the step on all ranks."""
+    MFU counts, this rank's share; ``flops``: those that the graph runs. ``tokens``: of the step on all ranks.
+    ``imbalance``: rows that this rank's experts receive over the mean of all ranks."""
 
     config: TrainConfig
     gpu: Gpu
@@ -42,6 +43,7 @@ class Forecast:
     flops: int
     model_flops: float
     tokens: int
+    imbalance: float = 1.0
 
     @property
     def peak(self) -> Moment:
@@ -70,6 +72,7 @@ class Forecast:
             "mesh": str(self.config.mesh_spec),
             "ranks": self.config.mesh_spec.size,
             "gpu": self.gpu.name,
+            "imbalance": self.imbalance,
             "settings": {key: getattr(self.config, key) for key in SETTINGS},
             "nodes": self.nodes,
             "capture_s": self.capture_s,
@@ -94,25 +97,36 @@ class Forecast:
 
 #: Options of a run that a forecast depends on.
 SETTINGS = (
-    *("precision", "seq_len", "batch_size", "accumulate", "reduce_dtype"),
+    *("precision", "seq_len", "batch_size", "accumulate", "reduce_dtype", "expert_capacity", "expert_chunks"),
     *(field.name for field in dataclasses.fields(passes.StepOptions)),
 )
 
 
-def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
+def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
     """The forecast of ``config``'s step, with its mesh, on ``gpu``.
 
     Rank 0's step is captured as the CPU runs it: its collectives and shapes are the GPU's, and attention is one
     operator there as here. The passes are those of a run. Where ``config`` compiles, nodes between matrix products
-    count as fused. Nothing is computed or allocated, and no rank but this process exists. Raises ``ValueError`` for a
-    configuration that has no mesh or cannot be right, and inside a process group.
+    count as fused. Nothing is computed or allocated, and no rank but this process exists.
+
+    ``imbalance``: with ``ep``, rows that the most loaded rank's experts receive over the mean of all ranks, in every
+    layer: that rank's step is forecast, as all others wait for it, with the capacity that training would have grown to.
+
+    Raises ``ValueError`` for a configuration that has no mesh or cannot be right, and inside a process group.
     """
-    if config.mesh_spec is None:
+    spec = config.mesh_spec
+    if spec is None:
         raise ValueError("a forecast needs a mesh: give one, as in --mesh fsdp=8")
+    check_imbalance(imbalance, spec)
+    while config.expert_capacity < imbalance:  # as a step that does not fit makes it grow
+        config = dataclasses.replace(config, expert_capacity=2 * config.expert_capacity)
     start = time.perf_counter()
     with simulated(config, gpu) as (program, groups):
         cost = step_cost(
-            [(graph_cost(step, gpu, groups, fused=config.compiles_all), n) for step, n in program.counted()]
+            [
+                (graph_cost(step, gpu, groups, fused=config.compiles_all, load=imbalance), n)
+                for step, n in program.counted()
+            ]
         )
     return Forecast(
         config,
@@ -125,7 +139,19 @@ def forecast(config: TrainConfig, gpu: Gpu) -> Forecast:
         model_flops=model_flops(config),
         tokens=config.tokens_per_step,
         plan_s=time.perf_counter() - start,
+        imbalance=imbalance,
     )
+
+
+def check_imbalance(imbalance: float, spec: parallel.MeshSpec) -> None:
+    """``ValueError`` unless the most loaded of ``spec.ep`` ranks can receive ``imbalance`` times the mean."""
+    if spec.ep == 1 and imbalance != 1:
+        raise ValueError(f"imbalance={imbalance:g} is about ranks that share experts: add ep=2 to the mesh {spec}")
+    if not 1 <= imbalance <= spec.ep:
+        raise ValueError(
+            f"imbalance={imbalance:g} is the most loaded rank's rows over the mean of all: give 1 to {spec.ep}, which "
+            "is every row on one rank"
+        )
 
 
 @contextlib.contextmanager
@@ -141,7 +167,8 @@ def simulated(config: TrainConfig, gpu: Gpu) -> Iterator[tuple[StepProgram, dict
             rewrite(step, config, gpu)
             for report in step.log:
                 report.graph = name
-        axes = {} if mesh is None else {name: mesh.axis(name).get_group() for name in mesh.names}
+        meshes = [] if mesh is None else [mesh] if mesh.experts is None else [mesh, mesh.experts]
+        axes = {name: axes.axis(name).get_group() for axes in meshes for name in axes.names}
         yield program, links.groups(axes) if axes else {}
 
 

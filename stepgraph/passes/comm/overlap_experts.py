@@ -1,0 +1,154 @@
+"""Experts' tokens travel while others compute: an order of the graph, nothing else.
+
+Matches: collectives that dispatch tokens to experts and combine their results, in forward, backward and recomputation.
+Before -> after, for a layer with a shared expert whose tokens go in two halves (``expert_halves=2`` of `parallelize`):
+    dispatch a, wait, experts a, combine a, wait, dispatch b, wait, experts b, combine b, wait, shared
+ -> dispatch a, dispatch b, shared, wait, experts a, combine a, wait, experts b, combine b, rest of shared, waits
+and in backward the same the other way round, with gradients of weights beside what travels. What runs beside what is
+chosen for each block by `schedule.reorder` and the costs of its nodes; every rank has the same graph and so the same
+order. Nodes stay inside their block's forward or backward, and the whole is undone where the forecast peak would grow
+by more than `OverlapExpertsOptions.memory`. Tier exact: every node keeps its operator and its inputs.
+Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, for two streams of tokens in turn.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from stepgraph.costs import links
+from stepgraph.costs.memory import estimate_memory
+from stepgraph.costs.timeline import Timeline, assumed_seconds, assumed_timeline
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.collectives import WAIT, halves, stage_of
+from stepgraph.graph.provenance import phase_of, provenance, role_of
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.comm.schedule import Travel, reorder
+from stepgraph.passes.contract import PassReport, register
+
+_KINDS = ("dispatch", "combine")
+
+
+@dataclass(frozen=True)
+class OverlapExpertsOptions:
+    """``memory``: the share by which the forecast peak may grow, from 0."""
+
+    memory: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.memory < 0:
+            raise ValueError(f"overlap_experts memory={self.memory} is negative; give 0 to allow no growth")
+
+
+@register(
+    "overlap_experts",
+    "exact",
+    options=OverlapExpertsOptions(),
+    after=("recompute", "reshard_after_forward", "bucket_collectives", "bucket_all_reduces"),
+    needs_process_group=True,
+)
+def overlap_experts(step: StepGraph, options: OverlapExpertsOptions, report: PassReport) -> None:
+    """Dispatch and combine experts' tokens beside shared experts, the other half's and gradients of weights."""
+    found = _exchanges(step)
+    report.matched = len(found)
+    if not found:
+        return
+    before, peak = assumed_timeline(step.graph), estimate_memory(step.graph).peak
+    original = list(step.graph.nodes)
+    aliases, seconds = Aliases(step.graph), assumed_seconds(step.graph) | _waiting(step)
+    windows = list(_windows(step, found, original))
+    for window in windows:
+        travels = {n: Travel(links.group_name(n), links.seconds(n)) for n in window if n in found}
+        _place(window, reorder(window, aliases, seconds, travels))
+    after = estimate_memory(step.graph).peak
+    grown = f"peak memory about {peak / 2**20:.1f} MiB before, {after / 2**20:.1f} after"
+    if after > (1 + options.memory) * peak:
+        for window in windows:
+            _place(window, window)
+        report.notes.append(f"{grown}, above the {options.memory:.0%} that it may grow by: the order stays")
+        return
+    report.changed = sum(a is not b for a, b in zip(original, step.graph.nodes, strict=True))
+    report.summary = f"{report.changed} nodes moved around {len(found)} exchanges, in {len(windows)} stretches"
+    report.notes += _effects(step, found, before, assumed_timeline(step.graph))
+    report.notes.append(grown)
+
+
+def _exchanges(step: StepGraph) -> set[fx.Node]:
+    """The collectives that begin to dispatch or to combine."""
+    return {
+        node
+        for node in step.nodes("forward", "loss", "backward")
+        if stage_of(node) == "begin" and (role := role_of(node)) and role.kind in _KINDS
+        and [user.target for user in node.users] == [WAIT]
+    }  # fmt: skip
+
+
+def _waiting(step: StepGraph) -> dict[fx.Node, float]:
+    """Seconds that computation waits for other collectives of activations, which stay where they are."""
+    waits = (node for node in step.nodes() if node.target is WAIT)
+    return {n: links.seconds(n.args[0]) for n in waits if (role := role_of(n)) and role.kind == "activation"}
+
+
+def _windows(step: StepGraph, exchanges: set[fx.Node], nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Stretches to order, one after the other: from the first to the last node of each block, in forward or backward,
+    that exchanges tokens. Outside blocks: from the first exchange to the last."""
+    half = halves(step.graph)
+    spans: dict[tuple, list[int]] = defaultdict(list)
+    for i, node in enumerate(nodes):
+        block = step.block_of(node)
+        if node in half and (block or node in exchanges or any(n in exchanges for n in node.all_input_nodes)):
+            spans[half[node], block].append(i)
+    busy = {(half[node], step.block_of(node)) for node in exchanges}
+    end = 0
+    for key in sorted(busy, key=lambda key: spans[key][0]):
+        start, last = max(spans[key][0], end), spans[key][-1]
+        if start < last:
+            yield nodes[start : last + 1]
+            end = last + 1
+
+
+def _place(window: list[fx.Node], order: list[fx.Node]) -> None:
+    """The nodes of ``window`` in ``order``, where they are."""
+    inside, behind = set(window), window[-1]
+    while behind in inside:
+        behind = behind.next
+    for node in order:
+        behind.prepend(node)
+
+
+def _effects(step: StepGraph, exchanges: set[fx.Node], before: Timeline, after: Timeline) -> Iterator[str]:
+    """What travels beside what, and how long computation still waits for it."""
+    waited: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 3)
+    for i, timeline in enumerate((before, after)):
+        for c in timeline.collectives:
+            if c.role in _KINDS:
+                sums = waited[c.role, c.phase]
+                sums[i] += c.exposed_seconds
+                sums[2] += c.seconds * i
+    beside = _beside(step, exchanges)
+    for (kind, phase), (was, now, whole) in waited.items():
+        others = beside.get((kind, phase), {})
+        most = sorted((path for path in others if others[path] > 0), key=others.get, reverse=True)[:3]
+        yield (
+            f"{kind}, {phase}: of {whole * 1e3:.2f} ms exposed {was * 1e3:.2f} before, {now * 1e3:.2f} after"
+            + (f", beside {', '.join(most)}" if most else "")
+        )
+
+
+def _beside(step: StepGraph, exchanges: set[fx.Node]) -> dict[tuple[str, str], dict[str, float]]:
+    """For each kind and phase of exchange the modules, within their block, that compute while one travels."""
+    seconds = assumed_seconds(step.graph)
+    travelling: dict[fx.Node, tuple[str, str]] = {}
+    found: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for node in step.graph.nodes:
+        if node in exchanges:
+            travelling[node] = (role_of(node).kind, phase_of(node))
+        elif node.target is WAIT:
+            travelling.pop(node.args[0], None)
+        elif travelling and seconds.get(node):
+            block = step.block_of(node)
+            path = provenance(node).path.removeprefix(block or "").strip(".") or "the block itself"
+            for key in set(travelling.values()):
+                found[key][".".join(path.split(".")[:2])] += seconds[node]
+    return found

@@ -1,0 +1,86 @@
+"""The forecast of experts spread over ranks, against numbers made by hand."""
+
+import dataclasses
+
+import pytest
+from rich.console import Console
+
+from stepgraph import cli
+from stepgraph.config.train import TrainConfig
+from stepgraph.costs.hardware import GPUS
+from stepgraph.inspect.forecast.command import show
+from stepgraph.inspect.forecast.forecast import forecast
+from tests.models.moe_models import DEEPSEEK
+
+#: One layer with experts, 16 of which a token chooses 2, on 4 ranks with 4 each.
+EXPERTS, CHOSEN, RANKS, DIM, HIDDEN, B, T = 16, 2, 4, 1024, 2048, 2, 4096
+MOE = dataclasses.replace(DEEPSEEK.moe, n_experts=EXPERTS, top_k=CHOSEN, ffn_dim=HIDDEN)
+MODEL = dataclasses.replace(DEEPSEEK, dim=DIM, n_layers=2, moe=MOE, max_seq_len=T)
+
+
+def config(**options):
+    settings = {"mesh": "fsdp=8,ep=4", "precision": "bf16", "batch_size": B, "seq_len": T, "inductor": "off"}
+    return TrainConfig(preset="experts", model=MODEL, steps=20, **settings | options)
+
+
+@pytest.fixture(scope="module")
+def balanced():
+    return forecast(config(), GPUS["h200"])
+
+
+def exchanged(result, kind, phase, dtype="bfloat16"):
+    return [c for c in result.timeline.collectives if (c.role, c.phase, c.dtype) == (kind, phase, dtype)]
+
+
+def test_rows_travel_there_and_back(balanced):
+    parts = 2 * DIM * 2 * B * T * CHOSEN  # bf16, room for twice the balanced load
+    for kind in ("dispatch", "combine"):
+        for phase in ("forward", "backward"):
+            (collective,) = exchanged(balanced, kind, phase)
+            assert (collective.axis, collective.ranks, collective.bytes) == ("ep", RANKS, parts)
+    (counts,) = exchanged(balanced, "dispatch", "forward", "int32")
+    assert counts.bytes == 4 * EXPERTS
+
+
+def test_a_rank_holds_its_experts(balanced):
+    experts = 3 * EXPERTS * DIM * HIDDEN
+    (gather,) = [c for c in balanced.timeline.collectives if (c.axis, c.phase) == ("ep_shard", "forward")]
+    assert gather.bytes == 2 * experts // RANKS  # bf16, two ranks share what each of ep has
+    assert balanced.imbalance == 1 and balanced.to_json()["imbalance"] == 1
+
+
+def test_imbalance_takes_room_and_time(balanced):
+    loaded = forecast(config(), GPUS["h200"], imbalance=3.0)
+    assert loaded.config.expert_capacity == 4.0  # 2.0 doubled, as a step that does not fit makes it
+    (before,), (after,) = (exchanged(result, "combine", "forward") for result in (balanced, loaded))
+    assert after.bytes == 2 * before.bytes and after.seconds > before.seconds
+    assert loaded.peak.total > balanced.peak.total
+    roomy = forecast(config(expert_capacity=4.0), GPUS["h200"])
+    assert roomy.peak.total == loaded.peak.total  # imbalance is rows in the same room
+    busy, idle = (result.timeline.regions["compute", "forward"] for result in (loaded, roomy))
+    assert 1.5 * idle < busy < 3 * idle  # products of three times the rows; what moves memory moves all of the room
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--mesh fsdp=8 --imbalance 2", "imbalance=2 is about ranks that share experts: add ep=2 to the mesh fsdp=8"),
+        ("--mesh fsdp=8,ep=4 --imbalance 0.5", "give 1 to 4, which is every row on one rank"),
+        ("--mesh fsdp=8,ep=4 --imbalance 5", "give 1 to 4, which is every row on one rank"),
+        ("--mesh fsdp=8,ep=3", "ep=3 does not divide its 8 ranks of shards and tp"),
+        ("--mesh fsdp=8 --expert-chunks 2", "expert_chunks=2 is about ep and there is none"),
+        ("--mesh pp=2,ep=2", "has both pp and ep, which do not go together"),
+    ],
+)
+def test_errors_of_use_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", "deepseek-v3-debug", *words.split()])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_what_is_shown(balanced, capsys):
+    show(balanced, Console(width=200))
+    shown = capsys.readouterr().out
+    assert "the most loaded rank at 1 times the mean" in shown and "0.0B of them active a token" in shown
+    assert "ep x 4" in shown and "combine" in shown
