@@ -9,7 +9,7 @@ from stepgraph.bench.norm.table import norm_section
 from stepgraph.bench.results import kind_of, read
 from stepgraph.bench.table import section
 from stepgraph.bench.train.table import train_section
-from stepgraph.config.command_line import parse, require_folder
+from stepgraph.config.command_line import parse, require_chart
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,7 @@ def main(argv: list[str]) -> int:
     )
     if not count:
         raise ValueError("no record given: write stepgraph bench report FILE.json ... [--plot PNG]")
-    require_folder(options.plot, "plot")
-    if options.plot is not None and options.plot.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"plot={options.plot}: a chart is a .png, .pdf or .svg file; give it such a name")
+    require_chart(options.plot)
     records = [read(Path(word)) for word in argv[:count]]
     kinds = [kind_of(settings) for _, settings, _ in records]
     if options.plot is not None and len(set(kinds)) > 1:

@@ -10,7 +10,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph import parallel
-from stepgraph.models import Llama3
+from stepgraph.models import DeepSeekV3Config, Llama3Config, MoEConfig, family_of
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.models.llama3.llama3 import TP_PLAN
 from stepgraph.parallel import next_token_loss
@@ -19,6 +19,22 @@ from stepgraph.passes import configured
 from tests.distributed.ranks import TINY, global_batch, make_mesh, on_ranks, own_batch, whole_model
 
 DEEP = dataclasses.replace(TINY, n_layers=4)
+# One dense block, then two with experts: both stages have some, whose selection biases move every step.
+EXPERTS = DeepSeekV3Config(
+    dim=48,
+    n_layers=3,
+    n_dense_layers=1,
+    n_heads=4,
+    ffn_dim=80,
+    moe=MoEConfig(4, 2, 24, n_shared=1, scoring="sigmoid", selection_bias=True, balance_rate=0.1),
+    vocab_size=TINY.vocab_size,
+    max_seq_len=64,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+)
 STEPS, CLIP = 2, 0.5
 
 
@@ -40,14 +56,22 @@ def eager_gradients(model, loss_fn, batch, n):
     return total
 
 
+def alone_model(config):
+    """The model on one rank, the same on every rank."""
+    if isinstance(config, Llama3Config):
+        return whole_model(config)
+    torch.manual_seed(0)
+    return family_of(config).model(config)
+
+
 def pipelined(mesh, schedule, config=DEEP, split=None):
     """The model in a pipeline, and its pipeline."""
     with torch.device("meta"):
-        model = Llama3(config)
+        model = family_of(config).model(config)
     part = {key: torch.zeros(1, 16, dtype=torch.int64) for key in ("tokens", "targets")}
     pipeline = parallel.plan_pipeline(model, one_rank_loss, part, mesh, schedule, split)
     parallel.parallelize(model, mesh, TP_PLAN, device="cpu", pipeline=pipeline)
-    whole = dict(whole_model(config).named_parameters())
+    whole = dict(alone_model(config).named_parameters())
     model.init_buffers()
     for name, param in parallel.held_parameters(model).items():
         layout = parallel.layouts(model)[name]
@@ -73,9 +97,10 @@ def check_gradients(mesh, schedule, n, config=DEEP, exact=True, **options):
     return pipeline, step
 
 
-def check_training(mesh, schedule, n, config=DEEP, **options):
-    """Loss, the norm of all stages' gradients, and parameters after every update."""
-    alone, (model, _) = whole_model(config), pipelined(mesh, schedule, config)
+def check_training(mesh, schedule, n, config=DEEP, split=None, **options):
+    """Loss, the norm of all stages' gradients, and parameters after every update; with experts their load and biases,
+    those of every stage on every rank."""
+    alone, (model, _) = alone_model(config), pipelined(mesh, schedule, config, split)
     optimizer, held = adamw(alone.parameters()), parallel.held_parameters(model)
     step = stepgraph.capture(
         model,
@@ -92,8 +117,12 @@ def check_training(mesh, schedule, n, config=DEEP, **options):
         norm = nn.utils.clip_grad_norm_(alone.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        metrics = {"grad_norm": norm} | stepgraph.end_of_step(alone)
         assert torch.equal(step(batch), loss), (schedule, i)
-        assert torch.equal(step.metrics["grad_norm"], norm), (schedule, i)
+        for name, value in metrics.items():
+            assert torch.equal(step.metrics[name], value), (schedule, i, name)
+        for (name, buffer), ours in zip(alone.named_buffers(), model.buffers(), strict=True):
+            assert torch.equal(ours, buffer), (schedule, i, name)
         for name, param in alone.named_parameters():
             if name in held:
                 assert torch.equal(held[name].to_local(), param), (schedule, i, name)
@@ -104,6 +133,7 @@ def check_training(mesh, schedule, n, config=DEEP, **options):
 def _check_short():
     mesh = make_mesh("pp=2")
     check_training(mesh, "dualpipev", 4)
+    check_training(mesh, "1f1b", 2, EXPERTS, split=(0, 2))
     # Tied: the head's part of the gradient is summed over all microbatches before the embedding's is added to it, in
     # eager microbatch by microbatch: sums in another order.
     tied = dataclasses.replace(TINY, n_layers=2, tie_embeddings=True)

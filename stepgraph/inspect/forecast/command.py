@@ -11,7 +11,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.config.command_line import parse, refuse_idle, require_folder, value_of
+from stepgraph.config.command_line import parse, refuse_idle, require_chart, require_folder, value_of
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import ATTENTION_REACHED, GPUS, MEMORY_REACHED, PRODUCTS_REACHED
 from stepgraph.costs.memory import KINDS
@@ -70,6 +70,9 @@ class PlanOptions(StepOptions):
     json: Path | None = None
     """Write everything to this file: memory block by block, and every collective."""
 
+    plot: Path | None = None
+    """With pp, draw the schedule, ranks by time, into this .png, .pdf or .svg file."""
+
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph plan ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
@@ -91,15 +94,25 @@ def main(argv: list[str]) -> int:
     if options.gpu not in GPUS:
         raise ValueError(f"unknown gpu {options.gpu!r}: choose one of {', '.join(sorted(GPUS))}")
     require_folder(options.json)
+    require_chart(options.plot)
     gpu, chosen = GPUS[options.gpu], {key: getattr(options, key) for key in SETTINGS}
     config = dataclasses.replace(config, mesh=options.mesh, pipeline=options.pipeline, split=options.split, **chosen)
     config.validate()
+    if options.plot is not None and config.mesh_spec.pp == 1:
+        raise ValueError(
+            f"--plot draws the schedule of a pipeline and mesh {config.mesh_spec} has none: add pp=2 to --mesh, or "
+            "leave --plot out"
+        )
     check_imbalance(options.imbalance, config.mesh_spec)
     refuse_idle(config, words, Target.forecast(gpu))
     console = Console(highlight=False, soft_wrap=True)
     if config.mesh_spec.pp > 1:
         result = forecast_pipeline(config, gpu)
         show_pipeline(result, console)
+        if options.plot is not None:
+            from stepgraph.inspect.forecast.plot import schedule_chart  # matplotlib is slow to load
+
+            schedule_chart(result, options.plot)
     else:
         result = forecast(config, gpu, options.imbalance)
         show(result, console)
