@@ -17,6 +17,7 @@ import json
 import os
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -59,8 +60,11 @@ class TokenCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "lock").open("wb") as lock:
-                if _locked(lock) and not self._on_disk():  # else a process writes, and will be found alive
-                    (self.folder / "progress.json").unlink()
+                while not self._on_disk():
+                    if _locked(lock):
+                        (self.folder / "progress.json").unlink()
+                    else:  # by a writer that is about to end: while one writes, all that is recorded is there
+                        time.sleep(_POLL_S)
         except OSError as error:
             raise ValueError(self._cannot_write(error)) from error
         self._mapped = np.empty(0, self._dtype)
@@ -125,8 +129,8 @@ class TokenCache:
 
     def _on_disk(self) -> bool:
         """Whether all that is recorded is there: a power cut may lose what a kill does not."""
-        tokens = self._progress()[1]
-        return not tokens or (self.folder / "tokens.bin").stat().st_size >= tokens * self._dtype.itemsize
+        tokens, file = self._progress()[1], self.folder / "tokens.bin"
+        return not tokens or (file.exists() and file.stat().st_size >= tokens * self._dtype.itemsize)
 
     def _write(self) -> None:
         try:

@@ -47,6 +47,8 @@ def test_a_second_cache_reads_what_the_first_wrote(source, tmp_path, monkeypatch
     monkeypatch.undo()
     os.truncate(again.folder / "tokens.bin", 99)  # the disk lost what was recorded, as at a power cut
     assert everything(opened(source, tmp_path / "c")) == wanted
+    (again.folder / "tokens.bin").unlink()
+    assert everything(opened(source, tmp_path / "c")) == wanted
     assert again.describe() == f"{len(wanted):,} tokens in {again.folder}"
 
 
