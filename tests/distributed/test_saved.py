@@ -1,7 +1,6 @@
 """Saved steps on ranks: those of one graph share what the first makes, and pipelines are saved graph by graph."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -10,10 +9,8 @@ import torch.distributed as dist
 import stepgraph
 from stepgraph.models.llama3.llama3 import TP_PLAN
 from stepgraph.parallel import next_token_loss, parallelize
-from tests.distributed.ranks import TINY, make_mesh, on_ranks, own_batch, whole_model
-from tests.distributed.test_pipeline import DEEP, pipelined
-
-SHORT = dataclasses.replace(TINY, n_layers=2)
+from tests.distributed.ranks import make_mesh, on_ranks, own_batch, whole_model
+from tests.distributed.test_pipeline import pipelined
 
 
 def a_batch(mesh, seed):
@@ -45,7 +42,7 @@ def compared(build, mesh, folder, plain, **options):
     return found[-2][0], found[-1][0]
 
 
-def check_shared(folder, plain):
+def check_shared(folder, long):
     mesh = make_mesh("fsdp=2")
 
     def sharded():
@@ -53,21 +50,22 @@ def check_shared(folder, plain):
         parallelize(model, mesh, TP_PLAN)
         return model
 
-    made, loaded = compared(sharded, mesh, folder, plain)
+    made, loaded = compared(sharded, mesh, folder, long)
     assert loaded.loaded == "start" and made.kept
     if dist.get_rank():
         assert made.loaded == "graph" and made.notes == ["rank 0, which has the same graph, made the step"], made
     else:
         assert made.loaded is None and not made.notes
-    check_pipeline(make_mesh("pp=2"), folder, plain)
+    if long:
+        check_pipeline(make_mesh("pp=2"), folder)
 
 
-def check_pipeline(mesh, folder, plain):
-    model, _ = pipelined(mesh, "1f1b", DEEP if plain else SHORT)
-    made, loaded = compared(lambda: copy.deepcopy(model), mesh, folder, plain, accumulate=2)
+def check_pipeline(mesh, folder):
+    model, _ = pipelined(mesh, "1f1b")
+    made, loaded = compared(lambda: copy.deepcopy(model), mesh, folder, True, accumulate=2)
     assert made.kept and loaded.loaded == "start", loaded
 
 
-@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_ranks_share_steps_and_pipelines_are_saved_graph_by_graph(plain, tmp_path):
-    on_ranks(2, check_shared, tmp_path, plain)
+@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_ranks_share_steps_and_pipelines_are_saved_graph_by_graph(long, tmp_path):
+    on_ranks(2, check_shared, tmp_path, long)
