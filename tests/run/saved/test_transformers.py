@@ -64,5 +64,13 @@ def loads(_, folder):
 
 def test_another_process_loads_the_step_of_a_hugging_face_model(tmp_path):
     pytest.importorskip("transformers")
-    on_processes(1, saves, (tmp_path,))
-    on_processes(1, loads, (tmp_path,))
+    for work in (saves, loads):
+        on_processes(1, work, (tmp_path,))
+
+
+@pytest.mark.long
+def test_a_process_with_other_hashes_loads_it_too(tmp_path):
+    """Python's hashes of strings differ from one interpreter to the next."""
+    pytest.importorskip("transformers")
+    for work in (saves, loads):
+        torch.multiprocessing.start_processes(work, (tmp_path,), start_method="spawn")
