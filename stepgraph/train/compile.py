@@ -4,13 +4,13 @@ One process stands for a rank at a time: its process groups exist, and the other
 is rewritten and compiled; ranks that have the same one find it saved.
 """
 
+import dataclasses
 import os
 import sys
 from functools import partial
 
 import torch
 
-import stepgraph
 from stepgraph import compat, parallel
 from stepgraph.config import build
 from stepgraph.config.device import pick_device
@@ -52,16 +52,8 @@ def _compile(rank: int, config: TrainConfig) -> int:
     model = build.empty_model(config, device, mesh)
     optimizer = build.build_optimizer(config, model)
     loss_fn = build.build_loss(config, device, mesh)
-    step = stepgraph.capture(
-        model,
-        loss_fn,
-        build.example_batch(config, device),
-        optimizer,
-        max_grad_norm=build.clip_at(config),
-        accumulate=config.accumulate,
-        passes=config,
-        saved=config.out,
-    )
+    saved = dataclasses.replace(config, step=str(config.out))
+    step = build.build_step(saved, model, loss_fn, build.example_batch(config, device), optimizer, None)
     outcome: Outcome = step.saved
     _print("\n   ".join([f"rank {rank}: {outcome.line()}", *outcome.notes]))
     if outcome.kept is None:

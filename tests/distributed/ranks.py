@@ -31,11 +31,15 @@ def on_ranks(world: int, function: Callable, *args: Any) -> None:
 
 def on_processes(count: int, function: Callable, args: tuple) -> None:
     """Run ``function(rank, *args)`` in ``count`` processes; a failure of one is raised."""
-    # What ranks import is imported once, not once a rank; a module that is not there is left out.
+    preload()
+    torch.multiprocessing.start_processes(function, args, nprocs=count, start_method="forkserver")
+
+
+def preload() -> None:
+    """What ranks import is imported once, not once a rank; a module that is not there is left out."""
     multiprocessing.set_forkserver_preload(
         ["tests.distributed.ranks", "stepgraph.train.trainer", "torch._dynamo", "numpy.random", "triton.runtime"]
     )
-    torch.multiprocessing.start_processes(function, args, nprocs=count, start_method="forkserver")
 
 
 def in_fake_world(rank: int, world: int, function: Callable, *args: Any) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,10 +24,11 @@ def steps_of(step, mesh, model, n=2):
     return found + [p.clone() for p in params if not p.is_meta]
 
 
-def compared(build, mesh, folder, **options):
-    """The steps of three starts, the first without a folder."""
+def compared(build, mesh, folder, plain, **options):
+    """Of starts that are compared, the one that made the step and the one that loaded it; with ``plain`` there is one
+    without a folder too."""
     found = []
-    for saved in (None, folder, folder):
+    for saved in [None] * plain + [folder, folder]:
         model = build()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if not p.is_meta], lr=0.01)
         step = stepgraph.capture(
@@ -34,13 +36,13 @@ def compared(build, mesh, folder, **options):
             max_grad_norm=0.5, passes="exact", saved=saved, **options,
         )  # fmt: skip
         found.append((step.saved, steps_of(step, mesh, model)))
-    (_, plain), (made, first), (loaded, second) = found
-    for results in (first, second):
-        assert len(results) == len(plain) and all(map(torch.equal, plain, results))
-    return made, loaded
+    (_, expected), *others = found
+    for _, results in others:
+        assert len(results) == len(expected) and all(map(torch.equal, expected, results))
+    return found[-2][0], found[-1][0]
 
 
-def check_shared(folder):
+def check_shared(folder, long):
     mesh = make_mesh("fsdp=2")
 
     def sharded():
@@ -48,20 +50,22 @@ def check_shared(folder):
         parallelize(model, mesh, TP_PLAN)
         return model
 
-    made, loaded = compared(sharded, mesh, folder)
+    made, loaded = compared(sharded, mesh, folder, long)
     assert loaded.loaded == "start" and made.kept
     if dist.get_rank():
         assert made.loaded == "graph" and made.notes == ["rank 0, which has the same graph, made the step"], made
     else:
         assert made.loaded is None and not made.notes
-    check_pipeline(make_mesh("pp=2"), folder)
+    if long:
+        check_pipeline(make_mesh("pp=2"), folder)
 
 
 def check_pipeline(mesh, folder):
     model, _ = pipelined(mesh, "1f1b")
-    made, loaded = compared(lambda: copy.deepcopy(model), mesh, folder, accumulate=2)
+    made, loaded = compared(lambda: copy.deepcopy(model), mesh, folder, True, accumulate=2)
     assert made.kept and loaded.loaded == "start", loaded
 
 
-def test_ranks_share_steps_and_pipelines_are_saved_graph_by_graph(tmp_path):
-    on_ranks(2, check_shared, tmp_path)
+@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_ranks_share_steps_and_pipelines_are_saved_graph_by_graph(long, tmp_path):
+    on_ranks(2, check_shared, tmp_path, long)

@@ -14,6 +14,7 @@ from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import PAGE, read_page, write_page
 from stepgraph.inspect.forecast.forecast import SETTINGS, simulated
+from stepgraph.inspect.ranks import graphs_of_ranks, report
 from stepgraph.passes import StepOptions, Target
 
 
@@ -26,6 +27,9 @@ class InspectOptions(StepOptions):
 
     against: str | None = None
     """Compare with another run folder, preset or page; a preset takes the same options."""
+
+    ranks: bool = False
+    """Instead of a page: say whether all ranks of the mesh have one graph, what differs and why. Status 1 if not."""
 
     mesh: str | None = None
     """Ranks, as in fsdp=4,tp=2: see stepgraph plan. None: one GPU. For a preset; a run has its own."""
@@ -74,8 +78,11 @@ def main(argv: list[str]) -> int:
         raise unknown_name("gpu", options.gpu, sorted(GPUS))
     require_folder(options.html, "html")
     given = _given(words)
-    if what not in PRESETS and given - {"html", "against"}:
-        raise ValueError(f"--{min(given - {'html', 'against'})} is about a preset, and {what} has run: leave it out")
+    about_runs = {"html", "against", "ranks", "gpu"} if options.ranks else {"html", "against"}
+    if what not in PRESETS and given - about_runs:
+        raise ValueError(f"--{min(given - about_runs)} is about a preset, and {what} has run: leave it out")
+    if options.ranks:
+        return _ranks(what, options, words, given)
     account = _account(what, options, words)
     other = None if options.against is None else _account(options.against, options, words)
     write_page(options.html, account, other and difference(account, other, what, options.against))
@@ -89,18 +96,42 @@ def _given(words: list[str]) -> set[str]:
     return {name.removeprefix("no-") for name in names}
 
 
+def _ranks(what: str, options: InspectOptions, words: list[str], given: set[str]) -> int:
+    """Compare the graphs of all ranks of a preset or a run; 1 where they differ."""
+    if given & {"html", "against"}:
+        raise ValueError(f"--ranks compares graphs and writes no page: leave --{min(given & {'html', 'against'})} out")
+    config = _preset(what, options, words) if what in PRESETS else _run_config(Path(what))
+    graphs = graphs_of_ranks(config, options.gpu)
+    print("\n".join(report(config.mesh_spec, graphs)))
+    return int(len({graph.digest for graph in graphs}) > 1)
+
+
+def _run_config(folder: Path) -> TrainConfig:
+    file = folder / "config.json"
+    if not folder.is_dir():
+        raise unknown_name("preset or run", str(folder), PRESETS)
+    if not file.is_file():
+        raise ValueError(f"{folder} has no config.json: give the folder of a run")
+    return TrainConfig.from_json(file.read_text(encoding="utf-8"))
+
+
+def _preset(name: str, options: InspectOptions, words: list[str]) -> TrainConfig:
+    """The configuration of a preset with ``options``."""
+    chosen = {key: getattr(options, key) for key in SETTINGS}
+    config = dataclasses.replace(PRESETS[name](), mesh=options.mesh, **chosen)
+    config.validate()
+    refuse_idle(config, words, Target.forecast(GPUS[options.gpu]))
+    return config
+
+
 def _account(what: str, options: InspectOptions, words: list[str]) -> dict[str, Any]:
     """The account of a preset, with ``options``, of a run folder or of a page."""
     if what in PRESETS:
-        config = PRESETS[what]()
-        chosen = {key: getattr(options, key) for key in SETTINGS}
-        config = dataclasses.replace(config, mesh=options.mesh, **chosen)
-        config.validate()
+        config = _preset(what, options, words)
         if config.mesh_spec is not None and config.mesh_spec.pp > 1:
             raise ValueError(
                 f"--mesh {options.mesh}: a preset's page has no pipeline yet; train it and show the run's page"
             )
-        refuse_idle(config, words, Target.forecast(GPUS[options.gpu]))
         return preset_account(config, GPUS[options.gpu])
     path = Path(what)
     if path.is_dir():

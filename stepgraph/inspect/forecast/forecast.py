@@ -155,13 +155,13 @@ def check_imbalance(imbalance: float, spec: parallel.MeshSpec) -> None:
 
 
 @contextlib.contextmanager
-def simulated(config: TrainConfig, gpu: Gpu) -> Iterator[tuple[StepProgram, dict[str, links.Group]]]:
-    """The program of rank 0 of ``config``'s step on ``gpu``, rewritten, and its process groups, which are open inside.
+def simulated(config: TrainConfig, gpu: Gpu, rank: int = 0) -> Iterator[tuple[StepProgram, dict[str, links.Group]]]:
+    """The program of one ``rank`` of ``config``'s step on ``gpu``, rewritten, and its process groups, open inside.
 
     A cluster is not there, nor is the GPU; without a mesh there is one rank. Raises ``ValueError`` for a configuration
     that cannot be right, and inside a process group.
     """
-    with fake_world(config) as mesh:
+    with fake_world(config, rank) as mesh:
         program = _captured(config, mesh)
         for name, step in program.graphs.items():
             rewrite(step, config, gpu)
@@ -173,8 +173,8 @@ def simulated(config: TrainConfig, gpu: Gpu) -> Iterator[tuple[StepProgram, dict
 
 
 @contextlib.contextmanager
-def fake_world(config: TrainConfig) -> Iterator[parallel.Mesh | None]:
-    """The mesh of ``config`` as its rank 0 sees it, though no other rank exists; None where it has none.
+def fake_world(config: TrainConfig, rank: int = 0) -> Iterator[parallel.Mesh | None]:
+    """The mesh of ``config`` as its ``rank`` sees it, though no other rank exists; None where it has none.
 
     Raises ``ValueError`` for a configuration that cannot be right, and inside a process group.
     """
@@ -183,7 +183,7 @@ def fake_world(config: TrainConfig) -> Iterator[parallel.Mesh | None]:
         raise ValueError("a process group is open and a forecast makes one of its own: close it first")
     spec = config.mesh_spec
     if spec is not None:
-        compat.init_fake_world(0, spec.size)
+        compat.init_fake_world(rank, spec.size)
     try:
         yield None if spec is None else parallel.Mesh(spec, "cpu")
     finally:

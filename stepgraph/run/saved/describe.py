@@ -142,13 +142,20 @@ class Describer:
         raise Indescribable(f"{where}, a {_name(kind)}")
 
     def _held(self, value: Any, where: str) -> str:
-        held = getattr(value, "__dict__", {})
-        return str({key: self(item, f"{where}.{key}") for key, item in sorted(held.items()) if key not in _NOT_HELD})
+        held = {key: v for key, v in getattr(value, "__dict__", {}).items() if not _is_left_out(type(value), key)}
+        return str({key: self(item, f"{where}.{key}") for key, item in sorted(held.items())})
 
 
 def of_library(module: str | None) -> bool:
     """Whether a module is one whose code the versions in a key stand for."""
     return (module or "").partition(".")[0] in _LIBRARY
+
+
+def _is_left_out(cls: type, name: str) -> bool:
+    """Whether what an object holds under ``name`` is no part of it: what our own classes or torch's compute of the rest
+    and keep, for whoever asked first."""
+    cached = isinstance(getattr(cls, name, None), functools.cached_property)
+    return name in _NOT_HELD or (cached and of_library(cls.__module__))
 
 
 def _code_of(value: Any) -> str | None:

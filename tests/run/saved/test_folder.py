@@ -7,10 +7,15 @@ import threading
 import pytest
 
 from stepgraph.run.saved.folder import MOST_ENTRIES, DamagedEntry, Folder, UnsafeFolder, cache_folder
-from tests.run.saved.test_programs import run, same, start
+from tests.run.saved.test_programs import Small, run, same
+from tests.run.saved.test_programs import start as start_of
 
 FILES = {"program.json": b'{"a": 1}', "piece": bytes(range(256))}
 PARTS = {"graph": {"text": "abc"}, "mesh": {"ranks": 1}}
+
+
+def start(saved):
+    return start_of(saved, model=Small)
 
 
 @pytest.fixture

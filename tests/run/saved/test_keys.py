@@ -2,9 +2,11 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import importlib
 import sys
+import types
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.capture.optimizer import Update
+from stepgraph.parallel.layout import Layout
 from stepgraph.passes import Target, resolve
 from stepgraph.run.saved import key
 from stepgraph.run.saved.describe import Describer, Indescribable
@@ -181,6 +184,16 @@ def test_options_of_transformers_are_described_alike_in_every_process():
     assert Describer()(options, "options") == text
     options.max_length = 8
     assert Describer()(options, "options") != text
+
+
+def test_what_a_layout_keeps_of_what_it_computed_is_no_part():
+    """A process that gave a model its weights has asked it for more than one that only captures."""
+    axes = types.SimpleNamespace(sizes={"dp_shard": 2}, shard="dp_shard")
+    layout = Layout(torch.Size([5, 4]), axes, (("dp_shard", 0),), torch.float32, torch.float32)
+    text = Describer()(layout, "layout")
+    assert layout.local_shape == (3, 4) and "local_shape" in vars(layout)
+    assert Describer()(layout, "layout") == text
+    assert Describer()(dataclasses.replace(layout, splits=(("dp_shard", 1),)), "layout") != text
 
 
 def test_modes_around_a_capture_have_no_text():
