@@ -374,14 +374,14 @@ class CapturedStep:
         """This rank's program in a pipeline: each of its stages is rewritten whole, then cut into what is called."""
         device = _device_of(self.model)
         whole, apart = around_cut(self.passes, self.disable, device)
-        staged = StageGraphs(program.graphs["microbatch"], self.pipeline)
+        staged = StageGraphs(program.graphs["microbatch"], self.pipeline, accumulate)
         for stage, graph in staged.whole.items():
             self._rewrite(graph, f"stage {stage}", whole, f"stage.{stage}")
         pieces = staged.pieces()
         for name, graph in pieces.items():
             self._rewrite(graph, name, apart, name)
         self._rewrite(program.graphs["update"], "update", self.passes, "update")
-        made = staged.program(pieces, program.graphs["update"], accumulate)
+        made = staged.program(pieces, program.graphs["update"])
         made.log = [report for graph in staged.whole.values() for report in graph.log]
         return made
 

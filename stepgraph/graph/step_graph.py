@@ -56,7 +56,8 @@ class StepGraph:
     ``capture_s``: seconds the capture took. ``log``: reports of the passes applied.
     ``executable``: what runs, called with the inputs; terminal passes replace it and leave ``module`` readable.
     ``recording``: set where the step shall run as CUDA graphs: the report of the pass that asked for it, which a runner
-    completes. See `stepgraph.run`. ``on_host``: names of nodes that no CUDA graph can hold then, and why.
+    completes. See `stepgraph.run`. ``in_flight``: how many microbatches' values forward keeps for backward at one time.
+    ``on_host``: names of nodes that no CUDA graph can hold then, and why.
     """
 
     module: fx.GraphModule
@@ -70,6 +71,7 @@ class StepGraph:
     executable: Callable[..., Any] = None
     recording: Any = None
     on_host: dict[str, str] = field(default_factory=dict)
+    in_flight: int = 1
 
     def __post_init__(self) -> None:
         self.executable = self.executable or self.module

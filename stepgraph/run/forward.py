@@ -22,7 +22,7 @@ class PipelinedLoss:
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, batch: Any):
         step, _ = trace_forward(model, loss_fn, batch)
-        program = StageGraphs(step, pipeline_of(model)).forward_program()
+        program = StageGraphs(step, pipeline_of(model), 1).forward_program()
         self._run = ProgramRunner(program, Session(), Accumulators())
 
     def __call__(self, batch: Any) -> torch.Tensor:

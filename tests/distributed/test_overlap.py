@@ -95,10 +95,10 @@ def graph():
         config = dataclasses.replace(TINY, n_layers=LAYERS, tie_embeddings=tied)
         return capture(parallel_model(mesh, config), mesh, []).graph
 
-    def apply(text, chosen, tied=False):
+    def apply(text, chosen, tied=False, in_flight=1):
         step = captured(text, tied)
         module = torch.fx.GraphModule(step.module, copy.deepcopy(step.graph))
-        step = dataclasses.replace(step, module=module, executable=None, recording=None, log=[])
+        step = dataclasses.replace(step, module=module, executable=None, recording=None, log=[], in_flight=in_flight)
         run_passes(step, chosen)
         return step
 
@@ -190,8 +190,8 @@ def test_tied_parameters_are_gathered_once(graph):
 
 
 def test_reshard_policies(graph):
-    def gathers(**options):
-        step = graph("fsdp=4", [*BEFORE, get("reshard_after_forward", **options)])
+    def gathers(in_flight=1, **options):
+        step = graph("fsdp=4", [*BEFORE, get("reshard_after_forward", **options)], in_flight=in_flight)
         return counts(step)["gather", "backward"], report(step, "reshard_after_forward")
 
     assert gathers(policy="never")[0] == 0
@@ -200,6 +200,11 @@ def test_reshard_policies(graph):
     assert gathers(policy="auto", budget_gib=1.0)[0] == 0
     # All that backward reads but norm and head: the embedding's backward needs no table.
     assert gathers(policy="auto", budget_gib=1e-6)[0] == gathers(policy="always")[0] == 9 * LAYERS
+    # What forward keeps is there once for each microbatch that a pipeline has in flight.
+    estimate = estimate_memory(graph("fsdp=4", BEFORE).graph)
+    room = (estimate.peak + 1.5 * estimate.saved) / 2**30
+    assert gathers(policy="auto", budget_gib=room, in_flight=2)[0] == 0
+    assert gathers(policy="auto", budget_gib=room, in_flight=3)[0] == 9 * LAYERS
     with pytest.raises(ValueError, match=r"^unknown reshard policy 'allways': did you mean 'always'\?$"):
         get("reshard_after_forward", policy="allways")
 

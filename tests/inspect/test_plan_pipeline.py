@@ -76,6 +76,20 @@ def test_the_chart_shows_every_computation_when_it_runs(planned, name):
     assert len(numbers) > len(time.spans) // 2
 
 
+def test_parameters_are_gathered_again_where_they_do_not_fit():
+    settings = {"precision": "bf16", "batch_size": 2, "seq_len": 32, "inductor": "off", "accumulate": 16}
+    config = TrainConfig(preset="four", model=FOUR, mesh="pp=2,fsdp=2", memory="full", **settings)
+
+    def first_stage(gib):
+        gpu = dataclasses.replace(GPUS["h200"], memory=gib * 2**30)
+        return forecast_pipeline(config, gpu).schedules["1f1b"].stages[0]
+
+    roomy, tight = first_stage(141), first_stage(2**-20)
+    blocks = 2 * 2 * 32 * 64 * 2  # the inputs of two blocks in bf16; all else is computed again
+    assert roomy.kept > tight.kept + 2 * 64 * 128  # a matrix of a block in bf16, at least
+    assert tight.kept >= blocks
+
+
 def test_the_command_and_its_json(tmp_path, capsys):
     words = ["plan", "llama3-debug", "--mesh", "pp=2,fsdp=2", "--gpu", "h100", "--inductor", "off", "--seq-len", "32"]
     with pytest.raises(SystemExit, match="0"):

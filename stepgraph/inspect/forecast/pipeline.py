@@ -22,13 +22,14 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs import links
 from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
 from stepgraph.costs.step import graph_cost
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.stages import Cut, extract, pieces_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inspect.forecast.forecast import SETTINGS, fake_world, model_flops, rewrite
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, work_of
-from stepgraph.parallel.pipeline.timeline import PipelineTime, simulate_schedule
+from stepgraph.parallel.pipeline.timeline import PipelineTime, most_in_flight, simulate_schedule
 
 _STATE = ("parameter", "buffer", "accumulator")
 
@@ -145,7 +146,7 @@ def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) 
     rewrite(update, config, gpu)
     update_s = graph_cost(update, gpu, links.groups_of(update.graph.nodes), fused=config.compiles_all)
     per_byte = _bytes(update, "optimizer") / max(1, _bytes(update, "parameter"))
-    cuts: dict[tuple[int, ...], list[StageCost]] = {}
+    cuts: dict[tuple, list[StageCost]] = {}
     found, refused = {}, {}
     for name, schedule in SCHEDULES.items():
         try:
@@ -155,9 +156,10 @@ def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) 
         except ValueError as problem:
             refused[name] = str(problem)
             continue
-        if starts not in cuts:
-            cuts[starts] = _stages(micro, starts, config, gpu, per_byte)
-        found[name] = _run(name, cuts[starts], pipeline, config, gpu, update_s.timeline.step_seconds)
+        in_flight = most_in_flight(name, pipeline.ranks, config.accumulate)
+        if (starts, in_flight) not in cuts:
+            cuts[starts, in_flight] = _stages(micro, starts, in_flight, config, gpu, per_byte)
+        found[name] = _run(name, cuts[starts, in_flight], pipeline, config, gpu, update_s.timeline.step_seconds)
     return PipelineForecast(config, gpu, pipeline.name, found, refused, program.capture_s, time.perf_counter() - start)
 
 
@@ -166,7 +168,7 @@ def _bytes(step: StepGraph, *kinds: str) -> int:
 
 
 def _stages(
-    micro: StepGraph, starts: tuple[int, ...], config: TrainConfig, gpu: Gpu, per_byte: float
+    micro: StepGraph, starts: tuple[int, ...], in_flight: int, config: TrainConfig, gpu: Gpu, per_byte: float
 ) -> list[StageCost]:
     """The cost of every stage. ``per_byte``: bytes of optimizer state for each byte of parameters."""
     cut = Cut(_copied(micro), starts)  # which takes a tied embedding's gradients apart
@@ -179,6 +181,7 @@ def _stages(
         if form in known:
             found.append(replace(known[form], blocks=(starts[stage], ends[stage])))
             continue
+        step.in_flight = in_flight
         rewrite(step, config, gpu)
         state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter"))
         seconds, working, kept = {}, 0, 0
@@ -219,8 +222,10 @@ def _sizes(node: fx.Node) -> tuple:
 def _kept(forward: StepGraph, prefix: str) -> int:
     """Bytes that ``forward`` gives to the backward of its stage."""
     (output,) = forward.graph.find_nodes(op="output")
+    aliases = Aliases(forward.graph)
     pairs = zip(forward.outputs, output.args[0], strict=True)
-    return sum(tensor_bytes(node) for spec, node in pairs if spec.name.startswith(f"{prefix}."))
+    kept = {aliases.root(node) for spec, node in pairs if spec.name.startswith(f"{prefix}.")}
+    return sum(tensor_bytes(node) for node in kept if node.op == "call_function")
 
 
 def _run(

@@ -12,23 +12,28 @@ from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
 from stepgraph.kernels.comm import point_to_point  # noqa: F401  (registers its operators)
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
 from stepgraph.parallel.pipeline.schedules import calls_of, work_of
+from stepgraph.parallel.pipeline.timeline import most_in_flight
 
 c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
 
 
 class StageGraphs:
-    """What a rank of ``pipeline`` runs of a microbatch, whose graph, of all stages, is ``microbatch``.
+    """What a rank of ``pipeline`` runs of one of so many ``microbatches``, whose graph, of all stages, is
+    ``microbatch``. All stages count as many microbatches in flight as the fullest rank, so that they stay balanced.
 
     ``whole``: the graph of each of its stages, forward and backward, by name: what passes rewrite that look at both.
     `program` then cuts it into what the schedule calls.
     """
 
-    def __init__(self, microbatch: StepGraph, pipeline: Pipeline):
+    def __init__(self, microbatch: StepGraph, pipeline: Pipeline, microbatches: int):
         self.pipeline, self.cut = pipeline, Cut(microbatch, pipeline.starts)
         self.capture_s = microbatch.capture_s
         self.loss = _loss_of(microbatch)
         self.whole = {stage: self.cut.graph_of(stage) for stage in pipeline.own}
+        self.microbatches = microbatches
+        in_flight = most_in_flight(pipeline.name, pipeline.ranks, microbatches) if microbatches > 1 else 1
         for stage, step in self.whole.items():
+            step.in_flight = in_flight
             for spec in step.inputs:
                 name = spec.name.partition("#")[0]
                 if spec.kind == "parameter" and not pipeline.holds(name):
@@ -45,10 +50,10 @@ class StageGraphs:
             for kind, piece in pieces_of(step, str(stage), self.pipeline.schedule.halves).items()
         }
 
-    def program(self, pieces: dict[str, StepGraph], update: StepGraph, microbatches: int) -> StepProgram:
-        """The program of a step of so many microbatches. ``pieces``: see `pieces`."""
+    def program(self, pieces: dict[str, StepGraph], update: StepGraph) -> StepProgram:
+        """The program of a step. ``pieces``: see `pieces`."""
         pipeline = self.pipeline
-        orders = work_of(pipeline.name, pipeline.ranks, microbatches)
+        orders = work_of(pipeline.name, pipeline.ranks, self.microbatches)
         calls = calls_of(orders, pipeline.ranks_of, pipeline.rank)
         graphs = dict(pieces)
         for call in calls:

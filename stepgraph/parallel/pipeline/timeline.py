@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stepgraph.parallel.pipeline.schedules import Work, source_of
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, Work, rank_of, source_of, work_of
 
 
 class Span(NamedTuple):
@@ -93,3 +93,17 @@ def _ready(
     if found is None or ranks_of[source] == ranks_of[stage]:
         return found
     return found + send_seconds[kind == "forward", source]
+
+
+def most_in_flight(name: str, ranks: int, microbatches: int) -> int:
+    """Microbatches whose forward a rank keeps values of at one time, summed over its stages, on the rank where that is
+    most; where all calls of a kind take equally long, and backward twice as long as forward."""
+    stages = ranks * SCHEDULES[name].chunks
+    ranks_of = [rank_of(SCHEDULES[name], ranks, stage) for stage in range(stages)]
+    times = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
+    seconds = {(kind, stage): time for kind, time in times.items() for stage in range(stages)}
+    sends = {(forward, stage): 0.0 for forward in (True, False) for stage in range(stages)}
+    timed = simulate_schedule(work_of(name, ranks, microbatches), ranks_of, seconds, sends)
+    return max(
+        sum(timed.most_in_flight(stage) for stage in range(stages) if ranks_of[stage] == rank) for rank in range(ranks)
+    )

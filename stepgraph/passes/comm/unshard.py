@@ -53,7 +53,8 @@ def _recipe(node: fx.Node) -> tuple:
 @dataclass(frozen=True)
 class ReshardOptions:
     """``policy``: ``always`` gathers again in backward, ``never`` keeps what forward gathered, ``auto`` gathers again
-    where the step would otherwise need more than ``budget_gib`` GiB; 0: nine tenths of the GPU's memory."""
+    where the step, with all microbatches that a pipeline has in flight, would otherwise need more than ``budget_gib``
+    GiB; 0: nine tenths of the GPU's memory."""
 
     policy: str = "auto"
     budget_gib: float = 0.0
@@ -111,7 +112,8 @@ def _wanted(step: StepGraph, options: ReshardOptions, report: PassReport) -> boo
         device = step.placeholders("parameter")[0].meta["val"].device
         report.notes.append(f"no memory budget is known on {device.type}: nothing is gathered again")
         return False
-    need = estimate_memory(step.graph).peak
+    estimate = estimate_memory(step.graph)
+    need = estimate.peak + (step.in_flight - 1) * estimate.saved
     report.notes.append(f"the step needs about {need / 2**30:.2f} GiB of {budget / 2**30:.2f} with all of them kept")
     return need > budget
 
