@@ -5,7 +5,9 @@ BIN := .venv/bin
 # Without an NVIDIA driver, torch as CI has it, in a CPU build where pip finds one; with a driver, the newest torch.
 # To choose: make train PINS='torch==2.15.0'.
 PINS ?= $(if $(shell which nvidia-smi 2>/dev/null),,-c constraints.txt)
-# Python compiles the modules that it imports, a fifth of the 16,000 that pip would compile here for a minute.
+# Python compiles the modules that it imports, a fifth of the 16,000 that pip would compile here for a minute. It must
+# keep them: tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PINS)
 
 .PHONY: train test test-long test-torch lint clean
