@@ -380,8 +380,10 @@ class CapturedStep:
         pieces = staged.pieces()
         for name, graph in pieces.items():
             self._rewrite(graph, name, apart, name)
+        for name, graph in staged.once().items():
+            self._rewrite(graph, name, self.passes, name)
         self._rewrite(program.graphs["update"], "update", self.passes, "update")
-        made = staged.program(pieces, program.graphs["update"])
+        made = staged.program(pieces | staged.once(), program.graphs["update"])
         made.log = [report for graph in staged.whole.values() for report in graph.log]
         return made
 

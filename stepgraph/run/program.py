@@ -210,16 +210,22 @@ class ProgramRunner:
 
 
 class Values:
-    """What calls of a program give to later ones, by name and microbatch. Each is dropped with its last reader."""
+    """What calls of a program give to later ones, by name and microbatch (None: for all of them). Each is dropped with
+    its last reader."""
 
     def __init__(self, program: StepProgram, waits: "Waits"):
         self.waits = waits
+        once = (program.graphs[call.graph] for call in program.schedule if call.microbatch is None)
+        self.shared = {spec.name for graph in once for spec in graph.outputs if spec.kind == "value"}
         self.last: dict[tuple[str, int | None], int] = {}
         for i, call in enumerate(program.schedule):
             for spec in program.graphs[call.graph].inputs:
                 if spec.kind == "value":
-                    self.last[spec.name, call.microbatch] = i
+                    self.last[self._key(spec.name, call.microbatch)] = i
         self.clear()
+
+    def _key(self, name: str, microbatch: int | None) -> tuple[str, int | None]:
+        return name, None if name in self.shared else microbatch
 
     def clear(self) -> None:
         self._held: dict[tuple[str, int | None], Tensor] = {}
@@ -235,7 +241,7 @@ class Values:
 
     def read(self, name: str, microbatch: int | None, call: int) -> Tensor:
         """The value ``name``, for the call at place ``call`` of the schedule; there by the time it is computed with."""
-        key = name, microbatch
+        key = self._key(name, microbatch)
         if key in self._arriving:
             self._arriving.remove(key)
             with self.waits.on(self._held[key].device):

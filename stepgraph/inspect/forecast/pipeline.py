@@ -7,7 +7,7 @@ form are rewritten and costed once.
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from stepgraph.graph.stages import Cut, extract, pieces_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inspect.forecast.forecast import SETTINGS, fake_world, model_flops, rewrite
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
-from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, work_of
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, most_in_flight, simulate_schedule
 
 _STATE = ("parameter", "buffer", "accumulator")
@@ -37,8 +37,9 @@ _STATE = ("parameter", "buffer", "accumulator")
 @dataclass(frozen=True)
 class StageCost:
     """One stage. ``seconds``: of each kind of call. ``state``: bytes of parameters, their gradients and optimizer
-    state. ``kept``: bytes that forward keeps for one microbatch's backward. ``working``: bytes of the fullest call
-    beside state. ``message``: bytes to the next stage, forward."""
+    state, and of parameters that are gathered and gradients that are reduced once a step. ``kept``: bytes that forward
+    keeps for one microbatch's backward. ``working``: bytes of the fullest call beside state. ``message``: bytes to the
+    next stage, forward."""
 
     blocks: tuple[int, int]
     seconds: dict[str, float]
@@ -94,7 +95,8 @@ class PipelineForecast:
         return model_flops(self.config) / found.step_s / self.gpu.peak(dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values; bytes and seconds. ``spans``: [rank, kind, stage, microbatch, start, end]."""
+        """Everything, as plain values; bytes and seconds. ``spans``: [rank, kind, stage, microbatch, start, end];
+        microbatch is None for what is done once for all."""
         return {
             "preset": self.config.preset,
             "mesh": str(self.config.mesh_spec),
@@ -167,6 +169,11 @@ def _bytes(step: StepGraph, *kinds: str) -> int:
     return sum(map(tensor_bytes, step.placeholders(*kinds)))
 
 
+def _named_bytes(step: StepGraph, values: Collection[str]) -> int:
+    pairs = zip(step.placeholders(), step.inputs, strict=True)
+    return sum(tensor_bytes(node) for node, spec in pairs if spec.name in values)
+
+
 def _stages(
     micro: StepGraph, starts: tuple[int, ...], in_flight: int, config: TrainConfig, gpu: Gpu, per_byte: float
 ) -> list[StageCost]:
@@ -181,15 +188,18 @@ def _stages(
         if form in known:
             found.append(replace(known[form], blocks=(starts[stage], ends[stage])))
             continue
-        step.in_flight = in_flight
+        step.in_flight, step.stage = in_flight, stage
         rewrite(step, config, gpu)
-        state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter"))
+        for graph in step.once.values():
+            rewrite(graph, config, gpu)
+        gathered = {spec.name for graph in step.once.values() for spec in graph.outputs}
+        state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter")) + _named_bytes(step, gathered)
         seconds, working, kept = {}, 0, 0
-        for kind, piece in pieces_of(step, str(stage), halves=True).items():
+        for kind, piece in (pieces_of(step, str(stage), halves=True) | step.once).items():
             cost = graph_cost(piece, gpu, links.groups_of(piece.graph.nodes), fused=config.compiles_all)
             seconds[kind] = cost.timeline.step_seconds
             peak = max((moment.total for moment in cost.moments), default=0)
-            working = max(working, peak - _bytes(piece, *_STATE))
+            working = max(working, peak - _bytes(piece, *_STATE) - _named_bytes(piece, gathered))
             if kind == "forward":
                 kept = _kept(piece, str(stage))
         seconds["backward"] = seconds["backward_input"] + seconds["backward_weight"]
@@ -233,7 +243,8 @@ def _run(
 ) -> ScheduleForecast:
     schedule, ranks = SCHEDULES[name], pipeline.ranks
     where = [rank_of(schedule, ranks, stage) for stage in range(len(stages))]
-    orders = work_of(name, ranks, config.accumulate)
+    gathered, reduced = ([i for i, s in enumerate(stages) if kind in s.seconds] for kind in ("gather", "reduce"))
+    orders = with_once(work_of(name, ranks, config.accumulate), gathered, reduced)
     seconds = {(kind, i): s for i, stage in enumerate(stages) for kind, s in stage.seconds.items()}
     # Neighbours of a pipeline are as far apart as the ranks of a stage are many.
     link = gpu.nvlink if config.mesh_spec.size // ranks * ranks <= GPUS_PER_NODE else gpu.network

@@ -11,7 +11,7 @@ from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
 from stepgraph.kernels.comm import point_to_point  # noqa: F401  (registers its operators)
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
-from stepgraph.parallel.pipeline.schedules import calls_of, work_of
+from stepgraph.parallel.pipeline.schedules import calls_of, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import most_in_flight
 
 c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
@@ -33,7 +33,7 @@ class StageGraphs:
         self.microbatches = microbatches
         in_flight = most_in_flight(pipeline.name, pipeline.ranks, microbatches) if microbatches > 1 else 1
         for stage, step in self.whole.items():
-            step.in_flight = in_flight
+            step.in_flight, step.stage = in_flight, stage
             for spec in step.inputs:
                 name = spec.name.partition("#")[0]
                 if spec.kind == "parameter" and not pipeline.holds(name):
@@ -43,17 +43,22 @@ class StageGraphs:
                     )
 
     def pieces(self) -> dict[str, StepGraph]:
-        """The graphs that compute, by name."""
+        """The graphs that compute for one microbatch, by name."""
         return {
             f"{kind}.{stage}": piece
             for stage, step in self.whole.items()
             for kind, piece in pieces_of(step, str(stage), self.pipeline.schedule.halves).items()
         }
 
+    def once(self) -> dict[str, StepGraph]:
+        """The graphs that passes made to run once for all microbatches, by name."""
+        return {f"{kind}.{stage}": graph for stage, step in self.whole.items() for kind, graph in step.once.items()}
+
     def program(self, pieces: dict[str, StepGraph], update: StepGraph) -> StepProgram:
-        """The program of a step. ``pieces``: see `pieces`."""
+        """The program of a step. ``pieces``: see `pieces` and `once`."""
         pipeline = self.pipeline
-        orders = work_of(pipeline.name, pipeline.ranks, self.microbatches)
+        gathered, reduced = ({s for s in pipeline.own if f"{kind}.{s}" in pieces} for kind in ("gather", "reduce"))
+        orders = with_once(work_of(pipeline.name, pipeline.ranks, self.microbatches), gathered, reduced)
         calls = calls_of(orders, pipeline.ranks_of, pipeline.rank)
         graphs = dict(pieces)
         for call in calls:
