@@ -24,7 +24,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.parallel.pipeline import StageGraphs, check_schedule, pipeline_of
+from stepgraph.parallel.pipeline import check_schedule, pipeline_of, staged_program
 from stepgraph.passes import (
     Passes,
     PassReport,
@@ -372,20 +372,14 @@ class CapturedStep:
 
     def _staged(self, program: StepProgram, accumulate: int) -> StepProgram:
         """This rank's program in a pipeline: each of its stages is rewritten whole, then cut into what is called."""
-        device = _device_of(self.model)
-        whole, apart = around_cut(self.passes, self.disable, device)
-        staged = StageGraphs(program.graphs["microbatch"], self.pipeline, accumulate)
-        for stage, graph in staged.whole.items():
-            self._rewrite(graph, f"stage {stage}", whole, f"stage.{stage}")
-        pieces = staged.pieces()
-        for name, graph in pieces.items():
-            self._rewrite(graph, name, apart, name)
-        for name, graph in staged.once().items():
-            self._rewrite(graph, name, self.passes, name)
-        self._rewrite(program.graphs["update"], "update", self.passes, "update")
-        made = staged.program(pieces | staged.once(), program.graphs["update"])
-        made.log = [report for graph in staged.whole.values() for report in graph.log]
-        return made
+        whole, apart = around_cut(self.passes, self.disable, Target(_device_of(self.model).type))
+        passes = {"whole": whole, "apart": apart, "all": self.passes}
+        return staged_program(
+            program,
+            self.pipeline,
+            accumulate,
+            lambda graph, name, which: self._rewrite(graph, name, passes[which], name.replace(" ", ".")),
+        )
 
     def _trace(self, batch: Any, accumulate: int) -> Traced:
         return trace_step(

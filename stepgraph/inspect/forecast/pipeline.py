@@ -5,16 +5,17 @@ stage is rewritten by the passes of a run, costed call by call, and the schedule
 form are rewritten and costed once.
 """
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from stepgraph import compat, parallel
+from stepgraph import compat, parallel, passes
 from stepgraph.capture import trace_step
 from stepgraph.capture.fake import fake_mode
 from stepgraph.config import build
@@ -24,9 +25,11 @@ from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
 from stepgraph.costs.step import graph_cost
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.program import StepProgram
 from stepgraph.graph.stages import Cut, extract, pieces_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inspect.forecast.forecast import SETTINGS, fake_world, model_flops, rewrite
+from stepgraph.parallel.pipeline import staged_program
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, most_in_flight, simulate_schedule
@@ -135,7 +138,41 @@ def forecast_pipeline(config: TrainConfig, gpu: Gpu) -> PipelineForecast:
         return _forecast(config, gpu, mesh, start)
 
 
-def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) -> PipelineForecast:
+@contextlib.contextmanager
+def simulated_stage(
+    config: TrainConfig, gpu: Gpu, stage: int = 0
+) -> Iterator[tuple[StepProgram, dict[str, links.Group], list[StageCost]]]:
+    """The program of the first rank that has ``stage`` of ``config``'s pipeline on ``gpu``, rewritten; its process
+    groups, open inside; and the cost of every stage. Raises ``ValueError`` as `forecast_pipeline` does, and for a
+    stage that is not there."""
+    spec, schedule = config.mesh_spec, SCHEDULES[config.pipeline_schedule]
+    if not 0 <= stage < spec.pp * schedule.chunks:
+        raise ValueError(
+            f"stage={stage} of a pipeline of {spec.pp * schedule.chunks} stages: give 0 to "
+            f"{spec.pp * schedule.chunks - 1}"
+        )
+    rank = rank_of(schedule, spec.pp, stage) * (spec.size // spec.pp)
+    with fake_world(config, rank) as mesh:
+        program, pipeline = _traced(config, mesh)
+        update = program.graphs["update"]
+        per_byte = _bytes(update, "optimizer") / max(1, _bytes(update, "parameter"))
+        in_flight = most_in_flight(pipeline.name, pipeline.ranks, config.accumulate)
+        costs = _stages(program.graphs["microbatch"], pipeline.starts, in_flight, config, gpu, per_byte)
+        target = passes.Target.forecast(gpu)
+        whole, apart = passes.around_cut(config, (), target)
+        chosen = {"whole": whole, "apart": apart, "all": config}
+
+        def apply(graph: StepGraph, name: str, which: str) -> None:
+            done = len(graph.log)
+            for report in passes.run_passes(graph, chosen[which], target=target)[done:]:
+                report.graph = name
+
+        staged = staged_program(program, pipeline, config.accumulate, apply)
+        yield staged, links.groups_of(node for graph in staged.graphs.values() for node in graph.graph.nodes), costs
+
+
+def _traced(config: TrainConfig, mesh: parallel.Mesh) -> tuple[StepProgram, Pipeline]:
+    """(the step as captured for all stages, its pipeline)."""
     device = torch.device("cpu")
     with fake_mode():
         model = build.empty_model(config, device, mesh)
@@ -143,7 +180,11 @@ def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) 
         batch = build.example_batch(config, device)
     pipeline, loss = parallel.pipeline_of(model), build.build_loss(config, device, mesh)
     options = {"max_grad_norm": build.clip_at(config), "accumulate": config.accumulate, "share": pipeline.share()}
-    program = trace_step(model, loss, batch, optimizer, **options).program
+    return trace_step(model, loss, batch, optimizer, **options).program, pipeline
+
+
+def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) -> PipelineForecast:
+    program, pipeline = _traced(config, mesh)
     micro, update = program.graphs["microbatch"], program.graphs["update"]
     rewrite(update, config, gpu)
     update_s = graph_cost(update, gpu, links.groups_of(update.graph.nodes), fused=config.compiles_all)
@@ -247,7 +288,7 @@ def _run(
     orders = with_once(work_of(name, ranks, config.accumulate), gathered, reduced)
     seconds = {(kind, i): s for i, stage in enumerate(stages) for kind, s in stage.seconds.items()}
     # Neighbours of a pipeline are as far apart as the ranks of a stage are many.
-    link = gpu.nvlink if config.mesh_spec.size // ranks * ranks <= GPUS_PER_NODE else gpu.network
+    link = gpu.nvlink if config.mesh_spec.size <= GPUS_PER_NODE else gpu.network
     sends: dict[tuple[bool, int], float] = {}
     for i, stage in enumerate(stages):
         sends[True, i] = sends[False, i + 1] = stage.message / link

@@ -21,7 +21,7 @@ function pipelinePart() {
     el("p.muted", {}, `${p.stages.length} stages on ${p.ranks} ranks, schedule ${p.schedule}, ${account.head.options.accumulate} microbatches: ${time(p.ns)}, of which a rank waits ${percent(p.bubble)} on average (the bubble)`,
       account.head.measured && account.head.measured.bubble !== null ? `; measured ${percent(account.head.measured.bubble)}` : "", `, and then ${time(p.after_ns)} for the update.`),
     canvas, legend([...kinds.map((kind) => PIPE_KINDS[kind]), ["the bubble", "bubble", true]]),
-    el("p.muted.note", {}, `Numbers are microbatches${chunks > 1 ? "; a rank's later stages are framed" : ""}. Stages of other ranks are taken to cost what this rank's do, which the cut makes even. Click one of this rank's for its graph.`),
+    el("p.muted.note", {}, `Numbers are microbatches${chunks > 1 ? "; a rank's later stages are framed" : ""}. ${p.assumed ? "Stages of other ranks are taken to cost what this rank's do, which the cut makes even. " : ""}Click one of this rank's for its graph.`),
     table([["", 0], [chunks > 1 ? "stages" : "stage", 0], ...kinds.map((kind) => [PIPE_KINDS[kind][0], 1]), ["waits", 1], ["microbatches at most under way", 1]], rows));
 }
 
