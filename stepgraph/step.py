@@ -174,8 +174,21 @@ class CapturedStep:
 
     def where(self) -> str:
         """What a pipeline's call that runs now is in, such as ``forward.1 of microbatch 3``; "" without a pipeline."""
-        now = self._current.runner.now if self.pipeline is not None else None
+        bound = self._current  # another thread may ask, also while the step is captured again
+        now = bound.runner.now if self.pipeline is not None and bound is not None else None
         return "" if now is None else str(now)
+
+    def awaited(self) -> str:
+        """The stage of a pipeline whose message this process waits for now, such as ``stage 1 on rank 4``; "" while it
+        waits for none. On a GPU streams wait, not the process."""
+        bound = self._current
+        call = bound.runner.waits.receive if bound is not None else None
+        if call is None:
+            return ""
+        kind, _, stage = call.graph.partition(".")
+        source = int(stage) + (-1 if kind.endswith("forward") else 1)
+        ranks = torch.distributed.get_process_group_ranks(self.pipeline.group)
+        return f"stage {source} on rank {ranks[self.pipeline.ranks_of[source]]}"
 
     @property
     def graphs(self) -> dict[str, StepGraph]:
