@@ -364,6 +364,7 @@ def test_memory_does_not_leak_over_recaptures():
     assert sizes[-1][1] <= sizes[1][1] + 2**22, sizes
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("passes", ["exact", "default"])
 def test_host_time_per_step_is_under_a_millisecond(passes):
     model, batches = llama(torch.bfloat16), tokens()
