@@ -11,11 +11,13 @@ from torch import nn
 
 import stepgraph
 from stepgraph import parallel
+from stepgraph.graph.collectives import ALL_REDUCE, group_of
+from stepgraph.graph.facts import upstream
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.parallel import next_token_loss
 from stepgraph.parallel.experts import expert_layers
 from stepgraph.run import PipelinedLoss
-from tests.distributed.ranks import global_batch, make_mesh, on_ranks, own_batch
+from tests.distributed.ranks import global_batch, in_fake_world, make_mesh, on_ranks, own_batch
 from tests.distributed.test_pipeline import CLIP, EXPERTS, alone_model, pipelined
 
 N = 2  # microbatches of one sequence
@@ -73,11 +75,7 @@ def check():
         for (name, buffer), ours in zip(alone.named_buffers(), model.buffers(), strict=True):
             assert torch.equal(ours, buffer), name
     assert capacity_of(model).multiple == 3.0
-    # A stage gives the levels of its own layers as one, and none travels.
-    assert all(
-        [spec.kind for spec in graph.outputs].count("level") == name.startswith(("forward", "update"))
-        for name, graph in step.graphs.items()
-    )
+    check_levels(step)
     check_validation(mesh, alone, model)
 
 
@@ -95,6 +93,36 @@ def check_validation(mesh, alone, model):
     assert capacity_of(model).multiple == 2.0
 
 
+def check_levels(step):
+    """A stage gives the levels of its own layers as one, and none travels; the update has the highest of all ranks."""
+    for name, graph in step.graphs.items():
+        kinds = [spec.kind for spec in graph.outputs]
+        assert kinds.count("level") == name.startswith(("forward", "update")), name
+    for name in {"send_forward.0", "receive_backward.0"} & step.graphs.keys():  # the residual stream, and no level
+        (message,) = (n for n in step.graphs[name].graph.nodes if n.op != "output" and n.meta["val"].numel())
+        assert message.meta["val"].ndim == 3
+    update = step.graphs["update"]
+    level = next(
+        node
+        for node, spec in zip(update.graph.output_node().args[0], update.outputs, strict=True)
+        if spec.kind == "level"
+    )
+    highest = [n for n in upstream(level) if n.target is ALL_REDUCE and n.args[1] == "max"]
+    axes = {update.axes[group_of(node)].removeprefix("mesh_") for node in highest}
+    assert axes == {"dp_shard", "ep", "pp"}
+
+
+def _check_alone():
+    """One rank's graphs, of a world that is not there."""
+    model, _ = pipelined(mesh := make_mesh("pp=2,ep=2"), "1f1b", EXPERTS, (0, 2), expert_capacity=1.5)
+    check_levels(captured(mesh, model))
+
+
+def test_a_stage_tells_its_own_level():
+    in_fake_world(0, 4, _check_alone)
+
+
+@pytest.mark.long
 def test_all_stages_agree_on_larger_buffers():
     on_ranks(4, check)
 
