@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from stepgraph.config.command_line import parse, refuse_idle, unknown_option, value_of
-from stepgraph.errors import unknown_name
+from stepgraph.config.option_names import check_options
+from stepgraph.errors import unknown_name, unknown_option
 
 if TYPE_CHECKING:
     from stepgraph.config.train import TrainConfig
@@ -33,6 +33,14 @@ options:
 
 DEFAULT_PRESET = "llama3-debug"
 
+#: Where the options of a command are declared, and those that are declared nowhere.
+_OPTIONS = {
+    "train": ("stepgraph.config.train", "TrainConfig", "--config"),
+    "compile": ("stepgraph.config.train", "TrainConfig", "--config"),
+    "plan": ("stepgraph.inspect.forecast.command", "PlanOptions"),
+    "inspect": ("stepgraph.inspect.account.command", "InspectOptions"),
+}
+
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the command line ``argv`` (default: that of the process) and exits with its status."""
@@ -50,7 +58,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def _dispatch(arguments: list[str]) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    # A command is imported where it is called, so that help and errors of use do not wait for its libraries.
+    # A command is imported where it is called, so that help and wrong names do not wait for its libraries.
+    if command in _OPTIONS:
+        check_options(rest, f"stepgraph {command}", *_OPTIONS[command])
     match command:
         case "-h" | "--help":
             print(USAGE, end="")
@@ -103,6 +113,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
+    from stepgraph.config.command_line import parse, refuse_idle, value_of
     from stepgraph.config.presets import PRESETS
     from stepgraph.config.train import TrainConfig
 

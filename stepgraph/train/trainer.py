@@ -25,6 +25,7 @@ from stepgraph.config.train import TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.ranks import Ranks
+from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_state, resolve
 from stepgraph.train.data import unigram_entropy
@@ -36,7 +37,6 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
 from stepgraph.train.records.progress import Progress, format_seconds
-from stepgraph.train.start import check_export, choose_folder, open_batches, open_fitting_data, require_work
 from stepgraph.train.traces.memory import MemorySnapshot
 from stepgraph.train.traces.page import RunPage
 from stepgraph.train.traces.profile import StepProfile
@@ -105,16 +105,16 @@ class Run:
         self.speaks = self.ranks.rank == 0
         self.say = _print if self.speaks else _say_nothing
         self.runs_ahead = self.device.type == "cuda"
-        self.ranks.first(lambda: check_export(config))
+        self.ranks.first(lambda: start.check_export(config))
         # Before the data is opened, which may take long.
-        path, self.restarted, resume = self.ranks.first(lambda: choose_folder(config))
+        path, self.restarted, resume = self.ranks.first(lambda: start.choose_folder(config))
         self.snapshot = MemorySnapshot(path) if config.memory_snapshot and self.speaks else None
         build.seed_all(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
 
-        data = open_fitting_data(config)
-        self.loader, batches = open_batches(config, data, mesh)
+        data = start.open_fitting_data(config)
+        self.loader, batches = start.open_batches(config, data, mesh)
         self.unigram = self.ranks.first(lambda: unigram_entropy(data.source, data.tokenizer))
         self.loader.tokens.start()  # from here on, only its thread reads the source
 
@@ -155,7 +155,7 @@ class Run:
         self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {device_name(self.device)}")
         again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
         self.say(f"run folder {path}" + (again if self.restarted or resume else ""))
-        self.say(f"config {config.line()}")
+        self.say(start.options_lines(config, resumed=config.resume is not None))
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
         self.say(f"tokens: {self.loader.tokens.describe()}")
         over = "" if mesh is None else f", mesh {mesh.spec} of {mesh.spec.size} ranks"
@@ -187,7 +187,7 @@ class Run:
         for group, given in zip(build.param_groups(self.optimizer), options, strict=True):
             group.update(given)  # --weight-decay and the like may be changed on --resume
         if not self.restarted:
-            self.ranks.first(lambda: require_work(self.config, self.step))
+            self.ranks.first(lambda: start.require_work(self.config, self.step))
         self.saved_step = self.step
 
     @property
@@ -250,20 +250,20 @@ class Run:
         return 0
 
     def _capture(self) -> None:
-        start = time.perf_counter()
+        began = time.perf_counter()
         batch = build.example_batch(self.config, self.device)
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
         program = self.captured.program
         self.watch.watches(program, self.captured.where)
-        self.capture_s = time.perf_counter() - start
+        self.capture_s = time.perf_counter() - began
         if self.captured.saves:
             self.say("\n   ".join([self.captured.saved.line(), *self.captured.saved.notes]))
         counts = [f"{phase} {n:,}" for phase, n in program.count_by_phase().items()]
         if self.captured.pipeline is not None:
             self.say(str(self.captured.pipeline))
         self.say(f"graph captured in {program.capture_s:.1f} s; nodes after passes: {', '.join(counts)}")
-        self.say(passes.format_report(self.captured.report))
+        self.say(start.pass_lines(self.config, self.captured.report, self.device))
         self.say(f"ready after {self.capture_s:.1f} s, of it compile {self._compile_s():.1f} s")
         self.folder.write_graph(program.text())
         self._write_passes()
@@ -319,9 +319,9 @@ class Run:
 
     def _launch(self) -> Launched:
         """Start the next step on the next batch."""
-        start = time.perf_counter()
+        began = time.perf_counter()
         batch = next(self.loader)
-        data_ms = (time.perf_counter() - start) * 1e3
+        data_ms = (time.perf_counter() - began) * 1e3
         if self.device.type == "cuda":
             batch = {k: v.pin_memory().to(self.device, non_blocking=True) for k, v in batch.items()}
         lr = lr_at(self.step, self.config)
