@@ -5,6 +5,7 @@ traceback.
 """
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -31,6 +32,9 @@ options:
   --version                  show the versions of stepgraph, torch and Python and exit
 """
 
+#: The exit status of a program that the signal of a broken pipe ends.
+_READER_GONE = 141
+
 DEFAULT_PRESET = "llama3-debug"
 
 #: Where the options of a command are declared, and those that are declared nowhere.
@@ -46,14 +50,25 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the command line ``argv`` (default: that of the process) and exits with its status."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        status = _dispatch(arguments)
+        status = _status(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `stepgraph --help | head`
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, sys.stderr.fileno())
+        status = _READER_GONE
+    sys.exit(status)
+
+
+def _status(arguments: list[str]) -> int:
+    try:
+        return _dispatch(arguments)
     except ValueError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
-        status = 2
+        return 2
     except KeyboardInterrupt:  # training saves and ends by itself
         print("interrupted", file=sys.stderr)
-        status = 130
-    sys.exit(status)
+        return 130
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -11,13 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("the reader of this output is gone")  # rich would end the process
+
+
 class Progress:
     """Shows how far a run is: one live line on a terminal, a line per update anywhere else. A context manager."""
 
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
         """``console`` defaults to stdout's."""
         self._total = total_steps
-        self._console = console or Console(highlight=False)
+        self._console = console or _Console(highlight=False)
         self._first: tuple[int, float] | None = None  # the first update shown, and when
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
