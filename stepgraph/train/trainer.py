@@ -211,7 +211,8 @@ class Run:
                 self._validate()
             self._save()
             if self.failures.first:
-                kept = f"; step {self.step} is saved: --resume {self.folder.path}" if self.saving.saved_step is not None else ""
+                saved = self.saving.saved_step is not None
+                kept = f"; step {self.step} is saved: --resume {self.folder.path}" if saved else ""
                 raise StoppedError(self.failures.first + kept)
             if finished and self.config.export_hf is not None:
                 save_hf(self.model, self.config.export_hf)
@@ -250,7 +251,7 @@ class Run:
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
         program = self.captured.program
-        self.watch.watches(program, self.captured.where)
+        self.watch.watches(program, self.captured.where, self.captured.awaited)
         self.capture_s = time.perf_counter() - began
         if self.captured.saves:
             self.say("\n   ".join([self.captured.saved.line(), *self.captured.saved.notes]))
