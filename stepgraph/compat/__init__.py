@@ -47,6 +47,7 @@ from stepgraph.compat.eager import (
     empty_strided,
     in_function_transform,
     in_plain_eager,
+    scaled_mm,
 )
 from stepgraph.compat.fake import (
     checks_of_known_values,
