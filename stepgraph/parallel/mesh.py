@@ -18,6 +18,9 @@ from torch.distributed.tensor import Placement
 from stepgraph import compat
 from stepgraph.errors import unknown_name
 
+#: More than any cluster has; torch and its stores know ranks and lists of them.
+MOST_RANKS = 1 << 20
+
 
 def _axis(*, data: bool = False) -> Any:
     """An axis of the mesh; ``data``: its ranks read data of their own."""
@@ -42,6 +45,8 @@ class MeshSpec:
 
     def __post_init__(self) -> None:
         inner = self._inner
+        if self.size > MOST_RANKS:
+            raise ValueError(f"mesh {self} has {self.size:,} ranks, and {MOST_RANKS:,} is the most: give a smaller one")
         if inner % self.ep:
             fits = [n for n in range(1, inner + 1) if inner % n == 0]
             near = [*[n for n in fits if n < self.ep][-1:], *[n for n in fits if n > self.ep][:1]]

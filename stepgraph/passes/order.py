@@ -22,6 +22,7 @@ import stepgraph.passes.compile.inductor
 import stepgraph.passes.compile.tag
 import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
+import stepgraph.passes.matmul.fp8
 import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.moe.experts
@@ -42,6 +43,7 @@ ORDER = (
     "dedupe_unshards",  # one gather of each parameter per forward or backward
     "fuse_experts",  # numerics: experts of other libraries by our kernels
     "weight_experts",  # numerics: experts weighted before their last product
+    "fp8_matmul",  # numerics: products of linear layers in fp8
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
