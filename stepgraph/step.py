@@ -21,7 +21,7 @@ from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import unwrap
 from stepgraph.capture.trace import LossFn, batch_sizes
 from stepgraph.errors import CaptureError
-from stepgraph.graph.program import StepProgram
+from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.parallel.pipeline import check_schedule, pipeline_of, staged_program
@@ -172,6 +172,12 @@ class CapturedStep:
         call's end."""
         return self._current.runner.waits.seconds()
 
+    @property
+    def spans(self) -> list[tuple[Call, float, float]]:
+        """Of a pipeline (call, begin, end) of what this rank computed in the latest step, in seconds since that began;
+        reading it waits for the step's end."""
+        return self._current.runner.spans.seconds()
+
     def where(self) -> str:
         """What a pipeline's call that runs now is in, such as ``forward.1 of microbatch 3``; "" without a pipeline."""
         bound = self._current  # another thread may ask, also while the step is captured again
@@ -183,12 +189,7 @@ class CapturedStep:
         waits for none. On a GPU streams wait, not the process."""
         bound = self._current
         call = bound.runner.waits.receive if bound is not None else None
-        if call is None:
-            return ""
-        kind, _, stage = call.graph.partition(".")
-        source = int(stage) + (-1 if kind.endswith("forward") else 1)
-        ranks = torch.distributed.get_process_group_ranks(self.pipeline.group)
-        return f"stage {source} on rank {ranks[self.pipeline.ranks_of[source]]}"
+        return "" if call is None else self.pipeline.sender(call)
 
     @property
     def graphs(self) -> dict[str, StepGraph]:

@@ -20,6 +20,7 @@ from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.comm.point_to_point import sent
 from stepgraph.run.cuda_graph import GraphRunner, Shared
 from stepgraph.run.interpreter import Interpreter
+from stepgraph.run.spans import Spans
 
 Tensor = torch.Tensor
 #: Name, shape, stride, dtype and device of each accumulator.
@@ -126,6 +127,8 @@ class ProgramRunner:
         }
         self.waits = Waits()
         self.values = Values(program, self.waits)
+        device = next((spec.tensor.device for spec in program.main.inputs if spec.tensor is not None), None)
+        self.spans = Spans(device) if "share_loss" in program.graphs else None  # of a pipeline
         self.now: Call | None = None
         """The call that runs; after a failure it stays."""
 
@@ -158,7 +161,7 @@ class ProgramRunner:
                     flat = self._inputs(i, call, leaves, results.loss)
                     # The loss is shared when all stages have come to the end.
                     ends = call.graph == "share_loss"
-                    with self.waits.on(flat[0].device) if ends else contextlib.nullcontext():
+                    with self.waits.on(flat[0].device) if ends else self._timed(call):
                         made = self._run(call.graph, flat)
                     del flat  # and with it what the call was the last to read
                     for spec, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
@@ -179,6 +182,9 @@ class ProgramRunner:
         results.gradients = [g.clone() if compat.storage_key(g) in self.scratch else g for g in results.gradients]
         return results
 
+    def _timed(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.spans is None else self.spans.on(call)
+
     def _run(self, graph: str, flat: list[Tensor]) -> Sequence[Tensor]:
         if self.on_node is None:
             return self.runners[graph](flat)
@@ -187,6 +193,8 @@ class ProgramRunner:
     def _begin(self) -> None:
         _reset(self.flat)
         self.waits.clear()
+        if self.spans is not None:
+            self.spans.begin()
         if self.kept:
             torch._foreach_copy_(*map(list, zip(*self.kept, strict=True)))
         for level in self.levels.values():

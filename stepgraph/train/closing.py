@@ -20,7 +20,8 @@ def close(run: Any, status: str, error: str | None) -> None:
         if run.snapshot:
             run.snapshot.write()
         if run.page is not None:
-            run.page.finish(run.captured and run.captured.program, summary, run.profile and run.profile.result)
+            program, profile = run.captured and run.captured.program, run.profile and run.profile.result
+            run.page.finish(program, summary, profile, run.bubble.last)
 
     def draw() -> None:
         if run.last_loss is not None:

@@ -304,7 +304,7 @@ class Run:
                 self.say(note)
         if self.captured.pipeline is not None:
             self.watch.at("the share of bubbles", limited=False)
-            self.say(self.bubble.measure(self.ranks))
+            self.say(self.bubble.measure(self.ranks, self.captured))
         self._write_passes()  # what the first steps compiled and recorded is known now
 
     def _asked_to_stop(self) -> bool:

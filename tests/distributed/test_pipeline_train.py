@@ -1,5 +1,6 @@
 """``stepgraph train --mesh pp=2``: the same run as one process's, bit for bit, its checkpoints for any mesh."""
 
+import itertools
 import json
 import shutil
 
@@ -38,6 +39,19 @@ def test_a_pipeline_trains_as_one_process(corpus, tmp_path):  # noqa: F811
     page = read_page(tmp_path / "run/page.html")
     assert page["head"]["measured"]["bubble"] == summary["bubble"]
     assert {span[0] for span in page["pipeline"]["spans"]} == {0, 1} and 0 < page["pipeline"]["bubble"] < 1
+    # Every computation of the last step, as each rank did it: one after the other, and after what it reads.
+    measured, where = page["pipeline"]["measured"]["spans"], page["pipeline"]["stages"]
+    assert sorted(span[:4] for span in measured) == sorted(span[:4] for span in page["pipeline"]["spans"])
+    assert all(where[stage] == rank and start < end for rank, _, stage, _, start, end in measured)
+    for rank in (0, 1):
+        own = [span for span in measured if span[0] == rank]
+        assert all(this[5] <= following[4] for this, following in itertools.pairwise(own))
+    ends = {(kind, stage, micro): end for _, kind, stage, micro, _, end in measured}
+    for _, kind, stage, micro, start, _ in measured:
+        if (kind, stage) in (("forward", 1), ("backward_input", 0)):
+            assert start >= ends[kind, 1 - stage, micro] - 2  # ns, of rounding
+    assert (tmp_path / "run/schedule.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "alone/schedule.png").exists()
     assert json.loads((tmp_path / "alone/summary.json").read_text())["bubble"] is None
 
 

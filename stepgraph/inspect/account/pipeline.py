@@ -21,10 +21,10 @@ def pipeline_account(
 
     ``schedule``: its name. ``ranks``: of the pipeline; ``rank``: this one among them. ``stages``: the rank of each.
     ``spans``: [rank, kind, stage, microbatch, start, end] of every computation, ns; the microbatch is None for what is
-    done once for all of them. ``ns``: until the last ends;
-    ``after_ns``: of the update and what else follows. ``bubble``: the share of ``ns`` that ranks wait, on average;
-    ``waiting``: of each rank. ``in_flight``: most microbatches that each stage keeps values of at a time. ``kept``:
-    bytes that this rank keeps, for all of its stages' microbatches but the one that it computes.
+    done once for all of them. ``ns``: until the last ends; ``after_ns``: of the update and what else follows.
+    ``bubble``: the share of ``ns`` that ranks wait, on average; ``waiting``: of each rank. ``in_flight``: most
+    microbatches that each stage keeps values of at a time. ``kept``: bytes that this rank keeps, for all of its stages'
+    microbatches but the one that it computes. ``measured``: ``spans`` and ``ns`` of a step that ran, None before.
     """
     spec = config.mesh_spec
     if spec is None or spec.pp == 1:
@@ -49,7 +49,8 @@ def pipeline_account(
         "rank": stages[own[0]],
         "stages": stages,
         "assumed": not costs,
-        "spans": [[s.rank, *s.work, round(s.start * 1e9), round(s.end * 1e9)] for s in timed.spans],
+        "spans": spans_of(timed),
+        "measured": None,
         "ns": round(timed.seconds * 1e9),
         "after_ns": sum(graph["step_ns"] for graph in after),
         "bubble": timed.bubble,
@@ -57,6 +58,11 @@ def pipeline_account(
         "in_flight": [timed.most_in_flight(stage) for stage in range(len(stages))],
         "kept": sum(_kept(graphs, stage, timed) for stage in own),
     }
+
+
+def spans_of(time: PipelineTime) -> list[list[Any]]:
+    """[rank, kind, stage, microbatch, start, end] of every computation, ns."""
+    return [[s.rank, *s.work, round(s.start * 1e9), round(s.end * 1e9)] for s in time.spans]
 
 
 def _stage(graph: Mapping[str, Any]) -> int | None:

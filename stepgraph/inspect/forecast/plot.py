@@ -1,6 +1,7 @@
 """Draws the schedule of a pipeline: a row for each rank, its computations over time, and the bubble between them."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,6 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
+from stepgraph.config.train import TrainConfig
 from stepgraph.inspect.forecast.pipeline import PipelineForecast
 from stepgraph.inspect.forecast.tables import time_text
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
@@ -43,29 +45,64 @@ def schedule_figure(result: PipelineForecast) -> Figure:
     the bubble, the line below it the step's time.
     """
     config, found = result.config, result.schedules[result.chosen]
-    ranks = config.mesh_spec.pp
-    row = min(_ROW, _HIGHEST / ranks)  # many ranks share the height of a page
-    width = min(max(_WIDTH, _BOX * len(found.time.spans) / ranks), _WIDEST)
-    figure = Figure(figsize=(width, row * ranks + 1.4), dpi=150, layout="constrained")
+    below = (
+        f"{config.preset} on {config.mesh_spec.size:,} x {result.gpu.name} ({config.mesh_spec}), {_tokens(config)}; "
+        f"{time_text(found.time.seconds)}, then {time_text(found.update_s)} for the update"
+    )
+    return _figure(found.name, f"{found.name}: bubble {found.time.bubble:.1%}", below, {"forecast": found.time})
+
+
+def measured_chart(config: TrainConfig, times: Mapping[str, PipelineTime], path: Path) -> None:
+    """Draws `measured_figure` into ``path``. Needs no display."""
+    measured_figure(config, times).savefig(path)
+
+
+def measured_figure(config: TrainConfig, times: Mapping[str, PipelineTime]) -> Figure:
+    """The schedule of ``config``'s pipeline as it ran, below its forecast: ``times`` by what each is. Each has a time
+    axis of its own. The bubble is that of the drawn part of the step, behind which the update follows."""
+    shares = ", ".join(f"{time.bubble:.1%} {what.partition(' ')[0]}" for what, time in times.items())
+    below = f"{config.preset} on {config.mesh_spec.size:,} ranks ({config.mesh_spec}), {_tokens(config)}"
+    return _figure(config.pipeline_schedule, f"{config.pipeline_schedule}: bubble {shares}", below, times)
+
+
+def _tokens(config: TrainConfig) -> str:
+    return f"{config.accumulate} microbatches of {config.batch_size} x {config.seq_len}"
+
+
+def _figure(schedule: str, title: str, below: str, times: Mapping[str, PipelineTime]) -> Figure:
+    first = next(iter(times.values()))
+    ranks = first.ranks
+    row = min(_ROW, _HIGHEST / ranks / len(times))  # many ranks share the height of a page
+    width = min(max(_WIDTH, _BOX * len(first.spans) / ranks), _WIDEST)
+    figure = Figure(figsize=(width, (row * ranks + 0.5) * len(times) + 0.9), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12)
-    axes = figure.add_subplot()
-    _dress(axes, result)
-    narrowest = min(span.end - span.start for span in found.time.spans) / found.time.seconds * width
-    chunks = _boxes(axes, found.time, border=0.8 if narrowest > 0.05 else 0.0)  # which would hide narrower boxes
+    panels = figure.subplots(len(times), squeeze=False)[:, 0]
+    chunks: dict[str, set[int]] = {}
+    for axes, (what, time) in zip(panels, times.items(), strict=True):
+        _dress(axes, schedule, time, what)
+        narrowest = min(span.end - span.start for span in time.spans) / time.seconds * width
+        chunks |= _boxes(axes, time, border=0.8 if narrowest > 0.05 else 0.0)  # which would hide narrower boxes
+    _entitle(panels[0], title, below)
+    _legend(panels[0], chunks)
+    figure.draw_without_rendering()  # only then do the axes have their width
+    for axes, time in zip(panels, times.values(), strict=True):
+        inches = axes.get_window_extent().width / figure.dpi
+        _numbers(axes, time, points_per_second=72 * inches / time.seconds, high=row >= _LEGIBLE)
+    return figure
+
+
+def _legend(axes: Axes, chunks: Mapping[str, set[int]]) -> None:
     handles = [Patch(color=first, label=name) for kind, (name, first, _) in _KINDS.items() if kind in chunks]
     handles.append(Patch(color=_BUBBLE, label="bubble"))
     if any(1 in of for of in chunks.values()):
         handles.append(Patch(color=_KINDS["forward"][2], label="paler: a rank's second stage"))
-    below = axes.transAxes + ScaledTranslation(0, -15 / 72, figure.dpi_scale_trans)  # in a line with the axis' name
+    scale = axes.figure.dpi_scale_trans
+    below = axes.transAxes + ScaledTranslation(0, -15 / 72, scale)  # in a line with the axis' name
     axes.legend(
         handles=handles, loc="upper right", bbox_to_anchor=(1, 0), bbox_transform=below, borderaxespad=0, borderpad=0.2,
         ncols=len(handles), frameon=False, labelcolor=_INK, fontsize=9, handlelength=1.4, columnspacing=1.4,
     )  # fmt: skip
-    figure.draw_without_rendering()  # only then do the axes have their width
-    inches = axes.get_window_extent().width / figure.dpi
-    _numbers(axes, found.time, points_per_second=72 * inches / found.time.seconds, high=row >= _LEGIBLE)
-    return figure
 
 
 def _boxes(axes: Axes, time: PipelineTime, border: float) -> dict[str, set[int]]:
@@ -99,10 +136,10 @@ def _numbers(axes: Axes, time: PipelineTime, points_per_second: float, *, high: 
             )
 
 
-def _dress(axes: Axes, result: PipelineForecast) -> None:
-    """Title, the names of rows, and a time axis with its unit."""
-    config, found, ranks = result.config, result.schedules[result.chosen], result.config.mesh_spec.pp
-    where = [rank_of(SCHEDULES[found.name], ranks, stage) for stage in range(len(found.stages))]
+def _dress(axes: Axes, schedule: str, time: PipelineTime, what: str) -> None:
+    """The names of rows, and a time axis with its unit."""
+    ranks = time.ranks
+    where = [rank_of(SCHEDULES[schedule], ranks, stage) for stage in range(ranks * SCHEDULES[schedule].chunks)]
     names = []
     for rank in range(ranks):
         own = [str(stage) for stage, r in enumerate(where) if r == rank]
@@ -110,21 +147,19 @@ def _dress(axes: Axes, result: PipelineForecast) -> None:
     shown = range(0, ranks, -(-ranks // 40))  # names that do not touch
     axes.set_yticks(shown, [names[rank] for rank in shown], fontsize=8.5)
     axes.set_ylim(ranks - 0.5, -0.5)  # the first rank on top
-    axes.set_xlim(0, found.time.seconds)
-    unit, scale = ("s", 1.0) if found.time.seconds >= 1 else ("ms", 1e3)
+    axes.set_xlim(0, time.seconds)
+    unit, scale = ("s", 1.0) if time.seconds >= 1 else ("ms", 1e3)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds * scale:g}"))
-    axes.set_xlabel(f"time in the step ({unit}, forecast)", color=_INK, fontsize=9, loc="left")
-    of = f"{config.accumulate} microbatches of {config.batch_size} x {config.seq_len}"
-    axes.set_title(
-        f"{config.preset} on {config.mesh_spec.size:,} x {result.gpu.name} ({config.mesh_spec}), {of}; "
-        f"{time_text(found.time.seconds)}, then {time_text(found.update_s)} for the update",
-        loc="left", color=_MUTED, fontsize=9,
-    )  # fmt: skip
-    axes.annotate(
-        f"{found.name}: bubble {found.time.bubble:.1%}", (0, 1), xytext=(0, 24), xycoords="axes fraction",
-        textcoords="offset points", color=_INK, fontsize=13, weight="bold",
-    )  # fmt: skip
+    axes.set_xlabel(f"time in the step ({unit}, {what})", color=_INK, fontsize=9, loc="left")
     axes.spines[:].set_visible(False)
     axes.tick_params(axis="x", colors=_INK, length=0, labelsize=9)
     axes.tick_params(axis="y", colors=_INK, length=0)
+
+
+def _entitle(axes: Axes, title: str, below: str) -> None:
+    axes.set_title(below, loc="left", color=_MUTED, fontsize=9)
+    axes.annotate(
+        title, (0, 1), xytext=(0, 24), xycoords="axes fraction", textcoords="offset points", color=_INK, fontsize=13,
+        weight="bold",
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from stepgraph.capture.stages.share import Share
 from stepgraph.capture.trace import LossFn
 from stepgraph.costs.roofline import node_seconds
 from stepgraph.graph.facts import is_view
+from stepgraph.graph.program import Call
 from stepgraph.graph.stages import Cut
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.parallel.mesh import Mesh
@@ -80,6 +81,12 @@ class Pipeline:
     def channel_from(self, forward: bool, peer: int) -> dist.ProcessGroup:
         """The group for messages of one kind from ``peer`` to this rank."""
         return self.channels[forward, self.rank > peer]
+
+    def sender(self, receive: Call) -> str:
+        """Who sends what this rank's call ``receive`` receives, such as ``stage 1 on rank 4``."""
+        kind, _, stage = receive.graph.partition(".")
+        source = int(stage) + (-1 if kind.endswith("forward") else 1)
+        return f"stage {source} on rank {dist.get_process_group_ranks(self.group)[self.ranks_of[source]]}"
 
     def named_groups(self) -> dict[str, dist.ProcessGroup]:
         """Its process groups by the names that graphs give them, where no other pipeline has these."""

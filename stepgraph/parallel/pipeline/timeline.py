@@ -1,5 +1,6 @@
 """A schedule on paper: when each rank of a pipeline computes, from the seconds of every stage's calls."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -86,13 +87,38 @@ def _ready(
     source = source_of(work, len(ranks_of))
     if source is None:
         return 0.0
-    kind, stage, microbatch = work
-    makers = [(k, source, microbatch) for k in ("forward",) if kind == "forward"]
-    makers = makers or [(k, source, microbatch) for k in ("backward", "backward_input")]
-    found = next((ended[maker] for maker in makers if maker in ended), None)
+    kind, stage, _ = work
+    found = next((ended[maker] for maker in _makers(work, source) if maker in ended), None)
     if found is None or ranks_of[source] == ranks_of[stage]:
         return found
     return found + send_seconds[kind == "forward", source]
+
+
+def _makers(work: Work, source: int) -> list[Work]:
+    """What of the stage ``source`` may make what ``work`` reads of it."""
+    kind, _, microbatch = work
+    kinds = ("forward",) if kind == "forward" else ("backward", "backward_input")
+    return [(made, source, microbatch) for made in kinds]
+
+
+def aligned(measured: PipelineTime, ranks_of: Sequence[int]) -> PipelineTime:
+    """``measured``, whose spans are in seconds since each rank's own begin of the step, on one clock: ranks begin
+    together, but for those that would then read what is not made yet. ``ranks_of``: of each stage."""
+    spans = {span.work: span for span in measured.spans}
+    gaps: dict[tuple[int, int], float] = {}
+    for work, span in spans.items():
+        source = source_of(work, len(ranks_of))
+        for maker in _makers(work, source) if source is not None else ():
+            if maker in spans and spans[maker].rank != span.rank:
+                pair = spans[maker].rank, span.rank
+                gaps[pair] = max(gaps.get(pair, -math.inf), spans[maker].end - span.start)
+    begin = [0.0] * measured.ranks
+    for _ in range(measured.ranks):  # as far as one rank's wait reaches
+        for (earlier, later), gap in gaps.items():
+            begin[later] = max(begin[later], begin[earlier] + gap)
+    first = min(begin[span.rank] + span.start for span in measured.spans)
+    moved = [(span, begin[span.rank] - first) for span in measured.spans]
+    return PipelineTime([s._replace(start=s.start + by, end=s.end + by) for s, by in moved], measured.ranks)
 
 
 def most_in_flight(name: str, ranks: int, microbatches: int) -> int:

@@ -13,7 +13,12 @@ from stepgraph.costs.hardware import ASSUMED, GPUS, known_gpu
 from stepgraph.graph.program import StepProgram
 from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.page import PAGE, write_page
+from stepgraph.inspect.account.pipeline import spans_of
+from stepgraph.parallel.pipeline.timeline import PipelineTime, Span
 from stepgraph.train.records.folder import Summary
+
+#: The chart of a pipeline's schedule in a run folder.
+SCHEDULE = "schedule.png"
 
 
 class RunPage:
@@ -27,8 +32,15 @@ class RunPage:
         """Make the account of ``program`` and write the page."""
         self._save(lambda: self._account(program))
 
-    def finish(self, program: StepProgram | None, summary: Summary, profile: dict[str, Any] | None) -> None:
-        """Write the page again, with what was measured. ``program``: None where nothing was captured, or no more is."""
+    def finish(
+        self,
+        program: StepProgram | None,
+        summary: Summary,
+        profile: dict[str, Any] | None,
+        last: PipelineTime | None = None,
+    ) -> None:
+        """Write the page again, with what was measured. ``program``: None where nothing was captured, or no more is.
+        ``last``: what the ranks of a pipeline computed in the last step, which is drawn beside its forecast."""
         if self.account is None and program is not None:  # the run ended early
             self.write(program)
         if self.account is None or (summary.step_ms_median is None and profile is None):
@@ -43,7 +55,25 @@ class RunPage:
             # On a CPU it is the whole process's.
             "peak_bytes": summary.peak_mem_gib * 2**30 if on_gpu else None,
         }
+        pipeline = self.account["pipeline"]
+        if pipeline is not None and last is not None:
+            pipeline["measured"] = {"spans": spans_of(last), "ns": round(last.seconds * 1e9)}
         self._save(lambda: self.account)
+        if pipeline is not None and last is not None:
+            self._draw(pipeline, last)
+
+    def _draw(self, pipeline: dict[str, Any], last: PipelineTime) -> None:
+        spans = [Span(rank, (*work,), start / 1e9, end / 1e9) for rank, *work, start, end in pipeline["spans"]]
+        times = {
+            f"forecast for {self.account['head']['gpu']}": PipelineTime(spans, last.ranks),
+            f"measured on {self.account['head']['device']}, the last step": last,
+        }
+        try:
+            from stepgraph.inspect.forecast.plot import measured_chart  # matplotlib is slow to load
+
+            measured_chart(self.config, times, self.path.with_name(SCHEDULE))
+        except Exception as failure:  # nor is a chart
+            self.say(f"warning: {SCHEDULE} could not be drawn: {type(failure).__name__}: {failure}")
 
     def _account(self, program: StepProgram) -> dict[str, Any]:
         groups = {}

@@ -164,6 +164,9 @@ def test_the_schedule_leads_to_a_stages_graph(tmp_path):
     made["schedule"] = [["forward.0", 0], ["backward.0", 0], ["update", None]]
     chosen = TrainConfig(mesh="pp=4", accumulate=8)
     made["pipeline"] = pipeline_account(made["graphs"], chosen, GPU)
+    # Measured, a step of twice the time, in which the last rank still computes at the end.
+    spans = [[3, "backward", 3, 7, 10, 2 * made["pipeline"]["ns"]], [0, "gather", 0, None, 0, 10]]
+    made["pipeline"]["measured"] = {"spans": spans, "ns": 2 * made["pipeline"]["ns"]}
     script = """
       await wait(200);
       const canvas = document.querySelector("#pipeline canvas"), box = canvas.getBoundingClientRect();
@@ -173,16 +176,19 @@ def test_the_schedule_leads_to_a_stages_graph(tmp_path):
       };
       click(box.width - 3); result.last = shown().name;
       click(LABEL + 3); result.first = shown().name;
-      const shades = (y) => {
+      const shades = (y, canvas = document.querySelector("#pipeline canvas")) => {
         const x = Math.round((box.width - 20) * devicePixelRatio), at = Math.round(y * devicePixelRatio);
         return new Set(new Uint32Array(canvas.getContext("2d").getImageData(x, at, 12, 12).data.buffer)).size;
       };
       result.bubble = [shades(8), shades(3 * 28 + 8)];
+      const [, measured] = document.querySelectorAll("#pipeline canvas");
+      result.measured = [shades(8, measured), shades(3 * 28 + 8, measured)];
       result.rows = document.querySelectorAll("#pipeline tbody tr").length;
     """
     result = in_browser(page_of(made), script, tmp_path)
     assert (result["last"], result["first"], result["rows"]) == ("backward.0", "forward.0", 4)
     assert result["bubble"][0] == 1 < result["bubble"][1]  # at the end the last rank waits, striped
+    assert result["measured"][0] > 1 == result["measured"][1]
 
 
 def test_the_canvas_leads_to_a_node(tmp_path):

@@ -1,5 +1,6 @@
 """Schedules on paper, against times and memory that formulas give."""
 
+import dataclasses
 import itertools
 
 import hypothesis
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of, work_of
-from stepgraph.parallel.pipeline.timeline import simulate_schedule
+from stepgraph.parallel.pipeline.timeline import Span, aligned, simulate_schedule
 
 KINDS = ("forward", "backward", "backward_input", "backward_weight")
 
@@ -70,3 +71,33 @@ def test_an_order_that_never_ends_is_named():
     sends = {(way, stage): 0.0 for way in (True, False) for stage in range(2)}
     with pytest.raises(ValueError, match="never ends"):
         simulate_schedule(orders, [0, 1], seconds, sends)
+
+
+@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 4), st.lists(st.floats(0, 9), min_size=4))
+def test_clocks_of_ranks_are_aligned_by_what_they_send(name, ranks, clocks):
+    """Spans on clocks that began at any time: nothing is read before it is made, and ranks keep their own times."""
+    found = simulated(name, ranks, 2 * ranks)
+    where = [rank_of(SCHEDULES[name], ranks, stage) for stage in range(ranks * SCHEDULES[name].chunks)]
+    told = [s._replace(start=s.start + clocks[s.rank], end=s.end + clocks[s.rank]) for s in found.spans]
+    again = aligned(dataclasses.replace(found, spans=told), where)
+    moved = {rank: set() for rank in range(ranks)}
+    for before, after in zip(found.spans, again.spans, strict=True):
+        assert (after.rank, after.work) == (before.rank, before.work)
+        moved[before.rank] |= {round(after.start - before.start, 6), round(after.end - before.end, 6)}
+    assert all(max(by) - min(by) < 1e-5 for by in moved.values())
+    assert min(span.start for span in again.spans) == pytest.approx(0.0, abs=1e-9)
+    ends = {span.work: span.end for span in again.spans}
+    for span in again.spans:
+        kind, stage, microbatch = span.work
+        if kind == "forward" and stage:
+            assert span.start > ends["forward", stage - 1, microbatch] - 1e-6
+        backward = "backward_input" if SCHEDULES[name].halves else "backward"
+        if kind == backward and stage + 1 < len(where):
+            assert span.start > ends[backward, stage + 1, microbatch] - 1e-6
+
+
+def test_one_clock_stays_as_it_is():
+    spans = [Span(0, ("forward", 0, 0), 0.0, 1.0), Span(1, ("forward", 1, 0), 1.5, 2.0)]
+    found = dataclasses.replace(simulated("1f1b", 2, 2), spans=spans)
+    assert aligned(found, [0, 1]).spans == spans
