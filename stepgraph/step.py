@@ -38,6 +38,7 @@ from stepgraph.passes import (
 )
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.run.bound import UnfitStepError
+from stepgraph.run.program import Waits
 from stepgraph.run.saved.start import Start
 from stepgraph.run.saved.store import Outcome, store_of
 from stepgraph.verify import Case, VerifyReport, verify
@@ -167,10 +168,10 @@ class CapturedStep:
         return self._store is not None and not self.dump
 
     @property
-    def waited_s(self) -> float:
-        """Seconds of the latest call that this rank waited for other stages of a pipeline; reading it waits for the
-        call's end."""
-        return self._current.runner.waits.seconds()
+    def waits(self) -> Waits:
+        """Of the latest call: ``waits.seconds()`` that this rank waited for other stages of a pipeline; to ask for them
+        waits for that call's end."""
+        return self._current.runner.waits
 
     @property
     def spans(self) -> list[tuple[Call, float, float]]:

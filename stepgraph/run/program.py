@@ -192,7 +192,7 @@ class ProgramRunner:
 
     def _begin(self) -> None:
         _reset(self.flat)
-        self.waits.clear()
+        self.waits = self.values.waits = Waits()
         if self.spans is not None:
             self.spans.begin()
         if self.kept:
@@ -259,16 +259,12 @@ class Values:
 
 
 class Waits:
-    """How long a step waits for other stages of a pipeline: on a GPU its stream, on a CPU the process. ``receive``: the
-    call that received what the process waits for now; after a failure it stays."""
-
-    receive: Call | None = None
+    """How long one step waits for other stages of a pipeline: on a GPU its stream, on a CPU the process. ``receive``:
+    the call that received what the process waits for now; after a failure it stays."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self._seconds, self._events, self.receive = 0.0, [], None
+        self._seconds, self._events = 0.0, []
+        self.receive: Call | None = None
 
     @contextlib.contextmanager
     def on(self, device: torch.device, receive: Call | None = None) -> Iterator[None]:
@@ -287,7 +283,7 @@ class Waits:
         self.receive = None
 
     def seconds(self) -> float:
-        """Of the latest step; waits for its end."""
+        """Waits for the step's end."""
         for _, end in self._events:
             end.synchronize()
         return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3

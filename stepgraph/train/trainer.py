@@ -25,6 +25,7 @@ from stepgraph.config.train import TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.ranks import Ranks
+from stepgraph.run.program import Waits
 from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.closing import close
@@ -93,6 +94,7 @@ class Launched:
     batch: dict[str, torch.Tensor]
     lr: float
     data_ms: float  # that the loop waited for the batch
+    waits: Waits  # for other stages of a pipeline
 
 
 class Run:
@@ -340,7 +342,8 @@ class Run:
             loss = self.captured(batch)
         self.done["step"] += 1
         self.done["tokens"] += self.config.tokens_per_step
-        return Launched(self.step, self.done["tokens"], loss, self.captured.metrics, batch, lr, data_ms)
+        captured, tokens = self.captured, self.done["tokens"]
+        return Launched(self.step, tokens, loss, captured.metrics, batch, lr, data_ms, captured.waits)
 
     def _finish(self, launched: Launched, progress: Progress) -> None:
         """Wait for a launched step, check its loss, and record it."""
@@ -360,7 +363,7 @@ class Run:
         if self.finished > self.warmup and not (self.profile and self.profile.disturbs(step)):
             self.times_ms.append(step_ms)
             self.watch.timed(step_ms / 1e3)
-            self.bubble.add(self.captured.waited_s, step_ms / 1e3)
+            self.bubble.add(launched.waits.seconds(), step_ms / 1e3)
         if step % self.config.log_every == 0 or step == self.config.steps:
             tokens_per_s = self.config.tokens_per_step / (step_ms / 1e3)
             record = {
