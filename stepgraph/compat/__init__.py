@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from stepgraph.compat.compiler import (
+    await_compile_workers,
     inductor,
     inductor_artifact,
     inductor_cache_counts,

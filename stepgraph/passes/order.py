@@ -14,6 +14,7 @@ import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
 import stepgraph.passes.comm.copy_engines
 import stepgraph.passes.comm.gather_fp8
+import stepgraph.passes.comm.once
 import stepgraph.passes.comm.overlap
 import stepgraph.passes.comm.overlap_experts
 import stepgraph.passes.comm.unshard
@@ -52,6 +53,8 @@ ORDER = (
     "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
     "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
+    "gather_once",  # one gather of each parameter for all microbatches of a pipeline
+    "reduce_once",  # numerics: one reduction of each gradient for all of them
     "reshard_after_forward",  # gather parameters again in backward
     "bucket_collectives",  # one collective for each region of the model
     "bucket_all_reduces",  # numerics: those of more than two ranks
