@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -184,15 +185,15 @@ def getitem_users(node: fx.Node) -> dict[int, fx.Node]:
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}
 
 
-def upstream(node: fx.Node) -> set[fx.Node]:
-    """Everything that ``node`` is made from."""
+def upstream(node: fx.Node, given: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Everything that ``node`` is made from; not what the nodes ``given`` are made from."""
     seen: set[fx.Node] = set()
     queue = list(node.all_input_nodes)
     while queue:
         current = queue.pop()
         if current not in seen:
             seen.add(current)
-            queue += current.all_input_nodes
+            queue += () if current in given else current.all_input_nodes
     return seen
 
 

@@ -13,6 +13,7 @@ import stepgraph.passes.cleanup.views
 import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
 import stepgraph.passes.comm.copy_engines
+import stepgraph.passes.comm.gather_fp8
 import stepgraph.passes.comm.once
 import stepgraph.passes.comm.overlap
 import stepgraph.passes.comm.overlap_experts
@@ -44,6 +45,7 @@ ORDER = (
     "fuse_experts",  # numerics: experts of other libraries by our kernels
     "weight_experts",  # numerics: experts weighted before their last product
     "fp8_matmul",  # numerics: products of linear layers in fp8
+    "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager

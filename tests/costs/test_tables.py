@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from stepgraph.costs.flops import flops
+from stepgraph.costs.fp8 import product_seconds
 from stepgraph.costs.hardware import ASSUMED, GPUS, known_gpu
 from stepgraph.costs.norms import Traffic, cost
 from stepgraph.costs.roofline import node_seconds
@@ -46,6 +47,21 @@ def test_seconds_of_one_node_are_the_longer_of_two():
     a, b = (hand.input(8192, 8192, dtype=torch.bfloat16) for _ in "ab")
     assert node_seconds(hand(aten.mm.default, a, b)) == pytest.approx(2 * 8192**3 / (0.69 * 989.5e12))
     assert node_seconds(hand(aten.add.Tensor, a, b)) == pytest.approx(3 * 2 * 8192**2 / (0.885 * 4.8e12))
+
+
+def test_products_in_fp8_have_their_own_peak():
+    hand = Hand()
+    a, b = (hand.input(8192, 8192, dtype=form) for form in (torch.float8_e5m2, torch.float8_e4m3fn))
+    scale = hand.input(dtype=torch.float32)
+    val = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
+    product = hand(torch.ops.stepgraph.scaled_product.default, a, b, scale, scale, None, False, val=val)
+    assert flops(product) == 2 * 8192**3
+    assert (
+        node_seconds(product)
+        == pytest.approx(2 * 8192**3 / (0.65 * 1979e12))
+        == product_seconds((8192, 8192, 8192), fp8=True)
+    )
+    assert [gpu.peak(torch.float8_e4m3fn) for gpu in GPUS.values()] == [1979e12, 1979e12, 4500e12]
 
 
 def test_norms_cost_what_they_move():

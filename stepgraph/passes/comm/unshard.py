@@ -14,7 +14,7 @@ from torch import fx
 
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.errors import unknown_name
-from stepgraph.graph.collectives import Collective, by_region, gathers, halves
+from stepgraph.graph.collectives import ALL_REDUCE, WAIT, Collective, by_region, gathers, halves
 from stepgraph.graph.edit import erase_unread
 from stepgraph.graph.facts import is_pure, tensor_bytes, upstream
 from stepgraph.graph.provenance import phase_of, provenance, set_provenance
@@ -150,7 +150,10 @@ def _readers(gather: Collective, half: dict[fx.Node, str]) -> tuple[list[fx.Node
 def _gather_again(graph: fx.Graph, gather: Collective, made: list[fx.Node], readers: list[fx.Node]) -> None:
     """Copies of the gather and of what is made from it, for backward's readers."""
     read = [n for n in made if any(user in readers for user in n.users)]
-    needed = set(read).union(*map(upstream, read))
+    # What ranks agreed on beside it, as the scales of weights in fp8, is kept.
+    sources = set(read).union(*map(upstream, read))
+    agreed = {n for n in sources if n.target is WAIT and n.args[0].target is ALL_REDUCE}
+    needed = set(read).union(*(upstream(n, agreed) for n in read)) - agreed
     copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(readers[0]):
         for node in sorted(needed):

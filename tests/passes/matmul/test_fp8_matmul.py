@@ -19,7 +19,7 @@ from tests.passes.matmul.eager_fp8 import product, quantized, swap
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 RECIPES = ("tensorwise", "rowwise", "rowwise-bf16-weight-gradients")
-LLAMA = Llama3Config(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=37, max_seq_len=16)
+LLAMA = Llama3Config(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=37, max_seq_len=16)
 
 
 def passes(recipe, **options):
@@ -82,12 +82,12 @@ def test_llama_has_the_bits_of_eager_fp8_layers(precision, recipe):
     """Seven layers a block: four activations, seven weights and seven gradients are cast, once each."""
     model = llama(torch.float32 if precision == "autocast" else torch.bfloat16)
     loss_fn = autocast_loss if precision == "autocast" else next_token_loss
-    step = check_as_eager(model, loss_fn, tokens(), recipe, ["head"], 14)
+    step = check_as_eager(model, loss_fn, tokens(), recipe, ["head"], 7)
     bf16_weight_gradients = recipe.endswith("bf16-weight-gradients")
-    assert count(step, ours.scaled_product.default) == 14 * (2 if bf16_weight_gradients else 3)
+    assert count(step, ours.scaled_product.default) == 7 * (2 if bf16_weight_gradients else 3)
     cast = ours.cast_scaled if recipe == "tensorwise" else ours.cast_scaled_rows
-    assert count(step, cast.default) == 2 * (4 + 7 + 7)
-    assert count(step, aten.mm.default) == 3 + 14 * bf16_weight_gradients
+    assert count(step, cast.default) == 4 + 7 + 7
+    assert count(step, aten.mm.default) == 3 + 7 * bf16_weight_gradients
     notes = "\n".join(report_of(step).notes)
     assert "left in bf16, the loss reads it: head" in notes and "no linear layer" not in notes
     assert "output gradients by rows" in notes and ("transposed" in notes)
@@ -185,7 +185,7 @@ def test_fp32_stays_fp32():
 def test_small_products_cost_more_than_they_save():
     step, _ = captured(llama(torch.bfloat16), next_token_loss, tokens(), configured(fp8="rowwise", inductor="off"))
     report = report_of(step)
-    assert report.changed == 0 and count(step, aten.mm.default) == 3 * 15
+    assert report.changed == 0 and count(step, aten.mm.default) == 3 * 8
     assert any("32 x 48 x 32 saves nothing: 3 products in " in note for note in report.notes)
 
 
@@ -211,7 +211,7 @@ def test_recomputation_and_repetition_change_no_bit():
     for memory in ("none", "full", "selective"):
         step, again = captured(model, next_token_loss, batch, passes("rowwise", memory=memory))
         assert all(map(torch.equal, kept, again))
-    assert count(step, ours.scaled_product.default) == 42  # which selective keeps
+    assert count(step, ours.scaled_product.default) == 21  # which selective keeps
 
 
 def test_microbatches_are_cast_apart():
@@ -258,7 +258,7 @@ def test_options():
     for options, message in (
         ({"passes": "exact", "fp8": "rowwise"}, "fp8=rowwise rounds to fp8, which passes=exact forbids"),
         ({"fp8_skip": ("a",)}, "fp8_skip leaves layers out of fp8 and fp8=off"),
-        ({"fp8": "row"}, "unknown fp8 'row': did you mean 'rowwise'"),
+        ({"fp8": "row"}, "unknown fp8 'row': choose one of off, rowwise"),
     ):
         with pytest.raises(ValueError, match=message):
             chosen(StepOptions(**options))

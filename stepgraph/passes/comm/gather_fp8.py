@@ -1,0 +1,131 @@
+"""FSDP gathers weights in fp8: each rank casts its shard, by the scale of the whole weight.
+
+Matches: ``stepgraph::cast_scaled`` of a gathered parameter that nothing else reads (see the pass `fp8_matmul`, with one
+scale for each matrix). Before -> after:
+    w = wait(all_gather(shard)), amax(w), cast_scaled(w)
+        -> amax(shard) of all such weights, one all-reduce (max) of them together; cast_scaled(shard),
+           wait(all_gather(as bytes)), and its transposed copy where one is read
+Half the bytes travel, and a rank casts its own part alone. The same bits as without it: the largest magnitude of a
+weight is the largest of its shards', and a cast looks at each element by itself. Preconditions: shards without padding.
+Source: torchao's float8 all-gathers for FSDP2.
+"""
+
+import operator
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from stepgraph.costs.timeline import exposed, exposed_text
+from stepgraph.graph.collectives import ALL_GATHER, ALL_REDUCE, WAIT, Collective, gathers
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import getitem_users, is_pure, upstream
+from stepgraph.graph.provenance import Role, role_of, set_role
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.contract import PassReport, register
+
+aten, ours = torch.ops.aten, torch.ops.stepgraph
+
+
+class _Weight(NamedTuple):
+    """A gather, and the largest magnitude and the cast of what it gives."""
+
+    gather: Collective
+    amax: fx.Node
+    cast: fx.Node
+
+    @property
+    def shard(self) -> fx.Node:
+        return self.gather.node.args[0]
+
+
+@register(
+    "gather_fp8",
+    "numerics",
+    after=("dedupe_unshards", "fp8_matmul"),
+    needs_process_group=True,
+    from_options=lambda options: {} if options.fp8 == "tensorwise" else None,
+)
+def gather_fp8(step: StepGraph, options: object, report: PassReport) -> None:
+    """Gather weights as the fp8 that products read, with the scales of all in one collective."""
+    before = exposed(step.graph)
+    by_group: dict[str, list[_Weight]] = defaultdict(list)
+    found = gathers(step)
+    for gather in found:
+        if weight := _match(gather):
+            by_group[gather.node.args[2]].append(weight)
+    report.matched = len(found)
+    moved = 0
+    for group, weights in by_group.items():
+        amaxes = _reduced(weights, group)
+        for weight, amax in zip(weights, amaxes, strict=True):
+            moved += weight.gather.wait.meta["val"].nbytes
+            _rewrite(weight, amax)
+        report.changed += len(weights)
+    report.summary = (
+        f"{report.changed} of {report.matched} gathered parameters in fp8, {moved / 2**20:.1f} MiB became "
+        f"{moved / 2 / 2**20:.1f}; {len(by_group)} collectives for their scales"
+    )
+    if report.changed < report.matched:
+        report.notes.append(f"{report.matched - report.changed} are padded, or read in bf16")
+    if report.changed:
+        report.notes.append(exposed_text(before, exposed(step.graph)))
+
+
+def _match(gather: Collective) -> _Weight | None:
+    """The weight that ``gather`` gives, if nothing but its cast reads it."""
+    casts = [user for user in gather.wait.users if user.target is ours.cast_scaled.default]
+    if len(casts) != 1:
+        return None
+    amax = casts[0].args[1]
+    alone = set(gather.wait.users) == {casts[0], amax} and list(amax.users) == casts
+    made = upstream(gather.node)
+    pure = all(is_pure(node) for node in made if node.op == "call_function")
+    return _Weight(gather, amax, casts[0]) if alone and pure else None
+
+
+def _reduced(weights: list[_Weight], group: str) -> list[fx.Node]:
+    """The largest magnitude of each of ``weights``, in front of them all. What a shard is made of is made twice, so
+    that no shard in the dtype of its product waits from here to its gather."""
+    first = weights[0].gather.node
+    build = Builder(*(w.gather.node for w in weights), before=first)
+    own = []
+    for weight in weights:
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in sorted({*upstream(weight.shard), weight.shard}):
+            if node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, made=copies: made.get(n, n))
+                copies[node] = build(node.target, *args, **kwargs, like=node)
+        shard = copies.get(weight.shard, weight.shard)
+        own.append(build(weight.amax.target, shard, *weight.amax.args[1:], **weight.amax.kwargs, like=weight.amax))
+    role = Role("activation", (), role_of(first).axis)
+    stacked = build(aten.stack.default, own)
+    begun = build(ALL_REDUCE, stacked, "max", group)
+    waited = build(WAIT, begun)
+    for node, its in ((stacked, None), (begun, role), (waited, role)):
+        set_role(node, its)
+    return [build(aten.select.int, waited, 0, i, like=w.amax) for i, w in enumerate(weights)]
+
+
+def _rewrite(weight: _Weight, amax: fx.Node) -> None:
+    """Cast before the gather, and transpose behind it."""
+    (node, wait, *_), cast = weight.gather, weight.cast
+    dtype, columns = cast.args[2], cast.args[4]
+    build = Builder(cast, before=node)
+    result = build(ours.cast_scaled.default, weight.shard, amax, dtype, True, False)
+    scale, q = (build(operator.getitem, result, i) for i in (0, 1))
+    # As bytes: not every backend of process groups knows fp8.
+    gathered = build(ALL_GATHER, build(aten.view.dtype, q, torch.uint8), *node.args[1:], like=node)
+    waited = build(WAIT, gathered, like=wait)
+    behind = Builder(cast, before=cast)
+    whole = behind(aten.view.dtype, waited, dtype)
+    results = {0: scale, 1: whole}
+    if columns:
+        transposed = behind(aten.t.default, whole)
+        results[2] = behind(aten.clone.default, transposed, memory_format=torch.contiguous_format)
+    for i, user in getitem_users(cast).items():
+        user.replace_all_uses_with(results[i])
+        user.graph.erase_node(user)
+    erase_unread(cast)
+    erase_unread(wait, collectives=True)
