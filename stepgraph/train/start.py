@@ -1,4 +1,4 @@
-"""Before a run begins: its folder, what it would overwrite, and its data."""
+"""Before a run begins: its folder and its data."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,6 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.data import Batch, DataBundle, PackedLoader, default_folder, open_data, validation_batches
 from stepgraph.train.records.folder import require_unused
-
-
-def check_export(config: TrainConfig) -> None:
-    """Raise ``ValueError`` for an export that would overwrite something."""
-    if config.export_hf and config.export_hf.exists() and not config.export_hf.is_dir():
-        raise ValueError(f"export_hf={config.export_hf} is a file: give a new folder")
-    if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
-        raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
 
 
 def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:

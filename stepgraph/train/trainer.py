@@ -19,7 +19,6 @@ from stepgraph import parallel, passes
 from stepgraph.config import build
 from stepgraph.config.device import device_name, device_peak, is_out_of_memory, peak_mem_gib, pick_device
 from stepgraph.config.environment import environment
-from stepgraph.config.hf_weights import save_hf
 from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
@@ -28,6 +27,7 @@ from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_state, resolve
 from stepgraph.train.data import unigram_entropy
+from stepgraph.train.export import check_export, export
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import memory_advice
@@ -36,7 +36,7 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
 from stepgraph.train.records.progress import Progress, format_seconds
-from stepgraph.train.start import check_export, choose_folder, open_batches, open_fitting_data, require_work
+from stepgraph.train.start import choose_folder, open_batches, open_fitting_data, require_work
 from stepgraph.train.traces.memory import MemorySnapshot
 from stepgraph.train.traces.page import RunPage
 from stepgraph.train.traces.profile import StepProfile
@@ -105,7 +105,7 @@ class Run:
         self.speaks = self.ranks.rank == 0
         self.say = _print if self.speaks else _say_nothing
         self.runs_ahead = self.device.type == "cuda"
-        self.ranks.first(lambda: check_export(config))
+        self.ranks.first(lambda: config.export_hf and check_export(config.export_hf))
         # Before the data is opened, which may take long.
         path, self.restarted, resume = self.ranks.first(lambda: choose_folder(config))
         self.snapshot = MemorySnapshot(path) if config.memory_snapshot and self.speaks else None
@@ -219,8 +219,8 @@ class Run:
                 self._validate()
             self._save()
             if finished and self.config.export_hf is not None:
-                save_hf(self.model, self.config.export_hf)
-                self.say(f"weights for Hugging Face in {self.config.export_hf}")
+                export(self.model, self.config.export_hf, self.config.tokenizer)
+                self.say(f"weights and tokenizer for Hugging Face in {self.config.export_hf}")
             status = "finished" if finished else "interrupted"
         except (NotFiniteError, NotExactError, OSError) as failure:
             error = str(failure)

@@ -263,3 +263,18 @@ def test_hugging_face_weights_out_and_in(finished, trainer, tmp_path):
     assert trainer.metrics(tmp_path / "one", "loss")[0] != trainer.metrics(finished[0], "loss")[0]  # another seed
     assert trainer.metrics(tmp_path / "two", "loss")[0] == (1, pytest.approx(loss(first), rel=1e-5))
     assert (tmp_path / "hf2" / "model.safetensors").is_file()
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert model.config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_id
+    assert model.config.bos_token_id is None
+    text = "def été():\r\n\t return '日本', \u0000   # 😀"
+    assert tokenizer(text)["input_ids"] == data.tokenizer.encode(text).tolist()
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+    # Of the finished run, `stepgraph export` writes the same, and a checkpoint before the last something else.
+    assert trainer.main(["export", str(tmp_path / "one"), "--out", str(tmp_path / "hf3")]) == 0
+    written = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    assert written == {path.name: path.read_bytes() for path in (tmp_path / "hf3").iterdir()}
+    earlier = tmp_path / "one" / "checkpoints" / "step-00000004"
+    assert trainer.main(["export", str(earlier), "--out", str(tmp_path / "hf4")]) == 0
+    assert written["model.safetensors"] != (tmp_path / "hf4" / "model.safetensors").read_bytes()
