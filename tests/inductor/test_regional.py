@@ -196,7 +196,9 @@ for mode in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("modes", [("regional",), pytest.param(("regional", "full"), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "modes", [pytest.param(m, marks=pytest.mark.long) for m in [("regional",), ("regional", "full")]]
+)
 def test_a_second_process_loads_from_disk(tmp_path, modes):
     root = str(Path(stepgraph.__file__).parents[1])
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
