@@ -108,7 +108,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
-    from stepgraph.config.presets import PRESETS
+    from stepgraph.config.presets import PRESETS, fine_tuning
     from stepgraph.config.train import TrainConfig
 
     named = bool(arguments) and not arguments[0].startswith("-")
@@ -125,6 +125,8 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         default = read_config(Path(file), preset)
         if named and default.preset != preset:
             raise ValueError(f"--config {file} is of preset {default.preset!r}, not {preset!r}: leave PRESET out")
+    elif (folder := value_of("--init-from-hf", options)) and not named and Path(folder).is_dir():
+        default = fine_tuning(Path(folder))
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
     elif (steps := value_of("--steps", options)) and steps.isdecimal() and default.warmup_steps >= int(steps):

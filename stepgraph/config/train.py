@@ -181,7 +181,7 @@ class TrainConfig(StepOptions, _Training):
     """Continue the run in this folder, or from RUN/checkpoints/step-N; its config.json gives the options' defaults."""
 
     init_from_hf: Path | None = None
-    """Start from the weights in this folder of a Hugging Face checkpoint of the same model."""
+    """Start from the weights of the Hugging Face checkpoint in this folder; without PRESET, its model is trained."""
 
     export_hf: Path | None = None
     """At the end, write the weights to this folder as a Hugging Face checkpoint."""

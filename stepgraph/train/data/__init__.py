@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from stepgraph.train.data.chat import ChatTokenizer
 from stepgraph.train.data.formats import open_source
 from stepgraph.train.data.loader import Batch, PackedLoader, unigram_entropy, validation_batches
 from stepgraph.train.data.sources import Source
@@ -26,4 +27,10 @@ def open_data(data: str = "stdlib", tokenizer: str = "bytes") -> DataBundle:
     """
     opened = open_tokenizer(tokenizer)  # first: a wrong name should not wait for a large file
     source = open_source(data)
+    if source.chat:
+        if tokenizer == "bytes":
+            raise ValueError(
+                f"{data} holds conversations, and bytes have no chat template: give --tokenizer FOLDER/tokenizer.json"
+            )
+        opened = ChatTokenizer(tokenizer)
     return DataBundle(source, opened, source.describe())

@@ -21,6 +21,7 @@ import numpy as np
 from stepgraph.train.data.sources import Sections, Source, Stdlib, describe_sections
 from stepgraph.train.data.split import cut_sections
 
+MESSAGES = "messages"  # the field of a conversation
 FORMS = "stdlib, FILE.jsonl, FILE.txt, FILE.parquet or hf:NAME"
 TEXT_SEPARATOR = b"<|endoftext|>"
 
@@ -69,6 +70,8 @@ class TextFile(Source):
 class JsonLines(Source):
     """A file with a JSON object per line, the document in one field of it; blank lines are passed over.
 
+    Where the first line has ``messages`` and no such field, each line is a conversation.
+
     Only the byte offset and number of each line are in memory. Lines are parsed when they are read, so a bad line far
     into a large file raises only when the run reaches it.
     """
@@ -85,12 +88,25 @@ class JsonLines(Source):
         if not offsets:
             raise ValueError(f"{path} holds no documents, only blank lines: give a JSON object per line")
         self._offsets, self._numbers = np.array(offsets), np.array(numbers)
+        first, _ = self._record(0)
+        self.chat = self._field not in first and MESSAGES in first
+        if self.chat:
+            self._field, self.unit = MESSAGES, "conversations"
+            if len(offsets) == 1:
+                raise ValueError(f"{path} holds one conversation: give two or more, of which one is for validation")
         self.split_by_index(len(offsets))
 
     def stamp(self) -> str:
         return str(self._path.stat().st_mtime_ns)
 
     def read(self, index: int) -> bytes:
+        record, where = self._record(index)
+        if self._field not in record:
+            raise _no_field(where, self._field, record)
+        return (_conversation if self.chat else _encoded)(record[self._field], where, self._field)
+
+    def _record(self, index: int) -> tuple[dict[str, Any], str]:
+        """The object in a line, and where that is."""
         where = f"{self._path}:{self._numbers[index]}"
         self._file.seek(self._offsets[index])
         line = self._file.readline().rstrip()
@@ -104,9 +120,7 @@ class JsonLines(Source):
             raise ValueError(f"{where}: not valid JSON ({error}): give a JSON object per line") from error
         if not isinstance(record, dict):
             raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object with the field {self._field!r}")
-        if self._field not in record:
-            raise _no_field(where, self._field, record)
-        return _encoded(record[self._field], where, self._field)
+        return record, where
 
     def identity(self) -> bytes:
         return self._offsets.tobytes()
@@ -251,6 +265,17 @@ def _encoded(value: object, where: str, field: str) -> bytes:
         return value.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
         raise ValueError(f"{where}: {field!r} is not valid Unicode ({error.reason}): fix the text") from error
+
+
+def _conversation(value: object, where: str, field: str) -> bytes:
+    """The messages of a conversation as JSON. ``ValueError`` for anything but a list of roles with what they say."""
+    messages = value if isinstance(value, list) else []
+    for message in messages or [None]:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(
+                f'{where}: {field!r} must be a list of messages such as {{"role": "user", "content": "Hello"}}'
+            )
+    return _encoded(json.dumps(messages, ensure_ascii=False), where, field)
 
 
 def _no_field(where: str, field: str, names: Iterable[str]) -> ValueError:

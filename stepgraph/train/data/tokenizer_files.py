@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from stepgraph.models.hf_files import read_json, write_json
 from stepgraph.train.data.tokenizer import open_tokenizer
 
-BEGIN_OF_TEXT_NAMES = ("<|begin_of_text|>", "<s>", "<bos>")
+BEGIN_OF_TEXT_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 SETTINGS = "tokenizer_config.json"
 #: Beside a tokenizer.json: what else belongs to it, and how to generate with its model.
 BESIDE = (SETTINGS, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
@@ -42,6 +42,25 @@ class TokenizerFiles:
         """The text of a special token in tokenizer_config.json, where it is a string or an object."""
         value = self.settings.get(key)
         return value.get("content") if isinstance(value, dict) else value
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of ``bos_token``, ``eos_token``, ``pad_token`` and the like, as a chat template reads them."""
+        known = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        tokens = {key: self._tokenizer.id_to_token(i) for key, i in known.items() if i is not None}
+        named = {key: self._named(key) for key in self.settings if key.endswith("_token")}
+        return tokens | {key: text for key, text in named.items() if isinstance(text, str)}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template beside the tokenizer, the one called default where there are several; None: there is none."""
+        beside = None if self._path is None else self._path.parent / "chat_template.jinja"
+        if beside is not None and beside.is_file():
+            return beside.read_text(encoding="utf-8")
+        given = self.settings.get("chat_template")
+        if isinstance(given, list):
+            given = next((one["template"] for one in given if one.get("name") == "default"), None)
+        return given
 
     def write(self, folder: Path) -> None:
         """Write the files to ``folder``, which is made if needed. Raises OSError."""
