@@ -24,6 +24,7 @@ commands:
   compile PRESET [options]   save its step in a folder, for train --step FOLDER; see stepgraph compile --help
   bench NAME [options]       measure it beside eager and torch.compile; see stepgraph bench --help
   plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
+  sample RUN --prompt TEXT   write text with its model; see stepgraph sample --help
   export RUN --out FOLDER    write its model and tokenizer for Hugging Face; see stepgraph export --help
   inspect RUN|PRESET         show a step as a page for the browser; see stepgraph inspect --help
 
@@ -93,13 +94,17 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph.inspect.account import command as inspect
 
             return inspect.main(rest)
+        case "sample":
+            from stepgraph.train import sample
+
+            return sample.main(rest)
         case "export":
             from stepgraph.train import export
 
             return export.main(rest)
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
-    raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect", "export"])
+    raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect", "sample", "export"])
 
 
 def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":

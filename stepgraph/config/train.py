@@ -162,6 +162,12 @@ class TrainConfig(StepOptions, _Training):
     val_batches: int = 8
     """Microbatches in a validation."""
 
+    sample_every: int = 0
+    """Steps between samples of text, written at validations: a multiple of --val-every. 0: none."""
+
+    sample_prompt: str = ""
+    """What samples begin with; in a run on conversations, a user's message. Empty: the start of a document."""
+
     checkpoint_every: int = 50
     """Steps between checkpoints. 0: only at the end."""
 
@@ -227,6 +233,7 @@ class TrainConfig(StepOptions, _Training):
             "val_every",
             "checkpoint_every",
             "keep_every",
+            "sample_every",
             "max_restarts",
         ):
             self._require(name, lambda value: value >= 0, "0 or more")

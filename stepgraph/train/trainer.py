@@ -36,6 +36,7 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
 from stepgraph.train.records.progress import Progress, format_seconds
+from stepgraph.train.sample import Samples
 from stepgraph.train.start import choose_folder, open_batches, open_fitting_data, require_work
 from stepgraph.train.traces.memory import MemorySnapshot
 from stepgraph.train.traces.page import RunPage
@@ -103,7 +104,7 @@ class Run:
         self.started = time.perf_counter()
         self.device, self.mesh, self.ranks = device, mesh, Ranks()
         self.speaks = self.ranks.rank == 0
-        self.say = _print if self.speaks else _say_nothing
+        self.say = _print if self.speaks else lambda *_: None
         self.runs_ahead = self.device.type == "cuda"
         self.ranks.first(lambda: config.export_hf and check_export(config.export_hf))
         # Before the data is opened, which may take long.
@@ -122,6 +123,7 @@ class Run:
         self.optimizer = build.build_optimizer(config, self.model)
         self.loss_fn = build.build_loss(config, device, mesh)
         self.validation = Validation(self.model, self.loss_fn, batches, device)
+        self.samples = Samples(config, data.source.chat, self.model, self.ranks)
         self.done = {"step": 0, "tokens": 0}
 
         layout = None if mesh is None else str(mesh.spec)
@@ -293,6 +295,7 @@ class Run:
                     self._show()
                 if validate:
                     progress.note(f"step {self.step} | val_loss {self._validate():.4f}")
+                    self.samples.show(self.step, self.folder, progress)
                 if save:
                     self._save()
                 if validate or save or show:
@@ -443,7 +446,3 @@ class Run:
     def _write_passes(self) -> None:
         reports = [dataclasses.replace(report, excerpts=[]) for report in self.captured.report]  # the page has those
         self.folder.write_passes(passes.format_report(reports) + "\n", [dataclasses.asdict(r) for r in reports])
-
-
-def _say_nothing(*_: object) -> None:
-    """What ranks other than 0 print."""

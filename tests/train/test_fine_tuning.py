@@ -24,8 +24,9 @@ def example(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         exec(compile(script, "make.py", "exec"), {})
+        samples = ["--val-every", "4", "--sample-every", "4", "--sample-prompt", "What is 2 plus 3?"]
         with pytest.raises(SystemExit) as stop:
-            cli.main([*command.split(), "--steps", str(STEPS), "--device", "cpu"])
+            cli.main([*command.split(), "--steps", str(STEPS), "--device", "cpu", *samples])
     assert stop.value.code == 0
     return folder
 
@@ -80,3 +81,33 @@ def test_targets_are_what_the_assistant_says(example):
     kept = (json.loads(data.source.read(int(index))) for index in data.source.train)
     assert sorted(seen) == sorted(tokenizer.apply_chat_template(messages, tokenize=False) for messages in kept)
     assert rows < len(seen) / 3  # they are packed
+
+
+def test_an_answer_is_that_of_transformers(example, capsys, monkeypatch):
+    monkeypatch.chdir(example)  # the run's tokenizer is base/tokenizer.json
+    words = [
+        "sample",
+        "tuned",
+        "--chat",
+        "--prompt",
+        "What is 2 plus 3?",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "12",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    model = transformers.LlamaForCausalLM.from_pretrained(example / "out", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(example / "out")
+    user = [{"role": "user", "content": "What is 2 plus 3?"}]
+    prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = model.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[
+        0, prompt["input_ids"].shape[1] :
+    ]
+    assert said == tokenizer.decode(made, skip_special_tokens=True) + "\n" and said.strip()
+    # One was written at the validation in the run too; the losses above show that it changed nothing.
+    (sample,) = records(example, "sample")
+    assert isinstance(sample, str)

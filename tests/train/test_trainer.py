@@ -242,7 +242,7 @@ def test_reported_step_times_add_up_to_the_time_that_the_steps_took(trainer, tmp
     assert median == pytest.approx(statistics.median(times[2:])) == pytest.approx(sum(times) / 30, rel=0.7)
 
 
-def test_hugging_face_weights_out_and_in(finished, trainer, tmp_path):
+def test_hugging_face_weights_out_and_in(finished, trainer, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     assert trainer.here("--out", tmp_path / "one", "--seed", 1, "--export-hf", tmp_path / "hf") == 0
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
@@ -277,4 +277,11 @@ def test_hugging_face_weights_out_and_in(finished, trainer, tmp_path):
     assert written == {path.name: path.read_bytes() for path in (tmp_path / "hf3").iterdir()}
     earlier = tmp_path / "one" / "checkpoints" / "step-00000004"
     assert trainer.main(["export", str(earlier), "--out", str(tmp_path / "hf4")]) == 0
+    assert (
+        trainer.main(["sample", str(earlier), "--prompt", "import", "--max-new-tokens", "9", "--temperature", "0"]) == 0
+    )
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf4", dtype=torch.float32)
+    prompt = torch.tensor([[data.tokenizer.eos_id, *b"import"]])
+    made = theirs.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)[0, 1:]
+    assert capsys.readouterr().out.endswith(f"\n{tokenizer.decode(made, skip_special_tokens=True)}\n")
     assert written["model.safetensors"] != (tmp_path / "hf4" / "model.safetensors").read_bytes()

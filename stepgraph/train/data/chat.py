@@ -135,6 +135,10 @@ class ChatTokenizer(JsonTokenizer):
         digest = hashlib.blake2b(json.dumps([self.fingerprint, text, files.special_tokens]).encode(), digest_size=8)
         self.fingerprint = digest.hexdigest()
 
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """The tokens of ``messages`` and of what introduces the assistant's answer."""
+        return self._tokenizer.encode(self.template.render(messages, prompt=True), add_special_tokens=False).ids
+
     def encode(self, document: bytes | str) -> np.ndarray:
         """The tokens of a conversation, int32 (N,), those that are not the assistant's as ``~id``."""
         return self.encode_batch([document.encode() if isinstance(document, str) else document])[0]

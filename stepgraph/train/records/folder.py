@@ -115,19 +115,23 @@ class RunFolder:
         """Writes ``graph.txt``, the graph that runs, after all passes."""
         write_text(self.path / "graph.txt", text)
 
-    def log(self, step: int, **values: float | Sequence[float] | None) -> None:
+    def log(self, step: int, **values: float | Sequence[float] | str | None) -> None:
         """Records ``values`` after update number ``step`` (from 1), in ``metrics.jsonl`` and for TensorBoard.
 
         The names used are ``loss`` (nats per token), ``grad_norm``, ``lr``, ``step_ms``, ``tokens_per_s``, ``mfu`` (in
         [0, 1]), ``mem_gib``, ``tokens`` (seen so far), ``val_loss``, ``expert_load`` (a list: of each layer with
-        experts, the highest load of an expert over the mean) and ``repeated_steps``. A name that starts with ``val_``
-        goes to TensorBoard's ``val/``, others to ``train/``; a list to a tag for each element, by its place.
+        experts, the highest load of an expert over the mean), ``repeated_steps`` and ``sample`` (a text). A name that
+        starts with ``val_`` goes to TensorBoard's ``val/``, others to ``train/``; a list to a tag for each element, by
+        its place.
         """
         self._metrics.write(json_line({"step": step} | values))
         for name, value in values.items():
             if value is None:
                 continue
             tag = name.replace("val_", "val/", 1) if name.startswith("val_") else f"train/{name}"
+            if isinstance(value, str):
+                self._tensorboard.add_text(tag, value, step)
+                continue
             several = (
                 {f"{tag}/{i}": item for i, item in enumerate(value)} if isinstance(value, Sequence) else {tag: value}
             )
