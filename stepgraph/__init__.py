@@ -5,16 +5,20 @@ for batch in data:
     loss = step(batch)
 """
 
-# The function `capture` shares its name with the room it comes from. The room is imported first and the function
-# bound after it: `stepgraph.capture(...)` calls, `from stepgraph.capture import ...` imports.
-from stepgraph.capture import MasterAdamW
-from stepgraph.capture.python.end_of_step import end_of_step
-from stepgraph.errors import CaptureError
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes import StepOptions
-from stepgraph.regions import region
-from stepgraph.step import CapturedStep, capture
-from stepgraph.verify import VerifyReport
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stepgraph.capture import MasterAdamW
+    from stepgraph.capture.python.end_of_step import end_of_step
+    from stepgraph.errors import CaptureError
+    from stepgraph.graph.step_graph import StepGraph
+    from stepgraph.passes import StepOptions
+    from stepgraph.regions import region
+    from stepgraph.step import CapturedStep, capture
+    from stepgraph.verify import VerifyReport
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,3 +32,38 @@ __all__ = [
     "end_of_step",
     "region",
 ]
+
+#: Where each public name is. It is imported when it is first asked for: `stepgraph --help` does not wait for torch.
+_HOMES = {
+    "CaptureError": "stepgraph.errors",
+    "CapturedStep": "stepgraph.step",
+    "MasterAdamW": "stepgraph.capture",
+    "StepGraph": "stepgraph.graph.step_graph",
+    "StepOptions": "stepgraph.passes",
+    "VerifyReport": "stepgraph.verify",
+    "capture": "stepgraph.step",
+    "end_of_step": "stepgraph.capture.python.end_of_step",
+    "region": "stepgraph.regions",
+}
+
+
+class _Package(ModuleType):
+    """This module. `capture`, the function, shares its name with the room that it comes from: importing the room must
+    not put the room in its place. `stepgraph.capture(...)` calls, `from stepgraph.capture import ...` imports."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "capture" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -5,12 +5,13 @@ traceback.
 """
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from stepgraph.config.command_line import parse, refuse_idle, unknown_option, value_of
-from stepgraph.errors import unknown_name
+from stepgraph.config.option_names import check_options
+from stepgraph.errors import unknown_name, unknown_option
 
 if TYPE_CHECKING:
     from stepgraph.config.train import TrainConfig
@@ -33,26 +34,52 @@ options:
   --version                  show the versions of stepgraph, torch and Python and exit
 """
 
+#: The exit status of a program that the signal of a broken pipe ends.
+_READER_GONE = 141
+
 DEFAULT_PRESET = "llama3-debug"
+
+#: Where the options of a command are declared, and those that are declared nowhere.
+_OPTIONS = {
+    "train": ("stepgraph.config.train", "TrainConfig", "--config"),
+    "compile": ("stepgraph.config.train", "TrainConfig", "--config"),
+    "plan": ("stepgraph.inspect.forecast.command", "PlanOptions"),
+    "inspect": ("stepgraph.inspect.account.command", "InspectOptions"),
+    "sample": ("stepgraph.train.sample", "SampleOptions"),
+    "export": ("stepgraph.train.export", "ExportOptions"),
+}
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the command line ``argv`` (default: that of the process) and exits with its status."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        status = _dispatch(arguments)
+        status = _status(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `stepgraph --help | head`
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, sys.stderr.fileno())
+        status = _READER_GONE
+    sys.exit(status)
+
+
+def _status(arguments: list[str]) -> int:
+    try:
+        return _dispatch(arguments)
     except ValueError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
-        status = 2
+        return 2
     except KeyboardInterrupt:  # training saves and ends by itself
         print("interrupted", file=sys.stderr)
-        status = 130
-    sys.exit(status)
+        return 130
 
 
 def _dispatch(arguments: list[str]) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    # A command is imported where it is called, so that help and errors of use do not wait for its libraries.
+    # A command is imported where it is called, so that help and wrong names do not wait for its libraries.
+    if command in _OPTIONS:
+        check_options(rest, f"stepgraph {command}", *_OPTIONS[command])
     match command:
         case "-h" | "--help":
             print(USAGE, end="")
@@ -113,6 +140,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
+    from stepgraph.config.command_line import parse, refuse_idle, value_of
     from stepgraph.config.presets import PRESETS, fine_tuning
     from stepgraph.config.train import TrainConfig
 

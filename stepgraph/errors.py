@@ -1,6 +1,7 @@
 """Error messages for people: what was given, what is allowed, one fix."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -8,9 +9,28 @@ class CaptureError(ValueError):
     """The training step cannot be captured; the message names the module path and the source line."""
 
 
+def nearest(given: str, allowed: Iterable[str]) -> str | None:
+    """The name in ``allowed`` that ``given`` may be a slip or a part of, or None: a far-fetched hint misleads."""
+
+    def plain(name: str) -> str:
+        return name.lstrip("-").replace("_", "-")
+
+    names = {plain(name): name for name in reversed(list(allowed))}
+    near = difflib.get_close_matches(plain(given), names, n=1, cutoff=0.7)
+    parts = set(re.split(r"[-.]", plain(given)))
+    near = near or sorted((name for name in names if parts < set(re.split(r"[-.]", name))), key=len)
+    return names[near[0]] if near else None
+
+
 def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> ValueError:
     """A ``ValueError`` that refuses ``given`` and offers the nearest allowed name (or all of them)."""
     allowed = sorted(allowed)
-    near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.4)
-    fix = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(allowed)}"
+    near = nearest(given, allowed)
+    fix = f"did you mean {near!r}?" if near else f"choose one of {', '.join(allowed)}"
     return ValueError(f"unknown {kind} {given!r}: {fix}")
+
+
+def unknown_option(given: str, allowed: Iterable[str], command: str = "stepgraph") -> ValueError:
+    """A ``ValueError`` that refuses the option ``given`` and offers the nearest of those ``allowed``."""
+    near = nearest(given, allowed)
+    return ValueError(f"unknown option {given}: " + (f"did you mean {near}?" if near else f"see {command} --help"))

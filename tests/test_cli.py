@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch
 import stepgraph
 from stepgraph import cli
 from stepgraph.cli import parse_train
+from stepgraph.config import command_line, option_names
 from stepgraph.config.command_line import require_folder
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
+from stepgraph.inspect.account.command import InspectOptions
+from stepgraph.inspect.forecast.command import PlanOptions
 
 
 def run(*arguments):
@@ -46,10 +50,10 @@ def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
         ("--batch_sise=3", "unknown option --batch_sise: did you mean --batch-size?"),
         ("--no-cuda-grap", "unknown option --no-cuda-grap: did you mean --no-cuda-graph?"),
         ("--model.n-layer 3", "unknown option --model.n-layer: did you mean --model.n-layers?"),
-        ("golf --model.max-seq-len 3", "unknown option --model.max-seq-len: did you mean"),
+        ("golf --model.max-seq-len 3", "unknown option --model.max-seq-len: see stepgraph train --help"),
         ("golf --passes exact --inductor full", "inductor=full changes nothing with passes=exact: drop one of them"),
-        ("--preset golf", "unknown option --preset: did you mean"),
-        ("-x 1", "unknown option -x: see stepgraph"),
+        ("--preset golf", "unknown option --preset: see stepgraph train --help"),
+        ("-x 1", "unknown option -x: see stepgraph train --help"),
         ("--steps 20 golf", "unexpected golf: write stepgraph train [PRESET] [--option VALUE ...]"),
         ("--dump-graphs=yes", "unexpected yes: write"),
         ("--model.n-heads 7", "bad value for model: n_heads=7 does not divide dim=384"),
@@ -73,17 +77,61 @@ def test_a_short_run_shortens_the_warmup_of_its_preset():
     assert parse_train(["llama3-1b", "--steps=12", "--warmup-steps", "3"]).warmup_steps == 3
 
 
-def test_an_error_answers_before_anything_heavy_is_loaded():
+def test_help_and_wrong_names_answer_before_anything_heavy_is_loaded():
     code = (
         "import sys\n"
         "from stepgraph import cli\n"
-        "try: cli.main(['train', '--lrr', '1'])\n"
-        "except SystemExit as stop: print(stop.code)\n"
-        "heavy = ['stepgraph.train.trainer', 'stepgraph.train.records.folder', 'matplotlib', 'torch._inductor']\n"
-        "print([name for name in heavy if name in sys.modules])\n"
+        "for words in ['train --lrr 1', 'train --wandb x', 'plan golf --memry 1', 'trian', '--help', '--version']:\n"
+        "    try: cli.main(words.split())\n"
+        "    except SystemExit as stop: print('status', stop.code)\n"
+        "print([name for name in ('torch', 'tyro', 'numpy', 'rich', 'matplotlib') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["2", "[]"]
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("status")] == [*["status 2"] * 4, *["status 0"] * 2]
+    assert lines[-1] == "[]"
+    assert "unknown option --lrr: did you mean --lr?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("--wandb", "see stepgraph train --help"),
+        ("--epochs", "see stepgraph train --help"),
+        ("--profil", "did you mean --profile?"),
+        ("--batch", "did you mean --batch-size?"),
+        ("--warmup", "did you mean --warmup-steps?"),
+        ("--layers", "did you mean --model.n-layers?"),
+        ("--n_layers", "did you mean --model.n-layers?"),
+    ],
+)
+def test_a_hint_is_near_or_there_is_none(given, hint, capsys):
+    assert exit_status("train", given, "3") == 2
+    assert capsys.readouterr().err == f"error: unknown option {given}: {hint}\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "default"),
+    [
+        *(("stepgraph.config.train", "TrainConfig", PRESETS[name]()) for name in ("golf", "deepseek-v3-debug")),
+        ("stepgraph.inspect.forecast.command", "PlanOptions", PlanOptions()),
+        ("stepgraph.inspect.account.command", "InspectOptions", InspectOptions()),
+    ],
+)
+def test_the_names_read_from_the_source_are_those_of_the_command_line(module, kind, default):
+    every = set(command_line._names(default, ""))
+    assert {name for name in every if not name.startswith("--model.")} == set(option_names._names(module, kind))
+    plain = {name for name in every if re.fullmatch(r"--model\.[^.]+", name) and not name.startswith("--model.no-")}
+    assert plain <= set(option_names._model_names())
+
+
+def test_the_public_names_are_there_and_importing_a_room_replaces_none():
+    assert [name for name in stepgraph.__all__ if getattr(stepgraph, name).__name__ != name] == []
+    assert {*stepgraph.__all__} <= {*dir(stepgraph)}
+    stepgraph.capture = importlib.import_module("stepgraph.capture")  # as importing the room does
+    assert stepgraph.capture is importlib.import_module("stepgraph.step").capture
+    with pytest.raises(AttributeError, match="module 'stepgraph' has no attribute 'captur'"):
+        _ = stepgraph.captur
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import os
 import re
 import typing
 from pathlib import Path
 
+from stepgraph.config.option_names import option_of
+from stepgraph.errors import unknown_option
 from stepgraph.passes import Pass, StepOptions, Target, resolve
 from stepgraph.passes.options import choices
 
@@ -37,7 +38,7 @@ def parse(default: T, options: list[str], *, usage: str, description: str) -> T:
     """
     import tyro
 
-    _check_names(options, default)
+    _check_names(options, default, usage)
     with contextlib.redirect_stderr(io.StringIO()) as box:
         try:
             append = (tyro.conf.UseAppendAction,)  # a list grows by --name VALUE, given again and again
@@ -81,20 +82,12 @@ def _same(options: StepOptions, passes: list[Pass], target: Target) -> bool:
     return True
 
 
-def unknown_option(given: str, allowed: list[str]) -> ValueError:
-    """The error that refuses the option ``given`` and offers the nearest of those ``allowed``."""
-    near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
-    return ValueError(f"unknown option {given}: " + (f"did you mean {near[0]}?" if near else "see stepgraph --help"))
-
-
-def _check_names(options: list[str], default: object) -> None:
+def _check_names(options: list[str], default: object, usage: str) -> None:
     """Refuses the first unknown option with the nearest one: tyro's own answer takes a boxed page."""
     allowed = ["--help", *_names(default, "")]
     for word in options:
-        name = word.split("=", 1)[0]
-        # A dash and a digit start a negative number.
-        if re.match(r"--?[a-zA-Z]", name) and name != "-h" and name.replace("_", "-") not in allowed:
-            raise unknown_option(name, allowed)
+        if (name := option_of(word)) is not None and name not in allowed:
+            raise unknown_option(word.split("=", 1)[0], allowed, " ".join(w for w in usage.split() if w.islower()))
 
 
 def _names(config: object, prefix: str) -> typing.Iterator[str]:

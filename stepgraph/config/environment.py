@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import stepgraph
 
 
@@ -21,7 +19,7 @@ def package_versions() -> dict[str, str | None]:
     """Versions of ``stepgraph``, ``torch``, ``triton`` (None where it is not installed) and ``python``."""
     return {
         "stepgraph": stepgraph.__version__,
-        "torch": torch.__version__,
+        "torch": package_version("torch"),
         "triton": package_version("triton"),
         "python": platform.python_version(),
     }
@@ -37,6 +35,8 @@ def environment() -> dict[str, Any]:
     - ``git``: ``commit`` and ``dirty`` (true: files differ from it) of the checkout that stepgraph runs from; None when
       it is installed as a package.
     """
+    import torch  # not above: `stepgraph --version` does not wait for it
+
     cuda = torch.cuda.is_available()
     versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version() if cuda else None}
     return {

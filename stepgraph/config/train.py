@@ -385,10 +385,20 @@ class TrainConfig(StepOptions, _Training):
         if getattr(self, name) not in allowed:
             raise unknown_name(name, getattr(self, name), allowed)
 
-    def line(self) -> str:
-        """Every option and its value, in one line."""
-        values = dataclasses.asdict(self) | {"model": dataclasses.asdict(self.model)}
-        return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+    def changes(self, base: "TrainConfig") -> dict[str, tuple[Any, Any]]:
+        """Option -> its value in ``base`` and here, of those that differ; a model's as ``model.dim``. Which folder the
+        run has is no difference."""
+        found: dict[str, tuple[Any, Any]] = {}
+        for name, value in vars(self).items():
+            before = getattr(base, name)
+            if value == before or name in ("out", "resume", "preset"):
+                continue
+            parts = dataclasses.fields(value) if name == "model" and type(value) is type(before) else ()
+            for part in parts:
+                pair = getattr(before, part.name), getattr(value, part.name)
+                found |= {f"model.{part.name}": pair} if pair[0] != pair[1] else {}
+            found |= {} if parts else {name: (before, value)}
+        return found
 
     def to_json(self) -> str:
         """The configuration as a JSON object, paths as they were given; ``model.family`` names the family of models."""

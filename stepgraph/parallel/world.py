@@ -83,7 +83,13 @@ def started(spec: MeshSpec | None, device_type: str) -> Iterator[Mesh | None]:
         _take_gpu()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED))
     with compat.single_gloo_thread():
-        _init_process_group(backend)
+        try:
+            _init_process_group(backend)
+        except dist.DistNetworkError as failure:
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            reason = str(failure).splitlines()[0].partition(". ")[0]
+            used = "it is in use, give another by --master-port" if "EADDRINUSE" in str(failure) else reason
+            raise ValueError(f"the ranks cannot meet at {place}: {used}") from failure
     try:
         yield Mesh(spec, device_type)
     finally:

@@ -42,6 +42,11 @@ class PassReport:
     graph: str = ""
     excerpts: list[Excerpt] = field(default_factory=list)
 
+    @property
+    def acted(self) -> bool:
+        """Whether the pass changed the step."""
+        return self.skipped is None and bool(self.changed or self.compile_s or self.nodes_after != self.nodes_before)
+
     def line(self) -> str:
         """The report in one line."""
         if self.skipped:

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,10 +46,10 @@ def prepare(passes: Passes, disable: Sequence[str], device: torch.device) -> Non
             p.prepare(device)
 
 
-def around_cut(passes: Passes, disable: Sequence[str], device: torch.device) -> tuple[list[Pass], list[Pass]]:
-    """``passes`` for a stage of a pipeline: (those that run on its forward and backward together, those that run on
-    each of the graphs that it is then cut into)."""
-    found = resolve(passes, disable, Target(device.type))
+def around_cut(passes: Passes, disable: Sequence[str], target: Target) -> tuple[list[Pass], list[Pass]]:
+    """``passes`` on ``target`` for a stage of a pipeline: (those that run on its forward and backward together, those
+    that run on each of the graphs that it is then cut into)."""
+    found = resolve(passes, disable, target)
     check(found)
     late = ORDER.index("overlap")  # what it moves must stay in the graph that is called
     at = next((i for i, p in enumerate(found) if p.name in ORDER[late:]), len(found))
@@ -154,12 +154,28 @@ def _run(p: Pass, step: StepGraph, report: PassReport, changes: Changes) -> None
     step.log.append(report)
 
 
-def format_report(reports: Sequence[PassReport]) -> str:
-    """The numbered pass report, graph by graph where a step has several, with notes indented below each pass."""
-    lines, several = [], len({report.graph for report in reports}) > 1
+def asked_for(options: StepOptions, plain: StepOptions, device: str) -> set[str]:
+    """Names of the passes that run on ``device`` because ``options`` say other than ``plain``, or run otherwise."""
+    target = Target(device)
+    usual = resolve(plain, (), target)
+    return {p.name for p in resolve(options, (), target) if p not in usual}
+
+
+def format_report(reports: Sequence[PassReport], *, asked: Collection[str] | None = None) -> str:
+    """The numbered pass report, graph by graph where a step has several, with notes indented below each pass.
+
+    With ``asked``, only of the passes that acted and of those with these names; a last line counts the others.
+    """
+    lines, several, quiet = [], len({report.graph for report in reports}) > 1, []
     for graph, group in itertools.groupby(reports, key=lambda report: report.graph):
         lines += [f"graph of the {graph}:"] if several else []
         for i, report in enumerate(group, 1):
-            lines.append(f"{i}. {report.line()}")
-            lines += [f"   {note}" for note in report.notes]
+            if asked is None or report.acted or report.name in asked:
+                lines.append(f"{i}. {report.line()}")
+                lines += [f"   {note}" for note in report.notes]
+            else:
+                quiet.append(report.skipped)
+    if quiet:
+        skipped = sum(why is not None for why in quiet)
+        lines.append(f"{len(quiet)} other passes changed nothing, {skipped} of them skipped; passes.txt has all")
     return "\n".join(lines)

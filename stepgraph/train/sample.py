@@ -16,8 +16,6 @@ from stepgraph.models.generate import Choose, generate, sampler
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data import ChatTokenizer, Tokenizer, open_tokenizer
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
-from stepgraph.train.records.folder import RunFolder, SilentFolder
-from stepgraph.train.records.progress import Progress
 from stepgraph.train.saved_model import load_trained, run_config
 
 #: Of samples in a run.
@@ -100,10 +98,10 @@ class Samples:
             self._prompt = self._writer.prompt(config.sample_prompt)
             self._room = room(config, self._prompt)
 
-    def show(self, step: int, folder: RunFolder | SilentFolder, progress: Progress) -> None:
-        """Write one after ``step``, if it is due, into the records and to the terminal. All ranks of a mesh call."""
+    def after(self, step: int) -> str | None:
+        """What the model writes behind the prompt after ``step``; None if none is due. All ranks of a mesh call."""
         if not self._config.sample_every or step % self._config.sample_every:
-            return
+            return None
         draw = sampler(TEMPERATURE, seed=self._config.seed)
         self._model.eval()
         text = self._writer.write(
@@ -113,8 +111,7 @@ class Samples:
             lambda logits: self._ranks.first(lambda: draw(logits)),
         )
         self._model.train()
-        folder.log(step, sample=text)
-        progress.note(f"step {step} | sample {self._config.sample_prompt + text!r}")
+        return text
 
 
 def _check_every(every: int, val_every: int) -> None:

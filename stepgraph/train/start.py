@@ -1,9 +1,13 @@
-"""Before a run begins: its folder and its data."""
+"""Before a run begins: its folder, its data, and what it says of its options."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from stepgraph import parallel
+import torch
+
+from stepgraph import parallel, passes
+from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.data import Batch, DataBundle, PackedLoader, default_folder, open_data, validation_batches
@@ -57,3 +61,25 @@ def open_batches(config: TrainConfig, data: DataBundle, mesh: parallel.Mesh | No
     sizes["batch_size"] *= config.accumulate
     cache = config.data_cache or default_folder()
     return PackedLoader(data.source, data.tokenizer, **sizes, seed=config.seed, cache=cache), validation
+
+
+def options_lines(config: TrainConfig, *, resumed: bool) -> str:
+    """The options that differ from the preset's, and what a resumed run does otherwise than before, whose
+    ``config.json`` is still the old one; the new one has all options."""
+    given = [f"{name}={value}" for name, (_, value) in config.changes(_preset_of(config)).items()]
+    line = f"config {config.preset}: {' '.join(given) or 'its own options'}"
+    if not resumed:
+        return line
+    before = TrainConfig.from_json((config.resumed_run / "config.json").read_text(encoding="utf-8"))
+    changed = [f"{name} {was} -> {now}" for name, (was, now) in config.changes(before).items()]
+    return f"{line}\noptions changed since: {', '.join(changed) or 'none'}"
+
+
+def pass_lines(config: TrainConfig, reports: Sequence[passes.PassReport], device: torch.device) -> str:
+    """The passes that changed the step, and those that run because an option is not the preset's."""
+    asked = passes.asked_for(config, _preset_of(config), device.type)
+    return passes.format_report(reports, asked=asked)
+
+
+def _preset_of(config: TrainConfig) -> TrainConfig:
+    return PRESETS[config.preset]() if config.preset in PRESETS else TrainConfig()

@@ -24,20 +24,22 @@ from stepgraph.config.train import TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.ranks import Ranks
+from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
-from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_state, resolve
+from stepgraph.train.closing import close
 from stepgraph.train.data import unigram_entropy
 from stepgraph.train.export import check_export, export
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import memory_advice
 from stepgraph.train.faults.signals import StopSignals
+from stepgraph.train.faults.sound import SoundFailures, StoppedError
 from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
-from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
-from stepgraph.train.records.progress import Progress, format_seconds
+from stepgraph.train.records.folder import RunFolder, SilentFolder
+from stepgraph.train.records.progress import Progress
 from stepgraph.train.sample import Samples
-from stepgraph.train.start import choose_folder, open_batches, open_fitting_data, require_work
+from stepgraph.train.saving import Saving
 from stepgraph.train.traces.memory import MemorySnapshot
 from stepgraph.train.traces.page import RunPage
 from stepgraph.train.traces.profile import StepProfile
@@ -46,8 +48,6 @@ from stepgraph.train.verify import NotExactError, verify_step
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
 WARMUP_STEPS = 2
-
-_print = partial(print, flush=True)  # a pipe shows each line when it is said, and keeps it when the run is killed
 
 
 def run(config: TrainConfig) -> int:
@@ -104,18 +104,19 @@ class Run:
         self.started = time.perf_counter()
         self.device, self.mesh, self.ranks = device, mesh, Ranks()
         self.speaks = self.ranks.rank == 0
-        self.say = _print if self.speaks else lambda *_: None
+        self.failures = SoundFailures()
+        self.say = self.failures.say if self.speaks else lambda *_: None
         self.runs_ahead = self.device.type == "cuda"
         self.ranks.first(lambda: config.export_hf and check_export(config.export_hf))
         # Before the data is opened, which may take long.
-        path, self.restarted, resume = self.ranks.first(lambda: choose_folder(config))
+        path, self.restarted, resume = self.ranks.first(lambda: start.choose_folder(config))
         self.snapshot = MemorySnapshot(path) if config.memory_snapshot and self.speaks else None
         build.seed_all(config.seed)
         if self.device.type == "cpu":
             keep_freed_memory()
 
-        data = open_fitting_data(config)
-        self.loader, batches = open_batches(config, data, mesh)
+        data = start.open_fitting_data(config)
+        self.loader, batches = start.open_batches(config, data, mesh)
         self.unigram = self.ranks.first(lambda: unigram_entropy(data.source, data.tokenizer))
         self.loader.tokens.start()  # from here on, only its thread reads the source
 
@@ -126,11 +127,7 @@ class Run:
         self.samples = Samples(config, data.source.chat, self.model, self.ranks)
         self.done = {"step": 0, "tokens": 0}
 
-        layout = None if mesh is None else str(mesh.spec)
-        self.checkpointer = Checkpointer(
-            path / "checkpoints", keep=config.keep_checkpoints, keep_every=config.keep_every, mesh=layout
-        )
-        self.saved_step: int | None = None
+        self.saving = Saving(config, path, mesh, self.ranks)
         if resume:
             self._load(path if self.restarted else config.resume)
         self.finite = Finite(config, path, self.ranks)
@@ -148,16 +145,18 @@ class Run:
         self.repeated_steps = 0  # how often it repeated one, with larger buffers for experts
         self.times_ms: list[float] = []
         self.val_loss: float | None = None
+        self.waited_s = 0.0  # that the loop waited for the data of its next step
+        self.rewritten = False  # whether the data is known to have been written to since
         self.bubble = Bubble()
         self.signals = StopSignals(patient=self.ranks.world > 1)
         self.watch = Watch(
-            self.ranks.rank, self.ranks.world, device.type, config.comm_timeout, partial(self._close, "failed")
+            self.ranks.rank, self.ranks.world, device.type, config.comm_timeout, partial(close, self, "failed")
         )
 
         self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {device_name(self.device)}")
         again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
         self.say(f"run folder {path}" + (again if self.restarted or resume else ""))
-        self.say(f"config {config.line()}")
+        self.say(start.options_lines(config, resumed=config.resume is not None))
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
         self.say(f"tokens: {self.loader.tokens.describe()}")
         over = "" if mesh is None else f", mesh {mesh.spec} of {mesh.spec.size} ranks"
@@ -165,32 +164,25 @@ class Run:
         self.page = RunPage(path, config, device, self.say) if self.speaks else None
         self.profile = StepProfile(parse_steps(config.profile), device, path, self.speaks) if config.profile else None
         self.warmup = WARMUP_STEPS + (self.profile is not None)  # one more, node by node, names kernels
-        self.folder.write_config(config)
-        self.folder.write_environment(environment())
+        with self.failures.noted():
+            self.folder.write_config(config)
+            self.folder.write_environment(environment())
 
     def _open_folder(self) -> None:
         path = self.folder.path
         try:
-            self.folder = RunFolder(path, resume_step=self.step if self.restarted else self.saved_step)
+            self.folder = RunFolder(path, resume_step=self.step if self.restarted else self.saving.saved_step)
             self.last_loss = self.folder.last_loss
-            self.checkpointer.drop_after(self.step)
+            self.saving.checkpointer.drop_after(self.step)
         except OSError as failure:
             raise ValueError(f"cannot write the run folder {path}: {failure.strerror}; choose another") from failure
 
     def _load(self, path: Path) -> None:
-        """Continue from the checkpoint ``path``, or that run's newest: on any mesh with the row that comes next."""
-        options = [{k: v for k, v in group.items() if k != "params"} for group in build.param_groups(self.optimizer)]
-        path = self.ranks.first(lambda: resolve(path))
-        if self.checkpointer.is_of_this_mesh(path):
-            self.checkpointer.load(path, self.state)
-        else:
-            self.checkpointer.load(path, {k: v for k, v in self.state.items() if k != "loader"}, rng=False)
-            self.loader.load_state_dict(loader_state(path))
-        for group, given in zip(build.param_groups(self.optimizer), options, strict=True):
-            group.update(given)  # --weight-decay and the like may be changed on --resume
+        """Continue from the checkpoint ``path``, or that run's newest."""
+        self.saving.load(path, self.state)
         if not self.restarted:
-            self.ranks.first(lambda: require_work(self.config, self.step))
-        self.saved_step = self.step
+            self.ranks.first(lambda: start.require_work(self.config, self.step))
+        self.saving.saved_step = self.step
 
     @property
     def step(self) -> int:
@@ -204,7 +196,7 @@ class Run:
 
     def train(self) -> int:
         """Capture the step, run the steps, keep the records. The exit status."""
-        with self.signals, self.watch:
+        with self.signals, self.watch, self.failures.of_threads():
             return self._train()
 
     def _train(self) -> int:
@@ -220,11 +212,15 @@ class Run:
             if finished:
                 self._validate()
             self._save()
+            if self.failures.first:
+                saved = self.saving.saved_step is not None
+                kept = f"; step {self.step} is saved: --resume {self.folder.path}" if saved else ""
+                raise StoppedError(self.failures.first + kept)
             if finished and self.config.export_hf is not None:
                 export(self.model, self.config.export_hf, self.config.tokenizer)
                 self.say(f"weights and tokenizer for Hugging Face in {self.config.export_hf}")
             status = "finished" if finished else "interrupted"
-        except (NotFiniteError, NotExactError, OSError) as failure:
+        except (NotFiniteError, NotExactError, StoppedError, OSError) as failure:
             error = str(failure)
         except BaseException as failure:
             lost = is_lost_rank(failure)
@@ -241,33 +237,34 @@ class Run:
         finally:
             self.watch.at("the end", limited=False)
             self.loader.tokens.close()
-            self._close(status, error)
+            close(self, status, error)
         if lost:  # and no cause of anything
             print(f"error: {who()}{error}", file=sys.stderr, flush=True)
             let_the_agent_look(lambda: self.signals.received is not None)
             return 1
-        if error:
+        if error := error or self.failures.first:
             report(error)
             return 1
         return 0
 
     def _capture(self) -> None:
-        start = time.perf_counter()
+        began = time.perf_counter()
         batch = build.example_batch(self.config, self.device)
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
         program = self.captured.program
-        self.watch.watches(program, self.captured.where)
-        self.capture_s = time.perf_counter() - start
+        self.watch.watches(program, self.captured.where, self.captured.awaited)
+        self.capture_s = time.perf_counter() - began
         if self.captured.saves:
             self.say("\n   ".join([self.captured.saved.line(), *self.captured.saved.notes]))
         counts = [f"{phase} {n:,}" for phase, n in program.count_by_phase().items()]
         if self.captured.pipeline is not None:
             self.say(str(self.captured.pipeline))
         self.say(f"graph captured in {program.capture_s:.1f} s; nodes after passes: {', '.join(counts)}")
-        self.say(passes.format_report(self.captured.report))
-        self.say(f"ready after {self.capture_s:.1f} s, of it compile {self._compile_s():.1f} s")
-        self.folder.write_graph(program.text())
+        self.say(start.pass_lines(self.config, self.captured.report, self.device))
+        self.say(f"ready after {self.capture_s:.1f} s, of it compile {self.compile_s:.1f} s")
+        with self.failures.noted():
+            self.folder.write_graph(program.text())
         self._write_passes()
 
     def _steps(self) -> None:
@@ -294,8 +291,13 @@ class Run:
                 if show:
                     self._show()
                 if validate:
-                    progress.note(f"step {self.step} | val_loss {self._validate():.4f}")
-                    self.samples.show(self.step, self.folder, progress)
+                    loss = self._validate()
+                    sample = self.samples.after(self.step)
+                    with self.failures.noted():
+                        progress.note(f"step {self.step} | val_loss {loss:.4f}")
+                        if sample is not None:
+                            progress.note(f"step {self.step} | sample {config.sample_prompt + sample!r}")
+                            self.folder.log(self.step, sample=sample)
                 if save:
                     self._save()
                 if validate or save or show:
@@ -303,16 +305,22 @@ class Run:
             if launched:
                 self._finish(launched, progress)
             if self.step < config.steps:
-                why = f"{self.signals.received or 'a signal to another rank'}: stopping after step {self.step}"
-                progress.note(f"{why}; continue with --resume {self.folder.path}")
+                why = self.signals.received or self.failures.first or "a signal to another rank, or its failure"
+                note = f"{why}: stopping after step {self.step}; continue with --resume {self.folder.path}"
+                self.say(note)
         if self.captured.pipeline is not None:
             self.watch.at("the share of bubbles", limited=False)
             self.say(self.bubble.measure(self.ranks))
         self._write_passes()  # what the first steps compiled and recorded is known now
 
     def _asked_to_stop(self) -> bool:
-        """Whether a signal reached any rank: all must stop after the same step, or one would wait for ever."""
-        received = self.signals.received is not None
+        """Whether a signal or a failure reached any rank: all must stop after the same step, or one would wait for
+        ever."""
+        began = time.perf_counter()
+        with self.failures.noted(ValueError):
+            self.loader.ready()
+        self.waited_s = time.perf_counter() - began
+        received = self.signals.received is not None or self.failures.first is not None
         if self.ranks.world == 1:
             return received
         self.watch.at(f"the vote on stopping after step {self.step}")
@@ -322,9 +330,11 @@ class Run:
 
     def _launch(self) -> Launched:
         """Start the next step on the next batch."""
-        start = time.perf_counter()
+        began, epoch = time.perf_counter(), self.loader.epoch
         batch = next(self.loader)
-        data_ms = (time.perf_counter() - start) * 1e3
+        data_ms = (self.waited_s + time.perf_counter() - began) * 1e3
+        if self.loader.epoch != epoch:
+            self._check_data()
         if self.device.type == "cuda":
             batch = {k: v.pin_memory().to(self.device, non_blocking=True) for k, v in batch.items()}
         lr = lr_at(self.step, self.config)
@@ -348,8 +358,9 @@ class Run:
         self.finished += 1
         self.repeated_steps += int(launched.metrics.get("repeated", 0))
         if not self.finite.accepts(step, loss, grad_norm, launched.batch):
-            progress.note(f"step {step} left out: its loss is {loss}, its gradient norm {grad_norm}")
-            self.folder.log(step, skipped_steps=self.finite.skipped)
+            with self.failures.noted():
+                progress.note(f"step {step} left out: its loss is {loss}, its gradient norm {grad_norm}")
+                self.folder.log(step, skipped_steps=self.finite.skipped)
             return
         self.last_loss = loss
         if self.finished > self.warmup and not (self.profile and self.profile.disturbs(step)):
@@ -368,16 +379,18 @@ class Run:
             }
             if "expert_load" in launched.metrics:
                 record["expert_load"] = launched.metrics["expert_load"].tolist()
-            progress.update(step, **record)
             repeated = {"repeated_steps": self.repeated_steps} if "repeated" in launched.metrics else {}
             rest = {"lr": launched.lr, "tokens": launched.tokens, "data_ms": launched.data_ms}
-            self.folder.log(step, **record, **repeated, **rest)
+            with self.failures.noted():
+                self.folder.log(step, **record, **repeated, **rest)
+                progress.update(step, **record)
 
     def _show(self) -> None:
         """Write what shows the step: the page, and the snapshot of its memory."""
-        self.page.write(self.captured.program)
-        if self.snapshot:
-            self.snapshot.write()
+        with self.failures.noted():
+            self.page.write(self.captured.program)
+            if self.snapshot:
+                self.snapshot.write()
 
     def _validate(self) -> float:
         """Mean loss over the validation batches; recorded at the current step."""
@@ -389,60 +402,30 @@ class Run:
             losses.append(loss)
         self.val_loss = statistics.fmean(losses)
         if self.folder.validated != self.step:  # else recorded before this process resumed the run
-            self.folder.log(self.step, val_loss=self.val_loss)
+            with self.failures.noted():
+                self.folder.log(self.step, val_loss=self.val_loss)
         return self.val_loss
 
     def _save(self) -> None:
         self.watch.at(f"the checkpoint of step {self.step}", limited=False)
-        if self.saved_step != self.step:
-            self.checkpointer.save(self.step, self.state)
-            self.saved_step = self.step
+        self._check_data()
+        self.saving.save(self.step, self.state)
+        with self.failures.noted():
+            self.folder.check_there(self.config)
 
-    def _close(self, status: str, error: str | None) -> None:
-        """Write the summary and the plot, whatever happened, and print where they are."""
-        median = statistics.median(self.times_ms) if self.times_ms else None
-        tokens_per_s = self.config.tokens_per_step / (median / 1e3) if median else None
-        summary = Summary(
-            status=status,
-            error=error,
-            preset=self.config.preset,
-            params=self.params,
-            steps=self.step,
-            tokens=self.done["tokens"],
-            skipped_steps=self.finite.skipped,
-            repeated_steps=self.repeated_steps,
-            train_loss_nats=self.last_loss,
-            val_loss_nats=self.val_loss,
-            unigram_entropy_nats=self.unigram,
-            tokens_per_s=tokens_per_s,
-            step_ms_median=median,
-            mfu=mfu(tokens_per_s, self.flops_per_token, self.peak) if tokens_per_s else None,
-            bubble=self.bubble.share,
-            capture_s=self.capture_s,
-            compile_s=self._compile_s(),
-            peak_mem_gib=peak_mem_gib(self.device),
-            wall_s=time.perf_counter() - self.started,
-            versions=environment()["versions"],
-        )
-        self.folder.write_summary(summary)
-        if self.snapshot:
-            self.snapshot.write()
-        if self.page is not None:
-            self.page.finish(self.captured and self.captured.program, summary, self.profile and self.profile.result)
-        if self.last_loss is not None:
-            self.folder.draw_loss(self.unigram)
-        self.folder.close()
-        if status == "finished":
-            below = "below" if self.val_loss < self.unigram else "not below"
-            self.say(
-                f"done: {self.step} steps in {format_seconds(summary.wall_s)}; validation loss {self.val_loss:.4f} "
-                f"nats, {below} the unigram entropy {self.unigram:.4f}"
-            )
-        self.say(f"records in {self.folder.path} (summary.json, loss.png, metrics.jsonl, tb/)")
+    def _check_data(self) -> None:
+        """Say it once where the data was rewritten in place: a resumed run would not find the rows of this one."""
+        if self.speaks and not self.rewritten and self.loader.tokens.rewritten():
+            self.rewritten = True
+            self.say(f"warning: {self.config.data} was written to since the run began, which goes on with the tokens "
+                     "of then; without a copy of the old data it cannot be resumed")  # fmt: skip
 
-    def _compile_s(self) -> float | None:
+    @property
+    def compile_s(self) -> float | None:
+        """Seconds in compilers and in recording CUDA graphs so far."""
         return sum(report.compile_s for report in self.captured.report) if self.captured else None
 
     def _write_passes(self) -> None:
         reports = [dataclasses.replace(report, excerpts=[]) for report in self.captured.report]  # the page has those
-        self.folder.write_passes(passes.format_report(reports) + "\n", [dataclasses.asdict(r) for r in reports])
+        with self.failures.noted():
+            self.folder.write_passes(passes.format_report(reports) + "\n", [dataclasses.asdict(r) for r in reports])

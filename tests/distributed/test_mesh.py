@@ -1,11 +1,13 @@
 """The mesh's text, its checks, and the plan's."""
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepgraph import compat
+from stepgraph import compat, parallel
 from stepgraph.models import Llama3
 from stepgraph.models.llama3.llama3 import TP_PLAN
 from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize
@@ -46,6 +48,10 @@ def test_parse(text, sizes, shown):
         ("tp=2,tp=2", "mesh 'tp=2,tp=2' names tp twice; name it once"),
         ("fsdp=6,ep=4", "mesh fsdp=6,ep=4: ep=4 does not divide its 6 ranks of shards and tp; try ep=3 or ep=6"),
         ("hsdp=4x2,ep=8", "mesh hsdp=4x2,ep=8: ep=8 does not divide its 2 ranks of shards and tp; try ep=2"),
+        (
+            "fsdp=99999999999",
+            "mesh fsdp=99999999999 has 99,999,999,999 ranks, and 1,048,576 is the most: give a smaller one",
+        ),
         ("ddp=2,fsdp=3", "mesh 'ddp=2,fsdp=3' has two data-parallel axes; shards with replicas are hsdp=2x3"),
     ],
 )
@@ -155,3 +161,14 @@ def test_what_parallelize_leaves(world):
     assert found["embed.weight"].without_padding(model.embed._parameters["weight"]).shape == (130, 48)
     assert found["layers.0.attn.o_proj.weight"].local_shape == (12, 24)
     assert torch.equal(found["norm.weight"].own(torch.arange(12)), torch.arange(12))
+
+
+def test_a_port_in_use_is_one_line(monkeypatch):
+    with socket.socket() as held:
+        held.bind(("localhost", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ValueError, match=f"^the ranks cannot meet at localhost:{port}: it is in use, give another"):
+            parallel.started(MeshSpec.parse("fsdp=2"), "cpu").__enter__()

@@ -13,6 +13,7 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS
 from stepgraph.inspect.forecast.command import show
 from stepgraph.inspect.forecast.forecast import forecast
+from stepgraph.inspect.forecast.tables import new_console, new_table
 from stepgraph.models.swiglu import SwiGLU
 from stepgraph.regions import region
 from tests.distributed.ranks import TINY
@@ -204,6 +205,16 @@ def test_time_is_summed_by_region(monkeypatch, capsys):
     show(result, Console(width=200))
     shown = capsys.readouterr().out
     assert "a rank's time by region" in shown and "elsewhere" in shown
+
+
+def test_a_table_in_a_pipe_is_as_wide_as_it_is(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    table = new_table("widths", ["collective", "role"], ["bytes"])
+    table.add_row("reduce_scatter of parameters", "recomputation " * 5, "2,147,483,648.00 GiB")
+    new_console().print(table)
+    shown = capsys.readouterr().out
+    assert "…" not in shown and len(shown.splitlines()) == 6
+    assert all(word in shown for word in ("reduce_scatter of parameters", "recomputation " * 5, "2,147,483,648.00 GiB"))
 
 
 def test_the_command(tmp_path, capsys):

@@ -238,12 +238,15 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(trainer, whole, t
     assert_went_on(trainer, whole, folder)
 
 
-def test_a_run_goes_on_from_the_checkpoint_that_is_given(trainer, whole, tmp_path):
+def test_a_run_goes_on_from_the_checkpoint_that_is_given(trainer, whole, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     assert trainer.resume(folder / "checkpoints/step-00000016", "--steps", 24) == 0
+    assert "\noptions changed since: none\n" in capsys.readouterr().out
     assert_went_on(trainer, whole, folder)
-    assert trainer.resume(folder / "checkpoints/step-00000020", "--steps", 21) == 0
+    words = ("--steps", 21, "--lr", 0.125, "--log-every", 3)
+    assert trainer.resume(folder / "checkpoints/step-00000020", *words) == 0
+    assert "\noptions changed since: steps 24 -> 21, lr 0.002 -> 0.125, log_every 1 -> 3\n" in capsys.readouterr().out
     assert trainer.checkpoints(folder)[-1] == "step-00000021"  # that of step 24 is gone, as its records are
 
 

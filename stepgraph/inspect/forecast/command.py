@@ -20,7 +20,7 @@ from stepgraph.errors import unknown_name
 from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, check_imbalance, forecast
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline
 from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
-from stepgraph.inspect.forecast.tables import new_table, size_text, time_text
+from stepgraph.inspect.forecast.tables import new_console, new_table, size_text, time_text
 from stepgraph.passes import StepOptions, Target
 
 
@@ -104,8 +104,13 @@ def main(argv: list[str]) -> int:
             "leave --plot out"
         )
     check_imbalance(options.imbalance, config.mesh_spec)
+    if options.imbalance != 1 and config.mesh_spec.pp > 1:
+        raise ValueError(
+            f"--imbalance: the forecast of a pipeline has balanced experts alone, and mesh {config.mesh_spec} has "
+            f"pp={config.mesh_spec.pp}: leave --imbalance or pp out"
+        )
     refuse_idle(config, words, Target.forecast(gpu))
-    console = Console(highlight=False, soft_wrap=True)
+    console = new_console()
     if config.mesh_spec.pp > 1:
         result = forecast_pipeline(config, gpu)
         show_pipeline(result, console)

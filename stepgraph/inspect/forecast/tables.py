@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
+
+_PIPE_WIDTH = 1000
 
 
 def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
@@ -11,10 +14,18 @@ def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.padding = (0, 0)
     for column in words:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for column in numbers:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     return table
+
+
+def new_console() -> Console:
+    """Standard output. A pipe has no width, so tables there are as wide as they are; a terminal folds long cells."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, _PIPE_WIDTH)
+    return console
 
 
 def size_text(size: float) -> str:

@@ -18,15 +18,12 @@ with ``weights_only=True``; its pickled index is read by an unpickler with a sho
 checked before any tensor changes.
 """
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
 import pickle
-import re
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +32,21 @@ import torch
 from stepgraph.errors import unknown_name
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.checkpoint.files import check_index, dcp_load, dcp_save, sha256, sync
+from stepgraph.train.checkpoint.found import (
+    FORMAT,
+    MANIFEST,
+    TEMPORARY,
+    DamagedError,
+    advice,
+    checkpoints,
+    is_sound,
+    newest,
+    of_this_form,
+    render,
+    resolve,
+    step_of,
+    verify,
+)
 from stepgraph.train.checkpoint.state import (
     Trim,
     absent_names,
@@ -51,13 +63,7 @@ from stepgraph.train.checkpoint.state import (
     without,
 )
 
-FORMAT = 1
 PARTS = ("model", "optimizer", "loader", "schedule", "trainer")
-
-_MANIFEST = "manifest.json"
-_TEMPORARY = ".tmp-"
-# `.replaced` is the older of two checkpoints of one step, between the two renames that swap them.
-_STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
 
 
 class Checkpointer:
@@ -93,7 +99,7 @@ class Checkpointer:
         target = self.folder / f"step-{step:08d}"
         if step < 0:
             raise ValueError(f"step={step} is negative; steps count from 0")
-        temporary = self.folder / (_TEMPORARY + target.name)
+        temporary = self.folder / (TEMPORARY + target.name)
         ranks = Ranks()
         try:
             tensors, model, own, shared = ranks.each(lambda: _collect(state))
@@ -116,7 +122,7 @@ class Checkpointer:
             }
             ranks.first(lambda: self._commit(temporary, target, manifest))
         except OSError as error:
-            intact = "; earlier checkpoints are intact" if _checkpoints(self.folder) else ""
+            intact = "; earlier checkpoints are intact" if checkpoints(self.folder) else ""
             raise OSError(f"cannot write checkpoint {target}: {error}{intact}") from error
         finally:
             if ranks.rank == 0:
@@ -125,7 +131,7 @@ class Checkpointer:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint (every file there, with its size), or None; warns about each one it skips."""
-        return _newest(self.folder)
+        return newest(self.folder)
 
     def load(self, path: str | os.PathLike, state: dict, *, rng: bool = True) -> None:
         """Load ``path`` (as :func:`resolve` takes it) in place into the parts of ``state``; with ``rng``, RNG states.
@@ -140,10 +146,10 @@ class Checkpointer:
         path = ranks.first(lambda: resolve(path))
         _check_parts(state)
         try:
-            manifest = ranks.each(lambda: _verify(path, contents=True, rank=ranks.rank, world=ranks.world))
-        except _DamagedError as error:
-            advice = ranks.first(lambda: _advice(path))
-            raise ValueError(f"checkpoint {path} is damaged: {error}; {advice}") from error
+            manifest = ranks.each(lambda: verify(path, contents=True, rank=ranks.rank, world=ranks.world))
+        except DamagedError as error:
+            fix = ranks.first(lambda: advice(path))
+            raise ValueError(f"checkpoint {path} is damaged: {error}; {fix}") from error
         targets, finish = ranks.each(lambda: _plan_load(path, manifest, state, rng, ranks))
         dcp_load(targets, path)
         finish()
@@ -152,14 +158,14 @@ class Checkpointer:
         """Whether the checkpoint ``path`` is of this run's mesh, so that every rank finds its own part in it."""
         ranks = Ranks()
         try:
-            manifest = ranks.first(lambda: _verify(path, contents=False))
-        except _DamagedError:
+            manifest = ranks.first(lambda: verify(path, contents=False))
+        except DamagedError:
             return True  # loading it will report the error
-        return (manifest["ranks"], manifest.get("mesh")) == (ranks.world, self.mesh)
+        return (manifest.get("ranks"), manifest.get("mesh")) == (ranks.world, self.mesh)
 
     def _start(self, temporary: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in self.folder.glob(_TEMPORARY + "*"):
+        for stale in self.folder.glob(TEMPORARY + "*"):
             shutil.rmtree(stale)
         for replaced in self.folder.glob("*.replaced"):
             if not replaced.with_suffix("").exists():
@@ -167,8 +173,8 @@ class Checkpointer:
         temporary.mkdir()
 
     def _commit(self, temporary: Path, target: Path, manifest: dict) -> None:
-        (temporary / _MANIFEST).write_bytes(_render(manifest))
-        sync(temporary / _MANIFEST)
+        (temporary / MANIFEST).write_bytes(render(manifest))
+        sync(temporary / MANIFEST)
         sync(temporary)
         replaced = target.with_name(target.name + ".replaced")
         if target.exists():
@@ -179,20 +185,20 @@ class Checkpointer:
         sync(self.folder)
         sync(self.folder.parent)  # the first save made the folder itself
         # Only now that the new one is safe is anything deleted, and never it, even if the folder has later steps.
-        earlier = [path for path in _checkpoints(self.folder) if path != target and path.suffix != ".replaced"]
-        sound = [path for path in earlier if _is_sound(path)]  # a damaged one takes no place of theirs
+        earlier = [path for path in checkpoints(self.folder) if path != target and path.suffix != ".replaced"]
+        sound = [path for path in earlier if is_sound(path)]  # a damaged one takes no place of theirs
         for path in [*self.folder.glob("*.replaced"), *sound[self.keep - 1 :]]:
-            if path.suffix == ".replaced" or not self.keep_every or _step_of(path) % self.keep_every:
+            if path.suffix == ".replaced" or not self.keep_every or step_of(path) % self.keep_every:
                 self._remove(path)
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints of later steps: a run that goes on from ``step`` will do these steps anew."""
-        for path in _checkpoints(self.folder):
-            if _step_of(path) > step:
+        for path in checkpoints(self.folder):
+            if step_of(path) > step:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        away = path.with_name(f"{_TEMPORARY}deleted-{path.name}")
+        away = path.with_name(f"{TEMPORARY}deleted-{path.name}")
         path.rename(away)
         sync(self.folder)
         shutil.rmtree(away)
@@ -200,130 +206,15 @@ class Checkpointer:
 
 def loader_state(path: Path) -> dict:
     """The data position in the checkpoint ``path``, which is the same of every rank."""
-    return decode(json.loads((path / _rank_file(0)).read_bytes())["loader"])
+    with of_this_form(path):
+        return decode(json.loads((path / _rank_file(0)).read_bytes())["loader"])
 
 
-def resolve(path: str | os.PathLike) -> Path:
-    """The ``step-*`` folder that ``path`` means: itself, or the newest complete one of a run or ``checkpoints`` folder.
-
-    Errors: ValueError, one line, when there is none: what is there and what is expected.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        raise ValueError(
-            f"{path} is {'a file' if path.exists() else 'not there'}; give a run folder or a step-* folder"
-        )
-    if _STEP.fullmatch(path.name) or (path / _MANIFEST).exists():
-        return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if newest := _newest(folder):
-        return newest
-    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(_TEMPORARY))
-    if damaged := _checkpoints(folder):
-        raise ValueError(
-            f"every checkpoint in {folder} is damaged ({', '.join(p.name for p in damaged)}); start a new run"
-        )
-    if folder != path or folder.name == "checkpoints" or not names:
-        raise ValueError(f"{folder} holds no checkpoint yet; give the folder of a run that has saved one")
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    raise ValueError(
-        f"{path} is not a checkpoint: it holds {shown}; give a run folder with checkpoints/, or one step-* folder "
-        f"with {_MANIFEST}"
-    )
-
-
-# ---- finding and verifying ----
-
-
-class _DamagedError(ValueError):
-    """A checkpoint folder that does not match its manifest; the message names the file."""
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Every step folder, newest first; a replaced one right after the one that replaces it."""
-    found = [(m, path) for path in (folder.iterdir() if folder.is_dir() else ()) if (m := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda e: (int(e[0][1]), e[0][2] is None), reverse=True)]
-
-
-def _step_of(path: Path) -> int:
-    return int(_STEP.fullmatch(path.name)[1])
-
-
-def _is_sound(path: Path) -> bool:
-    """Whether every file is there with its size."""
-    try:
-        _verify(path, contents=False)
-    except ValueError:
-        return False
-    return True
-
-
-def _newest(folder: Path) -> Path | None:
-    for path in _checkpoints(folder):
-        try:
-            _verify(path, contents=False)
-        except _DamagedError as error:
-            warnings.warn(f"checkpoint {path} is skipped: {error}", stacklevel=3)
-        else:
-            return path
-    return None
-
-
-def _advice(damaged: Path) -> str:
-    """What to load instead of ``damaged``: the newest earlier checkpoint beside it that passes every check."""
-    siblings = _checkpoints(damaged.parent)
-    for path in siblings[siblings.index(damaged) + 1 :] if damaged in siblings else ():
-        with contextlib.suppress(_DamagedError):
-            _verify(path, contents=True)
-            return f"the earlier {path} is intact: delete {damaged.name} and resume again"
-    return "no earlier checkpoint is usable, start a new run"
-
-
-def _verify(path: Path, *, contents: bool, rank: int = 0, world: int = 1) -> dict:
-    """The manifest, after comparing every file's size and, with ``contents``, the SHA-256 of this rank's share."""
-    manifest = _read_manifest(path)
-    for index, (name, entry) in enumerate(manifest["files"].items()):
-        file = path / name
-        if not file.is_file():
-            raise _DamagedError(f"{name} is missing")
-        if (size := file.stat().st_size) != entry["size"]:
-            raise _DamagedError(f"{name} has {size} bytes, {entry['size']} were written")
-        if contents and index % world == rank and sha256(file) != entry["sha256"]:
-            raise _DamagedError(f"{name} does not match its SHA-256")
-    return manifest
-
-
-def _render(manifest: dict) -> bytes:
-    """The bytes of the manifest: JSON with its own SHA-256, so that any changed byte is detected."""
-    body = json.dumps(manifest, indent=1)
-    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), **manifest}, indent=1).encode()
-
-
-def _read_manifest(path: Path) -> dict:
-    file = path / _MANIFEST
-    if not file.is_file():
-        raise _DamagedError(f"{_MANIFEST} is missing")
-    raw = file.read_bytes()
-    try:
-        manifest = json.loads(raw)
-        found = manifest.pop("format", None), manifest.pop("sha256", None)
-    except (ValueError, AttributeError) as error:
-        raise _DamagedError(f"{_MANIFEST} is not readable JSON") from error
-    manifest = {"format": found[0], **manifest}
-    if _render(manifest) != raw:
-        raise _DamagedError(f"{_MANIFEST} does not match its SHA-256")
-    if manifest["format"] != FORMAT:
-        raise ValueError(
-            f"checkpoint {path} has format {manifest['format']}, this stepgraph reads {FORMAT}; update stepgraph"
-        )
-    return manifest
+# ---- what goes in, what comes out ----
 
 
 def _fingerprint(model: dict[str, list]) -> str:
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
-
-
-# ---- what goes in, what comes out ----
 
 
 def _check_parts(state: dict) -> None:
@@ -354,10 +245,17 @@ def _plan_load(
     path: Path, manifest: dict, state: dict, rng: bool, ranks: Ranks
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     """The tensors DCP reads into, and a function that restores the rest; raises before anything has changed."""
+    with of_this_form(path):
+        return _plan(path, manifest, state, rng, ranks)
+
+
+def _plan(
+    path: Path, manifest: dict, state: dict, rng: bool, ranks: Ranks
+) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     live, trim = model_tensors(state["model"]), Trim(state["model"])
     model = {name: trim(name, tensor) for name, tensor in live.items()}
     here = describe_tensors(model)
-    if _fingerprint(here) != manifest["fingerprint"]:
+    if _fingerprint(here) != manifest["fingerprint"]:  # `of_this_form` reports a manifest without one
         difference = first_difference(manifest["model"], here)
         raise ValueError(f"checkpoint {path} is of another model: {difference}; build the model as that run did")
     try:
@@ -385,18 +283,25 @@ def _plan_load(
         except ValueError as error:
             raise ValueError(f"checkpoint {path} does not fit: {error}") from error
         targets |= slots
+    values = {part: decode(shared[part]) for part in ("schedule", "trainer") if part in state}
+    streams = decode(own["rng"]) if rng else None
+    if streams is not None:
+        before = rng_state()
+        try:
+            set_rng_state(streams)  # only to see that they are such states
+        finally:
+            set_rng_state(before)
     if "loader" in state:  # changed first: a loader over other data raises here
         state["loader"].load_state_dict(decode(own["loader"]))
 
     def finish() -> None:
         if restore_optimizer:
             restore_optimizer()
-        for part in ("schedule", "trainer"):
-            if part in state:
-                state[part].clear()
-                state[part].update(decode(shared[part]))
-        if rng:
-            set_rng_state(decode(own["rng"]))
+        for part, value in values.items():
+            state[part].clear()
+            state[part].update(value)
+        if streams is not None:
+            set_rng_state(streams)
 
     return targets, finish
 

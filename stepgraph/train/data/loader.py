@@ -80,6 +80,11 @@ class PackedLoader:
         self._row = last + 1
         return _batch(rows)
 
+    def ready(self) -> None:
+        """Wait until the next batch can be read. Raises what `TokenCache.wait` does, before anything has moved on."""
+        for ahead in (0, self._world_size * self._batch_size - 1):
+            self._count(self._place(ahead)[1])
+
     def _place(self, ahead: int) -> tuple[int, int]:
         """The (epoch, place in its order) of the row that comes ``ahead`` rows after the next."""
         epoch, row = self.epoch, self._row + ahead

@@ -123,6 +123,13 @@ class TokenCache:
             self._mapped = np.memmap(self.folder / "tokens.bin", self._dtype, "r", shape=(count,))
         return self._mapped[start:stop].astype(np.int64)
 
+    def rewritten(self) -> bool:
+        """Whether the source's files were written to, or removed, since this object was made."""
+        try:
+            return self._source.stamp() != self._stamp
+        except OSError:
+            return True
+
     def describe(self) -> str:
         """How much is there, for people."""
         documents, tokens, whole = self._progress()

@@ -102,6 +102,14 @@ class RunFolder:
         """Writes ``config.json``."""
         write_text(self.path / "config.json", config.to_json())
 
+    def check_there(self, config: TrainConfig) -> None:
+        """Raises OSError where the folder was removed while the run goes on; what is saved there since can be resumed
+        all the same."""
+        if not (self.path / "config.json").exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.write_config(config)
+            raise OSError(f"run folder {self.path} was removed while it was in use, its records with it")
+
     def write_environment(self, environment: dict[str, Any]) -> None:
         """Writes ``environment.json``, as `stepgraph.config.environment.environment` gives it."""
         write_json(self.path / "environment.json", environment)
@@ -149,10 +157,9 @@ class RunFolder:
         loss_curve(self._metrics_file, self.path / "loss.png", unigram_entropy)
 
     def close(self) -> None:
-        """Flushes and closes the metrics: none can be logged afterwards."""
-        self._metrics.close()
-        self._tensorboard.close()
-        self._lock.close()
+        """Flushes and closes the metrics, and frees the run for another process. Raises OSError for a full disk."""
+        with self._lock, self._metrics:
+            self._tensorboard.close()
 
 
 class SilentFolder:
@@ -166,7 +173,7 @@ class SilentFolder:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    write_config = write_environment = write_passes = write_graph = write_summary = _nothing
+    write_config = check_there = write_environment = write_passes = write_graph = write_summary = _nothing
     log = draw_loss = close = _nothing
 
 

@@ -1,5 +1,6 @@
 """The progress line: how far a run is, on a terminal or in a log."""
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -10,13 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError("the reader of this output is gone")  # rich would end the process
+
+
 class Progress:
     """Shows how far a run is: one live line on a terminal, a line per update anywhere else. A context manager."""
 
     def __init__(self, total_steps: int, *, console: Console | None = None) -> None:
         """``console`` defaults to stdout's."""
         self._total = total_steps
-        self._console = console or Console(highlight=False)
+        self._console = console or _Console(highlight=False)
         self._first: tuple[int, float] | None = None  # the first update shown, and when
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -41,7 +47,7 @@ class Progress:
         row = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=self._total, completed=step, width=20)
         fits = 20 + 1 + len(line) <= self._console.width
-        row.add_row(*([bar] if fits else []), Text(line))
+        row.add_row(*([bar] if fits else []), Text(shortened(line, self._console.width)))
         self._live.update(row, refresh=True)
 
     def note(self, text: str) -> None:
@@ -90,6 +96,20 @@ def format_progress(
         f"eta {format_seconds(eta_s)}",
     ]
     return " | ".join(parts)
+
+
+#: Figures that a narrow terminal goes without, the first first; all are in the metrics.
+_LEFT_OUT = (r"mem .*", r".* ms", r"load .*", r"mfu .*", r"grad_norm .*", r".* tok/s", r"eta .*")
+
+
+def shortened(line: str, width: int) -> str:
+    """A progress line without as many of its figures as it takes to fit into ``width`` columns: a live line that wraps
+    leaves its first part behind."""
+    parts = line.split(" | ")
+    for pattern in _LEFT_OUT:
+        if len(" | ".join(parts)) > width:
+            parts = [part for part in parts if not re.fullmatch(pattern, part)]
+    return " | ".join(parts)[:width]
 
 
 def format_seconds(seconds: float) -> str:

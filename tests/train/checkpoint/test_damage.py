@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, or of something else: one line that says so, and nothing in memory has changed."""
 
 import copy
+import json
 import os
 import pickle
 import random
@@ -13,7 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from stepgraph.train.checkpoint import found
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
+from stepgraph.train.checkpoint.files import sha256
 from tests.train.checkpoint.cases import FILES, Tiny, build, contents, equal, seed_all, train
 
 
@@ -223,3 +226,31 @@ def test_resolve_says_what_is_there(tmp_path):
             resolve(path)
         assert "\n" not in str(caught.value)
     assert Checkpointer(tmp_path / "nowhere").latest() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("state.json", lambda value: []),
+        ("state.json", lambda value: {}),
+        ("state.json", lambda value: value | {"optimizer": {}}),
+        ("state.json", lambda value: value | {"optimizer": value["optimizer"] | {"groups": [3]}}),
+        ("rank-00000.json", lambda value: {}),
+        ("rank-00000.json", lambda value: value | {"rng": {"torch": {"$tensor": "!", "dtype": "uint8"}}}),
+        ("rank-00000.json", lambda value: value | {"loader": 7}),
+        ("manifest.json", lambda value: {k: v for k, v in value.items() if k != "fingerprint"}),
+        ("manifest.json", lambda value: {k: v for k, v in value.items() if k != "ranks"}),
+        ("manifest.json", lambda value: value | {"files": 3}),
+    ],
+)
+def test_odd_contents_under_right_checksums_are_one_line(saved, name, change):
+    checkpointer, _ = saved
+    path = checkpointer.latest()
+    manifest = found.read_manifest(path)
+    if name == "manifest.json":
+        manifest = change(manifest)
+    else:
+        (path / name).write_text(json.dumps(change(json.loads((path / name).read_text()))))
+        manifest["files"][name] = {"size": (path / name).stat().st_size, "sha256": sha256(path / name)}
+    (path / "manifest.json").write_bytes(found.render(manifest))
+    refused(checkpointer, path, "holds something else than this stepgraph writes|lists no files|saved without")

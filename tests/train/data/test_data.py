@@ -206,7 +206,7 @@ def test_impossible_sizes_are_refused():
         ({"batch_size": 0}, "batch_size=0"),
         ({"seq_len": -1}, "seq_len=-1"),
         ({"rank": 2, "world_size": 2}, "rank=2 is not a rank"),
-        ({"split": "validation"}, "unknown split 'validation': did you mean 'val'"),
+        ({"split": "validation"}, "unknown split 'validation': choose one of train, val"),
     ]:
         with pytest.raises(ValueError, match=message):
             loader(source, **options)

@@ -1,12 +1,13 @@
 """The progress line, on a terminal and in a log."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
 from stepgraph.train.records import progress
-from stepgraph.train.records.progress import Progress, format_progress
+from stepgraph.train.records.progress import Progress, format_progress, shortened
 
 FIGURES = {"loss": 4.12341, "grad_norm": 0.968, "step_ms": 117.6, "tokens_per_s": 139_200.0, "mem_gib": 48.87}
 
@@ -47,6 +48,31 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
     assert "\x1b" not in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (101, "step 20/1000 | loss 4.1234 | grad_norm 0.97 | 118 ms | 139k tok/s | mfu 41% | mem 48.9 GiB | eta 1.9m"),
+        (80, "step 20/1000 | loss 4.1234 | grad_norm 0.97 | 139k tok/s | mfu 41% | eta 1.9m"),
+        (60, "step 20/1000 | loss 4.1234 | 139k tok/s | eta 1.9m"),
+        (40, "step 20/1000 | loss 4.1234 | eta 1.9m"),
+        (20, "step 20/1000 | loss "),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_figures(width, shown):
+    line = format_progress(20, 1000, **FIGURES, mfu=0.412, eta_s=115)
+    assert shortened(line, width) == shown and len(shown) <= width
+
+
+@pytest.mark.parametrize("width", range(30, 120, 7))
+def test_the_live_line_never_wraps(width):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, legacy_windows=False, _environ={"TERM": "xterm"})
+    with Progress(100_000, console=console) as progress:
+        progress.update(99_999, **FIGURES, expert_load=[1.25])
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).strip()
+    assert "\n" not in drawn and all(0 < len(row.rstrip()) <= width for row in drawn.split("\r"))
+
+
 @pytest.mark.parametrize(("width", "bar"), [(160, True), (80, False)])
 def test_progress_is_one_live_line_on_a_terminal(width, bar):
     out = io.StringIO()
@@ -58,7 +84,7 @@ def test_progress_is_one_live_line_on_a_terminal(width, bar):
     assert "step 3/100" in out.getvalue() and "\x1b[2K" in out.getvalue()  # the line is cleared and written again
     assert out.getvalue().count("validation") == 1
     assert ("━" in out.getvalue()) == bar
-    assert "eta 1" in out.getvalue()  # nothing is cut off
+    assert "eta 1" in out.getvalue()
 
 
 def test_the_time_left_is_the_wall_clocks(monkeypatch):

@@ -1,0 +1,66 @@
+"""The end of a run: its summary, its plot, and what it says of them, whatever happened."""
+
+import statistics
+import time
+from typing import Any
+
+from stepgraph.config.device import peak_mem_gib
+from stepgraph.config.environment import environment
+from stepgraph.costs.hardware import mfu
+from stepgraph.train.records.folder import Summary
+from stepgraph.train.records.progress import format_seconds
+
+
+def close(run: Any, status: str, error: str | None) -> None:
+    """Write the records of ``run``, a `trainer.Run`, that come last, and say where they are. What cannot be written is
+    left out, and noted in ``run.failures``."""
+    summary = summarize(run, status, error)
+
+    def show() -> None:
+        if run.snapshot:
+            run.snapshot.write()
+        if run.page is not None:
+            run.page.finish(run.captured and run.captured.program, summary, run.profile and run.profile.result)
+
+    def draw() -> None:
+        if run.last_loss is not None:
+            run.folder.draw_loss(run.unigram)
+
+    for write in (lambda: run.folder.write_summary(summary), show, draw, run.folder.close):
+        with run.failures.noted():
+            write()
+    if status == "finished":
+        below = "below" if run.val_loss < run.unigram else "not below"
+        run.say(
+            f"done: {run.step} steps in {format_seconds(summary.wall_s)}; validation loss {run.val_loss:.4f} "
+            f"nats, {below} the unigram entropy {run.unigram:.4f}"
+        )
+    run.say(f"records in {run.folder.path} (summary.json, loss.png, metrics.jsonl, tb/)")
+
+
+def summarize(run: Any, status: str, error: str | None) -> Summary:
+    """The figures of ``run``, a `trainer.Run`, so far."""
+    median = statistics.median(run.times_ms) if run.times_ms else None
+    tokens_per_s = run.config.tokens_per_step / (median / 1e3) if median else None
+    return Summary(
+        status=status,
+        error=error,
+        preset=run.config.preset,
+        params=run.params,
+        steps=run.step,
+        tokens=run.done["tokens"],
+        skipped_steps=run.finite.skipped,
+        repeated_steps=run.repeated_steps,
+        train_loss_nats=run.last_loss,
+        val_loss_nats=run.val_loss,
+        unigram_entropy_nats=run.unigram,
+        tokens_per_s=tokens_per_s,
+        step_ms_median=median,
+        mfu=mfu(tokens_per_s, run.flops_per_token, run.peak) if tokens_per_s else None,
+        bubble=run.bubble.share,
+        capture_s=run.capture_s,
+        compile_s=run.compile_s,
+        peak_mem_gib=peak_mem_gib(run.device),
+        wall_s=time.perf_counter() - run.started,
+        versions=environment()["versions"],
+    )

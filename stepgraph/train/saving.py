@@ -1,0 +1,42 @@
+"""When a run's state goes to its checkpoints, and which one it begins with."""
+
+from pathlib import Path
+from typing import Any
+
+from stepgraph import parallel
+from stepgraph.config import build
+from stepgraph.config.train import TrainConfig
+from stepgraph.parallel.ranks import Ranks
+from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_state, resolve
+
+
+class Saving:
+    """The checkpoints of the run in ``path``. ``saved_step``: of the newest that this process wrote or began with."""
+
+    def __init__(self, config: TrainConfig, path: Path, mesh: parallel.Mesh | None, ranks: Ranks):
+        layout = None if mesh is None else str(mesh.spec)
+        self.config, self.path, self.ranks = config, path, ranks
+        self.checkpointer = Checkpointer(
+            path / "checkpoints", keep=config.keep_checkpoints, keep_every=config.keep_every, mesh=layout
+        )
+        self.saved_step: int | None = None
+
+    def load(self, path: Path, state: dict[str, Any]) -> None:
+        """Continue from the checkpoint ``path``, or that run's newest: on any mesh with the row that comes next."""
+        groups = build.param_groups(state["optimizer"])
+        options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        path = self.ranks.first(lambda: resolve(path))
+        if self.checkpointer.is_of_this_mesh(path):
+            self.checkpointer.load(path, state)
+        else:
+            self.checkpointer.load(path, {k: v for k, v in state.items() if k != "loader"}, rng=False)
+            state["loader"].load_state_dict(loader_state(path))
+        for group, given in zip(build.param_groups(state["optimizer"]), options, strict=True):
+            group.update(given)  # --weight-decay and the like may be changed on --resume
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Save the state after ``step`` updates, unless that is done. Raises OSError in one line."""
+        if step == self.saved_step:
+            return
+        self.checkpointer.save(step, state)
+        self.saved_step = step
