@@ -38,7 +38,13 @@ class _Training:
 
     # -- data ---------------------------------------------------------------------------------------------------------
     data: str = "stdlib"
-    """Text: stdlib (this Python's standard library), FILE.txt, FILE.jsonl, FILE.parquet or hf:NAME (Hugging Face)."""
+    """Text: stdlib, FILE.txt, FILE.jsonl (or .gz), FILE.parquet, hf:NAME; several, patterns; A:0.7,B:0.3 mixes."""
+
+    text_field: str = "text"
+    """Field or column that holds the text, in jsonl and parquet files and Hugging Face's data sets."""
+
+    val_data: str | None = None
+    """Validate on these, each with its own loss in the metrics: A,B. None: on a 20th of --data, of each part of it."""
 
     tokenizer: str = "bytes"
     """bytes (one token a byte) or the path of a tokenizer.json."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import statistics
 import sys
 import time
 import traceback
@@ -28,7 +27,6 @@ from stepgraph.parallel.ranks import Ranks
 from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.closing import close
-from stepgraph.train.data import unigram_entropy
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import memory_advice
@@ -116,7 +114,7 @@ class Run:
 
         data = start.open_fitting_data(config)
         self.loader, batches = start.open_batches(config, data, mesh)
-        self.unigram = self.ranks.first(lambda: unigram_entropy(data.source, data.tokenizer))
+        self.unigram = self.ranks.first(data.unigram_entropy)
         self.loader.tokens.start()  # from here on, only its thread reads the source
 
         self.model = build.build_model(config, device, mesh)
@@ -211,8 +209,7 @@ class Run:
                 self._validate()
             self._save()
             if self.failures.first:
-                kept = f"; step {self.step} is saved: --resume {self.folder.path}" if self.saving.saved_step is not None else ""
-                raise StoppedError(self.failures.first + kept)
+                raise StoppedError(f"{self.failures.first}; step {self.step} is saved: --resume {self.folder.path}")
             if finished and self.config.export_hf is not None:
                 save_hf(self.model, self.config.export_hf)
                 self.say(f"weights for Hugging Face in {self.config.export_hf}")
@@ -388,15 +385,12 @@ class Run:
     def _validate(self) -> float:
         """Mean loss over the validation batches; recorded at the current step."""
         self.watch.at(f"the validation after step {self.step}", limited=False)
-        losses = []
-        for loss, batch in self.validation.losses():
-            what = f"the validation loss after step {self.step}"
-            self.finite.require(what, loss, self.step, batch)
-            losses.append(loss)
-        self.val_loss = statistics.fmean(losses)
+        what = f"the validation loss after step {self.step}"
+        losses = self.validation.losses(lambda loss, batch: self.finite.require(what, loss, self.step, batch))
+        self.val_loss = losses["val_loss"]
         if self.folder.validated != self.step:  # else recorded before this process resumed the run
             with self.failures.noted():
-                self.folder.log(self.step, val_loss=self.val_loss)
+                self.folder.log(self.step, **losses)
         return self.val_loss
 
     def _save(self) -> None:
