@@ -171,6 +171,9 @@ class TrainConfig(StepOptions, _Training):
     checkpoint_every: int = 50
     """Steps between checkpoints. 0: only at the end."""
 
+    save: Literal["auto", "behind", "wait"] = "auto"
+    """behind: the run goes on while a copy of its state in host memory is written; auto: so on GPUs. wait: it waits."""
+
     keep_checkpoints: int = 2
     """Newest checkpoints kept; older ones are deleted."""
 
@@ -241,7 +244,7 @@ class TrainConfig(StepOptions, _Training):
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite"):
+        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save"):
             self._require_choice(name)
         self._validate_length()
         self._validate_mesh()

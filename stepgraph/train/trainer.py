@@ -123,7 +123,7 @@ class Run:
         self.validation = Validation(self.model, self.loss_fn, batches, device)
         self.done = {"step": 0, "tokens": 0}
 
-        self.saving = Saving(config, path, mesh, self.ranks)
+        self.saving = Saving(config, path, mesh, self.ranks, device)
         if resume:
             self._load(path if self.restarted else config.resume)
         self.finite = Finite(config, path, self.ranks)
@@ -207,7 +207,7 @@ class Run:
             finished = self.step == self.config.steps
             if finished:
                 self._validate()
-            self._save()
+            self._save(last=True)
             if self.failures.first:
                 raise StoppedError(f"{self.failures.first}; step {self.step} is saved: --resume {self.folder.path}")
             if finished and self.config.export_hf is not None:
@@ -231,6 +231,8 @@ class Run:
         finally:
             self.watch.at("the end", limited=False)
             self.loader.tokens.close()
+            if not lost:
+                self.saving.finish()
             close(self, status, error)
         if lost:  # and no cause of anything
             print(f"error: {who()}{error}", file=sys.stderr, flush=True)
@@ -289,7 +291,7 @@ class Run:
                     with self.failures.noted():
                         progress.note(f"step {self.step} | val_loss {loss:.4f}")
                 if save:
-                    self._save()
+                    self._save(last=False)
                 if validate or save or show:
                     self.last_time = time.perf_counter()
             if launched:
@@ -308,6 +310,8 @@ class Run:
         ever."""
         began = time.perf_counter()
         with self.failures.noted(ValueError):
+            for line in self.saving.written():
+                self.say(line)
             self.loader.ready()
         self.waited_s = time.perf_counter() - began
         received = self.signals.received is not None or self.failures.first is not None
@@ -393,10 +397,10 @@ class Run:
                 self.folder.log(self.step, **losses)
         return self.val_loss
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool) -> None:
         self.watch.at(f"the checkpoint of step {self.step}", limited=False)
         self._check_data()
-        self.saving.save(self.step, self.state)
+        self.saving.save(self.step, self.state, last=last)
         with self.failures.noted():
             self.folder.check_there(self.config)
 
