@@ -24,7 +24,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.parallel.pipeline import StageGraphs, check_schedule, pipeline_of
+from stepgraph.parallel.pipeline import check_schedule, pipeline_of, staged_program
 from stepgraph.passes import (
     Passes,
     PassReport,
@@ -174,8 +174,21 @@ class CapturedStep:
 
     def where(self) -> str:
         """What a pipeline's call that runs now is in, such as ``forward.1 of microbatch 3``; "" without a pipeline."""
-        now = self._current.runner.now if self.pipeline is not None else None
+        bound = self._current  # another thread may ask, also while the step is captured again
+        now = bound.runner.now if self.pipeline is not None and bound is not None else None
         return "" if now is None else str(now)
+
+    def awaited(self) -> str:
+        """The stage of a pipeline whose message this process waits for now, such as ``stage 1 on rank 4``; "" while it
+        waits for none. On a GPU streams wait, not the process."""
+        bound = self._current
+        call = bound.runner.waits.receive if bound is not None else None
+        if call is None:
+            return ""
+        kind, _, stage = call.graph.partition(".")
+        source = int(stage) + (-1 if kind.endswith("forward") else 1)
+        ranks = torch.distributed.get_process_group_ranks(self.pipeline.group)
+        return f"stage {source} on rank {ranks[self.pipeline.ranks_of[source]]}"
 
     @property
     def graphs(self) -> dict[str, StepGraph]:
@@ -372,18 +385,14 @@ class CapturedStep:
 
     def _staged(self, program: StepProgram, accumulate: int) -> StepProgram:
         """This rank's program in a pipeline: each of its stages is rewritten whole, then cut into what is called."""
-        device = _device_of(self.model)
-        whole, apart = around_cut(self.passes, self.disable, device)
-        staged = StageGraphs(program.graphs["microbatch"], self.pipeline, accumulate)
-        for stage, graph in staged.whole.items():
-            self._rewrite(graph, f"stage {stage}", whole, f"stage.{stage}")
-        pieces = staged.pieces()
-        for name, graph in pieces.items():
-            self._rewrite(graph, name, apart, name)
-        self._rewrite(program.graphs["update"], "update", self.passes, "update")
-        made = staged.program(pieces, program.graphs["update"])
-        made.log = [report for graph in staged.whole.values() for report in graph.log]
-        return made
+        whole, apart = around_cut(self.passes, self.disable, Target(_device_of(self.model).type))
+        passes = {"whole": whole, "apart": apart, "all": self.passes}
+        return staged_program(
+            program,
+            self.pipeline,
+            accumulate,
+            lambda graph, name, which: self._rewrite(graph, name, passes[which], name.replace(" ", ".")),
+        )
 
     def _trace(self, batch: Any, accumulate: int) -> Traced:
         return trace_step(

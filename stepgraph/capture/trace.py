@@ -201,10 +201,12 @@ class StepTrace:
                         flat[sums[i]].add_(grad)
                 with self.recorder.in_phase("optimizer"):
                     write_assigned(self.recorder, held, flat)
-                    levels = self.guard.levels(self.conditions.combined(), loss)
+                    # Of a pipeline, each stage joins its own.
+                    stated = self.conditions.each() if self.share else self.conditions.combined().items()
+                    levels = [*stated, *self.guard.levels({}, loss).items()]
             reached.extend(grads)
-            outputs.extend(OutputSpec("level", name) for name in levels)
-            return [loss, *levels.values()]
+            outputs.extend(OutputSpec("level", name) for name, _ in levels)
+            return [loss, *(level for _, level in levels)]
 
         with self._dropping_state():
             micro = self._graph(traced, inputs, outputs)
@@ -226,7 +228,8 @@ class StepTrace:
         groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
         sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in reached}
         kept = Kept(entries, inputs, [i for i, slot in enumerate(self.slots) if slot.name in written])
-        stated = {spec.name: inputs.add_level(spec.name) for spec in micro.outputs if spec.kind == "level"}
+        named = dict.fromkeys(spec.name for spec in micro.outputs if spec.kind == "level")
+        stated = {name: inputs.add_level(name) for name in named}
         outputs: list[OutputSpec] = []
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:

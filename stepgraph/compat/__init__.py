@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from stepgraph.compat.compiler import (
+    await_compile_workers,
     inductor,
     inductor_artifact,
     inductor_cache_counts,
@@ -46,6 +47,7 @@ from stepgraph.compat.eager import (
     empty_strided,
     in_function_transform,
     in_plain_eager,
+    scaled_mm,
 )
 from stepgraph.compat.fake import (
     checks_of_known_values,

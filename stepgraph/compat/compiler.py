@@ -87,12 +87,29 @@ def inductor_load(data: bytes) -> Callable[[list[Any]], Sequence[Any]]:
     return cell.cell_contents
 
 
+_workers_started = False
+
+
 def start_compile_workers() -> None:
     """Start the processes in which Inductor compiles Triton kernels. They take some seconds to start; until then it
     compiles kernels one after another in this process."""
+    global _workers_started
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
+    _workers_started = True
+
+
+def await_compile_workers(limit_s: int = 30) -> None:
+    """Wait for the processes of `start_compile_workers`, if they were started, at most ``limit_s`` seconds. What is
+    left of their start is shorter than compiling kernels one after another."""
+    if not _workers_started:
+        return
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    if get_compile_threads() > 1:
+        with contextlib.suppress(TimeoutError):  # then this process compiles them
+            AsyncCompile.wait_pool_ready(timeout=limit_s)
 
 
 def inductor_options() -> set[str]:

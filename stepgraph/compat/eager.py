@@ -1,4 +1,4 @@
-"""Eager calls with less overhead, for kernels of a few microseconds."""
+"""Eager calls with less overhead, for kernels of a few microseconds, and operators without a public name."""
 
 import contextlib
 from collections.abc import Callable
@@ -45,3 +45,19 @@ _function_transforms = torch._C._are_functorch_transforms_active
 def in_plain_eager() -> bool:
     """Whether no compiler, dispatch mode or function transform (vmap, grad) is active."""
     return not (_is_compiling() or _dispatch_modes() or _function_transforms())
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    fast: bool,
+) -> torch.Tensor:
+    """``(a * scale_a) (b * scale_b)^T`` in bf16, of contiguous ``a`` (M, K) and ``b`` (N, K) in fp8 on a GPU, with fp32
+    scales for each as a whole or for each of their rows. ``bias``: (N,) bf16 or None. ``fast``: sums stay in the
+    tensor cores' accumulators."""
+    if scale_a.ndim:
+        scale_a, scale_b = scale_a.unsqueeze(1), scale_b.unsqueeze(0)
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)

@@ -63,6 +63,11 @@ def is_attention(node: fx.Node) -> bool:
     return node.target in _ATTENTION or node.target in _WINDOWED or node.target in _FLEX_ATTENTION
 
 
+def is_fp8(node: fx.Node) -> bool:
+    """Whether the node multiplies in fp8."""
+    return node.target is torch.ops.stepgraph.scaled_product.default
+
+
 def _products(kinds: tuple[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """FLOPs of so many products for ``q`` (B, H, T, d), ``k`` (B, H_kv, S, d) and ``v`` (B, H_kv, S, d_v)."""
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]

@@ -13,6 +13,10 @@ GPUS_PER_NODE = 8
 #: products run at 674 to 693 TFLOP/s, attention at 494 (535 forward, 479 backward), a copy at 4.25 TB/s.
 PRODUCTS_REACHED, ATTENTION_REACHED, MEMORY_REACHED = 0.69, 0.50, 0.885
 
+#: The same of products in fp8, of their own peak. Source: an H200, torch's ``_scaled_mm`` at the shapes of Llama 3 8B:
+#: 1,190 to 1,370 TFLOP/s, with one scale or with one for each row.
+FP8_REACHED = 0.65
+
 #: The same of grouped products, of all experts' rows. Source: an H200, torch 2.11's own at 16 to 64 experts: 550 to 635
 #: TFLOP/s, gradients of weights 470 to 610.
 GROUPED_REACHED = 0.57
@@ -61,26 +65,35 @@ def _bf16(tflops: float) -> dict[torch.dtype, float]:
 
 
 def _server(
-    name: str, devices: str, bf16: float, fp32: float, memory: float, bandwidth: float, nvlink: float, network: float
+    name: str,
+    devices: str,
+    bf16: float,
+    fp8: float,
+    fp32: float,
+    memory: float,
+    bandwidth: float,
+    nvlink: float,
+    network: float,
 ) -> Gpu:
-    """TFLOP/s, GB, TB/s, GB/s."""
-    flops = _bf16(bf16) | {torch.float32: fp32 * 1e12}
+    """TFLOP/s of bf16, fp8 and fp32 products, GB, TB/s, GB/s."""
+    eight = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), fp8 * 1e12)
+    flops = _bf16(bf16) | eight | {torch.float32: fp32 * 1e12}
     return Gpu(name, devices, flops, memory * 1e9, bandwidth * 1e12, nvlink * 1e9, network * 1e9)
 
 
 #: GPUs of eight-GPU machines, by the name that ``stepgraph plan --gpu`` takes. TFLOP/s without sparsity (data sheets
-#: that give bf16 "with sparsity" are halved; fp32 is without TF32), GB, TB/s, GB/s in one direction (data sheets give
-#: both together). The network is one 400 Gb/s adapter for each GPU.
+#: that give bf16 and fp8 "with sparsity" are halved; fp32 is without TF32), GB, TB/s, GB/s in one direction (data
+#: sheets give both together). The network is one 400 Gb/s adapter for each GPU.
 GPUS: dict[str, Gpu] = {
-    # NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 80 GB, 3.35 TB/s, NVLink 900 GB/s;
-    # DGX H100 data sheet: 8 ConnectX-7 of 400 Gb/s.
-    "h100": _server("H100 SXM", r"NVIDIA H100 80GB HBM3", 989.5, 67, 80, 3.35, 450, 50),
+    # NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 and 3,958 fp8 with sparsity, 67 fp32, 80 GB, 3.35 TB/s, NVLink
+    # 900 GB/s; DGX H100 data sheet: 8 ConnectX-7 of 400 Gb/s.
+    "h100": _server("H100 SXM", r"NVIDIA H100 80GB HBM3", 989.5, 1979, 67, 80, 3.35, 450, 50),
     # NVIDIA H200 data sheet, SXM: the same at 4.8 TB/s; DGX H200 data sheet: 8 ConnectX-7 of 400 Gb/s. Memory as torch
     # counts it, 139.8 GiB: the data sheet's 141 GB are less than what is there.
-    "h200": _server("H200 SXM", r"NVIDIA H200", 989.5, 67, 150.1, 4.8, 450, 50),
-    # NVIDIA HGX B200 data sheet, per GPU: 4.5 PFLOPS bf16 with sparsity, 75 TFLOPS fp32; DGX B200 data sheet: 1,440 GB
-    # at 64 TB/s in all, NVLink 1.8 TB/s for each GPU, 8 adapters of 400 Gb/s.
-    "b200": _server("B200", r"NVIDIA B200", 2250, 75, 180, 8.0, 900, 50),
+    "h200": _server("H200 SXM", r"NVIDIA H200", 989.5, 1979, 67, 150.1, 4.8, 450, 50),
+    # NVIDIA HGX B200 data sheet, per GPU: 4.5 PFLOPS bf16 and 9 fp8 with sparsity, 75 TFLOPS fp32; DGX B200 data sheet:
+    # 1,440 GB at 64 TB/s in all, NVLink 1.8 TB/s for each GPU, 8 adapters of 400 Gb/s.
+    "b200": _server("B200", r"NVIDIA B200", 2250, 4500, 75, 180, 8.0, 900, 50),
 }
 
 #: GPUs of which only the bf16 peak is needed, for the MFU. TFLOP/s, dense.

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from stepgraph.costs.experts import filled, is_grouped, rows_of
-from stepgraph.costs.flops import flops, is_attention
+from stepgraph.costs.flops import flops, is_attention, is_fp8
 from stepgraph.costs.fusion import Fusion, is_free
-from stepgraph.costs.hardware import ASSUMED, ATTENTION_REACHED, GROUPED_REACHED, PRODUCTS_REACHED, Gpu
+from stepgraph.costs.hardware import ASSUMED, ATTENTION_REACHED, FP8_REACHED, GROUPED_REACHED, PRODUCTS_REACHED, Gpu
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END, is_nccl
 from stepgraph.graph.facts import is_mutating, tensor_bytes
@@ -25,6 +25,8 @@ _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
 
 def _dtype(node: fx.Node) -> torch.dtype:
     """The dtype that ``node`` computes in, fp32 where its first result is no tensor."""
+    if is_fp8(node):
+        return node.args[0].meta["val"].dtype
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     return first.dtype if isinstance(first, torch.Tensor) else torch.float32
@@ -74,6 +76,8 @@ def _work(node: fx.Node, shares: Mapping[int, float]) -> int:
 
 def _reached(node: fx.Node) -> float:
     """The share of a GPU's FLOP/s that ``node`` reaches."""
+    if is_fp8(node):
+        return FP8_REACHED
     return ATTENTION_REACHED if is_attention(node) else GROUPED_REACHED if is_grouped(node) else PRODUCTS_REACHED
 
 

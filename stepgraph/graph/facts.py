@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from stepgraph.graph.launch import Launch
-from stepgraph.kernels.moe import grouped  # noqa: F401  (defines operators of torch.ops.stepgraph)
+from stepgraph.kernels import fp8  # noqa: F401  (these two define operators of torch.ops.stepgraph)
+from stepgraph.kernels.moe import grouped  # noqa: F401
 
 OpOverload = torch._ops.OpOverload
 aten, ours = torch.ops.aten, torch.ops.stepgraph
@@ -29,7 +30,8 @@ HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.d
 _PURE_HIGHER_ORDER = {higher_order.flex_attention, higher_order.flex_attention_backward}
 
 #: Operators of ours that only compute.
-_EXPERTS = {
+_PURE = {
+    ours.cast_scaled.default, ours.cast_scaled_rows.default, ours.scaled_product.default,
     ours.sort_by_expert.default, ours.gather_rows.default, ours.combine_rows.default,
     ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
 }  # fmt: skip
@@ -40,7 +42,7 @@ EXPENSIVE = {
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
-    ours.grouped_mm, ours.grouped_mm_weight,
+    ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product,
 }  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def is_pure(node: fx.Node) -> bool:
         return False
     if is_overload(node):
         # An operator that returns nothing is there for its effect, as an assertion is.
-        known = node.target.namespace in ("aten", "prims") or node.target in _EXPERTS
+        known = node.target.namespace in ("aten", "prims") or node.target in _PURE
         return known and bool(node.target._schema.returns)
     return node.target is operator.getitem or node.target in _PURE_HIGHER_ORDER
 

@@ -3,7 +3,8 @@
 A plain step is one graph, called once. Accumulation is a schedule over two: the graph of one microbatch, called once
 for each, and the graph of the update. A pipeline is a schedule over the graphs of a rank's stages, with sends and
 receives among the calls. Values flow between calls in inputs of kind ``accumulator``, which graphs share by name and
-write in place, and in outputs of kind ``value``, which inputs of that name read in calls for the same microbatch.
+write in place, and in outputs of kind ``value``, which inputs of that name read in calls for the same microbatch; what
+a call for no microbatch gave, all of them read.
 """
 
 from collections import Counter

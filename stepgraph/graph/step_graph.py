@@ -19,9 +19,9 @@ class InputSpec:
 
     ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch``, ``accumulator`` (the sum of a parameter's
     gradients over microbatches, which calls of a step add to and nobody reads after it), ``value`` (what another call
-    for the same microbatch gave), ``loss`` (the sum of what calls gave so far, zero if none did), ``before`` (what a
-    parameter or buffer that forward writes was before the step) or ``level`` (the highest that calls of a step gave,
-    see below).
+    for the same microbatch gave, or one for all of them), ``loss`` (the sum of what calls gave so far, zero if none
+    did), ``before`` (what a parameter or buffer that forward writes was before the step) or ``level`` (the highest that
+    calls of a step gave, see below).
     ``name``: fully qualified name of the tensor, ``optimizer`` ones as ``<parameter>.<key>``, ``lr`` ones as
     ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``, ``accumulator`` and ``before`` ones as their parameter or
     buffer, ``level`` ones as their condition.
@@ -57,7 +57,9 @@ class StepGraph:
     ``executable``: what runs, called with the inputs; terminal passes replace it and leave ``module`` readable.
     ``recording``: set where the step shall run as CUDA graphs: the report of the pass that asked for it, which a runner
     completes. See `stepgraph.run`. ``in_flight``: how many microbatches' values forward keeps for backward at one time.
-    ``on_host``: names of nodes that no CUDA graph can hold then, and why.
+    ``on_host``: names of nodes that no CUDA graph can hold then, and why. ``stage``: its number in a pipeline.
+    ``once``: graphs that a step calls once for all of its microbatches, beside its calls of this one: ``gather`` before
+    them, whose values they read, and ``reduce`` behind them.
     """
 
     module: fx.GraphModule
@@ -72,6 +74,8 @@ class StepGraph:
     recording: Any = None
     on_host: dict[str, str] = field(default_factory=dict)
     in_flight: int = 1
+    stage: int | None = None
+    once: dict[str, "StepGraph"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.executable = self.executable or self.module

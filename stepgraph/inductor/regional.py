@@ -104,8 +104,11 @@ def compile_pieces(
         if key not in distinct:
             distinct[key] = name = f"{piece.region.kind}_{len(distinct)}"
             options = config | dict(piece.region.options)
+            _, made = compat.inductor_cache_counts()
             attributes[name], use = compiled_once(key, _extract(module, piece), options, any_length)
             uses.append(use)
+            if compat.inductor_cache_counts()[1] > made:  # not loaded from disk, and so will the next ones not be
+                compat.await_compile_workers()
         starts[piece.nodes[0]] = piece
         called[piece.nodes[0]] = distinct[key]
     compiled = [attributes[name] for name in distinct.values()]

@@ -47,8 +47,6 @@ class MeshSpec:
         inner = self._inner
         if self.size > MOST_RANKS:
             raise ValueError(f"mesh {self} has {self.size:,} ranks, and {MOST_RANKS:,} is the most: give a smaller one")
-        if self.pp > 1 and self.ep > 1:
-            raise ValueError(f"mesh {self} has both pp and ep, which do not go together; drop one of them")
         if inner % self.ep:
             fits = [n for n in range(1, inner + 1) if inner % n == 0]
             near = [*[n for n in fits if n < self.ep][-1:], *[n for n in fits if n > self.ep][:1]]
@@ -233,7 +231,8 @@ class Mesh(Axes):
 
 
 class ExpertAxes(Axes):
-    """The mesh as experts see it: ``ep``, then what shards or replicates their weights.
+    """The mesh as experts see it, of the ranks that share a stage: ``ep``, then what shards or replicates their
+    weights.
 
     Each rank's loss is its own, and an expert gets gradients of the tokens of all ranks: the mean over data-parallel
     ranks is the sum, divided by their number.
@@ -244,9 +243,11 @@ class ExpertAxes(Axes):
     def __init__(self, spec: MeshSpec, device_type: str):
         self.sizes, self.divisor = spec.expert_sizes, spec.dp
         self.names = tuple(name for name in reversed(self.sizes) if self.sizes[name] > 1)
-        self.devices = _device_mesh(device_type, self.sizes, self.names)
-        self._slices = {n: self.devices if len(self.names) == 1 else self.devices[n] for n in self.names}
-        self._coordinate = dict(zip(self.names, self.devices.get_coordinate(), strict=True))
+        every = (*self.names, "pp") if spec.pp > 1 else self.names
+        grid = _device_mesh(device_type, {"pp": spec.pp} | self.sizes, every)
+        self.devices = grid[self.names] if spec.pp > 1 else grid
+        self._slices = {name: grid if len(every) == 1 else grid[name] for name in self.names}
+        self._coordinate = dict(zip(every, grid.get_coordinate(), strict=True))
 
 
 def _device_mesh(device_type: str, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:

@@ -39,6 +39,12 @@ class StepOptions:
     loss_chunks: int | Literal["auto"] = "auto"
     """Compute a head and its loss in this many parts of the tokens; auto: as many as keep the logits near a GiB."""
 
+    fp8: Literal["off", "tensorwise", "rowwise", "rowwise-bf16-weight-gradients"] = "off"
+    """Multiply in fp8 in linear layers, with one scale for each matrix or each row; heads and routers stay in bf16."""
+
+    fp8_skip: tuple[str, ...] = ()
+    """Leave linear layers in bf16, by a pattern of their module paths, as in layers.0.*"""
+
     reshard: Literal["auto", "always", "never"] = "auto"
     """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not do."""
 
@@ -76,6 +82,10 @@ class StepOptions:
             raise ValueError("async_tp overlaps tensor parallelism and there is none: add tp=2 to the mesh")
         if self.copy_engines and dp_shard == 1:
             raise ValueError("copy_engines serves FSDP and nothing is sharded: add fsdp=2 to the mesh")
+        if self.fp8 != "off" and self.passes == "exact":
+            raise ValueError(f"fp8={self.fp8} rounds to fp8, which passes=exact forbids: drop one of them")
+        if self.fp8_skip and self.fp8 == "off":
+            raise ValueError("fp8_skip leaves layers out of fp8 and fp8=off: add fp8=tensorwise or rowwise, or drop it")
         for name in ("async_tp", "copy_engines"):
             if getattr(self, name) and self.passes == "exact":
                 raise ValueError(f"{name} sums in another order, which passes=exact forbids: drop one of them")

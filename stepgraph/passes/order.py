@@ -13,6 +13,7 @@ import stepgraph.passes.cleanup.views
 import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
 import stepgraph.passes.comm.copy_engines
+import stepgraph.passes.comm.once
 import stepgraph.passes.comm.overlap
 import stepgraph.passes.comm.overlap_experts
 import stepgraph.passes.comm.unshard
@@ -21,6 +22,7 @@ import stepgraph.passes.compile.inductor
 import stepgraph.passes.compile.tag
 import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
+import stepgraph.passes.matmul.fp8
 import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.moe.experts
@@ -41,6 +43,7 @@ ORDER = (
     "dedupe_unshards",  # one gather of each parameter per forward or backward
     "fuse_experts",  # numerics: experts of other libraries by our kernels
     "weight_experts",  # numerics: experts weighted before their last product
+    "fp8_matmul",  # numerics: products of linear layers in fp8
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
@@ -48,6 +51,8 @@ ORDER = (
     "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
     "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
+    "gather_once",  # one gather of each parameter for all microbatches of a pipeline
+    "reduce_once",  # numerics: one reduction of each gradient for all of them
     "reshard_after_forward",  # gather parameters again in backward
     "bucket_collectives",  # one collective for each region of the model
     "bucket_all_reduces",  # numerics: those of more than two ranks

@@ -46,10 +46,10 @@ def prepare(passes: Passes, disable: Sequence[str], device: torch.device) -> Non
             p.prepare(device)
 
 
-def around_cut(passes: Passes, disable: Sequence[str], device: torch.device) -> tuple[list[Pass], list[Pass]]:
-    """``passes`` for a stage of a pipeline: (those that run on its forward and backward together, those that run on
-    each of the graphs that it is then cut into)."""
-    found = resolve(passes, disable, Target(device.type))
+def around_cut(passes: Passes, disable: Sequence[str], target: Target) -> tuple[list[Pass], list[Pass]]:
+    """``passes`` on ``target`` for a stage of a pipeline: (those that run on its forward and backward together, those
+    that run on each of the graphs that it is then cut into)."""
+    found = resolve(passes, disable, target)
     check(found)
     late = ORDER.index("overlap")  # what it moves must stay in the graph that is called
     at = next((i for i, p in enumerate(found) if p.name in ORDER[late:]), len(found))

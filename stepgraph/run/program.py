@@ -77,7 +77,8 @@ def _reset(flat: Sequence[Tensor]) -> None:
 
 @dataclass
 class Results:
-    """What a step gave: the loss (the sum of the calls' own), metrics and levels by name, gradients in order."""
+    """What a step gave: the loss (the sum of the calls' own), metrics and the highest levels by name, gradients in
+    order."""
 
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -93,7 +94,8 @@ class Results:
         elif spec.kind == "metric":
             self.metrics[spec.name] = value
         elif spec.kind == "level":
-            self.levels[spec.name] = value
+            highest = self.levels.get(spec.name)
+            self.levels[spec.name] = value if highest is None else torch.maximum(highest, value)
         else:
             self.gradients.append(value)
 
@@ -161,7 +163,7 @@ class ProgramRunner:
                     del flat  # and with it what the call was the last to read
                     for spec, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
                         if spec.kind in ("value", "arriving"):
-                            values.keep(spec, call.microbatch, value)
+                            values.keep(spec, call, value)
                         else:
                             results.take(spec, value)
                         if spec.kind == "level" and call.microbatch is not None and spec.name in self.levels:
@@ -210,51 +212,60 @@ class ProgramRunner:
 
 
 class Values:
-    """What calls of a program give to later ones, by name and microbatch. Each is dropped with its last reader."""
+    """What calls of a program give to later ones, by name and microbatch (None: for all of them). Each is dropped with
+    its last reader."""
 
     def __init__(self, program: StepProgram, waits: "Waits"):
         self.waits = waits
+        once = (program.graphs[call.graph] for call in program.schedule if call.microbatch is None)
+        self.shared = {spec.name for graph in once for spec in graph.outputs if spec.kind == "value"}
         self.last: dict[tuple[str, int | None], int] = {}
         for i, call in enumerate(program.schedule):
             for spec in program.graphs[call.graph].inputs:
                 if spec.kind == "value":
-                    self.last[spec.name, call.microbatch] = i
+                    self.last[self._key(spec.name, call.microbatch)] = i
         self.clear()
+
+    def _key(self, name: str, microbatch: int | None) -> tuple[str, int | None]:
+        return name, None if name in self.shared else microbatch
 
     def clear(self) -> None:
         self._held: dict[tuple[str, int | None], Tensor] = {}
-        self._arriving: set[tuple[str, int | None]] = set()
+        self._arriving: dict[tuple[str, int | None], Call] = {}
 
-    def keep(self, spec: OutputSpec, microbatch: int | None, value: Tensor) -> None:
-        """A call for ``microbatch`` gave ``value``."""
-        key = spec.name, microbatch
+    def keep(self, spec: OutputSpec, call: Call, value: Tensor) -> None:
+        """``call`` gave ``value``."""
+        key = spec.name, call.microbatch
         if key in self.last:
             self._held[key] = value
             if spec.kind == "arriving":
-                self._arriving.add(key)
+                self._arriving[key] = call
 
     def read(self, name: str, microbatch: int | None, call: int) -> Tensor:
         """The value ``name``, for the call at place ``call`` of the schedule; there by the time it is computed with."""
-        key = name, microbatch
+        key = self._key(name, microbatch)
         if key in self._arriving:
-            self._arriving.remove(key)
-            with self.waits.on(self._held[key].device):
+            with self.waits.on(self._held[key].device, self._arriving.pop(key)):
                 torch.ops._c10d_functional.wait_tensor(self._held[key])
         return self._held.pop(key) if self.last[key] == call else self._held[key]
 
 
 class Waits:
-    """How long a step waits for other stages of a pipeline: on a GPU its stream, on a CPU the process."""
+    """How long a step waits for other stages of a pipeline: on a GPU its stream, on a CPU the process. ``receive``: the
+    call that received what the process waits for now; after a failure it stays."""
+
+    receive: Call | None = None
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self._seconds, self._events = 0.0, []
+        self._seconds, self._events, self.receive = 0.0, [], None
 
     @contextlib.contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        """What is inside waits."""
+    def on(self, device: torch.device, receive: Call | None = None) -> Iterator[None]:
+        """What is inside waits, for what the call ``receive`` receives if that is given."""
+        self.receive = receive
         if device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -265,6 +276,7 @@ class Waits:
             start = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - start
+        self.receive = None
 
     def seconds(self) -> float:
         """Of the latest step; waits for its end."""

@@ -249,7 +249,7 @@ class Run:
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
         program = self.captured.program
-        self.watch.watches(program, self.captured.where)
+        self.watch.watches(program, self.captured.where, self.captured.awaited)
         self.capture_s = time.perf_counter() - began
         if self.captured.saves:
             self.say("\n   ".join([self.captured.saved.line(), *self.captured.saved.notes]))

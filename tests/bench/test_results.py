@@ -45,6 +45,15 @@ def test_a_loss_beyond_the_tolerance_names_provider_and_step(precision, loss):
     assert "that of eager 4:" in rows[0].disagreement
 
 
+def test_fp8_may_be_further_from_eager():
+    rows = [row("eager", losses=[4.0]), row("stepgraph-fp8-rowwise", losses=[4.1])]
+    assert check_losses(rows, "bf16").endswith(
+        "2.5e-02 (stepgraph-fp8-rowwise, step 1), tolerance 0.001 (bf16), of fp8 0.03"
+    )
+    rows = [row("eager", losses=[4.0]), row("stepgraph-fp8-rowwise", losses=[4.2]), row("compile", losses=[4.1])]
+    assert check_losses(rows, "bf16").startswith("losses disagree") and all(r.disagreement for r in rows[1:])
+
+
 def test_a_loss_that_is_not_finite_is_no_reference_and_does_not_agree():
     rows = [row("eager", losses=[5.0, None]), row("compile", losses=[5.0, 4.0]), row("stepgraph", losses=[5.0, 4.0])]
     assert check_losses(rows, "bf16") == "losses disagree: eager: the loss of step 2 is not finite"

@@ -1,5 +1,6 @@
 """A pipeline's loss, gradients, norm and updated parameters: bitwise those of the same microbatches on one rank."""
 
+import contextlib
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ from stepgraph.models.llama3.llama3 import TP_PLAN
 from stepgraph.parallel import next_token_loss
 from stepgraph.parallel.pipeline import SCHEDULES
 from stepgraph.passes import configured
+from stepgraph.run.program import Waits
 from tests.distributed.ranks import TINY, global_batch, make_mesh, on_ranks, own_batch, whole_model
 
 DEEP = dataclasses.replace(TINY, n_layers=4)
@@ -64,13 +66,13 @@ def alone_model(config):
     return family_of(config).model(config)
 
 
-def pipelined(mesh, schedule, config=DEEP, split=None):
-    """The model in a pipeline, and its pipeline."""
+def pipelined(mesh, schedule, config=DEEP, split=None, **options):
+    """The model in a pipeline, and its pipeline. ``options``: of `parallelize`."""
     with torch.device("meta"):
         model = family_of(config).model(config)
     part = {key: torch.zeros(1, 16, dtype=torch.int64) for key in ("tokens", "targets")}
     pipeline = parallel.plan_pipeline(model, one_rank_loss, part, mesh, schedule, split)
-    parallel.parallelize(model, mesh, TP_PLAN, device="cpu", pipeline=pipeline)
+    parallel.parallelize(model, mesh, TP_PLAN, device="cpu", pipeline=pipeline, **options)
     whole = dict(alone_model(config).named_parameters())
     model.init_buffers()
     for name, param in parallel.held_parameters(model).items():
@@ -130,10 +132,30 @@ def check_training(mesh, schedule, n, config=DEEP, split=None, **options):
     return step
 
 
+def check_awaited(mesh, step, n):
+    """While a rank waits for a message, it can say in which call it does, and whose message that is."""
+    seen, on = [], Waits.on
+
+    @contextlib.contextmanager
+    def noted(self, *args):
+        with on(self, *args):
+            seen.append((step.where(), step.awaited()))
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Waits, "on", noted)
+        step(global_batch(0, 1, n))
+    rank = mesh.place("pp")
+    kind = "forward" if rank else "backward"
+    waits = [(f"{kind}.{rank} of microbatch {k}", f"stage {1 - rank} on rank {1 - rank}") for k in range(n)]
+    assert list(dict.fromkeys(seen)) == [*waits, ("share_loss", "")]
+    assert (step.where(), step.awaited()) == ("", "")
+
+
 def _check_short():
     mesh = make_mesh("pp=2")
     check_training(mesh, "dualpipev", 4)
-    check_training(mesh, "1f1b", 2, EXPERTS, split=(0, 2))
+    check_awaited(mesh, check_training(mesh, "1f1b", 2, EXPERTS, split=(0, 2)), 2)
     # Tied: the head's part of the gradient is summed over all microbatches before the embedding's is added to it, in
     # eager microbatch by microbatch: sums in another order.
     tied = dataclasses.replace(TINY, n_layers=2, tie_embeddings=True)

@@ -14,6 +14,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "/tests/gpu/" in item.path.as_posix():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    elif "PYTEST_XDIST_WORKER" in os.environ:
+        for item in items:
+            if item.get_closest_marker("timed"):
+                item.add_marker(
+                    pytest.mark.skip(reason="compares times: run it without -n (pytest tests/gpu -m timed)")
+                )
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from stepgraph import bench
 from stepgraph.bench import results
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 def test_every_installed_provider_is_right_and_timed_both_ways(op, tmp_path):
     path = tmp_path / "norm.json"

@@ -75,7 +75,7 @@ def test_forms_that_go_and_come_back(monkeypatch):
 @pytest.mark.parametrize("norm", ["auto", "kernel"])
 def test_pieces_for_any_length(dtype, norm):
     model = llama(4).to(dtype)
-    lengths = [256, 384, 200, 384, 77, 512, 256]
+    lengths = [256, 384, 200, 384, 77, 256, 512]  # the report is that of the last: all its pieces were compiled before
     ours = trained(model, lengths, StepOptions(any_length=True, norm=norm))
     if dtype == torch.float32:
         check_close(ours, trained(model, lengths, None))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
+from stepgraph import compat
 from stepgraph.inductor.regional import Region, compile_pieces, nodes_of, tag
 from stepgraph.models import Golf, GolfConfig, Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured, get
@@ -170,12 +171,16 @@ def test_two_runs_are_bitwise_equal_and_so_is_what_lies_outside():
         assert a_loss == b_loss and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_layers_share_what_was_compiled():
+def test_layers_share_what_was_compiled(monkeypatch):
+    waits = []
+    monkeypatch.setattr(compat, "await_compile_workers", lambda: waits.append(True))
+    _, made = compat.inductor_cache_counts()
     step = gradients(llama(n_layers=4), next_token_loss, ["tag_regions", get("inductor", mode="regional")])[2]
     calls = step.graph.executable.graph.find_nodes(op="call_module")
     modules = {id(getattr(step.graph.executable, call.target)) for call in calls}
     assert len(calls) == 42 and len(modules) == 11  # 16 rotations of 4 forms, 8 products of 2, 18 norms of 5
     assert "42 compiled pieces of 11 structures" in step.report[-1].summary
+    assert len(waits) == compat.inductor_cache_counts()[1] - made  # for none that was on disk
     # Each piece points back to the nodes that it stands for, in the graph that stays readable.
     names = [name for call in calls for name in nodes_of(call)]
     assert len(names) == len(set(names)) > 42 and {node.name for node in step.graph.graph.nodes}.issuperset(names)
@@ -196,7 +201,9 @@ for mode in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("modes", [("regional",), pytest.param(("regional", "full"), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "modes", [pytest.param(m, marks=pytest.mark.long) for m in [("regional",), ("regional", "full")]]
+)
 def test_a_second_process_loads_from_disk(tmp_path, modes):
     root = str(Path(stepgraph.__file__).parents[1])
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}

@@ -69,7 +69,7 @@ def test_imbalance_takes_room_and_time(balanced):
         ("--mesh fsdp=8,ep=4 --imbalance 5", "give 1 to 4, which is every row on one rank"),
         ("--mesh fsdp=8,ep=3", "ep=3 does not divide its 8 ranks of shards and tp"),
         ("--mesh fsdp=8 --expert-chunks 2", "expert_chunks=2 is about ep and there is none"),
-        ("--mesh pp=2,ep=2", "has both pp and ep, which do not go together"),
+        ("--mesh pp=2,ep=2 --accumulate 2 --imbalance 2", "the forecast of a pipeline has balanced experts alone"),
     ],
 )
 def test_errors_of_use_are_one_line(words, message, capsys):

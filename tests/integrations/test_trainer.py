@@ -57,8 +57,8 @@ def check_same(first, second):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"gradient_accumulation_steps": 4},  # the epoch ends with 3 microbatches
+        pytest.param({}, marks=pytest.mark.long),  # the rest hold it too
+        pytest.param({"gradient_accumulation_steps": 4}, marks=pytest.mark.long),  # the epoch ends with 3 microbatches
         {"gradient_accumulation_steps": 2, "count": 7},  # and with microbatches of two sequences and of one
         {"bf16": True, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 3},
         {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},

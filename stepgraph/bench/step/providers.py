@@ -118,6 +118,11 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "stepgraph-norm-eager": lambda parts: CapturedStep(parts, norm="eager"),
     "stepgraph-regional": lambda parts: CapturedStep(parts, inductor="regional"),
     "stepgraph-exact": lambda parts: CapturedStep(parts, passes="exact"),
+    "stepgraph-fp8-tensorwise": lambda parts: CapturedStep(parts, fp8="tensorwise"),
+    "stepgraph-fp8-rowwise": lambda parts: CapturedStep(parts, fp8="rowwise"),
+    "stepgraph-fp8-rowwise-bf16-weight-gradients": lambda parts: CapturedStep(
+        parts, fp8="rowwise-bf16-weight-gradients"
+    ),
     "stepgraph-max-autotune": lambda parts: CapturedStep(parts, max_autotune=True),
 }
 

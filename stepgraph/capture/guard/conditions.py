@@ -21,6 +21,10 @@ class Conditions:
         self.levels: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         self.repairs: dict[str, Repair] = {}
 
+    def each(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, level) of everything that was stated."""
+        return [(name, level) for name, found in self.levels.items() for level in found]
+
     def combined(self) -> dict[str, torch.Tensor]:
         """One level for each condition, the highest."""
         return {name: torch.stack(found).amax() for name, found in self.levels.items()}

@@ -17,8 +17,9 @@ from stepgraph.capture.trace import LossFn, StepTrace, flatten_batch
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
 
 
-def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> tuple[StepGraph, list[int]]:
-    """(the graph of ``loss_fn(model, batch)`` without gradients, which leaves of the batch are tensors).
+def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> tuple[StepGraph, dict[str, conditions.Repair]]:
+    """(the graph of ``loss_fn(model, batch)`` without gradients, with a level for each condition that it stated; what
+    repairs these, by name).
 
     The model may be on the meta device. Nothing is computed, and the model is unchanged afterwards. Raises
     `CaptureError` for what cannot be captured.
@@ -27,7 +28,7 @@ def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> tuple[StepGr
     checks.check_signature(loss_fn, model, batch)
     checks.check_batch(flatten_batch(batch)[0])
     trace = _Forward(model, loss_fn, batch, None, None, 1, Guard(skip_nonfinite=False))
-    return trace.graph(), trace.tensor_leaves
+    return trace.graph(), trace.conditions.repairs
 
 
 class _Forward(StepTrace):
@@ -35,6 +36,7 @@ class _Forward(StepTrace):
         inputs = Inputs(self.mode, self.home)
         entries = inputs.add_slots(self.slots)
         batch = self._batch_inputs(inputs)
+        outputs = [OutputSpec("loss", "loss")]
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             with (
@@ -53,6 +55,8 @@ class _Forward(StepTrace):
                 )
                 if not isinstance(loss, torch.Tensor) or loss.ndim:
                     checks.check_loss(loss)
-            return [loss]
+            levels = self.conditions.each()
+            outputs.extend(OutputSpec("level", name) for name, _ in levels)
+            return [loss, *(level for _, level in levels)]
 
-        return self._graph(traced, inputs, [OutputSpec("loss", "loss")])
+        return self._graph(traced, inputs, outputs)

@@ -63,6 +63,7 @@ class Cut:
         self._forward()
         self._separate_tied()
         self._backward()
+        self._join_levels()
         self._send_dense()
         self._position = {node: i for i, node in enumerate(step.graph.nodes)}
         self.reads = self._crossing()
@@ -141,6 +142,26 @@ class Cut:
             self.stage[node] = min([stage, *gradients])
         for node in self.step.nodes("optimizer"):  # writes of buffers that forward assigned
             self.stage[node] = max([self.stage[n] for n in node.all_input_nodes if n in self.stage], default=0)
+
+    def _join_levels(self) -> None:
+        """Of the levels of a condition, one for each stage, the highest of its own."""
+        (output,) = self.step.graph.find_nodes(op="output")
+        kept, levels = [], {}
+        for spec, node in zip(self.step.outputs, output.args[0], strict=True):
+            if spec.kind == "level":
+                levels.setdefault((spec, self.stage[node]), []).append(node)
+            else:
+                kept.append((spec, node))
+        for (spec, stage), found in levels.items():
+            joined = found[0]
+            if found[1:]:
+                build = Builder(*found, before=output)
+                stacked = build(aten.stack.default, found)
+                joined = build(aten.amax.default, stacked)
+                self.stage[stacked] = self.stage[joined] = stage
+            kept.append((spec, joined))
+        self.step.outputs = [spec for spec, _ in kept]
+        output.args = ([node for _, node in kept],)
 
     def _send_dense(self) -> None:
         """What crosses stages lies dense in memory, so that it can travel as it lies."""

@@ -18,6 +18,7 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.inspect.account.graph import PHASES, WORK, graph_account
 from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.inspect.forecast.forecast import SETTINGS, model_flops
+from stepgraph.inspect.forecast.pipeline import StageCost
 from stepgraph.passes import PASSES, PassReport
 
 #: Of the account's form. A page of another form is not read.
@@ -26,11 +27,18 @@ _STATE = ("parameter", "buffer", "optimizer", "accumulator")
 
 
 def account_of(
-    program: StepProgram, config: TrainConfig, gpu: Gpu, groups: Mapping[str, Group], *, device: str | None
+    program: StepProgram,
+    config: TrainConfig,
+    gpu: Gpu,
+    groups: Mapping[str, Group],
+    *,
+    device: str | None,
+    stages: Sequence[StageCost] = (),
 ) -> dict[str, Any]:
     """The account of ``program``, the step of ``config``, forecast for ``gpu``.
 
     ``groups``: its process groups, see `links.groups`. ``device``: what it runs on here, None where it does not.
+    ``stages``: of a pipeline, the costs of all, where they are known.
 
     ``head``: what the step is, ``forecast`` and ``measured`` (None before a step ran) among it. ``schedule``: calls of
     the graphs in order. ``graphs``: see `graph_account`, and ``beside``: bytes of state that other graphs take, by
@@ -42,8 +50,8 @@ def account_of(
         for name, (step, n) in zip(program.graphs, program.counted(), strict=True)
     ]
     _state_beside(graphs)
-    reports = [report for step in program.graphs.values() for report in step.log]
-    pipeline = pipeline_account(graphs, config, gpu)
+    reports = [*program.log, *(report for step in program.graphs.values() for report in step.log)]
+    pipeline = pipeline_account(graphs, config, gpu, stages)
     if pipeline:
         step_ns, kept = pipeline["ns"] + pipeline["after_ns"], pipeline["kept"]
     else:

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stepgraph.config.command_line import parse, refuse_idle, require_folder
 from stepgraph.config.presets import PRESETS
@@ -14,6 +14,7 @@ from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import PAGE, read_page, write_page
 from stepgraph.inspect.forecast.forecast import SETTINGS, simulated
+from stepgraph.inspect.forecast.pipeline import simulated_stage
 from stepgraph.inspect.ranks import graphs_of_ranks, report
 from stepgraph.passes import StepOptions, Target
 
@@ -31,8 +32,20 @@ class InspectOptions(StepOptions):
     ranks: bool = False
     """Instead of a page: say whether all ranks of the mesh have one graph, what differs and why. Status 1 if not."""
 
+    text: Path | None = None
+    """Also write the graphs of a preset as text into this file."""
+
     mesh: str | None = None
     """Ranks, as in fsdp=4,tp=2: see stepgraph plan. None: one GPU. For a preset; a run has its own."""
+
+    pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
+    """With pp in the mesh, the schedule. None: 1f1b."""
+
+    split: str | None = None
+    """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
+
+    stage: int | None = None
+    """With pp, show the graphs of the rank that has this stage. None: the first."""
 
     gpu: str = "h200"
     """h100, h200 or b200: what a preset's step is forecast for."""
@@ -77,6 +90,7 @@ def main(argv: list[str]) -> int:
     if options.gpu not in GPUS:
         raise unknown_name("gpu", options.gpu, sorted(GPUS))
     require_folder(options.html, "html")
+    require_folder(options.text, "text")
     given = _given(words)
     about_runs = {"html", "against", "ranks", "gpu"} if options.ranks else {"html", "against"}
     if what not in PRESETS and given - about_runs:
@@ -84,7 +98,9 @@ def main(argv: list[str]) -> int:
     if options.ranks:
         return _ranks(what, options, words, given)
     account = _account(what, options, words)
-    other = None if options.against is None else _account(options.against, options, words)
+    other = None
+    if options.against is not None:
+        other = _account(options.against, dataclasses.replace(options, text=None), words)
     write_page(options.html, account, other and difference(account, other, what, options.against))
     print(f"page {options.html}, {options.html.stat().st_size / 1e6:.1f} MB: open it in a browser")
     return 0
@@ -98,8 +114,8 @@ def _given(words: list[str]) -> set[str]:
 
 def _ranks(what: str, options: InspectOptions, words: list[str], given: set[str]) -> int:
     """Compare the graphs of all ranks of a preset or a run; 1 where they differ."""
-    if given & {"html", "against"}:
-        raise ValueError(f"--ranks compares graphs and writes no page: leave --{min(given & {'html', 'against'})} out")
+    if unused := given & {"html", "against", "text", "stage"}:
+        raise ValueError(f"--ranks compares graphs and writes no page: leave --{min(unused)} out")
     config = _preset(what, options, words) if what in PRESETS else _run_config(Path(what))
     graphs = graphs_of_ranks(config, options.gpu)
     print("\n".join(report(config.mesh_spec, graphs)))
@@ -118,7 +134,8 @@ def _run_config(folder: Path) -> TrainConfig:
 def _preset(name: str, options: InspectOptions, words: list[str]) -> TrainConfig:
     """The configuration of a preset with ``options``."""
     chosen = {key: getattr(options, key) for key in SETTINGS}
-    config = dataclasses.replace(PRESETS[name](), mesh=options.mesh, **chosen)
+    given = {"mesh": options.mesh, "pipeline": options.pipeline, "split": options.split}
+    config = dataclasses.replace(PRESETS[name](), **given, **chosen)
     config.validate()
     refuse_idle(config, words, Target.forecast(GPUS[options.gpu]))
     return config
@@ -127,12 +144,7 @@ def _preset(name: str, options: InspectOptions, words: list[str]) -> TrainConfig
 def _account(what: str, options: InspectOptions, words: list[str]) -> dict[str, Any]:
     """The account of a preset, with ``options``, of a run folder or of a page."""
     if what in PRESETS:
-        config = _preset(what, options, words)
-        if config.mesh_spec is not None and config.mesh_spec.pp > 1:
-            raise ValueError(
-                f"--mesh {options.mesh}: a preset's page has no pipeline yet; train it and show the run's page"
-            )
-        return preset_account(config, GPUS[options.gpu])
+        return preset_account(_preset(what, options, words), GPUS[options.gpu], options.stage, options.text)
     path = Path(what)
     if path.is_dir():
         path = path / PAGE
@@ -143,7 +155,13 @@ def _account(what: str, options: InspectOptions, words: list[str]) -> dict[str, 
     return read_page(path)
 
 
-def preset_account(config: TrainConfig, gpu: Gpu) -> dict[str, Any]:
-    """The account of ``config``'s step, which is not run, on ``gpu``."""
-    with simulated(config, gpu) as (program, groups):
-        return account_of(program, config, gpu, groups, device=None)
+def preset_account(config: TrainConfig, gpu: Gpu, stage: int | None = None, text: Path | None = None) -> dict[str, Any]:
+    """The account of ``config``'s step, which is not run, on ``gpu``; in a pipeline of the rank that has ``stage``.
+    ``text``: the file for the graphs as text."""
+    staged = config.mesh_spec is not None and config.mesh_spec.pp > 1
+    if stage is not None and not staged:
+        raise ValueError(f"stage={stage} is of a pipeline and there is none: add pp=2 to --mesh")
+    with simulated_stage(config, gpu, stage or 0) if staged else simulated(config, gpu) as (program, groups, *costs):
+        if text is not None:
+            text.write_text(program.text(), encoding="utf-8")
+        return account_of(program, config, gpu, groups, device=None, stages=costs[0] if costs else ())

@@ -6,17 +6,22 @@ from typing import Any
 
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
-from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named, work_of
+from stepgraph.inspect.forecast.pipeline import StageCost
+from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, simulate_schedule
 
 
-def pipeline_account(graphs: Sequence[Mapping[str, Any]], config: TrainConfig, gpu: Gpu) -> dict[str, Any] | None:
+def pipeline_account(
+    graphs: Sequence[Mapping[str, Any]], config: TrainConfig, gpu: Gpu, costs: Sequence[StageCost] = ()
+) -> dict[str, Any] | None:
     """The pipeline that a rank with ``graphs`` (accounts, see `graph_account`) is part of; None where there is none.
 
-    The rank knows what its own stages cost. The others' are taken to cost the mean of these: the cut makes them even.
+    ``costs``: of every stage. A running rank knows what its own stages cost alone: without ``costs`` the others are
+    taken to cost the mean of these, as the cut makes them even, and ``assumed`` is true.
 
     ``schedule``: its name. ``ranks``: of the pipeline; ``rank``: this one among them. ``stages``: the rank of each.
-    ``spans``: [rank, kind, stage, microbatch, start, end] of every computation, ns. ``ns``: until the last ends;
+    ``spans``: [rank, kind, stage, microbatch, start, end] of every computation, ns; the microbatch is None for what is
+    done once for all of them. ``ns``: until the last ends;
     ``after_ns``: of the update and what else follows. ``bubble``: the share of ``ns`` that ranks wait, on average;
     ``waiting``: of each rank. ``in_flight``: most microbatches that each stage keeps values of at a time. ``kept``:
     bytes that this rank keeps, for all of its stages' microbatches but the one that it computes.
@@ -27,12 +32,15 @@ def pipeline_account(graphs: Sequence[Mapping[str, Any]], config: TrainConfig, g
     name = config.pipeline_schedule
     schedule = schedule_named(name)
     stages = [rank_of(schedule, spec.pp, stage) for stage in range(spec.pp * schedule.chunks)]
-    seconds = _seconds(graphs, len(stages))
+    seconds = {(kind, i): time for i, cost in enumerate(costs) for kind, time in cost.seconds.items()}
+    seconds = seconds or _seconds(graphs, len(stages))
     # Neighbours of a pipeline are as far apart as the ranks of a stage are many.
     link = gpu.nvlink if spec.size <= GPUS_PER_NODE else gpu.network
     sent = max((sum(graph["storages"]["bytes"]) for graph in graphs if graph["name"].startswith("send_")), default=0)
     sends = {(forward, stage): sent / link for forward in (True, False) for stage in range(len(stages))}
-    timed = simulate_schedule(work_of(name, spec.pp, config.accumulate), stages, seconds, sends)
+    gathered, reduced = ([stage for kind, stage in seconds if kind == once] for once in ("gather", "reduce"))
+    orders = with_once(work_of(name, spec.pp, config.accumulate), gathered, reduced)
+    timed = simulate_schedule(orders, stages, seconds, sends)
     own = sorted({_stage(graph) for graph in graphs} - {None})
     after = (graph for graph in graphs if graph["name"] in ("share_loss", "update"))
     return {
@@ -40,6 +48,7 @@ def pipeline_account(graphs: Sequence[Mapping[str, Any]], config: TrainConfig, g
         "ranks": spec.pp,
         "rank": stages[own[0]],
         "stages": stages,
+        "assumed": not costs,
         "spans": [[s.rank, *s.work, round(s.start * 1e9), round(s.end * 1e9)] for s in timed.spans],
         "ns": round(timed.seconds * 1e9),
         "after_ns": sum(graph["step_ns"] for graph in after),

@@ -5,16 +5,17 @@ stage is rewritten by the passes of a run, costed call by call, and the schedule
 form are rewritten and costed once.
 """
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from stepgraph import compat, parallel
+from stepgraph import compat, parallel, passes
 from stepgraph.capture import trace_step
 from stepgraph.capture.fake import fake_mode
 from stepgraph.config import build
@@ -24,11 +25,13 @@ from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
 from stepgraph.costs.step import graph_cost
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.program import StepProgram
 from stepgraph.graph.stages import Cut, extract, pieces_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inspect.forecast.forecast import SETTINGS, fake_world, model_flops, rewrite
+from stepgraph.parallel.pipeline import staged_program
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
-from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, work_of
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, most_in_flight, simulate_schedule
 
 _STATE = ("parameter", "buffer", "accumulator")
@@ -37,8 +40,9 @@ _STATE = ("parameter", "buffer", "accumulator")
 @dataclass(frozen=True)
 class StageCost:
     """One stage. ``seconds``: of each kind of call. ``state``: bytes of parameters, their gradients and optimizer
-    state. ``kept``: bytes that forward keeps for one microbatch's backward. ``working``: bytes of the fullest call
-    beside state. ``message``: bytes to the next stage, forward."""
+    state, and of parameters that are gathered and gradients that are reduced once a step. ``kept``: bytes that forward
+    keeps for one microbatch's backward. ``working``: bytes of the fullest call beside state. ``message``: bytes to the
+    next stage, forward."""
 
     blocks: tuple[int, int]
     seconds: dict[str, float]
@@ -94,7 +98,8 @@ class PipelineForecast:
         return model_flops(self.config) / found.step_s / self.gpu.peak(dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values; bytes and seconds. ``spans``: [rank, kind, stage, microbatch, start, end]."""
+        """Everything, as plain values; bytes and seconds. ``spans``: [rank, kind, stage, microbatch, start, end];
+        microbatch is None for what is done once for all."""
         return {
             "preset": self.config.preset,
             "mesh": str(self.config.mesh_spec),
@@ -133,7 +138,41 @@ def forecast_pipeline(config: TrainConfig, gpu: Gpu) -> PipelineForecast:
         return _forecast(config, gpu, mesh, start)
 
 
-def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) -> PipelineForecast:
+@contextlib.contextmanager
+def simulated_stage(
+    config: TrainConfig, gpu: Gpu, stage: int = 0
+) -> Iterator[tuple[StepProgram, dict[str, links.Group], list[StageCost]]]:
+    """The program of the first rank that has ``stage`` of ``config``'s pipeline on ``gpu``, rewritten; its process
+    groups, open inside; and the cost of every stage. Raises ``ValueError`` as `forecast_pipeline` does, and for a
+    stage that is not there."""
+    spec, schedule = config.mesh_spec, SCHEDULES[config.pipeline_schedule]
+    if not 0 <= stage < spec.pp * schedule.chunks:
+        raise ValueError(
+            f"stage={stage} of a pipeline of {spec.pp * schedule.chunks} stages: give 0 to "
+            f"{spec.pp * schedule.chunks - 1}"
+        )
+    rank = rank_of(schedule, spec.pp, stage) * (spec.size // spec.pp)
+    with fake_world(config, rank) as mesh:
+        program, pipeline = _traced(config, mesh)
+        update = program.graphs["update"]
+        per_byte = _bytes(update, "optimizer") / max(1, _bytes(update, "parameter"))
+        in_flight = most_in_flight(pipeline.name, pipeline.ranks, config.accumulate)
+        costs = _stages(program.graphs["microbatch"], pipeline.starts, in_flight, config, gpu, per_byte)
+        target = passes.Target.forecast(gpu)
+        whole, apart = passes.around_cut(config, (), target)
+        chosen = {"whole": whole, "apart": apart, "all": config}
+
+        def apply(graph: StepGraph, name: str, which: str) -> None:
+            done = len(graph.log)
+            for report in passes.run_passes(graph, chosen[which], target=target)[done:]:
+                report.graph = name
+
+        staged = staged_program(program, pipeline, config.accumulate, apply)
+        yield staged, links.groups_of(node for graph in staged.graphs.values() for node in graph.graph.nodes), costs
+
+
+def _traced(config: TrainConfig, mesh: parallel.Mesh) -> tuple[StepProgram, Pipeline]:
+    """(the step as captured for all stages, its pipeline)."""
     device = torch.device("cpu")
     with fake_mode():
         model = build.empty_model(config, device, mesh)
@@ -141,7 +180,11 @@ def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) 
         batch = build.example_batch(config, device)
     pipeline, loss = parallel.pipeline_of(model), build.build_loss(config, device, mesh)
     options = {"max_grad_norm": build.clip_at(config), "accumulate": config.accumulate, "share": pipeline.share()}
-    program = trace_step(model, loss, batch, optimizer, **options).program
+    return trace_step(model, loss, batch, optimizer, **options).program, pipeline
+
+
+def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) -> PipelineForecast:
+    program, pipeline = _traced(config, mesh)
     micro, update = program.graphs["microbatch"], program.graphs["update"]
     rewrite(update, config, gpu)
     update_s = graph_cost(update, gpu, links.groups_of(update.graph.nodes), fused=config.compiles_all)
@@ -167,6 +210,11 @@ def _bytes(step: StepGraph, *kinds: str) -> int:
     return sum(map(tensor_bytes, step.placeholders(*kinds)))
 
 
+def _named_bytes(step: StepGraph, values: Collection[str]) -> int:
+    pairs = zip(step.placeholders(), step.inputs, strict=True)
+    return sum(tensor_bytes(node) for node, spec in pairs if spec.name in values)
+
+
 def _stages(
     micro: StepGraph, starts: tuple[int, ...], in_flight: int, config: TrainConfig, gpu: Gpu, per_byte: float
 ) -> list[StageCost]:
@@ -181,15 +229,18 @@ def _stages(
         if form in known:
             found.append(replace(known[form], blocks=(starts[stage], ends[stage])))
             continue
-        step.in_flight = in_flight
+        step.in_flight, step.stage = in_flight, stage
         rewrite(step, config, gpu)
-        state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter"))
+        for graph in step.once.values():
+            rewrite(graph, config, gpu)
+        gathered = {spec.name for graph in step.once.values() for spec in graph.outputs}
+        state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter")) + _named_bytes(step, gathered)
         seconds, working, kept = {}, 0, 0
-        for kind, piece in pieces_of(step, str(stage), halves=True).items():
+        for kind, piece in (pieces_of(step, str(stage), halves=True) | step.once).items():
             cost = graph_cost(piece, gpu, links.groups_of(piece.graph.nodes), fused=config.compiles_all)
             seconds[kind] = cost.timeline.step_seconds
             peak = max((moment.total for moment in cost.moments), default=0)
-            working = max(working, peak - _bytes(piece, *_STATE))
+            working = max(working, peak - _bytes(piece, *_STATE) - _named_bytes(piece, gathered))
             if kind == "forward":
                 kept = _kept(piece, str(stage))
         seconds["backward"] = seconds["backward_input"] + seconds["backward_weight"]
@@ -233,10 +284,11 @@ def _run(
 ) -> ScheduleForecast:
     schedule, ranks = SCHEDULES[name], pipeline.ranks
     where = [rank_of(schedule, ranks, stage) for stage in range(len(stages))]
-    orders = work_of(name, ranks, config.accumulate)
+    gathered, reduced = ([i for i, s in enumerate(stages) if kind in s.seconds] for kind in ("gather", "reduce"))
+    orders = with_once(work_of(name, ranks, config.accumulate), gathered, reduced)
     seconds = {(kind, i): s for i, stage in enumerate(stages) for kind, s in stage.seconds.items()}
     # Neighbours of a pipeline are as far apart as the ranks of a stage are many.
-    link = gpu.nvlink if config.mesh_spec.size // ranks * ranks <= GPUS_PER_NODE else gpu.network
+    link = gpu.nvlink if config.mesh_spec.size <= GPUS_PER_NODE else gpu.network
     sends: dict[tuple[bool, int], float] = {}
     for i, stage in enumerate(stages):
         sends[True, i] = sends[False, i + 1] = stage.message / link

@@ -22,6 +22,8 @@ _KINDS = {
     "backward": ("backward", "#c2414f", "#e59aa2"),
     "backward_input": ("input gradients", "#e08a1e", "#f4c98b"),
     "backward_weight": ("weight gradients", "#3d8b5f", "#9dcbb0"),
+    "gather": ("parameters gathered", "#7a5aa6", "#c0aedb"),
+    "reduce": ("gradients reduced", "#4b5563", "#aeb4bd"),
 }
 _WIDTH, _WIDEST, _BOX = 12.0, 24.0, 0.18  # inches: of a figure, which is wider where boxes would be below _BOX
 _ROW, _HIGHEST, _LEGIBLE = 0.36, 12.0, 0.14  # inches: of a row, of all rows at most, and of one with numbers at least
@@ -85,8 +87,9 @@ def _numbers(axes: Axes, time: PipelineTime, points_per_second: float, *, high: 
     """Write the microbatch on each box that has room for any of them; none where rows are not ``high`` enough."""
     if not high:
         return
-    room = _DIGIT * len(str(max(span.work[2] for span in time.spans))) + 3
-    for span in time.spans:
+    of_microbatches = [span for span in time.spans if span.work[2] is not None]
+    room = _DIGIT * len(str(max(span.work[2] for span in of_microbatches))) + 3
+    for span in of_microbatches:
         kind, stage, microbatch = span.work
         if (span.end - span.start) * points_per_second >= room:
             color = _INK if stage >= time.ranks or kind == "backward_input" else "white"

@@ -107,8 +107,8 @@ def _dense(x: Tensor) -> Tensor:
     rows, columns = x.shape[-2:]
     outer, inner = x.stride()[-2:]
     along = outer if inner == 1 and outer >= columns else inner if outer == 1 and inner >= rows else 1
-    apart = (along, *x.stride()[:-2], x.storage_offset())
-    return x if all(step * x.element_size() % 16 == 0 for step in apart) else x.contiguous()
+    aligned = x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in (along, *x.stride()[:-2]))
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 # Gradients

@@ -1,5 +1,7 @@
 """The step program of one rank of a pipeline: its stages' graphs, sends and receives, and the calls of its schedule."""
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -11,7 +13,7 @@ from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
 from stepgraph.kernels.comm import point_to_point  # noqa: F401  (registers its operators)
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
-from stepgraph.parallel.pipeline.schedules import calls_of, work_of
+from stepgraph.parallel.pipeline.schedules import calls_of, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import most_in_flight
 
 c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
@@ -33,7 +35,7 @@ class StageGraphs:
         self.microbatches = microbatches
         in_flight = most_in_flight(pipeline.name, pipeline.ranks, microbatches) if microbatches > 1 else 1
         for stage, step in self.whole.items():
-            step.in_flight = in_flight
+            step.in_flight, step.stage = in_flight, stage
             for spec in step.inputs:
                 name = spec.name.partition("#")[0]
                 if spec.kind == "parameter" and not pipeline.holds(name):
@@ -43,17 +45,22 @@ class StageGraphs:
                     )
 
     def pieces(self) -> dict[str, StepGraph]:
-        """The graphs that compute, by name."""
+        """The graphs that compute for one microbatch, by name."""
         return {
             f"{kind}.{stage}": piece
             for stage, step in self.whole.items()
             for kind, piece in pieces_of(step, str(stage), self.pipeline.schedule.halves).items()
         }
 
+    def once(self) -> dict[str, StepGraph]:
+        """The graphs that passes made to run once for all microbatches, by name."""
+        return {f"{kind}.{stage}": graph for stage, step in self.whole.items() for kind, graph in step.once.items()}
+
     def program(self, pieces: dict[str, StepGraph], update: StepGraph) -> StepProgram:
-        """The program of a step. ``pieces``: see `pieces`."""
+        """The program of a step. ``pieces``: see `pieces` and `once`."""
         pipeline = self.pipeline
-        orders = work_of(pipeline.name, pipeline.ranks, self.microbatches)
+        gathered, reduced = ({s for s in pipeline.own if f"{kind}.{s}" in pieces} for kind in ("gather", "reduce"))
+        orders = with_once(work_of(pipeline.name, pipeline.ranks, self.microbatches), gathered, reduced)
         calls = calls_of(orders, pipeline.ranks_of, pipeline.rank)
         graphs = dict(pieces)
         for call in calls:
@@ -117,6 +124,27 @@ class StageGraphs:
             node.meta["val"] = self.loss
             set_provenance(node, Provenance("", "optimizer", ""))
         return _step(graph, [node], [InputSpec("loss", "loss")], [OutputSpec("total", "loss")], {group: "pp"})
+
+
+def staged_program(
+    program: StepProgram, pipeline: Pipeline, microbatches: int, rewrite: Callable[[StepGraph, str, str], None]
+) -> StepProgram:
+    """This rank's program in ``pipeline``, of the ``program`` of accumulation that was captured for all stages.
+
+    ``rewrite(graph, name, passes)`` applies passes: ``whole``: those that run on a stage's forward and backward
+    together, before it is cut into what is called; ``apart``: those on each of these graphs; ``all``.
+    """
+    staged = StageGraphs(program.graphs["microbatch"], pipeline, microbatches)
+    for stage, graph in staged.whole.items():
+        rewrite(graph, f"stage {stage}", "whole")
+    pieces, once, update = staged.pieces(), staged.once(), program.graphs["update"]
+    for name, graph in pieces.items():
+        rewrite(graph, name, "apart")
+    for name, graph in [*once.items(), ("update", update)]:
+        rewrite(graph, name, "all")
+    made = staged.program(pieces | once, update)
+    made.log = [report for graph in staged.whole.values() for report in graph.log]
+    return made
 
 
 def _loss_of(microbatch: StepGraph) -> torch.Tensor:

@@ -6,15 +6,16 @@ computation before the one that reads them, so that they travel beside it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
 from stepgraph.graph.program import Call
 
-#: (kind, stage, microbatch) of a computation; kind as in `compat.pipeline_order`.
-Work = tuple[str, int, int]
+#: (kind, stage, microbatch) of a computation; kind as in `compat.pipeline_order`, or as in `with_once`, for which the
+#: microbatch is None.
+Work = tuple[str, int, int | None]
 
 
 @dataclass(frozen=True)
@@ -87,17 +88,37 @@ def _parts(work: Work, halves: bool) -> list[Work]:
     return [work]
 
 
+def with_once(
+    orders: Sequence[Sequence[Work]], gathered: Collection[int], reduced: Collection[int]
+) -> list[list[Work]]:
+    """``orders`` (see `work_of`) with ``gather`` before the first forward of the stages ``gathered``, and ``reduce``
+    behind the last backward of those ``reduced``."""
+    made = []
+    for order in orders:
+        first, last = {}, {}
+        for i, (kind, stage, _) in enumerate(order):
+            first.setdefault(stage, i) if kind == "forward" else last.update({stage: i})
+        found: list[Work] = []
+        for i, work in enumerate(order):
+            stage = work[1]
+            found += [("gather", stage, None)] if first[stage] == i and stage in gathered else []
+            found.append(work)
+            found += [("reduce", stage, None)] if last[stage] == i and stage in reduced else []
+        made.append(found)
+    return made
+
+
 def source_of(work: Work, stages: int) -> int | None:
     """The stage whose message ``work`` waits for, if there is one."""
     kind, stage, _ = work
-    source = {"forward": stage - 1, "backward_weight": -1}.get(kind, stage + 1)
+    source = {"forward": stage - 1, "backward": stage + 1, "backward_input": stage + 1}.get(kind, -1)
     return source if 0 <= source < stages else None
 
 
 def target_of(work: Work, stages: int) -> int | None:
     """The stage that waits for what ``work`` makes, if there is one."""
     kind, stage, _ = work
-    target = {"forward": stage + 1, "backward_weight": -1}.get(kind, stage - 1)
+    target = {"forward": stage + 1, "backward": stage - 1, "backward_input": stage - 1}.get(kind, -1)
     return target if 0 <= target < stages else None
 
 

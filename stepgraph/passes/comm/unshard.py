@@ -8,6 +8,7 @@ Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 """
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import fx
 
@@ -23,6 +24,8 @@ from stepgraph.passes.target import Target
 
 RESHARD = ("never", "always", "auto")
 
+B = TypeVar("B", bound="Budget")
+
 
 @register("dedupe_unshards", "exact", needs_process_group=True)
 def dedupe_unshards(step: StepGraph, options: object, report: PassReport) -> None:
@@ -31,7 +34,7 @@ def dedupe_unshards(step: StepGraph, options: object, report: PassReport) -> Non
     first: dict[tuple, fx.Node] = {}
     for gather in gathers(step):
         report.matched += 1
-        key = (gather.half, _recipe(gather.node))
+        key = (gather.half, recipe(gather.node))
         if key not in first:
             first[key] = gather.wait
             continue
@@ -42,31 +45,45 @@ def dedupe_unshards(step: StepGraph, options: object, report: PassReport) -> Non
     report.summary = f"{report.changed} of {report.matched} gathers repeated, {saved / 2**20:.1f} MiB"
 
 
-def _recipe(node: fx.Node) -> tuple:
+def recipe(node: fx.Node) -> tuple:
     """How ``node`` is made from inputs: equal for nodes that hold equal values."""
     if node.op != "call_function":
         return (node,)
     args = fx.map_arg(node.args, lambda n: n)
-    return (node.target, *(_recipe(a) if isinstance(a, fx.Node) else str(a) for a in args), str(node.kwargs))
+    return (node.target, *(recipe(a) if isinstance(a, fx.Node) else str(a) for a in args), str(node.kwargs))
 
 
 @dataclass(frozen=True)
-class ReshardOptions:
+class Budget:
+    """``budget_gib``: what the step may need, with all microbatches that a pipeline has in flight, GiB; 0: nine tenths
+    of the GPU's memory."""
+
+    budget_gib: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReshardOptions(Budget):
     """``policy``: ``always`` gathers again in backward, ``never`` keeps what forward gathered, ``auto`` gathers again
-    where the step, with all microbatches that a pipeline has in flight, would otherwise need more than ``budget_gib``
-    GiB; 0: nine tenths of the GPU's memory."""
+    where the step would otherwise need more than its budget."""
 
     policy: str = "auto"
-    budget_gib: float = 0.0
 
     def __post_init__(self) -> None:
         if self.policy not in RESHARD:
             raise unknown_name("reshard policy", self.policy, RESHARD)
 
 
-def _budget(options: ReshardOptions, target: Target) -> ReshardOptions:
+def for_gpu(options: B, target: Target) -> B:
+    """``options`` with the budget of ``target``."""
     known = options.budget_gib or not target.memory
     return options if known else replace(options, budget_gib=0.9 * target.memory / 2**30)
+
+
+def fits(need: int, options: Budget, what: str, report: PassReport) -> bool:
+    """Whether a step that needs so many bytes with ``what`` is within its budget; true where none is known."""
+    if options.budget_gib:
+        report.notes.append(f"the step needs about {need / 2**30:.2f} GiB of {options.budget_gib:.2f} with {what}")
+    return not options.budget_gib or need <= options.budget_gib * 2**30
 
 
 @register(
@@ -76,7 +93,7 @@ def _budget(options: ReshardOptions, target: Target) -> ReshardOptions:
     after=("dedupe_unshards",),
     needs_process_group=True,
     from_options=lambda options: {"policy": options.reshard},
-    for_target=_budget,
+    for_target=for_gpu,
 )
 def reshard_after_forward(step: StepGraph, options: ReshardOptions, report: PassReport) -> None:
     """Gather parameters again in backward instead of keeping them, by a memory policy."""
@@ -107,15 +124,13 @@ def reshard_after_forward(step: StepGraph, options: ReshardOptions, report: Pass
 def _wanted(step: StepGraph, options: ReshardOptions, report: PassReport) -> bool:
     if options.policy != "auto":
         return options.policy == "always"
-    budget = options.budget_gib * 2**30
-    if not budget:
+    if not options.budget_gib:
         device = step.placeholders("parameter")[0].meta["val"].device
         report.notes.append(f"no memory budget is known on {device.type}: nothing is gathered again")
         return False
     estimate = estimate_memory(step.graph)
     need = estimate.peak + (step.in_flight - 1) * estimate.saved
-    report.notes.append(f"the step needs about {need / 2**30:.2f} GiB of {budget / 2**30:.2f} with all of them kept")
-    return need > budget
+    return not fits(need, options, "all of them kept", report)
 
 
 def _readers(gather: Collective, half: dict[fx.Node, str]) -> tuple[list[fx.Node], list[fx.Node]] | None:

@@ -58,15 +58,17 @@ class Watch:
         self._order: dict[str, list[fx.Node]] = {}
         self._replays = False
         self._inside: Callable[[], str] = lambda: ""
+        self._awaited: Callable[[], str] = lambda: ""
         self._slowest_s: float | None = None
         self._began: dict[int, int] = {}
         self.at("the start", limited=False)
 
     # ---- called by the main thread ----
 
-    def watches(self, program: StepProgram, inside: Callable[[], str]) -> None:
-        """``program``: what the steps run. ``inside``: where in it a step is, such as ``forward.1 of microbatch 3``."""
-        self._inside = inside
+    def watches(self, program: StepProgram, inside: Callable[[], str], awaited: Callable[[], str]) -> None:
+        """``program``: what the steps run. ``inside``: where in it a step is, such as ``forward.1 of microbatch 3``.
+        ``awaited``: whose message it waits for there, such as ``stage 0 on rank 0``."""
+        self._inside, self._awaited = inside, awaited
         self._order = {}
         for call in program.schedule:
             for group, nodes in issue_order(program.graphs[call.graph].graph).items():
@@ -154,6 +156,8 @@ class Watch:
             [] if place.step_began_ns is None else sorted(t for t in self._began.values() if t >= place.step_began_ns)
         )
         where = f" in {inside}" if (inside := self._inside()) else ""
+        if awaited := self._awaited():
+            return f"it waits for {awaited}{where}"
         if waiting := first_in_flight(records, self._order, began):
             return f"it waits in {waiting}{where}"
         main: FrameType = sys._current_frames()[threading.main_thread().ident]

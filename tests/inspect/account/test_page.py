@@ -137,8 +137,13 @@ def test_the_command(tmp_path, capsys):
     [
         ("", "inspect takes a run folder or a preset first: write stepgraph inspect llama3-8b --mesh fsdp=4"),
         (
-            "llama3-debug --mesh pp=2 --accumulate 2",
-            "--mesh pp=2: a preset's page has no pipeline yet; train it and show the run's page",
+            "llama3-debug --mesh pp=2 --accumulate 2 --stage 2",
+            "stage=2 of a pipeline of 2 stages: give 0 to 1",
+        ),
+        ("llama3-debug --mesh fsdp=2 --stage 1", "stage=1 is of a pipeline and there is none: add pp=2 to --mesh"),
+        (
+            "llama3-debug --mesh fsdp=2 --ranks --text x.txt",
+            "--ranks compares graphs and writes no page: leave --text out",
         ),
         ("llama3-8c", "unknown preset or run 'llama3-8c': did you mean 'llama3-8b'?"),
         ("llama3-8b --mesh fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),

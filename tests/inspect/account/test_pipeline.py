@@ -1,12 +1,17 @@
 """The schedule on a page against its definition and the published bubble."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepgraph import cli
 from stepgraph.config.train import TrainConfig
+from stepgraph.inspect.account.page import read_page
 from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
+from tests.distributed.ranks import on_processes
 from tests.inspect.account.accounts import GPU
 
 
@@ -78,6 +83,36 @@ def test_computations_follow_what_they_read(schedule):
     busy = m * len(stages) // ranks * 30_000
     assert made["waiting"] == pytest.approx([1 - busy / made["ns"]] * ranks, abs=1e-4)
     assert 0 < made["bubble"] < (ranks - 1) / m
+
+
+def _command(_, words):
+    cli.main(words)
+
+
+def test_the_page_of_a_preset_shows_a_stage_and_what_every_stage_costs(tmp_path):
+    words = ["--mesh", "pp=2,fsdp=2", "--accumulate", "2", "--seq-len", "32", "--inductor", "off", "--split", "0,1"]
+    files = {"html": tmp_path / "page.html", "text": tmp_path / "graphs.txt"}
+    words = ["inspect", "llama3-debug", *words, "--stage", "1", *(f"--{k}={v}" for k, v in files.items())]
+    # In a process of its own: it stands for another rank than tests after it, see `in_fake_world`.
+    on_processes(1, _command, (words,))
+    made = read_page(files["html"])
+    names = [graph["name"] for graph in made["graphs"]]
+    assert {"forward.1", "backward.1", "gather.1", "send_backward.1", "update"} < {*names}
+    assert not any(name.endswith(".0") for name in names)
+    text = files["text"].read_text().splitlines()
+    assert [line for line in text if line.startswith("# ")] == [
+        f"# {graph['name']}, called {graph['calls']} times a step" for graph in made["graphs"]
+    ]
+    assert {report["graph"] for report in made["passes"]} >= {"stage 1", "forward.1", "gather.1", "update"}
+    # One block on the first stage, all others on the second, which therefore takes longer than what it waits for.
+    pipeline = made["pipeline"]
+    assert pipeline["rank"] == 1 and not pipeline["assumed"]
+    spans = {(kind, stage, micro): end - start for _, kind, stage, micro, start, end in pipeline["spans"]}
+    own = {graph["name"]: graph["step_ns"] for graph in made["graphs"]}
+    for kind, micro in itertools.product(("forward", "backward"), (0, 1)):
+        assert spans[kind, 1, micro] > 1.5 * spans[kind, 0, micro]
+    assert spans["forward", 1, 0] == pytest.approx(own["forward.1"], abs=2)
+    assert spans["gather", 1, None] == pytest.approx(own["gather.1"], abs=2)
 
 
 def test_other_meshes_have_none():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stepgraph.graph.program import Call
 from stepgraph.parallel.pipeline.layout import check_split
-from stepgraph.parallel.pipeline.schedules import SCHEDULES, calls_of, check_schedule, rank_of, work_of
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, calls_of, check_schedule, rank_of, with_once, work_of
 
 
 def ranks_of(name, ranks):
@@ -85,6 +85,26 @@ def test_all_ranks_come_to_the_end(name, ranks, more):
             order = [call.microbatch for _, call in done if call.graph == f"{kind}.{stage}"]
             assert order == list(range(microbatches)), (kind, stage)
     assert len(done) == len(set(done))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 4), st.integers(0, 4), st.data())
+def test_what_is_done_once_is_done_around_a_stage(name, ranks, more, data):
+    microbatches = ranks * (SCHEDULES[name].fewest + more)
+    where, orders = ranks_of(name, ranks), work_of(name, ranks, microbatches)
+    some = st.sets(st.integers(0, len(where) - 1))
+    chosen = {"gather": data.draw(some), "reduce": data.draw(some)}
+    calls = [calls_of(with_once(orders, *chosen.values()), where, rank) for rank in range(ranks)]
+    for stage, rank in enumerate(where):
+        graphs = [call.graph for call in calls[rank]]
+        computed = [
+            i for i, graph in enumerate(graphs) if graph[:4] in ("forw", "back") and graph.endswith(f".{stage}")
+        ]
+        for kind, stages in chosen.items():
+            assert graphs.count(f"{kind}.{stage}") == (stage in stages)
+        assert stage not in chosen["gather"] or calls[rank].index(Call(f"gather.{stage}")) < computed[0]
+        assert stage not in chosen["reduce"] or calls[rank].index(Call(f"reduce.{stage}")) > computed[-1]
+    run([[call for call in own if call.microbatch is not None] for own in calls], where)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,6 +1,6 @@
 // The schedule of a pipeline: a lane for each rank, its computations and between them the bubble.
 
-const PIPE_KINDS = { forward: ["forward", "forward"], backward: ["backward", "backward"], backward_input: ["backward, for inputs", "backward"], backward_weight: ["backward, for weights", "optimizer-phase"] };
+const PIPE_KINDS = { forward: ["forward", "forward"], backward: ["backward", "backward"], backward_input: ["backward, for inputs", "backward"], backward_weight: ["backward, for weights", "optimizer-phase"], gather: ["gather of parameters", "communication"], reduce: ["reduction of gradients", "exposed"] };
 
 function pipelinePart() {
   const p = account.pipeline;
@@ -21,13 +21,13 @@ function pipelinePart() {
     el("p.muted", {}, `${p.stages.length} stages on ${p.ranks} ranks, schedule ${p.schedule}, ${account.head.options.accumulate} microbatches: ${time(p.ns)}, of which a rank waits ${percent(p.bubble)} on average (the bubble)`,
       account.head.measured && account.head.measured.bubble !== null ? `; measured ${percent(account.head.measured.bubble)}` : "", `, and then ${time(p.after_ns)} for the update.`),
     canvas, legend([...kinds.map((kind) => PIPE_KINDS[kind]), ["the bubble", "bubble", true]]),
-    el("p.muted.note", {}, `Numbers are microbatches${chunks > 1 ? "; a rank's later stages are framed" : ""}. Stages of other ranks are taken to cost what this rank's do, which the cut makes even. Click one of this rank's for its graph.`),
+    el("p.muted.note", {}, `Numbers are microbatches${chunks > 1 ? "; a rank's later stages are framed" : ""}. ${p.assumed ? "Stages of other ranks are taken to cost what this rank's do, which the cut makes even. " : ""}Click one of this rank's for its graph.`),
     table([["", 0], [chunks > 1 ? "stages" : "stage", 0], ...kinds.map((kind) => [PIPE_KINDS[kind][0], 1]), ["waits", 1], ["microbatches at most under way", 1]], rows));
 }
 
 function graphOf([rank, kind, stage]) { return rank === account.pipeline.rank ? graphs.find((g) => g.name === `${kind}.${stage}`) : undefined; }
 function spanText(p, [rank, kind, stage, microbatch, start, end]) {
-  return `${PIPE_KINDS[kind][0]} of microbatch ${microbatch}\nstage ${stage} on rank ${rank}\n${time(end - start)}, from ${time(start)} on`;
+  return `${PIPE_KINDS[kind][0]}${microbatch === null ? ", once for all microbatches" : ` of microbatch ${microbatch}`}\nstage ${stage} on rank ${rank}\n${time(end - start)}, from ${time(start)} on`;
 }
 function spanAt(p, lane, px, py, width) {
   const rank = Math.floor(py / lane), t = (px - LABEL) / (width - LABEL) * p.ns;
@@ -44,7 +44,7 @@ function drawPipeline(context, width, p, lane) {
     context.fillStyle = tones[kind]; context.fillRect(a, y, b - a, high);
     if (b - a > 3) { context.strokeStyle = paper; context.strokeRect(a, y, b - a, high); }
     if (stage >= p.ranks && b - a > 8) { context.strokeStyle = "#000"; context.strokeRect(a + 2.5, y + 2.5, b - a - 5, high - 5); }
-    if (b - a > 18 && lane > 20) { context.fillStyle = kind === "forward" && document.documentElement.dataset.theme !== "dark" ? "#fff" : "#000"; context.fillText(microbatch, (a + b) / 2, y + high / 2 + 1); }
+    if (b - a > 18 && lane > 20 && microbatch !== null) { context.fillStyle = kind === "forward" && document.documentElement.dataset.theme !== "dark" ? "#fff" : "#000"; context.fillText(microbatch, (a + b) / 2, y + high / 2 + 1); }
   }
   context.textAlign = "left";
   for (let rank = 0; rank < p.ranks; rank++) if (lane > 20 || rank % 4 === 0) { context.fillStyle = rank === p.rank ? ink : muted; context.fillText(`rank ${rank}`, 0, rank * lane + lane / 2); }

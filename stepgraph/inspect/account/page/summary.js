@@ -11,7 +11,7 @@ function headPart() {
     el("p", {}, what.join(" · ")),
     el("p.muted", {}, head.device ? `It ran on ${head.device}. ` : "Nothing ran: this is a forecast. ",
       `Times are forecast for ${head.gpu} GPUs unless they are called measured. ${made}.`,
-      account.pipeline ? " Of the pipeline, its graphs and memory are those of rank 0." : ""),
+      account.pipeline ? ` Of the pipeline, its graphs and memory are those of rank ${account.pipeline.rank}.` : ""),
     el("div.figures", {}, figures(head)),
     graphChoice(),
     el("div.answers", { id: "answers" }));

@@ -34,7 +34,7 @@ def double(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.double().requires_grad_()
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=16, deadline=None, derandomize=True)
 @given(st.data())
 def test_forward_and_backward(data):
     draw = data.draw

@@ -1,0 +1,19 @@
+"""What a product costs in fp8, and the casts that it needs, on the GPU that passes assume."""
+
+import torch
+
+from stepgraph.costs.hardware import ASSUMED, FP8_REACHED, LAUNCH_S
+
+
+def product_seconds(sizes: tuple[int, int, int], *, fp8: bool) -> float:
+    """Seconds of a product of ``sizes`` (M, N, K) in fp8 or bf16, the result in bf16."""
+    M, N, K = sizes
+    moved = (M * K + N * K) * (1 if fp8 else 2) + 2 * M * N
+    if fp8:
+        return ASSUMED.kernel_seconds(2 * M * N * K, torch.float8_e4m3fn, moved, reached=FP8_REACHED)
+    return ASSUMED.kernel_seconds(2 * M * N * K, torch.bfloat16, moved)
+
+
+def cast_seconds(elements: int, copies: int, *, reads: int) -> float:
+    """Seconds to cast bf16 ``elements`` to fp8 in so many ``copies``, with as many kernels as it ``reads`` them."""
+    return ASSUMED.moving_seconds((2 * reads + copies) * elements) + reads * LAUNCH_S

@@ -1,0 +1,177 @@
+"""The Triton kernels of `cast`.
+
+A column's scale is known once all rows are read, so a matrix that is cast by its columns is read twice: once for the
+largest magnitudes, once for both copies. Rows alone are read once.
+
+Magnitudes are compared as the integers that their bits are. These are in the order of the numbers, with every NaN above
+infinity, and a maximum of integers is the same in whatever order programs contribute to it.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+
+from stepgraph.kernels.fp8.formats import MOST, SMALLEST
+
+#: Tiles of (TILE, TILE), and their warps.
+TILE, WARPS = 128, 8
+#: Elements of the longest row that one program holds.
+LONGEST = 16384
+
+_SMALLEST = tl.constexpr(SMALLEST)
+
+
+@triton.jit
+def _bits(x):
+    """The magnitudes of ``x`` as integers."""
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _top(bits):
+    """The magnitudes that ``bits`` stand for, or what stands for tiny ones; NaN stays."""
+    amax = bits.to(tl.float32, bitcast=True)
+    return tl.where(amax < _SMALLEST, _SMALLEST, amax)
+
+
+@triton.jit
+def _rounded(x, top, MOST: tl.constexpr, to: tl.constexpr):
+    """``x`` in fp8, its largest magnitude ``top`` as the largest number. Written as a division of equal shapes, which
+    Triton needs to round to nearest."""
+    value = x.to(tl.float32) * tl.div_rn(tl.full(top.shape, MOST, tl.float32), top)
+    return tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(to)
+
+
+@triton.jit
+def _scale(top, MOST: tl.constexpr):
+    return tl.div_rn(top, tl.full(top.shape, MOST, tl.float32))
+
+
+@triton.jit
+def _tile(R, C, TILE: tl.constexpr):
+    """Rows and columns of program ``program_id(0)``'s tile, and which of its elements are inside."""
+    across = tl.cdiv(C, TILE)
+    row = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    return row, column, (row < R)[:, None] & (column < C)[None, :]
+
+
+@triton.jit
+def _amax_kernel(
+    x, row_bits, column_bits, R, C, row_stride, column_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes of a tile's rows and columns, into those of the matrix, which begin as zeros."""
+    row, column, inside = _tile(R, C, TILE)
+    at = row[:, None] * row_stride + column[None, :] * column_stride
+    bits = _bits(tl.load(x + at, mask=inside, other=0.0))
+    if ROWS:
+        tl.atomic_max(row_bits + row, tl.max(bits, 1), mask=row < R, sem="relaxed")
+    if COLUMNS:
+        tl.atomic_max(column_bits + column, tl.max(bits, 0), mask=column < C, sem="relaxed")
+
+
+@triton.jit
+def _cast_kernel(
+    x, row_bits, column_bits, q, transposed, row_scale, column_scale, R, C, row_stride, column_stride,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Both copies of a tile. ``WHOLE``: ``row_bits`` has one magnitude, which serves all rows and columns."""
+    row, column, inside = _tile(R, C, TILE)
+    at = row[:, None] * row_stride + column[None, :] * column_stride
+    value = tl.load(x + at, mask=inside, other=0.0)
+    row_inside, column_inside = row < R, column < C
+    if WHOLE:
+        whole = _top(tl.load(row_bits + tl.zeros([1], tl.int32)))
+        tl.store(row_scale + tl.zeros([1], tl.int32), _scale(whole, MOST), mask=tl.program_id(0) == 0)
+        y = _rounded(value, whole[:, None], MOST, q.dtype.element_ty)
+        if ROWS:
+            tl.store(q + row[:, None] * C + column[None, :], y, mask=inside)
+        if COLUMNS:
+            tl.store(transposed + column[:, None] * R + row[None, :], tl.trans(y), mask=tl.trans(inside))
+    else:
+        if ROWS:
+            top = _top(tl.load(row_bits + row, mask=row_inside, other=0))
+            y = _rounded(value, top[:, None], MOST, q.dtype.element_ty)
+            tl.store(q + row[:, None] * C + column[None, :], y, mask=inside)
+            tl.store(row_scale + row, _scale(top, MOST), mask=row_inside & (tl.program_id(0) % tl.cdiv(C, TILE) == 0))
+        if COLUMNS:
+            top = _top(tl.load(column_bits + column, mask=column_inside, other=0))
+            y = _rounded(value, top[None, :], MOST, transposed.dtype.element_ty)
+            tl.store(transposed + column[:, None] * R + row[None, :], tl.trans(y), mask=tl.trans(inside))
+            first = tl.program_id(0) < tl.cdiv(C, TILE)
+            tl.store(column_scale + column, _scale(top, MOST), mask=column_inside & first)
+
+
+@triton.jit
+def _row_kernel(x, q, scale, C, row_stride, column_stride, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """Row ``program_id(0)``, read once."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + row * row_stride + column.to(tl.int64) * column_stride, mask=column < C, other=0.0)
+    top = _top(tl.max(_bits(value)[None, :], 1))
+    y = _rounded(value[None, :], top[:, None], MOST, q.dtype.element_ty)
+    tl.store(q + row * C + column[None, :], y, mask=(column < C)[None, :])
+    tl.store(scale + row + tl.zeros([1], tl.int32), _scale(top, MOST))
+
+
+def row_configuration(C: int) -> tuple[int, int]:
+    """(BLOCK, warps) for rows that a program holds: 32 elements a thread, or 64 in the longest."""
+    block = max(triton.next_power_of_2(C), 128)
+    return block, min(max(block // 1024, 1), WARPS)
+
+
+def launch(
+    x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `cast.cast_scaled`."""
+    scale = torch.empty_like(amax)
+    q, transposed = _copies(x, dtype, rows, columns)
+    with _on(x):
+        _cast(x, amax.view(torch.int32), None, q, transposed, scale, None, WHOLE=True, ROWS=rows, COLUMNS=columns)
+    return scale, q, transposed
+
+
+def launch_rows(
+    x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `cast.cast_scaled_rows`."""
+    q, transposed = _copies(x, dtype, rows, columns)
+    scales = [x.new_empty(len(side), dtype=torch.float32) for side in (q, transposed)]
+    with _on(x):
+        if rows and not columns and x.shape[1] <= LONGEST:
+            block, warps = row_configuration(x.shape[1])
+            most = MOST[dtype]
+            _row_kernel[(x.shape[0],)](
+                x, q, scales[0], x.shape[1], *x.stride(), MOST=most, BLOCK=block, num_warps=warps
+            )
+        else:
+            bits = [torch.zeros(s.shape, dtype=torch.int32, device=x.device) for s in scales]
+            _amax_kernel[_tiles(x)](
+                x, *bits, *x.shape, *x.stride(), ROWS=rows, COLUMNS=columns, TILE=TILE, num_warps=WARPS
+            )
+            _cast(x, *bits, q, transposed, *scales, WHOLE=False, ROWS=rows, COLUMNS=columns)
+    return q, scales[0], transposed, scales[1]
+
+
+def _cast(x, row_bits, column_bits, q, transposed, row_scale, column_scale, **forms) -> None:
+    _cast_kernel[_tiles(x)](
+        x, row_bits, column_bits, q, transposed, row_scale, column_scale, *x.shape, *x.stride(),
+        **forms, MOST=MOST[q.dtype], TILE=TILE, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _copies(x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> list[torch.Tensor]:
+    shapes = ((x.shape, rows), (x.shape[::-1], columns))
+    return [x.new_empty(shape if wanted else (0,), dtype=dtype) for shape, wanted in shapes]
+
+
+def _tiles(x: torch.Tensor) -> tuple[int]:
+    return (triton.cdiv(x.shape[0], TILE) * triton.cdiv(x.shape[1], TILE),)
+
+
+def _on(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """The device that ``x`` is on, for a launch."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,8 @@
+"""The two fp8 formats: what the casts of every device agree on."""
+
+import torch
+
+#: The largest numbers.
+MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+#: Largest magnitudes below it count as it, so that scales and what undoes them are normal fp32 numbers.
+SMALLEST = 2.0**-100

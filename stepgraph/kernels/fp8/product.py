@@ -1,0 +1,69 @@
+"""The product of two matrices in fp8, each with its scales: y = (a * scale_a) (b * scale_b)^T.
+
+Both are read along the dimension that is summed over, as tensor cores of compute capability 9 need it. On a GPU it is
+torch's ``_scaled_mm``; elsewhere the values are taken to fp32, which holds each of them and each product of two, and
+multiplied there: what differs from a GPU's result is the order and the width of the sums.
+"""
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from stepgraph import compat
+
+Tensor = torch.Tensor
+
+
+def reference(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None) -> Tensor:
+    """`scaled_product` in plain torch: sums and bias in fp32, rounded once."""
+    y = a.float() @ b.float().t()
+    y = y * (scale_a.unsqueeze(1) if scale_a.ndim else scale_a) * scale_b
+    return (y if bias is None else y + bias.float()).bfloat16()
+
+
+@torch.library.custom_op("stepgraph::scaled_product", mutates_args=())
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
+    """Multiply matrices in fp8.
+
+    Args:
+        a, b: (M, K) and (N, K), contiguous, in float8_e4m3fn or float8_e5m2, not both in the latter.
+        scale_a, scale_b: fp32 scalars, or (M,) and (N,) fp32.
+        bias: None, or (N,) bf16, added before the result is rounded.
+        fast: on a GPU, leave sums in the tensor cores' accumulators, whose numbers are shorter than fp32's.
+
+    Returns:
+        (M, N), contiguous, bf16.
+
+    Raises ``ValueError`` for other shapes, and on a GPU where K or N is no multiple of 16.
+    """
+    _check(a, b, scale_a, scale_b, bias)
+    if a.is_cuda:
+        return compat.scaled_mm(a, b, scale_a, scale_b, bias, fast)
+    return reference(a, b, scale_a, scale_b, bias)
+
+
+@scaled_product.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
+    _check(a, b, scale_a, scale_b, bias)
+    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+
+
+@register_flop_formula(torch.ops.stepgraph.scaled_product)
+def _flops(a_shape, b_shape, *_, **__) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[0]
+
+
+def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None) -> None:
+    fits = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]
+    scales = fits and (scale_a.shape, scale_b.shape) in (((), ()), (a.shape[:1], b.shape[:1]))
+    if not scales or (bias is not None and bias.shape != b.shape[:1]):
+        bias_form = None if bias is None else tuple(bias.shape)
+        raise ValueError(
+            f"scaled_product got a {tuple(a.shape)}, b {tuple(b.shape)}, scales {tuple(scale_a.shape)} and "
+            f"{tuple(scale_b.shape)}, bias {bias_form}; allowed is a (M, K), b (N, K), scales () and () or (M,) and "
+            "(N,), bias (N,): transpose b, or cast both sides in one way"
+        )
+    if a.is_cuda and (a.shape[1] % 16 or b.shape[0] % 16):
+        raise ValueError(
+            f"scaled_product got a {tuple(a.shape)} and b {tuple(b.shape)}; allowed on a GPU are K and N that 16 "
+            "divides: leave this product in bf16"
+        )

@@ -1,0 +1,134 @@
+"""Products of linear layers in fp8, forward and backward, each cast shared by all products that read it.
+
+Matches: linear layers with bf16 products (see `layers`): forward, input gradient, weight gradient. Before -> after:
+    mm(x, w^T), mm(dy, w), mm(dy^T, x) -> one cast of each of x, w and dy, and three ``stepgraph::scaled_product``
+A product reads both sides along the dimension that it sums over. A matrix that is also summed over its rows (x and dy
+for the weight gradient, w for the input gradient) is cast into a transposed copy as well, by the same operator.
+
+    recipe                          scales                        x and w   dy     weight gradient
+    tensorwise                      one for each matrix           e4m3      e5m2   fp8
+    rowwise                         for each row of both sides    e4m3      e4m3   fp8
+    rowwise-bf16-weight-gradients   as rowwise                    e4m3      e4m3   bf16
+
+Scales are those of the step's own values. On a GPU forward's sums (by rows: all sums) stay in the tensor cores' shorter
+accumulators, and the others go over to fp32 in between, as torchao's recipes of these names have it.
+Tier numerics: values are rounded to 3 bits (e5m2: 2). Preconditions: bf16 products, M, N and K that 16 divides. Stay as
+they are: what the loss reads (the head), routers, and layers whose casts take longer than their products save.
+Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; the recipes: torchao's float8 training.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import get_args
+
+import torch
+
+from stepgraph.errors import unknown_name
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.matmul.casts import Cast, Recipe, plan, products_of, profitable
+from stepgraph.passes.matmul.layers import Layer, find, is_head, is_router
+from stepgraph.passes.matmul.rewrite import rewrite
+
+#: Sizes of products are multiples of it: 16 bytes of a row.
+_MULTIPLE = 16
+#: Modules that a note names.
+_NAMES = 4
+
+
+@dataclass(frozen=True)
+class Fp8MatmulOptions:
+    """``recipe``: see above. ``skip``: patterns of module paths that stay as they are, as in ``layers.0.*``.
+    ``unprofitable``: also where the forecast finds nothing to gain."""
+
+    recipe: Recipe = "tensorwise"
+    skip: tuple[str, ...] = ()
+    unprofitable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recipe not in get_args(Recipe):
+            raise unknown_name("fp8 recipe", self.recipe, get_args(Recipe))
+
+
+@register(
+    "fp8_matmul",
+    "numerics",
+    options=Fp8MatmulOptions(),
+    from_options=lambda options: None if options.fp8 == "off" else {"recipe": options.fp8, "skip": options.fp8_skip},
+)
+def fp8_matmul(step: StepGraph, options: Fp8MatmulOptions, report: PassReport) -> None:
+    """Multiply in fp8 in linear layers, forward and backward."""
+    found = find(step, Aliases(step.graph))
+    stays: dict[str, list[Layer]] = defaultdict(list)
+    layers = []
+    for layer in found.layers:
+        why = _refusal(layer, options)
+        (stays[why] if why else layers).append(layer)
+    if not options.unprofitable:
+        layers, dear = profitable(layers, options.recipe)
+        stays |= dear
+    products = sorted((p for layer in layers for p in products_of(layer, options.recipe)), key=lambda p: p.product.node)
+    casts = plan(products)
+    rewrite(products, casts, options.recipe)
+    report.matched, report.changed = len(found.layers), len(layers)
+    counts = Counter(p.which for p in products)
+    report.summary = (
+        f"{options.recipe}: {len(layers)} of {len(found.layers)} linear layers in fp8; {counts['forward']} products of "
+        f"forward, {counts['input gradient']} input gradients, {counts['weight gradient']} weight gradients"
+    )
+    report.notes += _cast_notes(casts.values())
+    report.notes += _left_notes(stays)
+    if found.other:
+        names = ", ".join(node.name for node in found.other[:_NAMES])
+        report.notes.append(f"left in bf16: {len(found.other)} products of backward of no linear layer ({names})")
+    if idle := [pattern for pattern in options.skip if not any(_matches(layer, pattern) for layer in found.layers)]:
+        report.notes.append(f"fp8_skip names no linear layer by {', '.join(idle)}")
+
+
+def _refusal(layer: Layer, options: Fp8MatmulOptions) -> str | None:
+    """Why the layer stays as it is whatever it costs, or None."""
+    for pattern in options.skip:
+        if _matches(layer, pattern):
+            return f"fp8_skip={pattern}"
+    dtypes = {n.meta["val"].dtype for p in layer.products for n in (p.node, p.a.node, p.b.node)} - {torch.bfloat16}
+    if dtypes:
+        return f"it computes in {str(dtypes.pop()).removeprefix('torch.')}, and fp8 takes the place of bf16"
+    if layer.forward.why_not:
+        return layer.forward.why_not
+    if is_head(layer):
+        return "the loss reads it"
+    if is_router(layer):
+        return "it chooses experts"
+    if any(size % _MULTIPLE for size in layer.forward.sizes):
+        return f"{' x '.join(map(str, layer.forward.sizes))} is no multiple of {_MULTIPLE} each way"
+    return None
+
+
+def _matches(layer: Layer, pattern: str) -> bool:
+    return fnmatchcase(layer.path, pattern)
+
+
+def _cast_notes(casts: Iterable[Cast]) -> list[str]:
+    """A line for each kind of cast, all of which are kernels of their own."""
+    kinds: dict[str, list[Cast]] = defaultdict(list)
+    for cast in casts:
+        copies = {(True, False): "by rows", (False, True): "transposed", (True, True): "by rows and transposed"}
+        kinds[f"{cast.kind}s {copies[cast.rows, cast.columns]}"].append(cast)
+    return [
+        f"casts that stand alone, {kind}: {len(some)}, of {sum(c.elements for c in some) / 2**20:.1f} Mi elements, for "
+        f"{sum(len(c.products) for c in some)} products"
+        for kind, some in kinds.items()
+    ]
+
+
+def _left_notes(stays: Mapping[str, list[Layer]]) -> list[str]:
+    """A line for each reason."""
+    notes = []
+    for why, layers in stays.items():
+        paths = list(dict.fromkeys(layer.path or "model" for layer in layers))
+        more = f" and {len(paths) - _NAMES} more" if len(paths) > _NAMES else ""
+        notes.append(f"left in bf16, {why}: {', '.join(paths[:_NAMES])}{more}")
+    return notes

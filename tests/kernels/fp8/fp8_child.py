@@ -1,0 +1,21 @@
+"""Runs the casts to fp8 in Triton's interpreter: ``python fp8_child.py CASES.pt RESULTS.pt``.
+
+A process of its own, because Triton chooses between interpreter and compiler when it is imported.
+"""
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from stepgraph.kernels.fp8 import cast_triton
+
+results = []
+for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
+    cast_triton.LONGEST = longest
+    amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    whole = cast_triton.launch(x, amax, dtype, rows, columns)
+    results.append((whole, cast_triton.launch_rows(x, dtype, rows, columns)))
+torch.save(results, sys.argv[2])
