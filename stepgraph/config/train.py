@@ -38,7 +38,13 @@ class _Training:
 
     # -- data ---------------------------------------------------------------------------------------------------------
     data: str = "stdlib"
-    """Text: stdlib (this Python's standard library), FILE.txt, FILE.jsonl, FILE.parquet or hf:NAME (Hugging Face)."""
+    """Text: stdlib, FILE.txt, FILE.jsonl (or .gz), FILE.parquet, hf:NAME; several, patterns; A:0.7,B:0.3 mixes."""
+
+    text_field: str = "text"
+    """Field or column that holds the text, in jsonl and parquet files and Hugging Face's data sets."""
+
+    val_data: str | None = None
+    """Validate on these, each with its own loss in the metrics: A,B. None: on a 20th of --data, of each part of it."""
 
     tokenizer: str = "bytes"
     """bytes (one token a byte) or the path of a tokenizer.json."""
@@ -171,6 +177,9 @@ class TrainConfig(StepOptions, _Training):
     checkpoint_every: int = 50
     """Steps between checkpoints. 0: only at the end."""
 
+    save: Literal["auto", "behind", "wait"] = "auto"
+    """behind: the run goes on while a copy of its state in host memory is written; auto: so on GPUs. wait: it waits."""
+
     keep_checkpoints: int = 2
     """Newest checkpoints kept; older ones are deleted."""
 
@@ -242,7 +251,7 @@ class TrainConfig(StepOptions, _Training):
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite"):
+        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save"):
             self._require_choice(name)
         self._validate_length()
         self._validate_mesh()

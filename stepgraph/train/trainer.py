@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import statistics
 import sys
 import time
 import traceback
@@ -27,7 +26,6 @@ from stepgraph.parallel.ranks import Ranks
 from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.closing import close
-from stepgraph.train.data import unigram_entropy
 from stepgraph.train.export import check_export, export
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
@@ -117,7 +115,7 @@ class Run:
 
         data = start.open_fitting_data(config)
         self.loader, batches = start.open_batches(config, data, mesh)
-        self.unigram = self.ranks.first(lambda: unigram_entropy(data.source, data.tokenizer))
+        self.unigram = self.ranks.first(data.unigram_entropy)
         self.loader.tokens.start()  # from here on, only its thread reads the source
 
         self.model = build.build_model(config, device, mesh)
@@ -127,7 +125,7 @@ class Run:
         self.samples = Samples(config, data.source.chat, self.model, self.ranks)
         self.done = {"step": 0, "tokens": 0}
 
-        self.saving = Saving(config, path, mesh, self.ranks)
+        self.saving = Saving(config, path, mesh, self.ranks, device)
         if resume:
             self._load(path if self.restarted else config.resume)
         self.finite = Finite(config, path, self.ranks)
@@ -211,11 +209,9 @@ class Run:
             finished = self.step == self.config.steps
             if finished:
                 self._validate()
-            self._save()
+            self._save(last=True)
             if self.failures.first:
-                saved = self.saving.saved_step is not None
-                kept = f"; step {self.step} is saved: --resume {self.folder.path}" if saved else ""
-                raise StoppedError(self.failures.first + kept)
+                raise StoppedError(f"{self.failures.first}; step {self.step} is saved: --resume {self.folder.path}")
             if finished and self.config.export_hf is not None:
                 export(self.model, self.config.export_hf, self.config.tokenizer)
                 self.say(f"weights and tokenizer for Hugging Face in {self.config.export_hf}")
@@ -237,6 +233,8 @@ class Run:
         finally:
             self.watch.at("the end", limited=False)
             self.loader.tokens.close()
+            if not lost:
+                self.saving.finish()
             close(self, status, error)
         if lost:  # and no cause of anything
             print(f"error: {who()}{error}", file=sys.stderr, flush=True)
@@ -299,7 +297,7 @@ class Run:
                             progress.note(f"step {self.step} | sample {config.sample_prompt + sample!r}")
                             self.folder.log(self.step, sample=sample)
                 if save:
-                    self._save()
+                    self._save(last=False)
                 if validate or save or show:
                     self.last_time = time.perf_counter()
             if launched:
@@ -318,6 +316,8 @@ class Run:
         ever."""
         began = time.perf_counter()
         with self.failures.noted(ValueError):
+            for line in self.saving.written():
+                self.say(line)
             self.loader.ready()
         self.waited_s = time.perf_counter() - began
         received = self.signals.received is not None or self.failures.first is not None
@@ -395,21 +395,18 @@ class Run:
     def _validate(self) -> float:
         """Mean loss over the validation batches; recorded at the current step."""
         self.watch.at(f"the validation after step {self.step}", limited=False)
-        losses = []
-        for loss, batch in self.validation.losses():
-            what = f"the validation loss after step {self.step}"
-            self.finite.require(what, loss, self.step, batch)
-            losses.append(loss)
-        self.val_loss = statistics.fmean(losses)
+        what = f"the validation loss after step {self.step}"
+        losses = self.validation.losses(lambda loss, batch: self.finite.require(what, loss, self.step, batch))
+        self.val_loss = losses["val_loss"]
         if self.folder.validated != self.step:  # else recorded before this process resumed the run
             with self.failures.noted():
-                self.folder.log(self.step, val_loss=self.val_loss)
+                self.folder.log(self.step, **losses)
         return self.val_loss
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool) -> None:
         self.watch.at(f"the checkpoint of step {self.step}", limited=False)
         self._check_data()
-        self.saving.save(self.step, self.state)
+        self.saving.save(self.step, self.state, last=last)
         with self.failures.noted():
             self.folder.check_there(self.config)
 

@@ -222,11 +222,11 @@ def test_reported_step_times_add_up_to_the_time_that_the_steps_took(trainer, tmp
     def timed(name):
         original = getattr(Run, name)
 
-        def call(self):
+        def call(self, **options):
             start = time.perf_counter()
             if name != "_steps":
                 time.sleep(0.2)  # longer than a step, so that it would show in one
-            value = original(self)
+            value = original(self, **options)
             spans[name].append((start, time.perf_counter()))
             return value
 

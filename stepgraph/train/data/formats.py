@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from stepgraph.train.data.packed import unpacked
 from stepgraph.train.data.sources import Sections, Source, Stdlib, describe_sections
 from stepgraph.train.data.split import cut_sections
 
 MESSAGES = "messages"  # the field of a conversation
-FORMS = "stdlib, FILE.jsonl, FILE.txt, FILE.parquet or hf:NAME"
+FORMS = "stdlib, FILE.jsonl or FILE.txt (or with .gz), FILE.parquet or hf:NAME"
 TEXT_SEPARATOR = b"<|endoftext|>"
 
 
@@ -233,8 +234,9 @@ def open_source(data: str, text_field: str = "text") -> Source:
 
 def _open_file(data: str, text_field: str) -> Source:
     path = Path(data)
-    suffix = path.suffix.lower()
-    if suffix not in (".jsonl", ".txt", ".parquet"):
+    packed = path.suffix.lower() == ".gz"
+    suffix = path.with_suffix("").suffix.lower() if packed else path.suffix.lower()
+    if suffix not in (".jsonl", ".txt", ".parquet") or (packed and suffix == ".parquet"):
         raise ValueError(f"unknown data {data!r}: give {FORMS}")
     try:
         if path.is_file() and path.stat().st_size == 0:
@@ -243,9 +245,15 @@ def _open_file(data: str, text_field: str) -> Source:
             pass
     except OSError as error:
         raise ValueError(f"cannot read data {path}: {error.strerror}") from error
+    there = unpacked(path) if packed else path
     if suffix == ".txt":
-        return TextFile(path)
-    return (JsonLines if suffix == ".jsonl" else Parquet)(path, text_field)
+        source = TextFile(there)
+    else:
+        source = (JsonLines if suffix == ".jsonl" else Parquet)(there, text_field)
+    if packed:
+        source.name = str(path)
+        source.stamp = lambda: str(path.stat().st_mtime_ns)  # not that of the copy
+    return source
 
 
 def _optional(package: str, purpose: str) -> ModuleType:
@@ -280,7 +288,7 @@ def _conversation(value: object, where: str, field: str) -> bytes:
 
 def _no_field(where: str, field: str, names: Iterable[str]) -> ValueError:
     has = ", ".join(list(names)[:8]) or "none"
-    return ValueError(f"{where}: no field {field!r} (it has {has}): call the field with the text {field!r}")
+    return ValueError(f"{where}: no field {field!r} (it has {has}): name the one with the text by --text-field")
 
 
 def _check_utf8(path: Path, text: mmap.mmap) -> None:

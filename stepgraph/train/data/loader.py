@@ -75,15 +75,24 @@ class PackedLoader:
 
     def __next__(self) -> Batch:
         first = self._rank * self._batch_size
-        rows = np.stack([self._read(*self._place(first + i)) for i in range(self._batch_size)])
-        self.epoch, last = self._place(self._world_size * self._batch_size - 1)
-        self._row = last + 1
-        return _batch(rows)
+        rows = np.stack([self.row(first + i) for i in range(self._batch_size)])
+        self.advance(self._world_size * self._batch_size)
+        return to_batch(rows)
 
-    def ready(self) -> None:
-        """Wait until the next batch can be read. Raises what `TokenCache.wait` does, before anything has moved on."""
-        for ahead in (0, self._world_size * self._batch_size - 1):
-            self._count(self._place(ahead)[1])
+    def row(self, ahead: int) -> np.ndarray:
+        """The (T + 1,) tokens of the row that comes ``ahead`` rows after the next."""
+        return self._read(*self._place(ahead))
+
+    def advance(self, rows: int) -> None:
+        """Go on behind the next ``rows`` rows."""
+        if rows:
+            self.epoch, last = self._place(rows - 1)
+            self._row = last + 1
+
+    def ready(self, rows: int | None = None) -> None:
+        """Wait until the next ``rows`` rows can be read, by default a batch of all ranks together. Raises what
+        `TokenCache.wait` does, before anything has moved on."""
+        self._count(self._place((rows or self._world_size * self._batch_size) - 1)[1])
 
     def _place(self, ahead: int) -> tuple[int, int]:
         """The (epoch, place in its order) of the row that comes ``ahead`` rows after the next."""
@@ -199,16 +208,28 @@ def validation_batches(
             f"batch_size={batch_size}, seq_len={seq_len}{ranks}: {fix}"
         )
     starts = [(k * world_size + rank) * size + np.arange(batch_size) * seq_len for k in range(whole)]
-    return [_batch(np.stack([tokens[start : start + seq_len + 1] for start in rows])) for rows in starts]
+    return [to_batch(np.stack([tokens[start : start + seq_len + 1] for start in rows])) for rows in starts]
 
 
 def unigram_entropy(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_TOKENS) -> float:
-    """Entropy in nats of the token distribution of both splits: the loss of a model that knows only frequencies.
+    """Entropy in nats of the token distribution of both splits: the loss of a model that knows only frequencies."""
+    return entropy(unigram(source, tokenizer, max_tokens))
+
+
+def entropy(p: np.ndarray) -> float:
+    """In nats, of probabilities (V,).
+
+    Source: Shannon, "A mathematical theory of communication", 1948: H = -sum p log p.
+    """
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())
+
+
+def unigram(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_TOKENS) -> np.ndarray:
+    """The share of each token (V,) in both splits.
 
     End-of-text tokens count, as they do in the loss; of conversations, what the assistant says. Documents are read in a
     fixed mixed order until ``max_tokens`` are counted: a larger corpus is estimated from a sample of whole documents.
-
-    Source: Shannon, "A mathematical theory of communication", 1948: H = -sum p log p.
     """
     documents = np.concatenate([source.train, source.val])
     counts, total = np.zeros(tokenizer.vocab_size, dtype=np.int64), 0
@@ -221,12 +242,11 @@ def unigram_entropy(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTR
             break
     if not total:
         raise ValueError(f"{source.name}: nothing in it is the assistant's: there is nothing to learn")
-    p = counts[counts > 0] / total
-    return float(-(p * np.log(p)).sum())
+    return counts / total
 
 
-def _batch(rows: np.ndarray) -> Batch:
-    """Rows of the stream (B, T + 1) as a batch; the two tensors share no memory."""
+def to_batch(rows: np.ndarray) -> Batch:
+    """Rows (B, T + 1) of the stream as inputs and targets; the two share no memory."""
     tokens, targets = inputs_and_targets(rows)
     return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
 

@@ -183,3 +183,17 @@ def test_conversations_need_a_template_and_more_than_one(folder, tmp_path):
         open_data(write(tmp_path / "b.jsonl", [good]), str(folder / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"c.jsonl:2: no field 'messages' \(it has text\)"):
         open_data(write(tmp_path / "c.jsonl", [good, {"text": "x"}]), str(folder / "tokenizer.json")).source.read(1)
+
+
+def test_several_files_are_all_conversations_or_none(folder, tmp_path):
+    tokenizer_of(folder, CHATML)
+    name = str(folder / "tokenizer.json")
+    chats = [{"messages": conversation([(f"What is {i}?", f"It is {i}.")])} for i in range(20)]
+    one, two = write(tmp_path / "one.jsonl", chats[:9]), write(tmp_path / "two.jsonl", chats[9:])
+    text = write(tmp_path / "text.jsonl", [{"text": "x"}, {"text": "y"}])
+    for data in (f"{one},{two}", f"{one}:1,{two}:3"):
+        opened = open_data(data, name)
+        assert opened.source.chat and isinstance(opened.tokenizer, ChatTokenizer)
+    for data in (f"{one},{text}", f"{text}:1,{one}:3"):
+        with pytest.raises(ValueError, match=r"one.jsonl holds conversations and .*text.jsonl text: train on one kind"):
+            open_data(data, name)
