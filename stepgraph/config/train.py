@@ -189,6 +189,9 @@ class TrainConfig(StepOptions, _Training):
     log_every: int = 1
     """Steps between progress lines and metric records."""
 
+    log: Literal["tensorboard", "wandb"] = "tensorboard"
+    """wandb: metrics go to Weights & Biases too, beside TensorBoard and metrics.jsonl; needs stepgraph[wandb]."""
+
     out: Path | None = None
     """Run folder, new or empty. None: runs/PRESET-UTC_TIME."""
 
@@ -251,7 +254,7 @@ class TrainConfig(StepOptions, _Training):
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save"):
+        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save", "log"):
             self._require_choice(name)
         self._validate_length()
         self._validate_mesh()

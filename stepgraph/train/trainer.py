@@ -36,6 +36,7 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder
 from stepgraph.train.records.progress import Progress
+from stepgraph.train.records.tracker import Wandb, package
 from stepgraph.train.sample import Samples
 from stepgraph.train.saving import Saving
 from stepgraph.train.traces.memory import MemorySnapshot
@@ -106,6 +107,7 @@ class Run:
         self.say = self.failures.say if self.speaks else lambda *_: None
         self.runs_ahead = self.device.type == "cuda"
         self.ranks.first(lambda: config.export_hf and check_export(config.export_hf))
+        self.ranks.first(lambda: config.log == "wandb" and bool(package()))
         # Before the data is opened, which may take long.
         path, self.restarted, resume = self.ranks.first(lambda: start.choose_folder(config))
         self.snapshot = MemorySnapshot(path) if config.memory_snapshot and self.speaks else None
@@ -171,6 +173,7 @@ class Run:
         try:
             self.folder = RunFolder(path, resume_step=self.step if self.restarted else self.saving.saved_step)
             self.last_loss = self.folder.last_loss
+            self.folder.tracker = Wandb(self.config, path) if self.config.log == "wandb" else None
             self.saving.checkpointer.drop_after(self.step)
         except OSError as failure:
             raise ValueError(f"cannot write the run folder {path}: {failure.strerror}; choose another") from failure
