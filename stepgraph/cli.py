@@ -25,6 +25,8 @@ commands:
   compile PRESET [options]   save its step in a folder, for train --step FOLDER; see stepgraph compile --help
   bench NAME [options]       measure it beside eager and torch.compile; see stepgraph bench --help
   plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
+  sample RUN --prompt TEXT   write text with its model; see stepgraph sample --help
+  export RUN --out FOLDER    write its model and tokenizer for Hugging Face; see stepgraph export --help
   inspect RUN|PRESET         show a step as a page for the browser; see stepgraph inspect --help
 
 options:
@@ -43,6 +45,8 @@ _OPTIONS = {
     "compile": ("stepgraph.config.train", "TrainConfig", "--config"),
     "plan": ("stepgraph.inspect.forecast.command", "PlanOptions"),
     "inspect": ("stepgraph.inspect.account.command", "InspectOptions"),
+    "sample": ("stepgraph.train.sample", "SampleOptions"),
+    "export": ("stepgraph.train.export", "ExportOptions"),
 }
 
 
@@ -117,9 +121,17 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph.inspect.account import command as inspect
 
             return inspect.main(rest)
+        case "sample":
+            from stepgraph.train import sample
+
+            return sample.main(rest)
+        case "export":
+            from stepgraph.train import export
+
+            return export.main(rest)
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
-    raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect"])
+    raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect", "sample", "export"])
 
 
 def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
@@ -129,7 +141,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
     from stepgraph.config.command_line import parse, refuse_idle, value_of
-    from stepgraph.config.presets import PRESETS
+    from stepgraph.config.presets import PRESETS, fine_tuning
     from stepgraph.config.train import TrainConfig
 
     named = bool(arguments) and not arguments[0].startswith("-")
@@ -146,6 +158,8 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         default = read_config(Path(file), preset)
         if named and default.preset != preset:
             raise ValueError(f"--config {file} is of preset {default.preset!r}, not {preset!r}: leave PRESET out")
+    elif (folder := value_of("--init-from-hf", options)) and not named and Path(folder).is_dir():
+        default = fine_tuning(Path(folder))
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
     elif (steps := value_of("--steps", options)) and steps.isdecimal() and default.warmup_steps >= int(steps):

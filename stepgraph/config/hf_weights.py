@@ -86,12 +86,19 @@ def _overlap(part: Part, piece: Piece) -> tuple[tuple[slice, ...], tuple[slice |
     return (source[1:], (target[0].start, *target[1:])) if piece.stacked else (source, target)
 
 
-def save_hf(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def save_hf(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    tokens: Mapping[str, int | None] | None = None,
+) -> None:
     """Write ``model`` as a checkpoint that ``transformers.AutoModelForCausalLM.from_pretrained(folder)`` reads.
 
     Tensors keep their dtype; those of a parallel model have the dtype that they are used in. More than
     ``max_shard_bytes`` of them are split into shards with an index. ``folder`` is made if needed and must not hold
-    another checkpoint; ``config.json`` is written last, so that a folder which has one is complete.
+    another checkpoint; ``config.json`` is written last, so that a folder which has one is complete. ``tokens``: its
+    ``bos_token_id`` and ``eos_token_id``, which the tokenizer defines and a model does not know.
 
     Of a parallel model all ranks must call, and rank 0 writes: each parameter is gathered by itself, and rank 0 holds
     as many of them as one file takes. An error there is raised on every rank.
@@ -109,7 +116,7 @@ def save_hf(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_bytes
     n = len(shards)
     files = [SINGLE] if n == 1 else [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
     weight_map: dict[str, str] = {}
-    config = theirs.write_config(model.config, dtypes["embed.weight"])
+    config = theirs.write_config(model.config, dtypes["embed.weight"]) | dict(tokens or {})
     for file, names in zip(files, shards, strict=True):
         tensors: dict[str, torch.Tensor] = {}
         for name in names:

@@ -8,10 +8,14 @@ here is one GPU's.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from stepgraph import models
 from stepgraph.config.train import ModelConfig, TrainConfig
+
+#: Parameters of a model whose steps are too few and too short to repay a compiler's time.
+SMALL = 20_000_000
 
 
 def llama3_debug() -> TrainConfig:
@@ -108,6 +112,28 @@ def golf() -> TrainConfig:
         val_every=200,
         checkpoint_every=500,
         log_every=10,
+    )
+
+
+def fine_tuning(folder: Path) -> TrainConfig:
+    """The model in ``folder``, a Hugging Face checkpoint, trained on: a small learning rate, no weight decay.
+
+    Raises ``ValueError``, in one line, for a folder with no model of the families here.
+    """
+    model = models.config_from_hf(folder)
+    longest = models.family_of(model).longest(model)
+    tokenizer = folder / "tokenizer.json"
+    return TrainConfig(
+        model=model,
+        init_from_hf=folder,
+        tokenizer=str(tokenizer) if tokenizer.is_file() else "bytes",
+        inductor="full" if model.num_params() > SMALL else "off",
+        seq_len=min(1024, longest or 1024),
+        batch_size=4,
+        steps=300,
+        lr=2e-5,
+        warmup_steps=10,
+        weight_decay=0.0,
     )
 
 

@@ -38,7 +38,13 @@ class _Training:
 
     # -- data ---------------------------------------------------------------------------------------------------------
     data: str = "stdlib"
-    """Text: stdlib (this Python's standard library), FILE.txt, FILE.jsonl, FILE.parquet or hf:NAME (Hugging Face)."""
+    """Text: stdlib, FILE.txt, FILE.jsonl (or .gz), FILE.parquet, hf:NAME; several, patterns; A:0.7,B:0.3 mixes."""
+
+    text_field: str = "text"
+    """Field or column that holds the text, in jsonl and parquet files and Hugging Face's data sets."""
+
+    val_data: str | None = None
+    """Validate on these, each with its own loss in the metrics: A,B. None: on a 20th of --data, of each part of it."""
 
     tokenizer: str = "bytes"
     """bytes (one token a byte) or the path of a tokenizer.json."""
@@ -162,8 +168,17 @@ class TrainConfig(StepOptions, _Training):
     val_batches: int = 8
     """Microbatches in a validation."""
 
+    sample_every: int = 0
+    """Steps between samples of text, written at validations: a multiple of --val-every. 0: none."""
+
+    sample_prompt: str = ""
+    """What samples begin with; in a run on conversations, a user's message. Empty: the start of a document."""
+
     checkpoint_every: int = 50
     """Steps between checkpoints. 0: only at the end."""
+
+    save: Literal["auto", "behind", "wait"] = "auto"
+    """behind: the run goes on while a copy of its state in host memory is written; auto: so on GPUs. wait: it waits."""
 
     keep_checkpoints: int = 2
     """Newest checkpoints kept; older ones are deleted."""
@@ -174,6 +189,9 @@ class TrainConfig(StepOptions, _Training):
     log_every: int = 1
     """Steps between progress lines and metric records."""
 
+    log: Literal["tensorboard", "wandb"] = "tensorboard"
+    """wandb: metrics go to Weights & Biases too, beside TensorBoard and metrics.jsonl; needs stepgraph[wandb]."""
+
     out: Path | None = None
     """Run folder, new or empty. None: runs/PRESET-UTC_TIME."""
 
@@ -181,7 +199,7 @@ class TrainConfig(StepOptions, _Training):
     """Continue the run in this folder, or from RUN/checkpoints/step-N; its config.json gives the options' defaults."""
 
     init_from_hf: Path | None = None
-    """Start from the weights in this folder of a Hugging Face checkpoint of the same model."""
+    """Start from the weights of the Hugging Face checkpoint in this folder; without PRESET, its model is trained."""
 
     export_hf: Path | None = None
     """At the end, write the weights to this folder as a Hugging Face checkpoint."""
@@ -227,6 +245,7 @@ class TrainConfig(StepOptions, _Training):
             "val_every",
             "checkpoint_every",
             "keep_every",
+            "sample_every",
             "max_restarts",
         ):
             self._require(name, lambda value: value >= 0, "0 or more")
@@ -235,7 +254,7 @@ class TrainConfig(StepOptions, _Training):
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite"):
+        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save", "log"):
             self._require_choice(name)
         self._validate_length()
         self._validate_mesh()

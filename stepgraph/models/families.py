@@ -1,11 +1,14 @@
 """All families of models. A new one is imported here and put into the list."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 from stepgraph.errors import unknown_name
 from stepgraph.models.deepseek_v3.family import DEEPSEEK_V3
 from stepgraph.models.family import Family
 from stepgraph.models.golf.family import GOLF
+from stepgraph.models.hf_files import CONFIG, read_json
 from stepgraph.models.llama3.family import LLAMA3
 from stepgraph.models.qwen3_moe.family import QWEN3_MOE
 
@@ -27,6 +30,17 @@ def family_named(name: str) -> Family:
     if name not in families:
         raise unknown_name("model family", name, families)
     return families[name]
+
+
+def config_from_hf(folder: str | os.PathLike[str]) -> Any:
+    """The configuration of the model in ``folder``, a Hugging Face checkpoint, by the family that its ``config.json``
+    names. Raises ``ValueError`` for a folder without one, and for a model of no family here."""
+    path = Path(folder) / CONFIG
+    found = read_json(path).get("model_type")
+    formats = {kind: f.hugging_face for f in FAMILIES if f.hugging_face for kind in f.hugging_face.model_types}
+    if found not in formats:
+        raise ValueError(f"{path}: model_type is {found!r}; give a model of {', '.join(formats)}")
+    return formats[found].read_config(folder)
 
 
 def flops_per_token(config: Any, seq_len: int) -> int:

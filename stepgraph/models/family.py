@@ -38,18 +38,20 @@ def whole_piece(name: str, shape: Sequence[int]) -> list[Piece]:
 class HuggingFace:
     """A family's checkpoints in the Hugging Face format. Its module has ``init_buffers`` for what they do not hold.
 
-    ``title``: the model's name, for people. ``name``: our tensor's name -> theirs. ``pieces``: name and shape of one of
-    ours -> the tensors that it is in a checkpoint; None: one, called ``name``. ``read_config``: a folder -> our
-    configuration; raises ``ValueError`` for another model. ``write_config``: configuration and dtype -> their
-    ``config.json``; raises ``ValueError`` for a model that the format cannot tell. ``free``: fields of the
-    configuration that weights do not depend on, those of a configuration in it as ``moe.balance_rate``. ``tied``: our
-    (head, embedding) where the model ties the two, else None: some checkpoints hold the head all the same.
+    ``title``: the model's name, for people. ``model_types``: theirs, in ``config.json``. ``name``: our tensor's name ->
+    theirs. ``pieces``: name and shape of one of ours -> the tensors that it is in a checkpoint; None: one, called
+    ``name``. ``read_config``: a folder -> our configuration; raises ``ValueError`` for another model.
+    ``write_config``: configuration and dtype -> their ``config.json``; raises ``ValueError`` for a model that the
+    format cannot tell. ``free``: fields of the configuration that weights do not depend on, those of a configuration
+    in it as ``moe.balance_rate``. ``tied``: our (head, embedding) where the model ties the two, else None: some
+    checkpoints hold the head all the same.
     """
 
     title: str
     name: Callable[[str], str]
     read_config: Callable[[str | os.PathLike[str]], Any]
     write_config: Callable[[Any, torch.dtype], dict[str, Any]]
+    model_types: tuple[str, ...]
     free: tuple[str, ...] = ()
     tied: Callable[[Any], tuple[str, str] | None] = lambda config: None
     pieces: Callable[[str, Sequence[int]], list[Piece]] | None = None

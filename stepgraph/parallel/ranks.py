@@ -12,10 +12,11 @@ class Ranks:
     """The processes of this run: those of torch.distributed when it is initialized, else this one alone.
 
     An error on one rank is raised on every rank, so none waits for ever for another that has failed. ``alone``: count
-    this process by itself in any case.
+    this process by itself in any case. ``group``: what the ranks meet in, None for the default of all.
     """
 
-    def __init__(self, alone: bool = False) -> None:
+    def __init__(self, alone: bool = False, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
         self.distributed = not alone and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.distributed else 0
         self.world = dist.get_world_size() if self.distributed else 1
@@ -32,7 +33,7 @@ class Ranks:
         results = [(value, failure)]
         if self.distributed:
             results = [None] * self.world
-            dist.all_gather_object(results, (value, failure))
+            dist.all_gather_object(results, (value, failure), group=self.group)
         for _, error in results:
             if error is not None:
                 raise error

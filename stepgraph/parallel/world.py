@@ -58,6 +58,15 @@ def _init_process_group(backend: str) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
+def gloo_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for what another thread than the main one does, on the CPU; all ranks make it at the same
+    time. None where this process is alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    with compat.single_gloo_thread():
+        return dist.new_group(backend="gloo")
+
+
 @contextlib.contextmanager
 def started(spec: MeshSpec | None, device_type: str) -> Iterator[Mesh | None]:
     """The mesh ``spec`` over the processes that were started, its process groups open while inside.

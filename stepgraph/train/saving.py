@@ -3,23 +3,29 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stepgraph import parallel
 from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
 from stepgraph.parallel.ranks import Ranks
+from stepgraph.train.checkpoint.background import BackgroundSaves
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_state, resolve
 
 
 class Saving:
     """The checkpoints of the run in ``path``. ``saved_step``: of the newest that this process wrote or began with."""
 
-    def __init__(self, config: TrainConfig, path: Path, mesh: parallel.Mesh | None, ranks: Ranks):
+    def __init__(self, config: TrainConfig, path: Path, mesh: parallel.Mesh | None, ranks: Ranks, device: torch.device):
         layout = None if mesh is None else str(mesh.spec)
         self.config, self.path, self.ranks = config, path, ranks
         self.checkpointer = Checkpointer(
             path / "checkpoints", keep=config.keep_checkpoints, keep_every=config.keep_every, mesh=layout
         )
         self.saved_step: int | None = None
+        self.notes: list[str] = []
+        behind = config.save == "behind" or (config.save == "auto" and device.type == "cuda")
+        self.background = BackgroundSaves(self.checkpointer, parallel.gloo_group()) if behind else None
 
     def load(self, path: Path, state: dict[str, Any]) -> None:
         """Continue from the checkpoint ``path``, or that run's newest: on any mesh with the row that comes next."""
@@ -34,9 +40,36 @@ class Saving:
         for group, given in zip(build.param_groups(state["optimizer"]), options, strict=True):
             group.update(given)  # --weight-decay and the like may be changed on --resume
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save the state after ``step`` updates, unless that is done. Raises OSError in one line."""
+    def save(self, step: int, state: dict[str, Any], *, last: bool) -> None:
+        """Save the state after ``step`` updates, unless that is done; the ``last`` is waited for, and so is the one
+        before. Raises OSError in one line."""
+        if last:
+            self.finish()
         if step == self.saved_step:
             return
-        self.checkpointer.save(step, state)
+        if self.background and not last:
+            try:
+                self.background.begin(step, state)
+            except MemoryError as failure:  # on all ranks
+                self.background = None
+                self.notes.append(f"warning: checkpoints are waited for: {failure}")
+        if self.background is None or last:
+            self.checkpointer.save(step, state)
         self.saved_step = step
+
+    def written(self) -> list[str]:
+        """What to say of checkpoints since. Raises OSError, in one line, where one could not be written."""
+        notes, self.notes = self.notes, []
+        try:
+            return notes + (self.background.check() if self.background else [])
+        except OSError:
+            self.saved_step = None
+            raise
+
+    def finish(self) -> None:
+        """Wait for the save that goes on. One that fails has left the checkpoints before it as they were."""
+        if self.background:
+            try:
+                self.background.finish()
+            except OSError:
+                self.saved_step = None

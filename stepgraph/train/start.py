@@ -1,4 +1,4 @@
-"""Before a run begins: its folder, what it would overwrite, its data, and what it says of its options."""
+"""Before a run begins: its folder, its data, and what it says of its options."""
 
 import json
 from collections.abc import Sequence
@@ -10,16 +10,19 @@ from stepgraph import parallel, passes
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
-from stepgraph.train.data import Batch, DataBundle, PackedLoader, default_folder, open_data, validation_batches
+from stepgraph.train.data import (
+    DataBundle,
+    MixedLoader,
+    PackedLoader,
+    Part,
+    default_folder,
+    open_data,
+    open_validation,
+    require_one_kind,
+    validation_batches,
+)
 from stepgraph.train.records.folder import require_unused
-
-
-def check_export(config: TrainConfig) -> None:
-    """Raise ``ValueError`` for an export that would overwrite something."""
-    if config.export_hf and config.export_hf.exists() and not config.export_hf.is_dir():
-        raise ValueError(f"export_hf={config.export_hf} is a file: give a new folder")
-    if config.export_hf and config.export_hf.is_dir() and any(config.export_hf.iterdir()):
-        raise ValueError(f"export_hf={config.export_hf} is not empty: give a new folder")
+from stepgraph.train.validation import ValidationSet
 
 
 def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
@@ -51,7 +54,7 @@ def require_work(config: TrainConfig, step: int) -> None:
 
 def open_fitting_data(config: TrainConfig) -> DataBundle:
     """The data of a run. Raises ``ValueError`` where the tokenizer has more tokens than the model."""
-    data = open_data(config.data, config.tokenizer)
+    data = open_data(config.data, config.tokenizer, config.text_field)
     if data.tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model {config.model.vocab_size}: "
@@ -60,15 +63,25 @@ def open_fitting_data(config: TrainConfig) -> DataBundle:
     return data
 
 
-def open_batches(config: TrainConfig, data: DataBundle, mesh: parallel.Mesh | None) -> tuple[PackedLoader, list[Batch]]:
+def open_batches(
+    config: TrainConfig, data: DataBundle, mesh: parallel.Mesh | None
+) -> tuple[PackedLoader | MixedLoader, list[ValidationSet]]:
     """What this rank trains on and what it validates on; ranks that differ in tp, ep or pp alone read the same."""
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
     if mesh is not None:
         sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
-    validation = validation_batches(data.source, data.tokenizer, n=config.val_batches, **sizes)
+    sets = open_validation(config.val_data, config.text_field) if config.val_data else data.parts
+    sets = sets or (Part(data.source, "", 1.0),)
+    require_one_kind([data.source, *(part.source for part in sets)])
+    validation = [
+        ValidationSet(p.name, p.share, validation_batches(p.source, data.tokenizer, n=config.val_batches, **sizes))
+        for p in sets
+    ]
     sizes["batch_size"] *= config.accumulate
-    cache = config.data_cache or default_folder()
-    return PackedLoader(data.source, data.tokenizer, **sizes, seed=config.seed, cache=cache), validation
+    sizes |= {"seed": config.seed, "cache": config.data_cache or default_folder()}
+    if data.parts:
+        return MixedLoader(list(data.parts), data.tokenizer, **sizes), validation
+    return PackedLoader(data.source, data.tokenizer, **sizes), validation
 
 
 def options_lines(config: TrainConfig, *, resumed: bool) -> str:

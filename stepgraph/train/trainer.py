@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import statistics
 import sys
 import time
 import traceback
@@ -19,7 +18,6 @@ from stepgraph import parallel, passes
 from stepgraph.config import build
 from stepgraph.config.device import device_name, device_peak, is_out_of_memory, peak_mem_gib, pick_device
 from stepgraph.config.environment import environment
-from stepgraph.config.hf_weights import save_hf
 from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
@@ -29,7 +27,7 @@ from stepgraph.run.program import Waits
 from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.closing import close
-from stepgraph.train.data import unigram_entropy
+from stepgraph.train.export import check_export, export
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import memory_advice
@@ -39,6 +37,8 @@ from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder
 from stepgraph.train.records.progress import Progress
+from stepgraph.train.records.tracker import Wandb, package
+from stepgraph.train.sample import Samples
 from stepgraph.train.saving import Saving
 from stepgraph.train.traces.memory import MemorySnapshot
 from stepgraph.train.traces.page import RunPage
@@ -106,9 +106,10 @@ class Run:
         self.device, self.mesh, self.ranks = device, mesh, Ranks()
         self.speaks = self.ranks.rank == 0
         self.failures = SoundFailures()
-        self.say = self.failures.say if self.speaks else _say_nothing
+        self.say = self.failures.say if self.speaks else lambda *_: None
         self.runs_ahead = self.device.type == "cuda"
-        self.ranks.first(lambda: start.check_export(config))
+        self.ranks.first(lambda: config.export_hf and check_export(config.export_hf))
+        self.ranks.first(lambda: config.log == "wandb" and bool(package()))
         # Before the data is opened, which may take long.
         path, self.restarted, resume = self.ranks.first(lambda: start.choose_folder(config))
         self.snapshot = MemorySnapshot(path) if config.memory_snapshot and self.speaks else None
@@ -118,16 +119,17 @@ class Run:
 
         data = start.open_fitting_data(config)
         self.loader, batches = start.open_batches(config, data, mesh)
-        self.unigram = self.ranks.first(lambda: unigram_entropy(data.source, data.tokenizer))
+        self.unigram = self.ranks.first(data.unigram_entropy)
         self.loader.tokens.start()  # from here on, only its thread reads the source
 
         self.model = build.build_model(config, device, mesh)
         self.optimizer = build.build_optimizer(config, self.model)
         self.loss_fn = build.build_loss(config, device, mesh)
         self.validation = Validation(self.model, self.loss_fn, batches, device)
+        self.samples = Samples(config, data.source.chat, self.model, self.ranks)
         self.done = {"step": 0, "tokens": 0}
 
-        self.saving = Saving(config, path, mesh, self.ranks)
+        self.saving = Saving(config, path, mesh, self.ranks, device)
         if resume:
             self._load(path if self.restarted else config.resume)
         self.finite = Finite(config, path, self.ranks)
@@ -173,6 +175,7 @@ class Run:
         try:
             self.folder = RunFolder(path, resume_step=self.step if self.restarted else self.saving.saved_step)
             self.last_loss = self.folder.last_loss
+            self.folder.tracker = Wandb(self.config, path) if self.config.log == "wandb" else None
             self.saving.checkpointer.drop_after(self.step)
         except OSError as failure:
             raise ValueError(f"cannot write the run folder {path}: {failure.strerror}; choose another") from failure
@@ -211,14 +214,12 @@ class Run:
             finished = self.step == self.config.steps
             if finished:
                 self._validate()
-            self._save()
+            self._save(last=True)
             if self.failures.first:
-                saved = self.saving.saved_step is not None
-                kept = f"; step {self.step} is saved: --resume {self.folder.path}" if saved else ""
-                raise StoppedError(self.failures.first + kept)
+                raise StoppedError(f"{self.failures.first}; step {self.step} is saved: --resume {self.folder.path}")
             if finished and self.config.export_hf is not None:
-                save_hf(self.model, self.config.export_hf)
-                self.say(f"weights for Hugging Face in {self.config.export_hf}")
+                export(self.model, self.config.export_hf, self.config.tokenizer)
+                self.say(f"weights and tokenizer for Hugging Face in {self.config.export_hf}")
             status = "finished" if finished else "interrupted"
         except (NotFiniteError, NotExactError, StoppedError, OSError) as failure:
             error = str(failure)
@@ -237,6 +238,8 @@ class Run:
         finally:
             self.watch.at("the end", limited=False)
             self.loader.tokens.close()
+            if not lost:
+                self.saving.finish()
             close(self, status, error)
         if lost:  # and no cause of anything
             print(f"error: {who()}{error}", file=sys.stderr, flush=True)
@@ -292,10 +295,14 @@ class Run:
                     self._show()
                 if validate:
                     loss = self._validate()
+                    sample = self.samples.after(self.step)
                     with self.failures.noted():
                         progress.note(f"step {self.step} | val_loss {loss:.4f}")
+                        if sample is not None:
+                            progress.note(f"step {self.step} | sample {config.sample_prompt + sample!r}")
+                            self.folder.log(self.step, sample=sample)
                 if save:
-                    self._save()
+                    self._save(last=False)
                 if validate or save or show:
                     self.last_time = time.perf_counter()
             if launched:
@@ -314,6 +321,8 @@ class Run:
         ever."""
         began = time.perf_counter()
         with self.failures.noted(ValueError):
+            for line in self.saving.written():
+                self.say(line)
             self.loader.ready()
         self.waited_s = time.perf_counter() - began
         received = self.signals.received is not None or self.failures.first is not None
@@ -392,21 +401,18 @@ class Run:
     def _validate(self) -> float:
         """Mean loss over the validation batches; recorded at the current step."""
         self.watch.at(f"the validation after step {self.step}", limited=False)
-        losses = []
-        for loss, batch in self.validation.losses():
-            what = f"the validation loss after step {self.step}"
-            self.finite.require(what, loss, self.step, batch)
-            losses.append(loss)
-        self.val_loss = statistics.fmean(losses)
+        what = f"the validation loss after step {self.step}"
+        losses = self.validation.losses(lambda loss, batch: self.finite.require(what, loss, self.step, batch))
+        self.val_loss = losses["val_loss"]
         if self.folder.validated != self.step:  # else recorded before this process resumed the run
             with self.failures.noted():
-                self.folder.log(self.step, val_loss=self.val_loss)
+                self.folder.log(self.step, **losses)
         return self.val_loss
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool) -> None:
         self.watch.at(f"the checkpoint of step {self.step}", limited=False)
         self._check_data()
-        self.saving.save(self.step, self.state)
+        self.saving.save(self.step, self.state, last=last)
         with self.failures.noted():
             self.folder.check_there(self.config)
 
@@ -426,7 +432,3 @@ class Run:
         reports = [dataclasses.replace(report, excerpts=[]) for report in self.captured.report]  # the page has those
         with self.failures.noted():
             self.folder.write_passes(passes.format_report(reports) + "\n", [dataclasses.asdict(r) for r in reports])
-
-
-def _say_nothing(*_: object) -> None:
-    """What ranks other than 0 print."""

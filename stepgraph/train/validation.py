@@ -1,6 +1,8 @@
 """The validation loss of a run: eager, or through the stages of a pipeline."""
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,20 +14,45 @@ from stepgraph.run import PipelinedLoss
 Batch = dict[str, torch.Tensor]
 
 
-class Validation:
-    """The losses of ``model`` on fixed ``batches``, in evaluation mode and without gradients."""
+@dataclass(frozen=True)
+class ValidationSet:
+    """Fixed batches, their ``name`` in the metrics, and the ``share`` of their loss in that of all sets."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, batches: Sequence[Batch], device: torch.device):
-        self.model, self.loss_fn, self.batches, self.device = model, loss_fn, batches, device
+    name: str
+    share: float
+    batches: Sequence[Batch]
+
+
+class Validation:
+    """The losses of ``model`` on fixed ``sets`` of batches, in evaluation mode and without gradients."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, sets: Sequence[ValidationSet], device: torch.device):
+        self.model, self.loss_fn, self.sets, self.device = model, loss_fn, sets, device
         self._pipelined: PipelinedLoss | None = None
 
+    @property
+    def batches(self) -> Sequence[Batch]:
+        """Of the first set."""
+        return self.sets[0].batches
+
     @torch.no_grad()
-    def losses(self) -> Iterator[tuple[float, Batch]]:
-        """Each batch's loss, and the batch. All ranks of a pipeline ask together."""
+    def losses(self, check: Callable[[float, Batch], None]) -> dict[str, float]:
+        """The mean loss of each set by ``val_loss_NAME``, and that of all by ``val_loss``, each set with its share.
+
+        ``check`` is called with each batch's loss and the batch. All ranks of a pipeline ask together.
+        """
         self.model.eval()
-        for batch in self.batches:
-            yield self._loss({k: v.to(self.device) for k, v in batch.items()}).item(), batch
+        means: dict[str, float] = {}
+        for one in self.sets:
+            losses = []
+            for batch in one.batches:
+                losses.append(self._loss({k: v.to(self.device) for k, v in batch.items()}).item())
+                check(losses[-1], batch)
+            means[f"val_loss_{one.name}"] = statistics.fmean(losses)
         self.model.train()
+        if len(self.sets) == 1:
+            return {"val_loss": next(iter(means.values()))}
+        return {"val_loss": sum(m * s.share for m, s in zip(means.values(), self.sets, strict=True))} | means
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         if pipeline_of(self.model) is None:

@@ -222,11 +222,11 @@ def test_reported_step_times_add_up_to_the_time_that_the_steps_took(trainer, tmp
     def timed(name):
         original = getattr(Run, name)
 
-        def call(self):
+        def call(self, **options):
             start = time.perf_counter()
             if name != "_steps":
                 time.sleep(0.2)  # longer than a step, so that it would show in one
-            value = original(self)
+            value = original(self, **options)
             spans[name].append((start, time.perf_counter()))
             return value
 
@@ -245,7 +245,7 @@ def test_reported_step_times_add_up_to_the_time_that_the_steps_took(trainer, tmp
     assert median == pytest.approx(statistics.median(times[2:])) == pytest.approx(sum(times) / 30, rel=0.7)
 
 
-def test_hugging_face_weights_out_and_in(finished, trainer, tmp_path):
+def test_hugging_face_weights_out_and_in(finished, trainer, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     assert trainer.here("--out", tmp_path / "one", "--seed", 1, "--export-hf", tmp_path / "hf") == 0
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
@@ -266,3 +266,25 @@ def test_hugging_face_weights_out_and_in(finished, trainer, tmp_path):
     assert trainer.metrics(tmp_path / "one", "loss")[0] != trainer.metrics(finished[0], "loss")[0]  # another seed
     assert trainer.metrics(tmp_path / "two", "loss")[0] == (1, pytest.approx(loss(first), rel=1e-5))
     assert (tmp_path / "hf2" / "model.safetensors").is_file()
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert model.config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_id
+    assert model.config.bos_token_id is None
+    text = "def été():\r\n\t return '日本', \u0000   # 😀"
+    assert tokenizer(text)["input_ids"] == data.tokenizer.encode(text).tolist()
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+    # Of the finished run, `stepgraph export` writes the same, and a checkpoint before the last something else.
+    assert trainer.main(["export", str(tmp_path / "one"), "--out", str(tmp_path / "hf3")]) == 0
+    written = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    assert written == {path.name: path.read_bytes() for path in (tmp_path / "hf3").iterdir()}
+    earlier = tmp_path / "one" / "checkpoints" / "step-00000004"
+    assert trainer.main(["export", str(earlier), "--out", str(tmp_path / "hf4")]) == 0
+    assert (
+        trainer.main(["sample", str(earlier), "--prompt", "import", "--max-new-tokens", "9", "--temperature", "0"]) == 0
+    )
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf4", dtype=torch.float32)
+    prompt = torch.tensor([[data.tokenizer.eos_id, *b"import"]])
+    made = theirs.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)[0, 1:]
+    assert capsys.readouterr().out.endswith(f"\n{tokenizer.decode(made, skip_special_tokens=True)}\n")
+    assert written["model.safetensors"] != (tmp_path / "hf4" / "model.safetensors").read_bytes()

@@ -49,6 +49,17 @@ def write(path, content):
         (lambda tmp: ["--init-from-hf", tmp], "config.json"),
         (lambda tmp: ["--export-hf", tmp], "is not empty: give a new folder"),
         (lambda tmp: ["--export-hf", tmp / "file"], "is a file: give a new folder"),
+        (lambda tmp: ["--export-hf", tmp / "file" / "out"], "in/file, which is a file: give a new folder"),
+        (
+            lambda tmp: ["--sample-every", 7],
+            "sample_every=7 must be a multiple of val_every=5, as samples are written at",
+        ),
+        (lambda tmp: ["--sample-every", 7, "--val-every", 0], "is at validations and val_every=0: try --val-every 7"),
+        (lambda tmp: ["--sample-prompt", "Once"], "there are none: add --sample-every"),
+        (
+            lambda tmp: ["--sample-every", 5, "--sample-prompt", "x" * 2048],
+            "the prompt has 2049 tokens, the model takes",
+        ),
         (lambda tmp: ["--memory", "ful"], "unknown memory policy 'ful'"),
         (lambda tmp: ["--passes", "exactly"], "--passes"),
         (lambda tmp: ["--lr", "nan"], "lr=nan must be finite, and above 0"),
@@ -83,6 +94,45 @@ def test_a_run_folder_that_cannot_be_had_is_refused_and_kept(trainer, tmp_path, 
         assert trainer.here("--out", tmp_path / "locked" / "run") == 2
         assert "Permission denied" in one_line(capsys)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "locked"] and file.read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_export_that_could_not_be_written_is_refused_before_training(trainer, tmp_path, capsys):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    assert trainer.here("--export-hf", tmp_path / "locked" / "a" / "b", "--out", tmp_path / "run") == 2
+    assert "locked is read-only: give another folder" in one_line(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "sample takes a run folder first: write stepgraph sample RUN"),
+        (["{tmp}"], "is not a run folder (it has no config.json)"),
+        (["{tmp}", "--top-p", "0"], "top_p=0.0 must be in (0, 1]"),
+        (["{tmp}", "--temperature", "-1"], "temperature=-1.0 must be 0 or more"),
+        (["{tmp}", "--max-new-tokens", "0"], "max_new_tokens=0 must be above 0"),
+    ],
+    ids=lambda value: None if isinstance(value, list) else re.sub(r"\W+", "-", value),
+)
+def test_a_wrong_sample_is_one_line(words, says, trainer, tmp_path, capsys):
+    assert trainer.main(["sample", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    assert says in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "export takes a run folder first: write stepgraph export RUN --out FOLDER"),
+        (["{tmp}"], "export needs a folder to write: add --out FOLDER"),
+        (["{tmp}", "--out", "{tmp}/new"], "is not a run folder (it has no config.json): give the folder of a run"),
+        (["{tmp}", "--to", "x"], "unknown option --to"),
+    ],
+    ids=lambda value: None if isinstance(value, list) else re.sub(r"\W+", "-", value),
+)
+def test_a_wrong_export_is_one_line(words, says, trainer, tmp_path, capsys):
+    assert trainer.main(["export", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    assert says in one_line(capsys)
 
 
 def test_a_run_folder_in_use_is_refused_before_the_data_is_opened(trainer, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from stepgraph.config import build
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
@@ -284,3 +286,15 @@ def test_muon_beside_adamw_goes_on_bitwise(trainer, tmp_path, monkeypatch):
     muons = {name for name in tensors if name.endswith(".momentum_buffer")}
     assert muons and all(name.startswith("optimizer.layers.") for name in muons)
     assert "optimizer.embed.weight.exp_avg" in tensors
+
+
+def test_checkpoints_behind_the_run_are_those_it_would_wait_for(trainer, whole, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert trainer.here(*OPTIONS, "--save", "behind", "--out", folder) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\ncheckpoint of step 4: the run waited \d\.\d\d s, written in \d+\.\d s\n", out)
+    assert trainer.checkpoints(folder) == [f"step-{step:08d}" for step in range(4, 25, 4)]
+    for step in (8, 24):
+        tensors, texts = trainer.saved(folder, step)
+        expected, others = trainer.saved(whole, step)
+        assert texts == others and all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())

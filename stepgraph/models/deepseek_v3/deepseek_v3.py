@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stepgraph.models.cache import LayerCache
 from stepgraph.models.checks import check_positive
 from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.decoder import MoEDecoder
@@ -110,6 +111,7 @@ class LatentAttention(nn.Module):
         x: torch.Tensor,  # (B, T, D)
         cos: torch.Tensor,  # (T, 1, qk_rope_head_dim)
         signed_sin: torch.Tensor,  # the same
+        cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
     ) -> torch.Tensor:  # (B, T, D)
         config = self.config
         nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -123,14 +125,17 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)  # (B, T, H, qk_head_dim)
         q = torch.cat((q_nope, apply_rope_interleaved(q_rope, cos, signed_sin)), dim=-1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, *)
-        return self.o_proj(self._attend(q, k, v).transpose(1, 2).flatten(2))
+        causal = cache is None or q.shape[2] > 1
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        return self.o_proj(self._attend(q, k, v, causal).transpose(1, 2).flatten(2))
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
         """(B, H, T, qk_head_dim) twice and (B, H, T, v_head_dim) -> (B, H, T, v_head_dim)."""
         width, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
         if v.device.type == "cpu" and missing > 0:  # its fused attention takes one width only
             v = F.pad(v, (0, missing))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)[..., :width]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale)[..., :width]
 
 
 class Block(nn.Module):
@@ -143,8 +148,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = SwiGLU(config.dim, config.ffn_dim) if dense else MoE(config.dim, config.moe)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:  # (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin)
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, cache: LayerCache | None = None
+    ) -> torch.Tensor:  # (B, T, D)
+        x = x + self.attn(self.attn_norm(x), cos, signed_sin, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -19,6 +19,7 @@ DEEPSEEK_V3 = Family(
         hf_name,
         config_from_hf,
         config_to_hf,
+        ("deepseek_v3", "deepseek_v2"),
         free=("max_seq_len", "moe.balance_rate"),
         tied=lambda config: ("head.weight", "embed.weight") if config.tie_embeddings else None,
         pieces=pieces,

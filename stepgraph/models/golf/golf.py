@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stepgraph.models.cache import Cache, LayerCache
 from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.init import Part, init_parameters
 
@@ -84,13 +85,15 @@ class Attention(nn.Module):
         self.q_norm = _norm(config.head_dim)
         self.k_norm = _norm(config.head_dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
+    def forward(self, x: torch.Tensor, cache: LayerCache | None = None) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
         B, T, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H, T, head_dim)
         k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H_kv, T, head_dim)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H_kv, T, head_dim)
         # The pytorch issue's code repeats k and v for each query head; grouped attention needs no copies.
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gqa)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -119,15 +122,16 @@ class Block(nn.Module):
         self.attn_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
         self.mlp_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        attn = self.attn(self.attn_norm(x))
+    def forward(self, x: torch.Tensor, cache: LayerCache | None = None) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
+        attn = self.attn(self.attn_norm(x), cache)
         x = x + (attn if self.attn_scale is None else self.attn_scale * attn)
         mlp = self.mlp(self.mlp_norm(x))
         return x + (mlp if self.mlp_scale is None else self.mlp_scale * mlp)
 
 
 class Golf(nn.Module):
-    """The golf model: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V).
+    """The golf model: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the
+    tokens that follow those in it.
 
     Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
     then :meth:`init_weights`.
@@ -147,10 +151,10 @@ class Golf(nn.Module):
         """Fill the parameters in place; ``seed`` and ``parts`` as in `init_parameters`."""
         init_parameters(self, self.config.n_layers, seed, parts)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
+    def forward(self, tokens: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
         x = self.embed_norm(self.embed(tokens))  # (B, T, D)
-        for block in self.layers:
-            x = block(x)
+        for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = block(x, kept)
         return self.head(self.norm(x))  # (B, T, V)
 
 

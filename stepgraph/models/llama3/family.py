@@ -16,6 +16,7 @@ LLAMA3 = Family(
         hf_name,
         config_from_hf,
         config_to_hf,
+        ("llama",),
         free=("max_seq_len", "attention"),
         tied=lambda config: ("head.weight", "embed.weight") if config.tie_embeddings else None,
     ),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from stepgraph.errors import unknown_name
+from stepgraph.models.cache import Cache, LayerCache, tokens_in
 from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.init import Part, init_parameters
 from stepgraph.models.rope import RopeScaling, apply_rope, rope_tables
@@ -100,6 +101,7 @@ class Attention(nn.Module):
         cos: torch.Tensor,  # (T, 1, head_dim)
         signed_sin: torch.Tensor,  # (T, 1, head_dim)
         block_mask: BlockMask | None,  # given: FlexAttention
+        cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
     ) -> torch.Tensor:  # (B, T, D)
         B, T, _ = x.shape
         # The head count is left to view (-1), so that projections split over tensor-parallel ranks work unchanged.
@@ -108,8 +110,10 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H_kv, head_dim)
         # Views, not copies: the attention kernels read any strides, and their output has the layout of q.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
+        if cache is not None:
+            k, v = cache.extend(k, v)
         if block_mask is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gqa)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
         else:
             y = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=self.gqa)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
@@ -126,14 +130,20 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.dim, config.ffn_dim)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, block_mask: BlockMask | None
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        block_mask: BlockMask | None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, block_mask)
+        x = x + self.attn(self.attn_norm(x), cos, signed_sin, block_mask, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama3(nn.Module):
-    """Llama 3: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V).
+    """Llama 3: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the tokens
+    that follow those in it.
 
     Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
     then :meth:`init_weights`. With tied embeddings there is no ``head`` module, so the tie survives both.
@@ -168,18 +178,19 @@ class Llama3(nn.Module):
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(signed_sin)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
-        limit = self.config.max_seq_len
-        T = tokens.shape[1]
+    def forward(self, tokens: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
+        limit, start = self.config.max_seq_len, tokens_in(cache)
+        T = start + tokens.shape[1]
         if limit < T:
             raise ValueError(f"sequence length {T} is above max_seq_len={limit}; shorten it or raise max_seq_len")
         x = self.embed(tokens)  # (B, T, D)
         # Tables in the residual stream's dtype, as in Hugging Face: a bf16 model rotates in bf16, with a rounding that
         # existing checkpoints were trained and served with; under autocast the stream, and so the rotation, is fp32.
-        cos, signed_sin = self.rope_cos[:T].to(x.dtype), self.rope_sin[:T].to(x.dtype)
-        block_mask = causal_block_mask(T, x.device) if self.config.attention == "flex" else None
-        for block in self.layers:
-            x = block(x, cos, signed_sin, block_mask)
+        cos, signed_sin = self.rope_cos[start:T].to(x.dtype), self.rope_sin[start:T].to(x.dtype)
+        flex = self.config.attention == "flex" and cache is None
+        block_mask = causal_block_mask(T, x.device) if flex else None
+        for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = block(x, cos, signed_sin, block_mask, kept)
         x = self.norm(x)
         return F.linear(x, self.embed.weight) if self.head is None else self.head(x)  # (B, T, V)
 

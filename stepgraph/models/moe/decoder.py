@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stepgraph.models.cache import Cache, tokens_in
 from stepgraph.models.init import Part, init_parameters
 from stepgraph.models.moe.router import Router
 from stepgraph.models.rope import YarnScaling, rope_tables
 
 
 class MoEDecoder(nn.Module):
-    """A decoder: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V).
+    """A decoder: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the tokens
+    that follow those in it.
 
     Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
     then :meth:`init_weights`. With tied embeddings there is no ``head`` module, so the tie survives both.
@@ -58,15 +60,16 @@ class MoEDecoder(nn.Module):
         for router in self.routers:
             router.init_buffers()
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
-        limit = self.config.max_seq_len
-        T = tokens.shape[1]
+    def forward(self, tokens: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
+        limit, start = self.config.max_seq_len, tokens_in(cache)
+        T = start + tokens.shape[1]
         if limit < T:
             raise ValueError(f"sequence length {T} is above max_seq_len={limit}; shorten it or raise max_seq_len")
         x = self.embed(tokens)  # (B, T, D)
-        cos, signed_sin = self.rope_cos[:T].to(x.dtype), self.rope_sin[:T].to(x.dtype)  # the dtype, as in Llama3
-        for block in self.layers:
-            x = block(x, cos, signed_sin)
+        # The dtype, as in Llama3.
+        cos, signed_sin = self.rope_cos[start:T].to(x.dtype), self.rope_sin[start:T].to(x.dtype)
+        for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = block(x, cos, signed_sin, kept)
         x = self.norm(x)
         return F.linear(x, self.embed.weight) if self.head is None else self.head(x)  # (B, T, V)
 

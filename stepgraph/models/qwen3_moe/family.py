@@ -32,6 +32,7 @@ QWEN3_MOE = Family(
         hf_name,
         config_from_hf,
         config_to_hf,
+        ("qwen3_moe",),
         free=("max_seq_len", "moe.balance_rate"),
         tied=lambda config: ("head.weight", "embed.weight") if config.tie_embeddings else None,
         pieces=pieces,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stepgraph.models.cache import LayerCache
 from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.decoder import MoEDecoder
@@ -73,6 +74,7 @@ class Attention(nn.Module):
         x: torch.Tensor,  # (B, T, D)
         cos: torch.Tensor,  # (T, 1, head_dim)
         signed_sin: torch.Tensor,  # (T, 1, head_dim)
+        cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
     ) -> torch.Tensor:  # (B, T, D)
         B, T, _ = x.shape
         # The head count is left to view (-1), so that projections split over tensor-parallel ranks work unchanged.
@@ -81,7 +83,9 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H_kv, head_dim)
         q, k = apply_rope(q, cos, signed_sin), apply_rope(k, cos, signed_sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gqa)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -95,8 +99,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MoE(config.dim, config.moe)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:  # (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin)
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, cache: LayerCache | None = None
+    ) -> torch.Tensor:  # (B, T, D)
+        x = x + self.attn(self.attn_norm(x), cos, signed_sin, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -63,6 +63,7 @@ from stepgraph.train.checkpoint.state import (
     without,
 )
 
+_Tensors = dict[str, torch.Tensor]
 PARTS = ("model", "optimizer", "loader", "schedule", "trainer")
 
 
@@ -96,19 +97,40 @@ class Checkpointer:
         Errors: ValueError for a state that cannot be saved; OSError, one line, when writing fails. Either leaves every
         earlier checkpoint as it was.
         """
-        target = self.folder / f"step-{step:08d}"
+        return self.collect(step, state)()
+
+    def collect(
+        self, step: int, state: dict, copied: Callable[[_Tensors], _Tensors] = lambda tensors: tensors,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> Callable[[], Path]:  # fmt: skip
+        """`save` in two parts: take all but the tensors out of ``state``, and return a function that writes these and
+        what ``copied`` makes of the tensors, and returns the path. ``group``: what the ranks meet in while they write.
+        """
         if step < 0:
             raise ValueError(f"step={step} is negative; steps count from 0")
-        temporary = self.folder / (TEMPORARY + target.name)
         ranks = Ranks()
+
+        def work() -> tuple[_Tensors, dict[str, list], dict, dict]:
+            tensors, *rest = _collect(state)
+            return copied(tensors), *rest
+
+        tensors, model, own, shared = ranks.each(work)
+        if "optimizer" in shared and absent_names(state["model"]):
+            layouts = ranks.gather(lambda: shared["optimizer"])
+            shared["optimizer"] = join_optimizers(layouts, list(model))
+        files = {_rank_file(ranks.rank): own} | ({"state.json": shared} if ranks.rank == 0 else {})
+        return lambda: self._write(step, tensors, model, files, group)
+
+    def _write(
+        self, step: int, tensors: _Tensors, model: dict[str, list], files: dict[str, dict],
+        group: torch.distributed.ProcessGroup | None,
+    ) -> Path:  # fmt: skip
+        target = self.folder / f"step-{step:08d}"
+        temporary = self.folder / (TEMPORARY + target.name)
+        ranks = Ranks(group=group)
         try:
-            tensors, model, own, shared = ranks.each(lambda: _collect(state))
-            if "optimizer" in shared and absent_names(state["model"]):
-                layouts = ranks.gather(lambda: shared["optimizer"])
-                shared["optimizer"] = join_optimizers(layouts, list(model))
-            files = {_rank_file(ranks.rank): own} | ({"state.json": shared} if ranks.rank == 0 else {})
             ranks.first(lambda: self._start(temporary))
-            dcp_save(tensors, temporary)
+            dcp_save(tensors, temporary, group)
             written = ranks.gather(lambda: _write_rank(temporary, files, ranks.rank))
             manifest = {
                 "format": FORMAT,

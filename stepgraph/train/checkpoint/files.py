@@ -80,14 +80,16 @@ def _one_process_is_fine() -> Iterator[None]:
         yield
 
 
-def dcp_save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write this rank's part of ``tensors`` and, on rank 0, the index; the caller syncs them. Errors: OSError.
+def dcp_save(tensors: dict[str, torch.Tensor], folder: Path, group: torch.distributed.ProcessGroup | None) -> None:
+    """Write this rank's part of ``tensors`` and, on rank 0, the index; the caller syncs them. ``group``: what the ranks
+    meet in, None for the default of all. Errors: OSError.
 
     DCP's own ``sync_files`` calls fsync on the index before Python's buffer is flushed, so its end may get lost.
     """
     try:
         with _one_process_is_fine():
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder, sync_files=False))
+            writer = dcp.FileSystemWriter(folder, sync_files=False)
+            dcp.save(tensors, storage_writer=writer, **({} if group is None else {"process_group": group}))
     except dcp.CheckpointException as error:
         raise _unwrapped(error) from error
 

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+from stepgraph.train.data.chat import ChatTokenizer
 from stepgraph.train.data.formats import open_source
-from stepgraph.train.data.loader import Batch, PackedLoader, unigram_entropy, validation_batches
+from stepgraph.train.data.loader import Batch, PackedLoader, entropy, unigram, unigram_entropy, validation_batches
+from stepgraph.train.data.mixture import MixedLoader, describe_mixture
+from stepgraph.train.data.several import Part, open_parts, open_validation, require_one_kind
 from stepgraph.train.data.sources import Source
 from stepgraph.train.data.token_cache import default_folder
 from stepgraph.train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
@@ -16,14 +19,31 @@ class DataBundle:
     source: Source
     tokenizer: Tokenizer
     description: str
+    parts: tuple[Part, ...] = ()
+    """Of a mixture, of which ``source`` is the first part; empty without one."""
+
+    def unigram_entropy(self) -> float:
+        """That of the tokens' frequencies in the data, of a mixture with its parts' shares, in nats."""
+        parts = self.parts or (Part(self.source, "", 1.0),)
+        return entropy(sum(part.share * unigram(part.source, self.tokenizer) for part in parts))
 
 
-def open_data(data: str = "stdlib", tokenizer: str = "bytes") -> DataBundle:
-    """Opens what ``--data`` and ``--tokenizer`` name.
+def open_data(data: str = "stdlib", tokenizer: str = "bytes", text_field: str = "text") -> DataBundle:
+    """Opens what ``--data``, ``--tokenizer`` and ``--text-field`` name.
 
     Raises:
         ValueError: one line; an unknown form, or a missing, empty or corrupt file.
     """
     opened = open_tokenizer(tokenizer)  # first: a wrong name should not wait for a large file
-    source = open_source(data)
-    return DataBundle(source, opened, source.describe())
+    parts = open_parts(data, text_field)
+    source = parts[0].source
+    if source.chat:
+        if tokenizer == "bytes":
+            raise ValueError(
+                f"{data} holds conversations, and bytes have no chat template: give --tokenizer FOLDER/tokenizer.json"
+            )
+        opened = ChatTokenizer(tokenizer)
+    require_one_kind([part.source for part in parts])
+    if len(parts) == 1:
+        return DataBundle(source, opened, source.describe())
+    return DataBundle(source, opened, describe_mixture(parts), tuple(parts))

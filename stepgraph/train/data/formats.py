@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from stepgraph.train.data.packed import unpacked
 from stepgraph.train.data.sources import Sections, Source, Stdlib, describe_sections
 from stepgraph.train.data.split import cut_sections
 
-FORMS = "stdlib, FILE.jsonl, FILE.txt, FILE.parquet or hf:NAME"
+MESSAGES = "messages"  # the field of a conversation
+FORMS = "stdlib, FILE.jsonl or FILE.txt (or with .gz), FILE.parquet or hf:NAME"
 TEXT_SEPARATOR = b"<|endoftext|>"
 
 
@@ -69,6 +71,8 @@ class TextFile(Source):
 class JsonLines(Source):
     """A file with a JSON object per line, the document in one field of it; blank lines are passed over.
 
+    Where the first line has ``messages`` and no such field, each line is a conversation.
+
     Only the byte offset and number of each line are in memory. Lines are parsed when they are read, so a bad line far
     into a large file raises only when the run reaches it.
     """
@@ -85,12 +89,25 @@ class JsonLines(Source):
         if not offsets:
             raise ValueError(f"{path} holds no documents, only blank lines: give a JSON object per line")
         self._offsets, self._numbers = np.array(offsets), np.array(numbers)
+        first, _ = self._record(0)
+        self.chat = self._field not in first and MESSAGES in first
+        if self.chat:
+            self._field, self.unit = MESSAGES, "conversations"
+            if len(offsets) == 1:
+                raise ValueError(f"{path} holds one conversation: give two or more, of which one is for validation")
         self.split_by_index(len(offsets))
 
     def stamp(self) -> str:
         return str(self._path.stat().st_mtime_ns)
 
     def read(self, index: int) -> bytes:
+        record, where = self._record(index)
+        if self._field not in record:
+            raise _no_field(where, self._field, record)
+        return (_conversation if self.chat else _encoded)(record[self._field], where, self._field)
+
+    def _record(self, index: int) -> tuple[dict[str, Any], str]:
+        """The object in a line, and where that is."""
         where = f"{self._path}:{self._numbers[index]}"
         self._file.seek(self._offsets[index])
         line = self._file.readline().rstrip()
@@ -104,9 +121,7 @@ class JsonLines(Source):
             raise ValueError(f"{where}: not valid JSON ({error}): give a JSON object per line") from error
         if not isinstance(record, dict):
             raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object with the field {self._field!r}")
-        if self._field not in record:
-            raise _no_field(where, self._field, record)
-        return _encoded(record[self._field], where, self._field)
+        return record, where
 
     def identity(self) -> bytes:
         return self._offsets.tobytes()
@@ -219,8 +234,9 @@ def open_source(data: str, text_field: str = "text") -> Source:
 
 def _open_file(data: str, text_field: str) -> Source:
     path = Path(data)
-    suffix = path.suffix.lower()
-    if suffix not in (".jsonl", ".txt", ".parquet"):
+    packed = path.suffix.lower() == ".gz"
+    suffix = path.with_suffix("").suffix.lower() if packed else path.suffix.lower()
+    if suffix not in (".jsonl", ".txt", ".parquet") or (packed and suffix == ".parquet"):
         raise ValueError(f"unknown data {data!r}: give {FORMS}")
     try:
         if path.is_file() and path.stat().st_size == 0:
@@ -229,9 +245,15 @@ def _open_file(data: str, text_field: str) -> Source:
             pass
     except OSError as error:
         raise ValueError(f"cannot read data {path}: {error.strerror}") from error
+    there = unpacked(path) if packed else path
     if suffix == ".txt":
-        return TextFile(path)
-    return (JsonLines if suffix == ".jsonl" else Parquet)(path, text_field)
+        source = TextFile(there)
+    else:
+        source = (JsonLines if suffix == ".jsonl" else Parquet)(there, text_field)
+    if packed:
+        source.name = str(path)
+        source.stamp = lambda: str(path.stat().st_mtime_ns)  # not that of the copy
+    return source
 
 
 def _optional(package: str, purpose: str) -> ModuleType:
@@ -253,9 +275,20 @@ def _encoded(value: object, where: str, field: str) -> bytes:
         raise ValueError(f"{where}: {field!r} is not valid Unicode ({error.reason}): fix the text") from error
 
 
+def _conversation(value: object, where: str, field: str) -> bytes:
+    """The messages of a conversation as JSON. ``ValueError`` for anything but a list of roles with what they say."""
+    messages = value if isinstance(value, list) else []
+    for message in messages or [None]:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(
+                f'{where}: {field!r} must be a list of messages such as {{"role": "user", "content": "Hello"}}'
+            )
+    return _encoded(json.dumps(messages, ensure_ascii=False), where, field)
+
+
 def _no_field(where: str, field: str, names: Iterable[str]) -> ValueError:
     has = ", ".join(list(names)[:8]) or "none"
-    return ValueError(f"{where}: no field {field!r} (it has {has}): call the field with the text {field!r}")
+    return ValueError(f"{where}: no field {field!r} (it has {has}): name the one with the text by --text-field")
 
 
 def _check_utf8(path: Path, text: mmap.mmap) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from stepgraph.train.data.sources import Source
 from stepgraph.train.data.split import hash64, shuffled
+from stepgraph.train.data.stream import inputs_and_targets, stream_of
 from stepgraph.train.data.token_cache import TokenCache
 from stepgraph.train.data.tokenizer import Tokenizer
 
@@ -16,46 +17,13 @@ BUFFER_TOKENS = 1 << 24  # that the first epoch shuffles at a time
 ENTROPY_MAX_TOKENS = 20_000_000
 
 
-class _Cursor:
-    """A position in a list of documents; hands out their tokens in order, each document followed by end-of-text."""
-
-    def __init__(self, source: Source, tokenizer: Tokenizer, documents: np.ndarray, position: int = 0, offset: int = 0):
-        self._source, self._tokenizer, self._documents = source, tokenizer, documents
-        self.position = position  # the document, as an index into `documents`
-        self.offset = offset  # the next token within it
-        self._tokens: np.ndarray | None = None  # of the document at `position`, once it was read
-
-    @property
-    def exhausted(self) -> bool:
-        return self.position >= len(self._documents)
-
-    def tokens(self) -> np.ndarray:
-        """All tokens of the current document and its end-of-text, int32 (N,)."""
-        if self._tokens is None:
-            text = self._tokenizer.encode(self._source.read(int(self._documents[self.position])))
-            self._tokens = np.append(text, np.int32(self._tokenizer.eos_id))
-        return self._tokens
-
-    def take(self, count: int) -> list[np.ndarray]:
-        """The next ``count`` tokens, in pieces; fewer where the documents end."""
-        pieces = []
-        while count and not self.exhausted:
-            tokens = self.tokens()
-            piece = tokens[self.offset : self.offset + count]
-            pieces.append(piece)
-            count -= len(piece)
-            self.offset += len(piece)
-            if self.offset == len(tokens):
-                self.position, self.offset, self._tokens = self.position + 1, 0, None
-        return pieces
-
-
 class PackedLoader:
     """An endless iterator over batches ``{"tokens": (B, T), "targets": (B, T)}``, int64 CPU tensors.
 
     The documents of ``split`` in a fixed mixed order, an end-of-text token behind each, are one stream, opened by
     another end-of-text token and cut into rows of T predictions; the last row is filled up from the stream's start, so
-    that every token is predicted once per epoch. ``targets`` is the stream one token later. Each epoch has the rows in
+    that every token is predicted once per epoch. ``targets`` is the stream one token later. Conversations lie in rows
+    as `Rows` says, and their ``targets`` are -100 where another than the assistant speaks. Each epoch has the rows in
     an order of its own, drawn by ``(seed, epoch)``: the first within buffers of ``BUFFER_TOKENS``, so that it begins
     while later documents are still tokenized, all others over the whole split.
 
@@ -86,7 +54,7 @@ class PackedLoader:
         _check_sizes(batch_size, seq_len, rank, world_size)
         documents = source.documents(split)
         documents = source.order(documents, 0, 0) if shuffle else documents
-        self.tokens = TokenCache(source, tokenizer, documents, cache)
+        self.tokens = TokenCache(source, tokenizer, documents, cache, seq_len if source.chat else None)
         self._batch_size, self._seq_len, self._rank, self._world_size = batch_size, seq_len, rank, world_size
         self._seed, self._shuffle = seed, shuffle
         self._buffer = max(1, BUFFER_TOKENS // seq_len)  # rows
@@ -107,15 +75,24 @@ class PackedLoader:
 
     def __next__(self) -> Batch:
         first = self._rank * self._batch_size
-        rows = np.stack([self._read(*self._place(first + i)) for i in range(self._batch_size)])
-        self.epoch, last = self._place(self._world_size * self._batch_size - 1)
-        self._row = last + 1
-        return {"tokens": torch.from_numpy(rows[:, :-1].copy()), "targets": torch.from_numpy(rows[:, 1:].copy())}
+        rows = np.stack([self.row(first + i) for i in range(self._batch_size)])
+        self.advance(self._world_size * self._batch_size)
+        return to_batch(rows)
 
-    def ready(self) -> None:
-        """Wait until the next batch can be read. Raises what `TokenCache.wait` does, before anything has moved on."""
-        for ahead in (0, self._world_size * self._batch_size - 1):
-            self._count(self._place(ahead)[1])
+    def row(self, ahead: int) -> np.ndarray:
+        """The (T + 1,) tokens of the row that comes ``ahead`` rows after the next."""
+        return self._read(*self._place(ahead))
+
+    def advance(self, rows: int) -> None:
+        """Go on behind the next ``rows`` rows."""
+        if rows:
+            self.epoch, last = self._place(rows - 1)
+            self._row = last + 1
+
+    def ready(self, rows: int | None = None) -> None:
+        """Wait until the next ``rows`` rows can be read, by default a batch of all ranks together. Raises what
+        `TokenCache.wait` does, before anything has moved on."""
+        self._count(self._place((rows or self._world_size * self._batch_size) - 1)[1])
 
     def _place(self, ahead: int) -> tuple[int, int]:
         """The (epoch, place in its order) of the row that comes ``ahead`` rows after the next."""
@@ -212,17 +189,15 @@ def validation_batches(
     _check_sizes(batch_size, seq_len, rank, world_size)
     if n < 1:
         raise ValueError(f"n={n} validation batches: ask for at least 1")
-    cursor = _Cursor(source, tokenizer, source.order(source.documents("val"), 0, 0))
-    batches, last_token, total = [], tokenizer.eos_id, 0
-    for index in range(n * world_size):
-        pieces = cursor.take(batch_size * seq_len)
-        total += sum(map(len, pieces))
-        if total < (index + 1) * batch_size * seq_len:
+    stream = stream_of(tokenizer.eos_id, seq_len if source.chat else None)
+    pieces, size = [stream.open()], batch_size * seq_len
+    for index in source.order(source.documents("val"), 0, 0):
+        if stream.there > n * world_size * size:
             break
-        if index % world_size == rank:
-            batches.append(_batch(last_token, pieces, batch_size, seq_len))
-        last_token = int(pieces[-1][-1])
-    whole = total // (batch_size * seq_len * world_size)
+        pieces.append(stream.add(tokenizer.encode_batch([source.read(int(index))])))
+    tokens = np.concatenate([*pieces, stream.close()]).astype(np.int64)
+    total = max(0, len(tokens) - 1)
+    whole = min(n, total // (size * world_size))
     if not whole:
         fitting = total // world_size  # tokens for each rank
         fits = (fitting // seq_len, seq_len) if fitting >= seq_len else (1, fitting)
@@ -232,35 +207,48 @@ def validation_batches(
             f"the validation split of {source.name} has {total:,} tokens, too few for one batch of "
             f"batch_size={batch_size}, seq_len={seq_len}{ranks}: {fix}"
         )
-    return batches[:whole]
+    starts = [(k * world_size + rank) * size + np.arange(batch_size) * seq_len for k in range(whole)]
+    return [to_batch(np.stack([tokens[start : start + seq_len + 1] for start in rows])) for rows in starts]
 
 
 def unigram_entropy(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_TOKENS) -> float:
-    """Entropy in nats of the token distribution of both splits: the loss of a model that knows only frequencies.
+    """Entropy in nats of the token distribution of both splits: the loss of a model that knows only frequencies."""
+    return entropy(unigram(source, tokenizer, max_tokens))
 
-    End-of-text tokens count, as they do in the loss. Documents are read in a fixed mixed order until ``max_tokens`` are
-    counted, so a larger corpus is estimated from a sample of whole documents.
+
+def entropy(p: np.ndarray) -> float:
+    """In nats, of probabilities (V,).
 
     Source: Shannon, "A mathematical theory of communication", 1948: H = -sum p log p.
+    """
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())
+
+
+def unigram(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_TOKENS) -> np.ndarray:
+    """The share of each token (V,) in both splits.
+
+    End-of-text tokens count, as they do in the loss; of conversations, what the assistant says. Documents are read in a
+    fixed mixed order until ``max_tokens`` are counted: a larger corpus is estimated from a sample of whole documents.
     """
     documents = np.concatenate([source.train, source.val])
     counts, total = np.zeros(tokenizer.vocab_size, dtype=np.int64), 0
     for index in source.order(documents, 0, 0):
         tokens = tokenizer.encode(source.read(int(index)))
-        counts += np.bincount(tokens, minlength=len(counts))
-        counts[tokenizer.eos_id] += 1
-        total += len(tokens) + 1
+        counted = tokens[tokens >= 0] if source.chat else np.append(tokens, tokenizer.eos_id)
+        counts += np.bincount(counted, minlength=len(counts))
+        total += len(counted)
         if total >= max_tokens:
             break
-    p = counts[counts > 0] / total
-    return float(-(p * np.log(p)).sum())
+    if not total:
+        raise ValueError(f"{source.name}: nothing in it is the assistant's: there is nothing to learn")
+    return counts / total
 
 
-def _batch(last_token: int, pieces: list[np.ndarray], batch_size: int, seq_len: int) -> Batch:
-    """Rows of the stream ``last_token, *pieces`` of B * T + 1 tokens; the two tensors share no memory."""
-    stream = np.concatenate([np.array([last_token]), *pieces]).astype(np.int64, copy=False)
-    inputs, targets = stream[:-1].reshape(batch_size, seq_len), stream[1:].reshape(batch_size, seq_len)
-    return {"tokens": torch.from_numpy(inputs.copy()), "targets": torch.from_numpy(targets.copy())}
+def to_batch(rows: np.ndarray) -> Batch:
+    """Rows (B, T + 1) of the stream as inputs and targets; the two share no memory."""
+    tokens, targets = inputs_and_targets(rows)
+    return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
 
 
 def _check_sizes(batch_size: int, seq_len: int, rank: int, world_size: int) -> None:

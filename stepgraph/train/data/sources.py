@@ -29,6 +29,7 @@ class Source(ABC):
         size: bytes of the whole, for messages.
         train, val: document indices, int64; disjoint, together all documents, neither empty.
         blocks: the block of each document where documents are loaded a block at a time (parquet row groups), or None.
+        chat: a document is a conversation, the JSON of a list of messages.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Source(ABC):
     train: np.ndarray
     val: np.ndarray
     blocks: np.ndarray | None = None
+    chat: bool = False
 
     def __len__(self) -> int:
         return len(self.train) + len(self.val)

@@ -1,7 +1,7 @@
 """The tokens of a split, written once to a file by a thread and mapped into memory.
 
-The stream is an end-of-text token, then each document with an end-of-text token behind it. A folder of its own, named
-after source, tokenizer and split, holds
+The file is the stream that `stepgraph.train.data.stream` lays out. A folder of its own, named after source, tokenizer
+and split, holds
 
     tokens.bin      the stream, uint16 or int32
     progress.json   how many documents and tokens of it are there, and whether that is all
@@ -18,12 +18,14 @@ import os
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from stepgraph.train.data.sources import Source
+from stepgraph.train.data.stream import stream_of
 from stepgraph.train.data.tokenizer import Tokenizer
 
 CHUNK_BYTES = 4 << 20  # text that is tokenized at a time
@@ -41,6 +43,7 @@ class TokenCache:
     Args:
         documents: indices into ``source``, in the stream's order.
         folder: where caches lie; None writes to a temporary file instead, which ends with this object.
+        row: conversations lie within rows of so many tokens, see `Rows`; None: documents of text.
 
     The thread starts at the first :meth:`wait` or :meth:`start`, and from then on it alone reads ``source``.
 
@@ -48,10 +51,17 @@ class TokenCache:
         ValueError: the folder cannot be written, in one line.
     """
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, documents: np.ndarray, folder: Path | None = None):
-        self._source, self._tokenizer, self._documents = source, tokenizer, documents
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        documents: np.ndarray,
+        folder: Path | None = None,
+        row: int | None = None,
+    ):
+        self._source, self._tokenizer, self._documents, self._row = source, tokenizer, documents, row
         self._stamp = source.stamp()
-        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+        self._dtype = np.dtype(np.uint16 if row is None and tokenizer.vocab_size <= 1 << 16 else np.int32)
         if folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="stepgraph-tokens-")
             self.folder = Path(self._temporary.name)
@@ -73,7 +83,8 @@ class TokenCache:
         self._stop, self._news = threading.Event(), threading.Event()
 
     def _key(self) -> str:
-        facts = (self._source.fingerprint, self._stamp, self._tokenizer.fingerprint, str(self._dtype))
+        facts = [self._source.fingerprint, self._stamp, self._tokenizer.fingerprint, str(self._dtype)]
+        facts += [] if self._row is None else [f"row {self._row}"]
         digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=12)
         digest.update(self._documents.tobytes())
         return digest.hexdigest()
@@ -123,7 +134,8 @@ class TokenCache:
         """How much is there, for people."""
         documents, tokens, whole = self._progress()
         if whole:
-            return f"{tokens:,} tokens in {self.folder}"
+            told = json.loads((self.folder / "progress.json").read_text()).get("told")
+            return f"{tokens:,} tokens in {self.folder}" + (f"; {told}" if told else "")
         return f"tokenizing in the background, {documents / len(self._documents):.0%} done, into {self.folder}"
 
     def _progress(self) -> tuple[int, int, bool]:
@@ -159,21 +171,27 @@ class TokenCache:
         with (self.folder / "tokens.bin").open("r+b" if done else "wb") as file:
             file.seek(there * self._dtype.itemsize)
             file.truncate()  # what was written after the last record of progress
+            stream = stream_of(self._tokenizer.eos_id, self._row, there)
             if not done:
-                there += file.write(np.array([self._tokenizer.eos_id], self._dtype).tobytes()) // self._dtype.itemsize
+                file.write(stream.open().astype(self._dtype).tobytes())
             while done < len(self._documents) and not self._stop.is_set():
-                tokens, documents = self._next_chunk(done)
+                texts = self._next_texts(done)
+                done += len(texts)
+                tokens = [stream.add(self._tokenizer.encode_batch(texts))]
+                if done == len(self._documents):
+                    tokens.append(stream.close())
                 try:
-                    file.write(tokens.tobytes())
+                    file.write(np.concatenate(tokens).astype(self._dtype).tobytes())
                     file.flush()
                     os.fsync(file.fileno())  # progress on disk is never ahead of the tokens
-                    done, there = done + documents, there + len(tokens)
-                    self._record(done, there)
+                    self._record(done, stream.there, stream.told)
                 except OSError as error:
                     raise OSError(self._cannot_write(error)) from error
+            if stream.told:
+                warnings.warn(f"{self._source.name}: {stream.told}", stacklevel=2)
 
-    def _next_chunk(self, done: int) -> tuple[np.ndarray, int]:
-        """The tokens of the next documents after the first ``done``, and how many documents they are."""
+    def _next_texts(self, done: int) -> list[bytes]:
+        """The next documents after the first ``done``."""
         texts, size = [], 0
         for index in self._documents[done:]:
             texts.append(self._source.read(int(index)))
@@ -184,12 +202,11 @@ class TokenCache:
             raise ValueError(
                 f"{self._source.name} was written to while it was tokenized: start the run again with data that stays"
             )
-        end = np.array([self._tokenizer.eos_id])
-        pieces = [part for ids in self._tokenizer.encode_batch(texts) for part in (ids, end)]
-        return np.concatenate(pieces).astype(self._dtype), len(texts)
+        return texts
 
-    def _record(self, documents: int, tokens: int) -> None:
+    def _record(self, documents: int, tokens: int, told: str) -> None:
         content = {"documents": documents, "tokens": tokens, "whole": documents == len(self._documents)}
+        content |= {"told": told} if told else {}
         aside = self.folder / "progress.tmp"
         aside.write_text(json.dumps(content))
         aside.replace(self.folder / "progress.json")

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-END_OF_TEXT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
+END_OF_TEXT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 
 class Tokenizer(Protocol):

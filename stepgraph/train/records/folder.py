@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from stepgraph.config.train import TrainConfig
 from stepgraph.train.records.files import json_line, read_metrics, write_json, write_text
+from stepgraph.train.records.tracker import Wandb
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,8 @@ class RunFolder:
         self._metrics_file = path / "metrics.jsonl"
         path.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(path)
+        #: Where metrics go as well, if anywhere.
+        self.tracker: Wandb | None = None
         #: What a resumed run has recorded: the loss of its last step, and the step of its last validation.
         self.last_loss: float | None = None
         self.validated: int | None = None
@@ -123,24 +126,32 @@ class RunFolder:
         """Writes ``graph.txt``, the graph that runs, after all passes."""
         write_text(self.path / "graph.txt", text)
 
-    def log(self, step: int, **values: float | Sequence[float] | None) -> None:
+    def log(self, step: int, **values: float | Sequence[float] | str | None) -> None:
         """Records ``values`` after update number ``step`` (from 1), in ``metrics.jsonl`` and for TensorBoard.
 
         The names used are ``loss`` (nats per token), ``grad_norm``, ``lr``, ``step_ms``, ``tokens_per_s``, ``mfu`` (in
         [0, 1]), ``mem_gib``, ``tokens`` (seen so far), ``val_loss``, ``expert_load`` (a list: of each layer with
-        experts, the highest load of an expert over the mean) and ``repeated_steps``. A name that starts with ``val_``
-        goes to TensorBoard's ``val/``, others to ``train/``; a list to a tag for each element, by its place.
+        experts, the highest load of an expert over the mean), ``repeated_steps`` and ``sample`` (a text). A name that
+        starts with ``val_`` goes to TensorBoard's ``val/``, others to ``train/``; a list to a tag for each element, by
+        its place.
         """
         self._metrics.write(json_line({"step": step} | values))
+        scalars: dict[str, float] = {}
         for name, value in values.items():
             if value is None:
                 continue
             tag = name.replace("val_", "val/", 1) if name.startswith("val_") else f"train/{name}"
+            if isinstance(value, str):
+                self._tensorboard.add_text(tag, value, step)
+                continue
             several = (
                 {f"{tag}/{i}": item for i, item in enumerate(value)} if isinstance(value, Sequence) else {tag: value}
             )
-            for tag, scalar in several.items():
-                self._tensorboard.add_scalar(tag, scalar, step)
+            scalars |= several
+        for tag, scalar in scalars.items():
+            self._tensorboard.add_scalar(tag, scalar, step)
+        if self.tracker is not None:
+            self.tracker.log(step, scalars)
 
     def write_summary(self, summary: Summary) -> None:
         """Writes ``summary.json``."""
@@ -156,6 +167,8 @@ class RunFolder:
         """Flushes and closes the metrics, and frees the run for another process. Raises OSError for a full disk."""
         with self._lock, self._metrics:
             self._tensorboard.close()
+            if self.tracker is not None:
+                self.tracker.close()
 
 
 class SilentFolder:

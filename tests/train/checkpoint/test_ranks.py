@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from stepgraph.train.checkpoint.background import BackgroundSaves
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from tests.train.checkpoint.cases import Loader, equal, script, succeed
 
@@ -61,6 +62,17 @@ def two_ranks(folder: str, rank: str) -> None:
     state["loader"].position = object() if rank == 1 else 0  # an error on one rank reaches both
     with pytest.raises(ValueError, match=r"loader\.position has type object"):
         checkpointer.save(3, state)
+    state["loader"].position = 0
+    behind = BackgroundSaves(checkpointer, dist.new_group(backend="gloo"))
+    as_it_was = [p.to_local().detach().clone() for p in state["model"].parameters()]
+    behind.begin(4, state)
+    with torch.no_grad():
+        [p.add_(1) for p in state["model"].parameters()]  # while it is written
+    dist.barrier()
+    behind.finish()
+    assert len(behind.check()) == 1
+    checkpointer.load(checkpointer.folder / "step-00000004", state)
+    assert equal([p.to_local().detach() for p in state["model"].parameters()], as_it_was)
     if rank == 0:
         torch.save([p.full_tensor() for p in state["model"].parameters()], Path(folder) / "full.pt")
     else:

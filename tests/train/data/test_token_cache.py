@@ -120,7 +120,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_tokens_are_needed(tmp_pat
         TokenCache(source, ByteTokenizer(), np.arange(40), None).wait(10**9)
 
     class FullDisk(token_cache.TokenCache):
-        def _record(self, documents, tokens):
+        def _record(self, documents, tokens, told):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     full = r"^cannot write the token cache .*: No space left on device; choose another folder by --data-cache$"

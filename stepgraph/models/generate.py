@@ -1,0 +1,52 @@
+"""Text from a model, token by token, with a key-value cache."""
+
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import nn
+
+from stepgraph.models.cache import LayerCache
+
+#: Logits (V,) fp32 on the CPU -> the next token.
+Choose = Callable[[torch.Tensor], int]
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: list[int], n: int, choose: Choose, stop: Collection[int] = ()) -> Iterator[int]:
+    """Up to ``n`` tokens behind ``prompt``, until one of ``stop``, which is not given out.
+
+    ``model`` is one of `stepgraph.models`, best in evaluation mode; the prompt runs once, then a token at a time.
+    Raises ``ValueError`` for an empty prompt.
+    """
+    if not prompt:
+        raise ValueError("the prompt has no tokens; give at least one, such as the token that begins a text")
+    device = model.embed.weight.device
+    cache = [LayerCache(len(prompt) + n) for _ in model.layers]
+    tokens = prompt
+    for _ in range(n):
+        logits = model(torch.tensor([tokens], device=device), cache)[0, -1]
+        token = choose(logits.float().cpu())
+        if token in stop:
+            return
+        yield token
+        tokens = [token]
+
+
+def sampler(temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> Choose:
+    """Draws from the softmax of ``logits / temperature``, out of the fewest likeliest tokens that hold ``top_p`` of it.
+
+    With temperature 0 the likeliest token. The numbers are drawn on the CPU: a seed gives the same ones everywhere.
+
+    Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1 (nucleus sampling).
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: torch.Tensor) -> int:
+        if temperature == 0:
+            return int(logits.argmax())
+        probability, order = (logits / temperature).softmax(dim=0).sort(descending=True, stable=True)
+        before = probability.cumsum(dim=0) - probability  # the mass of likelier tokens: the first is always in
+        kept = probability.masked_fill((before >= top_p) & (before > 0), 0.0)
+        return int(order[torch.multinomial(kept, 1, generator=generator)])
+
+    return choose

@@ -1,0 +1,107 @@
+"""Checkpoints that are written while the run goes on: the state is copied to the host, and a thread writes the copy."""
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
+
+_MEMORY = Path("/proc/meminfo")
+
+
+class BackgroundSaves:
+    """Saves of ``checkpointer`` whose files a thread writes, one checkpoint at a time.
+
+    The run waits only while the state is copied, from a GPU into page-locked memory of the host, which is kept for the
+    next save: as many bytes as this rank's parameters and optimizer state. Until the last rename of a save the previous
+    checkpoint is the newest, as with a save that is waited for.
+
+    Every rank of a mesh begins the same saves in the same order. Their threads meet in ``group``, of gloo, which no
+    other thread uses; None for one process.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, group: torch.distributed.ProcessGroup | None = None):
+        self.checkpointer, self.group = checkpointer, group
+        self._copies: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._told: list[str] = []
+
+    def begin(self, step: int, state: dict) -> float:
+        """Begin to save ``state`` after ``step`` updates; the seconds that the run waited for it, those for the save
+        before it included.
+
+        Raises what the save before raised: OSError, one line; and ValueError for a state that cannot be saved.
+        """
+        began = time.perf_counter()
+        self.finish()
+        write = self.checkpointer.collect(step, state, self._copied, self.group)
+        waited = time.perf_counter() - began
+
+        def run() -> None:
+            try:
+                write()
+            except Exception as failure:  # raised by `check` or `finish`, in the thread of the run
+                self._failure = failure
+            else:
+                seconds = time.perf_counter() - began
+                self._told.append(
+                    f"checkpoint of step {step}: the run waited {waited:.2f} s, written in {seconds:.1f} s"
+                )
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+        return waited
+
+    def check(self) -> list[str]:
+        """A line of each checkpoint that was written since. Raises what writing one raised."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        told, self._told = self._told, []
+        return told
+
+    def finish(self) -> None:
+        """Wait for the save that is going on. Raises what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``tensors`` on the host; the memory is that of the save before where it fits."""
+        missing = {name: tensor.detach() for name, tensor in tensors.items() if not self._fits(name, tensor)}
+        _require_room(sum(_local(tensor).numel() * tensor.element_size() for tensor in missing.values()))
+        for name, tensor in missing.items():
+            pinned = tensor.device.type == "cuda"
+            self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        for name, tensor in tensors.items():
+            _local(self._copies[name]).copy_(_local(tensor.detach()), non_blocking=True)
+        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+            torch.cuda.synchronize()  # the next step changes what is copied
+        return {name: self._copies[name] for name in tensors}
+
+    def _fits(self, name: str, tensor: torch.Tensor) -> bool:
+        there = self._copies.get(name)
+        return there is not None and (there.shape, there.dtype) == (tensor.shape, tensor.dtype)
+
+
+def _require_room(needed: int) -> None:
+    """Raises MemoryError, in one line, where the host's free memory has no room for ``needed`` bytes of each rank."""
+    known = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY.read_text()) if _MEMORY.exists() else None
+    room = int(known[1]) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if known else needed
+    if needed > room:
+        raise MemoryError(
+            f"a copy of the state takes {needed / 2**30:.2f} GiB of host memory a rank, and {room / 2**30:.2f} are free"
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

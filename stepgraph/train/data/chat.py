@@ -1,0 +1,160 @@
+"""Conversations as tokens: rendered by the tokenizer's own chat template, with what the assistant says marked.
+
+A token that is not the assistant's is there to be read and not to be predicted. It is given as ``~id``, which is
+negative, so that one stream holds both.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from stepgraph.train.data.tokenizer import JsonTokenizer
+from stepgraph.train.data.tokenizer_files import TokenizerFiles
+
+#: Around what a template marks as generated; Unicode has no characters here, and never will.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+
+class ChatTemplate:
+    """A Jinja template of transformers' ``apply_chat_template``; ``tokens``: ``bos_token`` and the like, as text.
+
+    It runs in Jinja's sandbox. There is no clock (``strftime_now``) in it: tokens do not depend on the day.
+
+    Raises ``ValueError``, in one line, for a text that is no template.
+    """
+
+    def __init__(self, text: str, tokens: dict[str, str]):
+        self.text, self._tokens = text, tokens
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        try:
+            self._template = environment.from_string(text)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template cannot be read ({error}): copy it again from its model") from error
+        self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+
+    def render(self, messages: list[Message], *, prompt: bool = False) -> str:
+        """The text of ``messages``; with ``prompt``, and of what introduces the assistant's next one."""
+        return self._render(messages, prompt).replace(OPEN, "").replace(CLOSE, "")
+
+    def spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
+        """The text of ``messages``, and the (start, end) of all that the assistant says, its ends of turns included.
+
+        As ``{% generation %}`` marks it; in a template without these, what each of the assistant's messages adds to the
+        text up to there. Raises ``ValueError`` where a template rewrites earlier messages, so that nothing tells.
+        """
+        if self._marks:
+            return _without_marks(self._render(messages, False))
+        text, spans = self.render(messages), []
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, after = self.render(messages[:place], prompt=True), self.render(messages[: place + 1])
+            if not (text.startswith(after) and after.startswith(before)):
+                raise ValueError(
+                    "the chat template rewrites earlier messages, so it does not tell what the assistant says: put "
+                    "{% generation %} ... {% endgeneration %} around that in the template"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+    def _render(self, messages: list[Message], prompt: bool) -> str:
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=prompt, **self._tokens)
+        except (jinja2.TemplateError, TypeError) as error:
+            said = " / ".join(str(message.get("content"))[:40] for message in messages[:2])
+            raise ValueError(f"the chat template refuses a conversation ({error}): {said!r}") from error
+
+
+class _Generation(Extension):
+    """``{% generation %}``: puts marks around what is inside."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return OPEN + caller() + CLOSE
+
+
+def _without_marks(text: str) -> tuple[str, list[Span]]:
+    """``text`` without marks, and the spans that they enclosed."""
+    whole, spans = "", []
+    for part in re.split(f"({OPEN}[^{CLOSE}]*{CLOSE})", text):
+        if part.startswith(OPEN):
+            spans.append((len(whole), len(whole) + len(part) - 2))
+        whole += part.strip(OPEN + CLOSE)
+    return whole, spans
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class ChatTokenizer(JsonTokenizer):
+    """A ``tokenizer.json`` with its chat template, which lies beside it; a document is the JSON of a list of messages.
+
+    The template is ``chat_template.jinja`` or the entry of that name in ``tokenizer_config.json``. Special tokens that
+    the template writes are encoded as such, those that a message spells too, as transformers does.
+
+    Raises ``ValueError``, in one line, as `JsonTokenizer` does, and where there is no template.
+    """
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        files = TokenizerFiles(str(path))
+        text = files.chat_template
+        if text is None:
+            raise ValueError(
+                f"{path} has no chat template beside it (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json), which conversations need: take the tokenizer of an instruct model"
+            )
+        self.template = ChatTemplate(text, files.special_tokens)
+        self._tokenizer.encode_special_tokens = False
+        digest = hashlib.blake2b(json.dumps([self.fingerprint, text, files.special_tokens]).encode(), digest_size=8)
+        self.fingerprint = digest.hexdigest()
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """The tokens of ``messages`` and of what introduces the assistant's answer."""
+        return self._tokenizer.encode(self.template.render(messages, prompt=True), add_special_tokens=False).ids
+
+    def encode(self, document: bytes | str) -> np.ndarray:
+        """The tokens of a conversation, int32 (N,), those that are not the assistant's as ``~id``."""
+        return self.encode_batch([document.encode() if isinstance(document, str) else document])[0]
+
+    def encode_batch(self, documents: list[bytes]) -> list[np.ndarray]:
+        """``encode`` of each document."""
+        rendered = [self.template.spans(json.loads(document)) for document in documents]
+        encoded = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        return [_marked(one.ids, one.offsets, spans) for one, (_, spans) in zip(encoded, rendered, strict=True)]
+
+
+def _marked(ids: list[int], offsets: list[Span], spans: list[Span]) -> np.ndarray:
+    """``ids``, with ``~id`` for those without a character in ``spans``, and for the first, which follows nothing."""
+    ids, offsets = np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    counts = np.zeros(len(ids), dtype=bool)
+    for start, end in spans:
+        counts |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    counts[:1] = False
+    return np.where(counts, ids, ~ids)

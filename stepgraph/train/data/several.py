@@ -1,0 +1,130 @@
+"""What ``--data`` names, in parts: several files as one source, and mixtures of sources with weights."""
+
+import glob
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stepgraph.train.data.formats import open_source
+from stepgraph.train.data.sources import Source, megabytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source of a mixture, the name that its losses have, and its share of the rows, in (0, 1]."""
+
+    source: Source
+    name: str
+    share: float
+
+
+def open_parts(data: str, text_field: str = "text") -> list[Part]:
+    """The parts of ``data``: ``NAME:WEIGHT,...`` is a mixture; ``NAME,...`` and patterns such as ``*.jsonl.gz`` are one
+    source of several files. NAME: as `open_source` takes it, or such a pattern.
+
+    Raises:
+        ValueError: one line; weights that are not above 0 or that some parts lack, a pattern that no file has, and what
+        `open_source` refuses.
+    """
+    words = [data] if Path(data).exists() else data.split(",")
+    found = [re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word) for word in words]
+    if not any(found):
+        return [Part(_joined(data, [file for word in words for file in _files(word)], text_field), "", 1.0)]
+    if not all(found):
+        missing = next(word for word, match in zip(words, found, strict=True) if match is None)
+        raise ValueError(f"data {data}: {missing!r} has no weight and others have: write {missing}:1")
+    weights = [float(match[2]) for match in found]
+    if min(weights) <= 0:
+        raise ValueError(f"data {data}: every weight must be above 0: leave out what is not wanted")
+    sources = [_joined(match[1], _files(match[1]), text_field) for match in found]
+    names = _names([match[1] for match in found])
+    return [Part(s, n, w / sum(weights)) for s, n, w in zip(sources, names, weights, strict=True)]
+
+
+def open_validation(data: str, text_field: str = "text") -> list[Part]:
+    """The sets of ``--val-data NAME,NAME,...``, each of equal weight and with all its documents for validation."""
+    words = [data] if Path(data).exists() else data.split(",")
+    parts = []
+    for word, name in zip(words, _names(words), strict=True):
+        source = _joined(word, _files(word), text_field)
+        source.val = np.sort(np.concatenate([source.train, source.val]))
+        parts.append(Part(source, name, 1 / len(words)))
+    return parts
+
+
+class Joined(Source):
+    """The documents of several sources, one behind the other; each is split by itself."""
+
+    def __init__(self, name: str, sources: Sequence[Source]):
+        require_one_kind(sources)
+        self.name, self._sources, self.unit, self.chat = name, sources, sources[0].unit, sources[0].chat
+        self.size = sum(source.size for source in sources)
+        self._starts = np.cumsum([0, *map(len, sources)])
+        self.train = np.concatenate([s.train + start for s, start in zip(sources, self._starts, strict=False)])
+        self.val = np.concatenate([s.val + start for s, start in zip(sources, self._starts, strict=False)])
+        if any(source.blocks is not None for source in sources):
+            self.blocks = self._joined_blocks()
+
+    def _joined_blocks(self) -> np.ndarray:
+        """Blocks of each source apart; a document of a source without blocks is one of its own."""
+        blocks, next_block = [], 0
+        for source in self._sources:
+            own = np.arange(len(source)) if source.blocks is None else source.blocks
+            blocks.append(own + next_block)
+            next_block += int(own.max()) + 1
+        return np.concatenate(blocks)
+
+    def read(self, index: int) -> bytes:
+        place = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._sources[place].read(int(index - self._starts[place]))
+
+    def identity(self) -> bytes:
+        return "\n".join(source.fingerprint for source in self._sources).encode()
+
+    def stamp(self) -> str:
+        return hashlib.blake2b("\n".join(s.stamp() for s in self._sources).encode(), digest_size=8).hexdigest()
+
+    def describe(self) -> str:
+        return (
+            f"{self.name}: {len(self._sources)} files, {len(self):,} {self.unit}, {megabytes(self.size)}; "
+            f"{len(self.train):,} train / {len(self.val):,} validation"
+        )
+
+
+def require_one_kind(sources: Sequence[Source]) -> None:
+    """Raise ``ValueError`` where some of ``sources`` are conversations and others text."""
+    for source in sources:
+        if source.chat != sources[0].chat:
+            one, other = (source, sources[0]) if source.chat else (sources[0], source)
+            raise ValueError(f"{one.name} holds conversations and {other.name} text: train on one kind at a time")
+
+
+def _joined(name: str, files: list[str], text_field: str) -> Source:
+    sources = [open_source(file, text_field) for file in files]
+    return sources[0] if len(sources) == 1 else Joined(name, sources)
+
+
+def _files(word: str) -> list[str]:
+    """``word``, or the files that it is a pattern of, by name."""
+    if Path(word).exists() or not glob.has_magic(word) or word.startswith("hf:"):
+        return [word]
+    if not (files := sorted(glob.glob(word, recursive=True))):
+        raise ValueError(f"no file is called {word}: check the pattern of --data")
+    return files
+
+
+def _names(words: list[str]) -> list[str]:
+    """Short, different names for metrics: ``code`` for ``data/code.jsonl.gz``."""
+    names: list[str] = []
+    for word in words:
+        stem = re.sub(r"\W+", "_", Path(word.removeprefix("hf:")).name.split(".")[0]).strip("_") or "part"
+        number = 2
+        name = stem
+        while name in names:
+            name, number = f"{stem}_{number}", number + 1
+        names.append(name)
+    return names

@@ -1,0 +1,100 @@
+"""The files of a tokenizer in the form that Hugging Face's libraries read, and the tokens that begin and end a text."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from stepgraph.models.hf_files import read_json, write_json
+from stepgraph.train.data.tokenizer import open_tokenizer
+
+BEGIN_OF_TEXT_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
+SETTINGS = "tokenizer_config.json"
+#: Beside a tokenizer.json: what else belongs to it, and how to generate with its model.
+BESIDE = (SETTINGS, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+
+
+class TokenizerFiles:
+    """The tokenizer that ``--tokenizer`` names, with the files beside it.
+
+    ``bos_id``, ``eos_id``: ids of the tokens that tokenizer_config.json calls ``bos_token`` and ``eos_token``. Where it
+    names none: a token by one of the usual names, or None; and the token behind each document of the training data.
+
+    Raises ``ValueError``, in one line, as `open_tokenizer` does, and for a tokenizer_config.json without an object.
+    """
+
+    def __init__(self, name: str):
+        self._path = None if name == "bytes" else Path(name)
+        self._tokenizer = byte_level() if self._path is None else tokenizers.Tokenizer.from_file(str(self._path))
+        self.settings: dict[str, Any] = {}
+        if self._path is not None and (self._path.parent / SETTINGS).exists():
+            self.settings = read_json(self._path.parent / SETTINGS)
+        names = [self._named("bos_token"), *BEGIN_OF_TEXT_NAMES]
+        ids = [self._tokenizer.token_to_id(token) for token in names if token]
+        self.bos_id = next((found for found in ids if found is not None), None)
+        eos = self._named("eos_token")
+        found = None if eos is None else self._tokenizer.token_to_id(eos)
+        self.eos_id = open_tokenizer(name).eos_id if found is None else found
+
+    def _named(self, key: str) -> str | None:
+        """The text of a special token in tokenizer_config.json, where it is a string or an object."""
+        value = self.settings.get(key)
+        return value.get("content") if isinstance(value, dict) else value
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of ``bos_token``, ``eos_token``, ``pad_token`` and the like, as a chat template reads them."""
+        known = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        tokens = {key: self._tokenizer.id_to_token(i) for key, i in known.items() if i is not None}
+        named = {key: self._named(key) for key in self.settings if key.endswith("_token")}
+        return tokens | {key: text for key, text in named.items() if isinstance(text, str)}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template beside the tokenizer, the one called default where there are several; None: there is none."""
+        beside = None if self._path is None else self._path.parent / "chat_template.jinja"
+        if beside is not None and beside.is_file():
+            return beside.read_text(encoding="utf-8")
+        given = self.settings.get("chat_template")
+        if isinstance(given, list):
+            given = next((one["template"] for one in given if one.get("name") == "default"), None)
+        return given
+
+    def write(self, folder: Path) -> None:
+        """Write the files to ``folder``, which is made if needed. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._path is None:
+            self._tokenizer.save(str(folder / "tokenizer.json"))
+        else:
+            shutil.copyfile(self._path, folder / "tokenizer.json")
+            for name in BESIDE:
+                if (self._path.parent / name).is_file():
+                    shutil.copyfile(self._path.parent / name, folder / name)
+        if not (folder / SETTINGS).exists():
+            kinds = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+            tokens = {kind: self._tokenizer.id_to_token(i) for kind, i in kinds.items() if i is not None}
+            whole = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+            write_json(folder / SETTINGS, whole | tokens)
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """`ByteTokenizer` as one of the ``tokenizers`` library: a token per byte with the byte as its id, and 256 for the
+    end of a document."""
+    letters = _letters()
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def _letters() -> list[str]:
+    """The letter that stands for each byte in GPT-2's vocabulary: itself if it prints, else one from 256 on.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.2, and its code.
+    """
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return [chr(byte if byte in plain else 256 + others.index(byte)) for byte in range(256)]

@@ -1,0 +1,75 @@
+"""A trained model for Hugging Face's libraries: its weights and its tokenizer in one folder, and ``stepgraph export``.
+
+The ids that begin and end a text are those of the tokenizer, so that ``generate`` stops where a document ended.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stepgraph.config.command_line import parse
+from stepgraph.config.hf_weights import save_hf
+from stepgraph.models import FAMILIES, family_of
+from stepgraph.parallel.ranks import Ranks
+from stepgraph.train.data.tokenizer_files import TokenizerFiles
+from stepgraph.train.saved_model import load_trained, run_config
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write the model of a run, or of RUN/checkpoints/step-N, with its tokenizer, for Hugging Face's libraries."""
+
+    out: Path | None = None
+    """The folder to write, new or empty."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``stepgraph export ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
+    named = bool(argv) and not argv[0].startswith("-")
+    if not named and not {"-h", "--help"} & set(argv):
+        raise ValueError("export takes a run folder first: write stepgraph export RUN --out FOLDER")
+    run, words = (Path(argv[0]), argv[1:]) if named else (Path(), argv)
+    options = parse(ExportOptions(), words, usage="stepgraph export RUN", description=ExportOptions.__doc__)
+    if options.out is None:
+        raise ValueError("export needs a folder to write: add --out FOLDER")
+    config = run_config(run)
+    family = family_of(config.model)
+    if family.hugging_face is None:
+        known = ", ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
+        raise ValueError(f"{run} is a model of {family.name}, and Hugging Face has forms for {known} only")
+    family.hugging_face.write_config(config.model, torch.float32)  # refused before anything is read
+    check_export(options.out)
+    TokenizerFiles(config.tokenizer)
+    model, step = load_trained(run, config)
+    export(model, options.out, config.tokenizer)
+    print(f"model of step {step} and its tokenizer for Hugging Face in {options.out}")
+    return 0
+
+
+def check_export(folder: Path) -> None:
+    """Raise ``ValueError`` where an export to ``folder`` would overwrite something, or could not be written."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"export_hf={folder} is a file: give a new folder")
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(f"export_hf={folder} is not empty: give a new folder")
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise ValueError(f"export_hf={folder} cannot be looked at: {error.strerror}; give another folder") from error
+    if not there.is_dir():
+        raise ValueError(f"export_hf={folder} lies in {there}, which is a file: give a new folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"export_hf={folder} cannot be written, {there} is read-only: give another folder")
+
+
+def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
+    """Write ``model`` and the tokenizer that ``--tokenizer`` names to ``folder``. Of a parallel model all ranks call.
+
+    Raises as `save_hf` does, and OSError for tokenizer files that cannot be copied.
+    """
+    files = TokenizerFiles(tokenizer)
+    Ranks().first(lambda: files.write(folder))
+    save_hf(model, folder, tokens={"bos_token_id": files.bos_id, "eos_token_id": files.eos_id})

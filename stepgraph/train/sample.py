@@ -1,0 +1,161 @@
+"""Text from the model of a run: ``stepgraph sample``, and samples while it trains."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from stepgraph.config.command_line import parse
+from stepgraph.config.train import TrainConfig
+from stepgraph.models import family_of
+from stepgraph.models.generate import Choose, generate, sampler
+from stepgraph.parallel.ranks import Ranks
+from stepgraph.train.data import ChatTokenizer, Tokenizer, open_tokenizer
+from stepgraph.train.data.tokenizer_files import TokenizerFiles
+from stepgraph.train.saved_model import load_trained, run_config
+
+#: Of samples in a run.
+NEW_TOKENS, TEMPERATURE = 64, 0.8
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Write text with the model of a run, or of RUN/checkpoints/step-N, behind a prompt."""
+
+    prompt: str = ""
+    """What the text begins with. Empty: the start of a document."""
+
+    chat: bool = False
+    """The prompt is a user's message, framed by the tokenizer's chat template; the assistant's answer is written."""
+
+    max_new_tokens: int = 200
+    """Tokens at most; fewer where the model ends the text."""
+
+    temperature: float = 0.8
+    """Logits are divided by it. 0: always the likeliest token."""
+
+    top_p: float = 1.0
+    """Only the fewest likeliest tokens that hold so much of the probability are drawn, in (0, 1]."""
+
+    seed: int = 0
+    """Of the draws."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda where there is a GPU, otherwise cpu."""
+
+    def validate(self) -> None:
+        """Raises ValueError, in one line, for the first option that cannot be right."""
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be above 0")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature} must be 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``stepgraph sample ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
+    named = bool(argv) and not argv[0].startswith("-")
+    if not named and not {"-h", "--help"} & set(argv):
+        raise ValueError('sample takes a run folder first: write stepgraph sample RUN --prompt "text"')
+    run, words = (Path(argv[0]), argv[1:]) if named else (Path(), argv)
+    options = parse(SampleOptions(), words, usage="stepgraph sample RUN", description=SampleOptions.__doc__)
+    options.validate()
+    config = run_config(run)
+    writer = Writer(config.tokenizer, options.chat)
+    prompt = writer.prompt(options.prompt)
+    most = min(options.max_new_tokens, room(config, prompt))
+    model, _ = load_trained(run, config, options.device)
+    choose = sampler(options.temperature, options.top_p, options.seed)
+    text = writer.write(model, prompt, most, choose)
+    print(text if options.chat else options.prompt + text)
+    return 0
+
+
+class Samples:
+    """The samples of a run: at validations of every ``sample_every`` steps. They change nothing in the run.
+
+    Raises ``ValueError``, in one line, as `Writer` does, for steps without a validation, a mesh that splits the model,
+    and a prompt that the model has no room for.
+    """
+
+    def __init__(self, config: TrainConfig, chat: bool, model: nn.Module, ranks: Ranks):
+        self._config, self._model, self._ranks = config, model, ranks
+        if not config.sample_every and config.sample_prompt:
+            raise ValueError("sample_prompt is about samples and there are none: add --sample-every")
+        if config.sample_every:
+            _check_every(config.sample_every, config.val_every)
+            if (spec := config.mesh_spec) and spec.tp * spec.pp * spec.ep > 1:
+                raise ValueError(
+                    f"sample_every needs whole models, and mesh={config.mesh} splits them by tp, pp or ep: drop it, "
+                    "and use stepgraph sample RUN"
+                )
+            self._writer = Writer(config.tokenizer, chat)
+            self._prompt = self._writer.prompt(config.sample_prompt)
+            self._room = room(config, self._prompt)
+
+    def after(self, step: int) -> str | None:
+        """What the model writes behind the prompt after ``step``; None if none is due. All ranks of a mesh call."""
+        if not self._config.sample_every or step % self._config.sample_every:
+            return None
+        draw = sampler(TEMPERATURE, seed=self._config.seed)
+        self._model.eval()
+        text = self._writer.write(
+            self._model,
+            self._prompt,
+            min(NEW_TOKENS, self._room),
+            lambda logits: self._ranks.first(lambda: draw(logits)),
+        )
+        self._model.train()
+        return text
+
+
+def _check_every(every: int, val_every: int) -> None:
+    if not val_every:
+        raise ValueError(f"sample_every={every} is at validations and val_every=0: try --val-every {every}")
+    if every % val_every:
+        nearest = -(-every // val_every) * val_every
+        raise ValueError(
+            f"sample_every={every} must be a multiple of val_every={val_every}, as samples are written at validations: "
+            f"try --sample-every {nearest}"
+        )
+
+
+def room(config: TrainConfig, prompt: list[int]) -> int | float:
+    """How many tokens the model takes behind ``prompt``; ``ValueError`` for none."""
+    longest = family_of(config.model).longest(config.model) or math.inf
+    if len(prompt) >= longest:
+        raise ValueError(f"the prompt has {len(prompt)} tokens, the model takes {longest}: give a shorter one")
+    return longest - len(prompt)
+
+
+class Writer:
+    """Text with a model, by the tokenizer that ``--tokenizer`` names; ``chat``: answers to a user's messages.
+
+    Raises ``ValueError``, in one line, as `open_tokenizer` does, and for ``chat`` without a chat template.
+    """
+
+    def __init__(self, tokenizer: str, chat: bool):
+        if chat and tokenizer == "bytes":
+            raise ValueError("chat needs a tokenizer with a chat template, and the run's is bytes: leave it out")
+        self.tokenizer: Tokenizer = ChatTokenizer(tokenizer) if chat else open_tokenizer(tokenizer)
+        self._stop = {self.tokenizer.eos_id, TokenizerFiles(tokenizer).eos_id}
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens before those that the model writes. A document begins, as in training, behind an end of text."""
+        if isinstance(self.tokenizer, ChatTokenizer):
+            return self.tokenizer.prompt([{"role": "user", "content": text}])
+        return [self.tokenizer.eos_id, *self.tokenizer.encode(text).tolist()]
+
+    def write(self, model: nn.Module, prompt: list[int], n: int, choose: Choose) -> str:
+        """The text of up to ``n`` tokens behind those of ``prompt``."""
+        known = self.tokenizer.vocab_size  # models have rows beyond, which no text has trained
+
+        def choose_known(logits: torch.Tensor) -> int:
+            return choose(logits[:known])
+
+        return self.tokenizer.decode(np.array(list(generate(model, prompt, n, choose_known, self._stop)), np.int64))

@@ -1,0 +1,43 @@
+"""The model of a run, read from its checkpoint, on one device whatever the mesh that trained it."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stepgraph.config import build
+from stepgraph.config.device import pick_device
+from stepgraph.config.train import TrainConfig, run_of
+from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
+
+
+def run_config(folder: Path) -> TrainConfig:
+    """The options of the run that ``folder`` is, or whose checkpoint it is. ``ValueError``, one line, for none."""
+    file = run_of(folder) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} is not a run folder (it has no config.json): give the folder of a run")
+    try:
+        return TrainConfig.from_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def load_trained(folder: Path, config: TrainConfig, device: str = "cpu") -> tuple[nn.Module, int]:
+    """The model of the run ``folder``, or of ``RUN/checkpoints/step-N``, with ``config`` as `run_config` gives it, on
+    ``device`` (auto, cpu or cuda); and the step it is of.
+
+    In evaluation mode, in the dtypes that the run computed in. Raises ``ValueError``, in one line, where there is no
+    checkpoint that can be used.
+    """
+    path = resolve(folder)
+    bf16, on_ranks = config.precision == "bf16", config.mesh_spec is not None
+    alone = dataclasses.replace(config, mesh=None, precision="fp32" if bf16 and on_ranks else config.precision)
+    model = build.empty_model(alone, pick_device(device))
+    model.init_weights(parts={})  # only buffers that no checkpoint holds, such as RoPE tables
+    done = {"step": 0}
+    Checkpointer(path.parent).load(path, {"model": model, "trainer": done}, rng=False)
+    if bf16 and on_ranks:  # its shards are fp32, gathered in bf16
+        for param in model.parameters():
+            param.data = param.data.to(torch.bfloat16)
+    return model.eval(), done["step"]

@@ -1,0 +1,199 @@
+"""Conversations as tokens: beside transformers' own rendering, and rows of generated ones."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from stepgraph.train.data import PackedLoader, open_data, validation_batches
+from stepgraph.train.data.chat import ChatTemplate, ChatTokenizer
+from stepgraph.train.data.stream import Rows, inputs_and_targets
+from stepgraph.train.data.tokenizer_files import byte_level
+
+CHATML = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{%- for message in messages -%}{%- if message.role == 'assistant' -%}[A]{% generation %}{{ message.content }}"
+    "{{ eos_token }}{% endgeneration %}{%- else -%}[{{ message.role }}]{{ message.content }}{%- endif -%}{%- endfor -%}"
+)
+#: As templates of reasoning models do, it drops what stands before the answer, of all messages but the last.
+REWRITING = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else m.content.split('|')[-1] }};{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer of bytes with special tokens, to which tests put a template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"})
+    )
+    return folder
+
+
+def tokenizer_of(folder, template):
+    (folder / "chat_template.jinja").write_text(template)
+    return ChatTokenizer(folder / "tokenizer.json"), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+says = st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=12)
+turns = st.lists(st.tuples(says, says), min_size=1, max_size=3)
+
+
+def conversation(turns):
+    pairs = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in turns]
+    return [message for pair in pairs for message in pair]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_tokens_and_masks_are_those_of_transformers(folder, template):
+    ours, theirs = tokenizer_of(folder, template)
+
+    @settings(max_examples=40, deadline=None)
+    @given(turns)
+    def check(turns):
+        messages = conversation(turns)
+        marked = ours.encode(json.dumps(messages).encode())
+        expected = theirs.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=template is MARKED, return_tensors="np"
+        )
+        assert np.where(marked < 0, ~marked, marked).tolist() == expected["input_ids"].reshape(-1).tolist()
+        if template is MARKED:
+            assert (marked >= 0).tolist() == expected["assistant_masks"].reshape(-1).astype(bool).tolist()
+        else:  # its template marks nothing: the answers are spelled out
+            said = "".join(f"{m['content'].strip()}<|im_end|>\n" for m in messages if m["role"] == "assistant")
+            assert theirs.decode(marked[marked >= 0]) == said
+
+    check()
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused():
+    template = ChatTemplate(REWRITING, {})
+    template.spans(conversation([("1+1?", "two")]))
+    with pytest.raises(ValueError, match=r"rewrites earlier messages.*put \{% generation %\}"):
+        template.spans(conversation([("1+1?", "hm|two"), ("and 2?", "four")]))
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for %}", "the chat template cannot be read"),
+        ("{{ raise_exception('no system') }}", r"refuses a conversation \(no system\): 'Hi / Ho'"),
+        ("{{ messages + 1 }}", "refuses a conversation"),
+        ("{{ messages.append(1) }}", "refuses a conversation"),  # the sandbox's word
+    ],
+)
+def test_a_bad_template_is_one_line(template, says):
+    with pytest.raises(ValueError, match=says):
+        ChatTemplate(template, {}).spans(conversation([("Hi", "Ho")]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(-9, 8), min_size=1, max_size=14), max_size=12), st.integers(1, 10), st.data())
+def test_rows_hold_whole_conversations(documents, seq_len, data):
+    """However they are handed over: each lies in one row, cut to it; every row has a target."""
+    documents = [np.array([~abs(ids[0]), *ids[1:]], np.int32) for ids in documents]
+    rows, pieces, rest = Rows(5, seq_len), [], list(documents)
+    pieces.append(rows.open())
+    while rest:
+        take = data.draw(st.integers(1, len(rest)))
+        pieces.append(rows.add(rest[:take]))
+        rest = rest[take:]
+    stream = np.concatenate([*pieces, rows.close()]).astype(np.int64)
+    assert rows.there == len(stream)
+    kept = [ids[:seq_len].tolist() for ids in documents if (ids[:seq_len] >= 0).any()]
+    assert rows.left_out == len(documents) - len(kept)
+    assert rows.cut == sum(len(ids) > seq_len and (ids[:seq_len] >= 0).any() for ids in documents)
+    if not kept:
+        assert not len(stream)
+        return
+    assert len(stream) % seq_len == 1 % seq_len
+    found = np.stack([stream[at : at + seq_len + 1] for at in range(0, len(stream) - 1, seq_len)])
+    for row in found[:, :-1].tolist():
+        here = []
+        while kept and len(here) + len(kept[0]) <= seq_len:
+            here += kept.pop(0)
+        assert row == here + [~5] * (seq_len - len(here))
+    assert not kept
+    tokens, targets = inputs_and_targets(found)
+    assert (tokens >= 0).all() and tokens.shape == targets.shape
+    assert (targets >= 0).any(axis=1).all() and (targets[:, -1] == -100).all()
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_long_conversations_are_told(folder, tmp_path):
+    tokenizer_of(folder, CHATML)
+    chats = [conversation([("q" * (10 * (i % 3)), "a" * 30)]) for i in range(40)]
+    data = open_data(write(tmp_path / "a.jsonl", [{"messages": c} for c in chats]), str(folder / "tokenizer.json"))
+    options = {"batch_size": 2, "seq_len": 44}
+    with pytest.warns(UserWarning, match=r"conversations are cut to seq_len=44 tokens, and \d+ left out"):
+        loader = PackedLoader(data.source, data.tokenizer, cache=tmp_path, **options)
+        loader.tokens.wait(10**9)
+        loader.tokens.close()
+    assert (
+        "are cut to seq_len=44"
+        in PackedLoader(data.source, data.tokenizer, cache=tmp_path, **options).tokens.describe()
+    )
+    (batch,) = validation_batches(data.source, data.tokenizer, n=1, batch_size=1, seq_len=44)
+    assert (batch["targets"] >= 0).any() and (batch["targets"] == -100).any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([{"messages": "hello"}], r"a.jsonl:1: 'messages' must be a list of messages such as"),
+        ([{"messages": [{"role": "user"}]}], r"a.jsonl:1: 'messages' must be a list of messages such as"),
+        ([{"messages": []}], r"a.jsonl:1: 'messages' must be a list of messages such as"),
+        ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "must be a list of messages such as"),
+    ],
+)
+def test_bad_conversations_are_one_line(rows, says, folder, tmp_path):
+    tokenizer_of(folder, CHATML)
+    with pytest.raises(ValueError, match=says):
+        open_data(write(tmp_path / "a.jsonl", rows * 2), str(folder / "tokenizer.json"))
+
+
+def test_conversations_need_a_template_and_more_than_one(folder, tmp_path):
+    good = {"messages": conversation([("Hi", "Ho")])}
+    data = write(tmp_path / "a.jsonl", [good, good])
+    with pytest.raises(ValueError, match="bytes have no chat template: give --tokenizer"):
+        open_data(data)
+    plain = tokenizers.Tokenizer(models.WordLevel({"</s>": 0, "Hi": 1}, "Hi"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    plain.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="has no chat template beside it"):
+        open_data(data, str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="holds one conversation: give two or more"):
+        open_data(write(tmp_path / "b.jsonl", [good]), str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"c.jsonl:2: no field 'messages' \(it has text\)"):
+        open_data(write(tmp_path / "c.jsonl", [good, {"text": "x"}]), str(folder / "tokenizer.json")).source.read(1)
+
+
+def test_several_files_are_all_conversations_or_none(folder, tmp_path):
+    tokenizer_of(folder, CHATML)
+    name = str(folder / "tokenizer.json")
+    chats = [{"messages": conversation([(f"What is {i}?", f"It is {i}.")])} for i in range(20)]
+    one, two = write(tmp_path / "one.jsonl", chats[:9]), write(tmp_path / "two.jsonl", chats[9:])
+    text = write(tmp_path / "text.jsonl", [{"text": "x"}, {"text": "y"}])
+    for data in (f"{one},{two}", f"{one}:1,{two}:3"):
+        opened = open_data(data, name)
+        assert opened.source.chat and isinstance(opened.tokenizer, ChatTokenizer)
+    for data in (f"{one},{text}", f"{text}:1,{one}:3"):
+        with pytest.raises(ValueError, match=r"one.jsonl holds conversations and .*text.jsonl text: train on one kind"):
+            open_data(data, name)

@@ -1,0 +1,113 @@
+"""The example of docs/fine_tuning.md, followed, and beside the same run of transformers' model in a plain loop."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepgraph import cli
+from stepgraph.train.data import PackedLoader, open_data
+
+transformers = pytest.importorskip("transformers")
+PAGE = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    """A folder in which the page's script has run and its command with fewer steps; and the command's words."""
+    folder = tmp_path_factory.mktemp("fine")
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (command,) = re.findall(r"^stepgraph (train .*--out tuned.*)$", PAGE, re.MULTILINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(compile(script, "make.py", "exec"), {})
+        samples = ["--val-every", "4", "--sample-every", "4", "--sample-prompt", "What is 2 plus 3?"]
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*command.split(), "--steps", str(STEPS), "--device", "cpu", *samples])
+    assert stop.value.code == 0
+    return folder
+
+
+def records(folder, name):
+    lines = map(json.loads, (folder / "tuned" / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
+
+
+def test_losses_are_those_of_transformers(example):
+    """fp32 on both sides; sums in another order differ by some 1e-7, which 8 steps of AdamW let grow."""
+    model = transformers.LlamaForCausalLM.from_pretrained(example / "base", dtype=torch.float32)
+    data = open_data(str(example / "chat.jsonl"), str(example / "base" / "tokenizer.json"))
+    batches = PackedLoader(data.source, data.tokenizer, batch_size=4, seq_len=128)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for lr in records(example, "lr"):
+        batch = next(batches)
+        logits = model(batch["tokens"]).logits
+        loss = model.loss_function(logits, None, vocab_size=320, shift_labels=batch["targets"])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        losses.append(loss.item())
+    assert len(losses) == STEPS and losses[-1] < losses[0] - 1
+    assert records(example, "loss") == pytest.approx(losses, rel=1e-5)
+
+    out = transformers.LlamaForCausalLM.from_pretrained(example / "out", dtype=torch.float32)
+    for (name, ours), theirs in zip(out.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(example / "out")
+    assert tokenizer.decode([out.config.eos_token_id]) == "<|im_end|>"
+    assert tokenizer.chat_template
+
+
+def test_targets_are_what_the_assistant_says(example):
+    """Rows, read back to text: every conversation once an epoch, whole, and only answers are targets."""
+    name = str(example / "base" / "tokenizer.json")
+    data = open_data(str(example / "chat.jsonl"), name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(example / "base")
+    loader = PackedLoader(data.source, data.tokenizer, batch_size=1, seq_len=128)
+    seen, rows = [], 0  # the row that opens the second epoch is read and not counted
+    while (batch := next(loader)) and loader.epoch == 0:
+        rows += 1
+        text = tokenizer.decode(batch["tokens"][0])
+        seen += [part for part in re.split(r"(?=<\|im_start\|>user)|(?:<\|endoftext\|>)+", text) if part]
+        said = tokenizer.decode(batch["targets"][0][batch["targets"][0] >= 0])
+        assert said == "".join(answer + "<|im_end|>\n" for answer in re.findall(r"It is \d+\.", text))
+    kept = (json.loads(data.source.read(int(index))) for index in data.source.train)
+    assert sorted(seen) == sorted(tokenizer.apply_chat_template(messages, tokenize=False) for messages in kept)
+    assert rows < len(seen) / 3  # they are packed
+
+
+def test_an_answer_is_that_of_transformers(example, capsys, monkeypatch):
+    monkeypatch.chdir(example)  # the run's tokenizer is base/tokenizer.json
+    words = [
+        "sample",
+        "tuned",
+        "--chat",
+        "--prompt",
+        "What is 2 plus 3?",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "12",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    model = transformers.LlamaForCausalLM.from_pretrained(example / "out", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(example / "out")
+    user = [{"role": "user", "content": "What is 2 plus 3?"}]
+    prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = model.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[
+        0, prompt["input_ids"].shape[1] :
+    ]
+    assert said == tokenizer.decode(made, skip_special_tokens=True) + "\n" and said.strip()
+    # One was written at the validation in the run too; the losses above show that it changed nothing.
+    (sample,) = records(example, "sample")
+    assert isinstance(sample, str)

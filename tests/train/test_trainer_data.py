@@ -1,0 +1,43 @@
+"""Runs on a mixture, with several validation sets."""
+
+import json
+
+import pytest
+import torch
+
+WORDS = ["--model.n-layers", 1, "--steps", 6, "--val-every", 3, "--checkpoint-every", 3, "--log-every", 1]
+
+
+@pytest.fixture(scope="module")
+def parts(trainer, tmp_path_factory):
+    """The corpus as two files of another kind."""
+    folder = tmp_path_factory.mktemp("parts")
+    texts = trainer.corpus.read_text().split("<|endoftext|>")
+    (folder / "code.JSONL").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts[:5]))
+    (folder / "web.txt").write_text("<|endoftext|>".join(texts[5:]))
+    return folder
+
+
+def test_a_mixture_goes_on_bitwise_and_each_part_has_its_validation_loss(trainer, parts, tmp_path, capsys):
+    data = ["--data", f"{parts}/code.JSONL:3,{parts}/w*.txt:1", "--text-field", "body"]
+    assert trainer.here(*WORDS, *data, "--out", tmp_path / "whole") == 0
+    assert f"data 75.0% {parts}/code.JSONL: 5 documents" in capsys.readouterr().out
+    whole = trainer.metrics(tmp_path / "whole", "val_loss", "val_loss_code", "val_loss_w")
+    assert [step for step, *_ in whole] == [3, 6]
+    for _, loss, code, web in whole:
+        assert loss == pytest.approx(0.75 * code + 0.25 * web) and code != web
+
+    losses, (tensors, texts) = trainer.metrics(tmp_path / "whole", "loss"), trainer.saved(tmp_path / "whole", 6)
+    assert trainer.resume(tmp_path / "whole/checkpoints/step-00000003") == 0
+    assert trainer.metrics(tmp_path / "whole", "loss") == losses
+    again, others = trainer.saved(tmp_path / "whole", 6)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in tensors.items()) and texts == others
+    assert texts[1]["loader"]["counts"] == [18, 6]
+
+
+def test_validation_sets_of_their_own(trainer, parts, tmp_path):
+    words = [*WORDS, "--data", trainer.corpus, "--val-data", f"{parts}/web.txt,{trainer.corpus}"]
+    assert trainer.here(*words, "--out", tmp_path / "run") == 0
+    ((_, loss, web, text), *_) = trainer.metrics(tmp_path / "run", "val_loss", "val_loss_web", "val_loss_text")
+    assert loss == pytest.approx((web + text) / 2)
+    assert trainer.events(tmp_path / "run", "val/loss_web")[0] == (3, pytest.approx(web))
