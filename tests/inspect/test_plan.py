@@ -220,7 +220,7 @@ def test_a_table_in_a_pipe_is_as_wide_as_it_is(monkeypatch, capsys):
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "plan.json"
     with pytest.raises(SystemExit) as stop:
-        cli.main(["plan", "llama3-debug", "--mesh", "fsdp=4", "--gpu", "h200", "--seq-len", "64", "--json", str(file)])
+        cli.main(["plan", "llama3-debug", "--mesh", "fsdp=4", "--gpu", "H200", "--seq-len", "64", "--json", str(file)])
     assert stop.value.code == 0
     shown, written = capsys.readouterr().out, json.loads(file.read_text())
     assert "llama3-debug on 4 x H200 SXM (fsdp=4)" in shown and "dp_shard" in shown and "to spare" in shown

@@ -87,6 +87,7 @@ def main(argv: list[str]) -> int:
         usage="stepgraph inspect RUN|PRESET",
         description=f"{InspectOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {config.preset}.",
     )
+    options = dataclasses.replace(options, gpu=options.gpu.lower())
     if options.gpu not in GPUS:
         raise unknown_name("gpu", options.gpu, sorted(GPUS))
     require_folder(options.html, "html")

@@ -91,6 +91,7 @@ def main(argv: list[str]) -> int:
     )
     if value_of("--mesh", words) is None:
         raise ValueError("plan lacks its mesh: add --mesh fsdp=8, for example")
+    options = dataclasses.replace(options, gpu=options.gpu.lower())
     if options.gpu not in GPUS:
         raise ValueError(f"unknown gpu {options.gpu!r}: choose one of {', '.join(sorted(GPUS))}")
     require_folder(options.json)
