@@ -1,5 +1,6 @@
 """The mesh's text, its checks, and the plan's."""
 
+import os
 import socket
 
 import pytest
@@ -12,7 +13,7 @@ from stepgraph.models import Llama3
 from stepgraph.models.llama3.llama3 import TP_PLAN
 from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize
 from stepgraph.parallel.tensor import STYLES, check_plan, style_of
-from tests.distributed.ranks import TINY
+from tests.distributed.ranks import TINY, on_processes
 
 
 @pytest.mark.parametrize(
@@ -163,12 +164,16 @@ def test_what_parallelize_leaves(world):
     assert torch.equal(found["norm.weight"].own(torch.arange(12)), torch.arange(12))
 
 
-def test_a_port_in_use_is_one_line(monkeypatch):
+def _meet_where_another_listens(_):
     with socket.socket() as held:
         held.bind(("localhost", 0))
         held.listen()
         port = held.getsockname()[1]
-        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, str(value))
+        os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
         with pytest.raises(ValueError, match=f"^the ranks cannot meet at localhost:{port}: it is in use, give another"):
             parallel.started(MeshSpec.parse("fsdp=2"), "cpu").__enter__()
+
+
+def test_a_port_in_use_is_one_line():
+    """In a process of its own: torch has counted the group that it could not make."""
+    on_processes(1, _meet_where_another_listens, ())

@@ -123,7 +123,7 @@ class Block(nn.Module):
         self.mlp_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
 
     def forward(self, x: torch.Tensor, cache: LayerCache | None = None) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        attn = self.attn(self.attn_norm(x), cache)
+        attn = self.attn(self.attn_norm(x), cache=cache)
         x = x + (attn if self.attn_scale is None else self.attn_scale * attn)
         mlp = self.mlp(self.mlp_norm(x))
         return x + (mlp if self.mlp_scale is None else self.mlp_scale * mlp)

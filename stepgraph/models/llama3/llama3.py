@@ -137,7 +137,7 @@ class Block(nn.Module):
         block_mask: BlockMask | None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, block_mask, cache)
+        x = x + self.attn(self.attn_norm(x), cos, signed_sin, block_mask, cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
 

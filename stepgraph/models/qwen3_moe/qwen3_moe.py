@@ -102,7 +102,7 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, cache: LayerCache | None = None
     ) -> torch.Tensor:  # (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, cache)
+        x = x + self.attn(self.attn_norm(x), cos, signed_sin, cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
