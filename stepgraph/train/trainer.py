@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -150,6 +151,7 @@ class Run:
         self.waited_s = 0.0  # that the loop waited for the data of its next step
         self.rewritten = False  # whether the data is known to have been written to since
         self.bubble = Bubble()
+        self.ending, self.ended = threading.Lock(), False  # for `closing.close`
         self.signals = StopSignals(patient=self.ranks.world > 1)
         self.watch = Watch(
             self.ranks.rank, self.ranks.world, device.type, config.comm_timeout, partial(close, self, "failed")
