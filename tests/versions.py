@@ -67,7 +67,7 @@ def prepare(folder: Path, torch: str) -> str:
     if not python.exists():
         venv.create(folder, with_pip=True)
     print(f"torch {torch} in {folder}", flush=True)
-    # The interpreter of triton 3.6, which torch 2.11 brings, turns arrays of one element into numbers; numpy 2.4 refuses.
+    # The interpreter of triton 3.6, which torch 2.11 brings, turns arrays of one element into numbers: not numpy 2.4.
     numpy = "numpy<2.4" if torch.startswith("2.11.") else "numpy"
     wanted = [f"torch=={torch}", numpy, "-e", ".[test]"]
     install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]

@@ -156,6 +156,7 @@ def inductor() -> SimpleNamespace:
         FusedMixOrderReductions=scheduler.FusedMixOrderReductions,
         FallbackKernel=ir.FallbackKernel,
         contains_collective=utils.contains_collective,
+        contains_wait=utils.contains_wait,
         MemoryDep=MemoryDep,
         WeakDep=WeakDep,
         ReductionHint=hints.ReductionHint,

@@ -1,7 +1,8 @@
 """Keeps communication where the passes put it, through Inductor's scheduling.
 
-Inductor keeps collectives in the graph's order relative to each other. But it does not know that operators of ours
-communicate: it could move them past others, so that ranks meet in another order, or too late to overlap. Its search for
+Inductor keeps collectives in the graph's order relative to each other. But it moves waits, by other rules in each
+version, and does not know that operators of ours communicate: it could move them past others, so that ranks meet in
+another order, or too late to overlap. Its search for
 the order with the lowest peak memory starts gathers just before their wait, and waits early. Nor does it know that an
 operator may read its arguments after it has returned.
 """
@@ -15,7 +16,7 @@ parts = compat.inductor()
 
 
 class KeepOrder(parts.CustomSchedulerPass):
-    """Before fusion: every collective, and every operator of ``also``, is scheduled after the one before it.
+    """Before fusion: every collective, every wait and every operator of ``also`` is scheduled after the one before it.
 
     ``lasting``: operators that read their arguments after they return. They keep them alive; here Inductor is kept from
     reusing their memory within the same piece.
@@ -41,7 +42,7 @@ class KeepOrder(parts.CustomSchedulerPass):
         return nodes
 
     def _communicates(self, node: Any) -> bool:
-        return self._is(node, self.also) or parts.contains_collective(node)
+        return self._is(node, self.also) or parts.contains_collective(node) or parts.contains_wait(node)
 
     @staticmethod
     def _is(node: Any, operators: Collection[Any]) -> bool:

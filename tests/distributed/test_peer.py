@@ -80,15 +80,17 @@ def _compare(text, param_dtype, tolerance):
         model, next_token_loss(mesh), own_batch(mesh, 0), optimizer, max_grad_norm=CLIP, passes="exact"
     )
     for i, (loss, norm) in enumerate(theirs):
-        torch.testing.assert_close(step(own_batch(mesh, i % 2)), loss, rtol=tolerance, atol=0)
-        torch.testing.assert_close(step.metrics["grad_norm"], norm, rtol=10 * tolerance, atol=0)
+        # Where a master weight differs in its last digit, its bf16 may be the neighbour, 0.4% away: steps drift apart.
+        near = tolerance if i < 2 or param_dtype == torch.float32 else 1e3 * tolerance
+        torch.testing.assert_close(step(own_batch(mesh, i % 2)), loss, rtol=near, atol=0)
+        torch.testing.assert_close(step.metrics["grad_norm"], norm, rtol=10 * near, atol=0)
     assert theirs[-1][0] < theirs[0][0]
 
 
 @pytest.mark.slow
 def test_fully_sharded():
     # Sums over two ranks have one order: with the same casts only the loss's own mean may round differently.
-    on_ranks(2, _compare, "fsdp=2", torch.bfloat16, 1e-5)
+    on_ranks(2, _compare, "fsdp=2", torch.bfloat16, 1e-6)
 
 
 @pytest.mark.slow

@@ -111,9 +111,7 @@ def test_a_draw_in_the_loss_has_no_module():
 
 def test_whisper_masks_its_spectrum_by_numpy():
     """`apply_spec_augment` draws its masks with NumPy."""
-    transformers = pytest.importorskip(
-        "transformers", minversion="5.20"
-    )  # earlier: LayerDrop draws at any rate
+    transformers = pytest.importorskip("transformers", minversion="5.20")  # earlier: LayerDrop draws at any rate
     config = transformers.WhisperConfig(
         vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, num_mel_bins=8,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=20, pad_token_id=0,
