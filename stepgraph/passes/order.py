@@ -9,6 +9,7 @@ import stepgraph.passes.cleanup.casts
 import stepgraph.passes.cleanup.constants
 import stepgraph.passes.cleanup.dead_code
 import stepgraph.passes.cleanup.index_gradients
+import stepgraph.passes.cleanup.masks
 import stepgraph.passes.cleanup.views
 import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
@@ -39,6 +40,7 @@ ORDER = (
     "fold_constants",  # literals of the model become constants on their device
     "remove_noop_views",  # t(t(x)), view to the same shape
     "dedupe_casts",  # one cast of each tensor per phase
+    "false_masks",  # masks that hide nothing, clamps that hold
     "dead_code",  # what nothing reads
     "index_gradients",  # gradients of an indexing without checking the indices again
     "dedupe_unshards",  # one gather of each parameter per forward or backward

@@ -12,7 +12,9 @@ from stepgraph.kernels.moe import combine_rows, gather_rows, grouped_mm, sort_by
 from stepgraph.passes import configured
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
-NAMES = ("fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "fuse_experts", "weight_experts")
+NAMES = (
+    "fold_constants", "remove_noop_views", "dedupe_casts", "false_masks", "dead_code", "fuse_experts", "weight_experts",
+)  # fmt: skip
 PASSES = [p for p in configured(inductor="off") if p.name in NAMES]
 
 
