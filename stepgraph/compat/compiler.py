@@ -19,9 +19,13 @@ from stepgraph.compat.versions import TORCH
 
 
 def inductor_compile(
-    module: torch.fx.GraphModule, example_inputs: Sequence[torch.Tensor], options: dict[str, Any]
+    module: torch.fx.GraphModule,
+    example_inputs: Sequence[torch.Tensor],
+    options: dict[str, Any],
+    mode: FakeTensorMode | None = None,
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compile a flat graph with Inductor, without Dynamo. ``example_inputs`` may be fake.
+    """Compile a flat graph with Inductor, without Dynamo. ``example_inputs`` may be fake; where sizes among them are
+    symbolic, ``mode`` is the fake mode that knows their symbols.
 
     The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
     Raises ``ValueError`` if a C++ compiler is needed and there is none.
@@ -30,8 +34,9 @@ def inductor_compile(
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     # From 2.14 on torch takes the graph's own fake mode; capture's has no ShapeEnv, without which Inductor's cache on
-    # disk is bypassed. 2.11 to 2.13 take a new mode with one, as here.
-    own_mode = {"_resolve_fake_mode": lambda *_: FakeTensorMode(shape_env=ShapeEnv())} if TORCH >= (2, 14) else {}
+    # disk is bypassed. 2.11 to 2.13 take a new mode with one, as here, or that of symbolic sizes.
+    mode = mode or FakeTensorMode(shape_env=ShapeEnv())
+    own_mode = {"_resolve_fake_mode": lambda *_: mode} if TORCH >= (2, 14) else {}
     try:
         # The function hides its module, which has the same name.
         with replaced(sys.modules["torch._inductor.standalone_compile"], **own_mode):

@@ -113,7 +113,7 @@ class ForLengths:
         self.length = compat.SymbolicLength(hint)
         with self.length.mode:
             graph, inputs = self._symbolic(piece)
-            self.function = compat.inductor_compile(graph, inputs, config)
+            self.function = compat.inductor_compile(graph, inputs, config, self.length.mode)
 
     def at(self, found: Sequence[int]) -> int | None:
         """The length of the piece with these numbers if this one computes it, else None."""
