@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.costs.attention import Case, seconds
@@ -54,6 +54,7 @@ def test_what_was_not_measured_has_no_cost(change):
     assert seconds("flash2", replace(LLAMA_8B, width=256, value_width=256), H200, backward=True) is None
 
 
+@settings(deadline=None)
 @given(st.integers(1024, 40_000), st.booleans())
 def test_costs_grow_with_the_length_at_rates_between_the_measured(length, backward):
     case = replace(LLAMA_1B, queries=length, keys=length, batch=16)

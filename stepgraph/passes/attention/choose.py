@@ -13,7 +13,7 @@ Tier numerics: another kernel sums in another order. Preconditions: bf16 or fp16
 would draw other numbers). What stays is listed with its reason.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -115,14 +115,12 @@ def attention(step: StepGraph, options: AttentionOptions, report: PassReport) ->
         if decision.changes:
             _rewrite(decision, options)
             report.changed += 1
-    by_backend: dict[str, int] = defaultdict(int)
-    for decision in decisions:
-        by_backend[decision.backend] += 1
-    for node in others:
-        by_backend[_OTHERS[node.target]] += 1
+    by_backend = Counter([*(d.backend for d in decisions), *(_OTHERS[node.target] for node in others)])
     counts = ", ".join(f"{count} by {backend}" for backend, count in by_backend.items())
     report.summary = f"{report.matched} attentions, {report.changed} changed: {counts}" if counts else "no attention"
     report.notes += _notes(decisions, others)
+    if not report.matched and options.backend != "auto":
+        report.notes.append("nothing to run by it: torch takes attention apart that none of its kernels takes")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -209,6 +209,7 @@ def case_from(drawn):
     return Case(batch, heads, heads // shared, length, length, *widths, causal, dtype)
 
 
+@settings(deadline=None)
 @given(shapes, st.sampled_from([HOPPER, BLACKWELL, AMPERE, (8, 9), (7, 5), None]), st.sampled_from(BACKENDS))
 def test_the_fastest_of_what_was_measured(drawn, capability, base):
     case = case_from(drawn)
@@ -228,6 +229,7 @@ def test_the_fastest_of_what_was_measured(drawn, capability, base):
     assert strict == base and "deterministic" in why
 
 
+@settings(deadline=None)
 @given(shapes, st.sampled_from([HOPPER, BLACKWELL]))
 def test_what_a_backend_takes_its_operators_take(drawn, capability):
     """What the rules allow, torch's fake kernels and ours give results for."""
