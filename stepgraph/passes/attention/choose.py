@@ -64,11 +64,13 @@ _NAMES = 4
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """``backend``: of every attention, or ``auto``. The rest is completed by the target. ``capability``: the GPU's
+    """``backend``: of every attention, or ``auto``. ``lengths_vary``: compiled pieces are to serve any length of a
+    batch, so that the choice may not depend on it. The rest is completed by the target. ``capability``: the GPU's
     compute capability, None where unknown. ``deterministic``: backward must repeat itself bit for bit. ``installed``:
     flash-attn-4 is. ``simulated``: there is no GPU, and the graph is a CPU's."""
 
     backend: Literal["auto", "cudnn", "flash2", "fa4"] = "auto"
+    lengths_vary: bool = False
     capability: tuple[int, int] | None = None
     deterministic: bool = False
     installed: bool = False
@@ -101,7 +103,11 @@ def _for_target(options: AttentionOptions, target: Target) -> AttentionOptions:
     options=AttentionOptions(),
     after=("attention_windows",),
     needs_cuda=True,
-    from_options=lambda options: None if options.attention == "eager" else {"backend": options.attention},
+    from_options=lambda options: (
+        None
+        if options.attention == "eager"
+        else {"backend": options.attention, "lengths_vary": options.any_length and options.inductor != "off"}
+    ),
     for_target=_for_target,
 )
 def attention(step: StepGraph, options: AttentionOptions, report: PassReport) -> None:
@@ -171,6 +177,8 @@ def _fastest(
     """(the fastest of ``able`` by figures, why); ``base``, which torch takes, where that has none."""
     if options.deterministic:
         return base, "torch's order: no backend was measured under deterministic algorithms"
+    if options.lengths_vary:
+        return base, "torch's order, which is the same for every length of a batch"
     costs = {}
     if options.capability == ASSUMED.capability:
         known = {b: seconds(b, case, ASSUMED, backward=backward) for b in BACKENDS}

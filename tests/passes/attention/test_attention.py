@@ -20,6 +20,8 @@ from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions, Target, chosen, get, run_passes
 from stepgraph.passes.attention import choose
 from stepgraph.passes.attention.backends import BACKENDS, refusal
+from tests.costs.graphs import Hand
+from tests.passes.attention import test_attention_windows as windows
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
@@ -225,8 +227,9 @@ def test_the_fastest_of_what_was_measured(drawn, capability, base):
     else:
         assert known[backend] == min(s for s in known.values() if s is not None)
         assert f"{1e3 * known[backend]:.2f} ms" in why
-    strict, why = choose._fastest(case, base, able, True, replace(options, deterministic=True))
-    assert strict == base and "deterministic" in why
+    for change, reason in (({"deterministic": True}, "deterministic"), ({"lengths_vary": True}, "every length")):
+        found, why = choose._fastest(case, base, able, True, replace(options, **change))
+        assert found == base and reason in why
 
 
 @settings(deadline=None)
@@ -336,9 +339,35 @@ def test_expanded_keys_are_not_for_fa4():
         rewritten(step, "fa4")
 
 
+def test_windows_and_what_the_model_calls_itself_are_listed():
+    step = windows.attention_graph(windows.sliding)
+    target = Target("cuda", capability=HOPPER)
+    passes = [get("attention_windows"), get("attention")]
+    assert run_passes(step, passes, target=target)[1].summary == "2 attentions, 0 changed: 2 by flash2, as a window"
+    step = windows.attention_graph(windows.sliding)
+    with pytest.raises(ValueError, match=r"attention=cudnn.*runs by flash2, as a window; allowed .*: auto, eager:"):
+        run_passes(step, [passes[0], get("attention", backend="cudnn")], target=target)
+    hand = Hand()
+    q = hand.input(1, 2, 128, 64, dtype=BF16)
+    flex = hand(torch.ops.higher_order.flex_attention, q, q, q, val=(q.meta["val"],) * 2)
+    assert "1 by flex" in rewritten(hand.step(flex)).summary
+
+
+def test_a_mask_that_says_causal_is_gone_before_the_choice():
+    step = windows.attention_graph(lambda q, padding: windows.distances(q) >= 0)
+    run_passes(
+        step,
+        [get("attention_windows"), get("attention", backend="fa4")],
+        target=Target("cuda", capability=HOPPER),
+    )
+    found = step.graph.find_nodes(op="call_function", target=FORWARD["fa4"])
+    assert len(found) == 2 and all(argument(node, "is_causal") for node in found)
+
+
 def test_options():
     names = {p.name: p for p in chosen(StepOptions(attention="flash2"))}
     assert names["attention"].options.backend == "flash2"
+    assert {p.name: p for p in chosen(StepOptions(any_length=True))}["attention"].options.lengths_vary
     assert not {"attention", "attention_windows"} & {p.name for p in chosen(StepOptions(attention="eager"))}
     assert "attention" not in {p.name for p in chosen(StepOptions("exact"))}
     with pytest.raises(ValueError, match="passes=exact"):
