@@ -150,6 +150,8 @@ class _Decision:
 def _decide(node: fx.Node, options: AttentionOptions) -> _Decision:
     case, captured, found = case_of(node), _CAPTURED[node.target], attention_of(node)
     stays = _Decision(node, case, captured, found, captured, "")
+    if captured == "cpu" and argument(node, "value").target is aten.constant_pad_nd.default:
+        return replace(stays, why="its values are padded for the CPU alone, where one width is taken")
     if options.backend == captured:
         return replace(stays, why="asked for, as torch chose it")
     if options.backend != "auto":

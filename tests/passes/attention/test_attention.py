@@ -404,6 +404,16 @@ def test_a_step_recomputed_and_verified(memory):
     assert torch.isfinite(step(batch))
 
 
+def test_values_that_a_model_pads_for_the_cpu_are_no_refusal():
+    """DeepSeek's keys of 192 channels and values of 128, which cuDNN takes on a GPU."""
+    hand = Hand()
+    q = hand.input(1, 2, 64, 192, dtype=BF16)
+    v = hand(aten.constant_pad_nd.default, hand.input(1, 2, 64, 128, dtype=BF16), [0, 64])
+    out = hand(aten._scaled_dot_product_flash_attention_for_cpu.default, q, q, v, 0.0, True)
+    report = rewritten(hand.step(out), "cudnn", simulated=True)
+    assert report.changed == 0 and "padded for the CPU" in report.notes[0]
+
+
 @pytest.mark.parametrize(("gpu", "attention", "expected"), [("h200", "fa4", "fa4"), ("b200", "auto", "cudnn")])
 def test_a_forecast_has_the_backends_of_its_gpu(gpu, attention, expected):
     config = PRESETS["llama3-debug"]()
