@@ -16,7 +16,7 @@ from stepgraph.kernels.attention import flash4_attention, flash4_attention_backw
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured
 from stepgraph.passes.attention.backends import BACKENDS, refusal
-from stepgraph.passes.attention.choose import AttentionOptions, _fastest
+from stepgraph.passes.attention.decide import AttentionOptions, fastest
 
 DEVICE = "cuda"
 BF16 = torch.bfloat16
@@ -333,6 +333,6 @@ def test_times(case, capsys):
         repeats = "repeats itself" if same else "differs from run to run"
         with capsys.disabled():
             print(f"\n_Measured({figures}),  # {case}; backward {repeats}", end="")
-    chosen, why = _fastest(case, "cudnn" if "cudnn" in able else able[0], able, True, options)
+    chosen, why = fastest(case, "cudnn" if "cudnn" in able else able[0], able, True, options)
     if "ms by figures" in why:
         assert sum(times[chosen]) <= 1.05 * min(map(sum, times.values())), (times, why)
