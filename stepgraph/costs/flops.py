@@ -11,24 +11,26 @@ higher_order = torch.ops.higher_order
 
 #: Matrix products of attention over (T, T, head_dim): those as wide as queries and keys, those as wide as values. Flash
 #: attention's backward computes the scores again. Source: Dao et al., "FlashAttention", 2022, section 3.
-_FORWARD, _BACKWARD = (1, 1), (3, 2)
+FORWARD, BACKWARD = (1, 1), (3, 2)
 
 _ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _FORWARD,
-    aten._scaled_dot_product_flash_attention.default: _FORWARD,
-    aten._scaled_dot_product_cudnn_attention.default: _FORWARD,
-    aten._scaled_dot_product_efficient_attention.default: _FORWARD,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _BACKWARD,
-    aten._scaled_dot_product_flash_attention_backward.default: _BACKWARD,
-    aten._scaled_dot_product_cudnn_attention_backward.default: _BACKWARD,
-    aten._scaled_dot_product_efficient_attention_backward.default: _BACKWARD,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: FORWARD,
+    aten._scaled_dot_product_flash_attention.default: FORWARD,
+    aten._scaled_dot_product_cudnn_attention.default: FORWARD,
+    aten._scaled_dot_product_efficient_attention.default: FORWARD,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: BACKWARD,
+    aten._scaled_dot_product_flash_attention_backward.default: BACKWARD,
+    aten._scaled_dot_product_cudnn_attention_backward.default: BACKWARD,
+    aten._scaled_dot_product_efficient_attention_backward.default: BACKWARD,
+    torch.ops.stepgraph.flash4_attention.default: FORWARD,
+    torch.ops.stepgraph.flash4_attention_backward.default: BACKWARD,
 }
 
 #: The same for FlashAttention with a window, which takes (B, T, H, head_dim) of one width.
-_WINDOWED = {aten._flash_attention_forward.default: _FORWARD, aten._flash_attention_backward.default: _BACKWARD}
+_WINDOWED = {aten._flash_attention_forward.default: FORWARD, aten._flash_attention_backward.default: BACKWARD}
 
 #: The same for FlexAttention, which takes q, k and v first in both directions.
-_FLEX_ATTENTION = {higher_order.flex_attention: _FORWARD, higher_order.flex_attention_backward: _BACKWARD}
+_FLEX_ATTENTION = {higher_order.flex_attention: FORWARD, higher_order.flex_attention_backward: BACKWARD}
 
 
 def flops(node: fx.Node) -> int:
@@ -45,7 +47,7 @@ def flops(node: fx.Node) -> int:
     values = fx.map_arg(node.args, lambda n: n.meta["val"])
     if node.target in _ATTENTION:
         kinds = _ATTENTION[node.target]
-        first = 0 if kinds == _FORWARD else 1  # backward takes the output's gradient first
+        first = 0 if kinds == FORWARD else 1  # backward takes the output's gradient first
         products = _products(kinds, *values[first : first + 3])
         return products // (2 if argument(node, "is_causal") else 1)
     if node.target in _WINDOWED:
@@ -71,7 +73,13 @@ def is_fp8(node: fx.Node) -> bool:
 def _products(kinds: tuple[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     """FLOPs of so many products for ``q`` (B, H, T, d), ``k`` (B, H_kv, S, d) and ``v`` (B, H_kv, S, d_v)."""
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    return 2 * pairs * (kinds[0] * q.shape[3] + kinds[1] * v.shape[3])
+    return attention_flops(kinds, pairs, q.shape[3], v.shape[3])
+
+
+def attention_flops(kinds: tuple[int, int], pairs: int, width: int, value_width: int) -> int:
+    """FLOPs of so many products (`FORWARD` or `BACKWARD`) over ``pairs`` of a query and a key: those as wide as queries
+    and keys, those as wide as values."""
+    return 2 * pairs * (kinds[0] * width + kinds[1] * value_width)
 
 
 def _visible(length: int, left: int | None, right: int | None) -> int:

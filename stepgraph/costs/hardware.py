@@ -10,7 +10,8 @@ GPUS_PER_NODE = 8
 
 #: Shares of a GPU's published figures that kernels reach: matrix products and attention of its FLOP/s, all others of
 #: its memory bandwidth. Source: an H200 under load, at the shapes of Llama 3 8B (benchmarks/h200_x2_roofline.json):
-#: products run at 674 to 693 TFLOP/s, attention at 494 (535 forward, 479 backward), a copy at 4.25 TB/s.
+#: products run at 674 to 693 TFLOP/s, attention at 494 (535 forward, 479 backward), a copy at 4.25 TB/s. Attention by a
+#: backend that was measured has its own share (see `costs.attention`).
 PRODUCTS_REACHED, ATTENTION_REACHED, MEMORY_REACHED = 0.69, 0.50, 0.885
 
 #: The same of products in fp8, of their own peak. Source: an H200, torch's ``_scaled_mm`` at the shapes of Llama 3 8B:
@@ -33,7 +34,8 @@ SHORT_KERNEL_S, FLAG_S = 4e-6, 5e-6
 class Gpu:
     """One GPU. ``devices``: regular expression that the whole device name, as torch gives it, matches. ``flops``: peak
     dense FLOP/s of matrix products by dtype. ``memory``: bytes. ``bandwidth``: of memory, bytes/s. ``nvlink``,
-    ``network``: bytes/s of one GPU in one direction. 0: not in the table, because nothing needs it yet."""
+    ``network``: bytes/s of one GPU in one direction. ``capability``: compute capability. 0: not in the table, because
+    nothing needs it yet."""
 
     name: str
     devices: str
@@ -42,6 +44,7 @@ class Gpu:
     bandwidth: float = 0.0
     nvlink: float = 0.0
     network: float = 0.0
+    capability: tuple[int, int] = (0, 0)
 
     def peak(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of matrix products of ``dtype``, that of fp32 for any other dtype."""
@@ -74,11 +77,12 @@ def _server(
     bandwidth: float,
     nvlink: float,
     network: float,
+    capability: tuple[int, int],
 ) -> Gpu:
     """TFLOP/s of bf16, fp8 and fp32 products, GB, TB/s, GB/s."""
     eight = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), fp8 * 1e12)
     flops = _bf16(bf16) | eight | {torch.float32: fp32 * 1e12}
-    return Gpu(name, devices, flops, memory * 1e9, bandwidth * 1e12, nvlink * 1e9, network * 1e9)
+    return Gpu(name, devices, flops, memory * 1e9, bandwidth * 1e12, nvlink * 1e9, network * 1e9, capability)
 
 
 #: GPUs of eight-GPU machines, by the name that ``stepgraph plan --gpu`` takes. TFLOP/s without sparsity (data sheets
@@ -87,13 +91,13 @@ def _server(
 GPUS: dict[str, Gpu] = {
     # NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 and 3,958 fp8 with sparsity, 67 fp32, 80 GB, 3.35 TB/s, NVLink
     # 900 GB/s; DGX H100 data sheet: 8 ConnectX-7 of 400 Gb/s.
-    "h100": _server("H100 SXM", r"NVIDIA H100 80GB HBM3", 989.5, 1979, 67, 80, 3.35, 450, 50),
+    "h100": _server("H100 SXM", r"NVIDIA H100 80GB HBM3", 989.5, 1979, 67, 80, 3.35, 450, 50, (9, 0)),
     # NVIDIA H200 data sheet, SXM: the same at 4.8 TB/s; DGX H200 data sheet: 8 ConnectX-7 of 400 Gb/s. Memory as torch
     # counts it, 139.8 GiB: the data sheet's 141 GB are less than what is there.
-    "h200": _server("H200 SXM", r"NVIDIA H200", 989.5, 1979, 67, 150.1, 4.8, 450, 50),
+    "h200": _server("H200 SXM", r"NVIDIA H200", 989.5, 1979, 67, 150.1, 4.8, 450, 50, (9, 0)),
     # NVIDIA HGX B200 data sheet, per GPU: 4.5 PFLOPS bf16 and 9 fp8 with sparsity, 75 TFLOPS fp32; DGX B200 data sheet:
     # 1,440 GB at 64 TB/s in all, NVLink 1.8 TB/s for each GPU, 8 adapters of 400 Gb/s.
-    "b200": _server("B200", r"NVIDIA B200", 2250, 4500, 75, 180, 8.0, 900, 50),
+    "b200": _server("B200", r"NVIDIA B200", 2250, 4500, 75, 180, 8.0, 900, 50, (10, 0)),
 }
 
 #: GPUs of which only the bf16 peak is needed, for the MFU. TFLOP/s, dense.

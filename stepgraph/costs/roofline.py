@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from stepgraph.costs import attention
 from stepgraph.costs.experts import filled, is_grouped, rows_of
 from stepgraph.costs.flops import flops, is_attention, is_fp8
 from stepgraph.costs.fusion import Fusion, is_free
@@ -59,14 +60,14 @@ class Roofline:
             moved = _traffic(members, aliases, readers) if copied is None else copied
             self.moved[members[-1]] = moved
             self.seconds[members[-1]] = gpu.kernel_seconds(
-                work, _dtype(members[-1]), moved, reached=min(map(_reached, members))
+                work, _dtype(members[-1]), moved, reached=min(_reached(node, gpu) for node in members)
             )
 
 
 def node_seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:
     """Seconds of ``node`` as a kernel of its own, that reads its inputs whole and writes its results."""
     moved = tensor_bytes(node) + sum(map(tensor_bytes, node.all_input_nodes))
-    return gpu.kernel_seconds(flops(node), _dtype(node), moved, reached=_reached(node))
+    return gpu.kernel_seconds(flops(node), _dtype(node), moved, reached=_reached(node, gpu))
 
 
 def _work(node: fx.Node, shares: Mapping[int, float]) -> int:
@@ -74,11 +75,13 @@ def _work(node: fx.Node, shares: Mapping[int, float]) -> int:
     return round(flops(node) * shares.get(rows_of(node), 1.0)) if is_grouped(node) else flops(node)
 
 
-def _reached(node: fx.Node) -> float:
-    """The share of a GPU's FLOP/s that ``node`` reaches."""
+def _reached(node: fx.Node, gpu: Gpu) -> float:
+    """The share of ``gpu``'s FLOP/s that ``node`` reaches."""
     if is_fp8(node):
         return FP8_REACHED
-    return ATTENTION_REACHED if is_attention(node) else GROUPED_REACHED if is_grouped(node) else PRODUCTS_REACHED
+    if is_attention(node):
+        return attention.reached(node, gpu) or ATTENTION_REACHED
+    return GROUPED_REACHED if is_grouped(node) else PRODUCTS_REACHED
 
 
 def _copied(node: fx.Node) -> int | None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.launch import Launch
-from stepgraph.kernels import fp8  # noqa: F401  (these two define operators of torch.ops.stepgraph)
+from stepgraph.kernels import attention, fp8  # noqa: F401  (these define operators of torch.ops.stepgraph)
 from stepgraph.kernels.moe import grouped  # noqa: F401
 
 OpOverload = torch._ops.OpOverload
@@ -35,6 +35,7 @@ _PURE = {
     ours.cast_scaled.default, ours.cast_scaled_rows.default, ours.scaled_product.default,
     ours.sort_by_expert.default, ours.gather_rows.default, ours.combine_rows.default,
     ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
+    ours.flash4_attention.default, ours.flash4_attention_backward.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.
@@ -43,7 +44,7 @@ EXPENSIVE = {
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
-    ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product,
+    ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product, ours.flash4_attention,
 }  # fmt: skip
 
 

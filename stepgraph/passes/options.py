@@ -36,6 +36,9 @@ class StepOptions:
     norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
     """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""
 
+    attention: Literal["auto", "cudnn", "flash2", "fa4", "eager"] = "auto"
+    """Kernels of attention: cuDNN's, FlashAttention 2 or 4, or as torch chose; auto: the fastest that was measured."""
+
     loss_chunks: int | Literal["auto"] = "auto"
     """Compute a head and its loss in this many parts of the tokens; auto: as many as keep the logits near a GiB."""
 
@@ -76,6 +79,10 @@ class StepOptions:
             get(name)
         if self.passes == "exact" and self.norm != "auto":
             raise ValueError(f"norm={self.norm} with passes=exact, which leaves norms to eager: drop one of them")
+        if self.passes == "exact" and self.attention not in ("auto", "eager"):
+            raise ValueError(
+                f"attention={self.attention} with passes=exact, which leaves attention to eager: drop one of them"
+            )
         if self.norm == "inductor" and self.inductor == "off":
             raise ValueError("norm=inductor with inductor=off; allowed then: norm=auto, kernel or eager")
         if self.async_tp and tp == 1:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import stepgraph.passes.attention.choose
 import stepgraph.passes.attention.window
 import stepgraph.passes.cleanup.casts
 import stepgraph.passes.cleanup.constants
@@ -48,11 +49,12 @@ ORDER = (
     "weight_experts",  # numerics: experts weighted before their last product
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
+    "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
+    "attention",  # numerics: each attention by the fastest backend
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
-    "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
     "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
     "gather_once",  # one gather of each parameter for all microbatches of a pipeline

@@ -13,13 +13,14 @@ from stepgraph.graph.step_graph import StepGraph
 class Target:
     """``device``: its type. ``memory``: bytes of one GPU, None where unknown. ``ranks_per_machine``: neighbours that
     share a machine; 0: as torchrun started them. ``process_groups``: whether there are any. ``simulated``: the step is
-    forecast on it and never runs."""
+    forecast on it and never runs. ``capability``: compute capability of the GPU, None where unknown."""
 
     device: str
     memory: float | None = None
     ranks_per_machine: int = 0
     process_groups: bool = False
     simulated: bool = False
+    capability: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, step: StepGraph) -> "Target":
@@ -32,9 +33,11 @@ class Target:
         """This process, with its tensors on ``device``."""
         known = device.type == "cuda" and torch.cuda.is_available()  # a fake GPU has no properties
         memory = torch.cuda.get_device_properties(device).total_memory if known else None
-        return cls("cuda" if device.type == "cuda" else "cpu", memory, process_groups=dist.is_initialized())
+        capability = torch.cuda.get_device_capability(device) if known else None
+        kind = "cuda" if device.type == "cuda" else "cpu"
+        return cls(kind, memory, process_groups=dist.is_initialized(), capability=capability)
 
     @classmethod
     def forecast(cls, gpu: Gpu) -> "Target":
         """Machines of eight ``gpu``, simulated."""
-        return cls("cuda", gpu.memory, GPUS_PER_NODE, dist.is_initialized(), simulated=True)
+        return cls("cuda", gpu.memory, GPUS_PER_NODE, dist.is_initialized(), True, gpu.capability)

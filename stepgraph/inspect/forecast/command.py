@@ -161,8 +161,8 @@ def show(result: Forecast, console: Console) -> None:
         f"{time_text(result.overlapped_seconds)} if all communication were overlapped"
     )
     console.print(
-        f"Matrix products at {PRODUCTS_REACHED:.0%} and attention at {ATTENTION_REACHED:.0%} of the published FLOP/s, "
-        f"other kernels at {MEMORY_REACHED:.1%} of the memory bandwidth, as measured on an H200."
+        f"Matrix products at {PRODUCTS_REACHED:.0%} of the published FLOP/s, attention as its kernels were measured "
+        f"(else at {ATTENTION_REACHED:.0%}), other kernels at {MEMORY_REACHED:.1%} of the memory bandwidth: on an H200."
     )
 
 

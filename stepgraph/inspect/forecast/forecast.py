@@ -105,9 +105,9 @@ SETTINGS = (
 def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
     """The forecast of ``config``'s step, with its mesh, on ``gpu``.
 
-    Rank 0's step is captured as the CPU runs it: its collectives and shapes are the GPU's, and attention is one
-    operator there as here. The passes are those of a run. Where ``config`` compiles, nodes between matrix products
-    count as fused. Nothing is computed or allocated, and no rank but this process exists.
+    Rank 0's step is captured as the CPU runs it: its collectives and shapes are the GPU's, and the pass ``attention``
+    puts the GPU's operators in the place of the CPU's. The passes are those of a run. Where ``config`` compiles, nodes
+    between matrix products count as fused. Nothing is computed or allocated, and no rank but this process exists.
 
     ``imbalance``: with ``ep``, rows that the most loaded rank's experts receive over the mean of all ranks, in every
     layer: that rank's step is forecast, as all others wait for it, with the capacity that training would have grown to.

@@ -1,1 +1,1 @@
-"""Attention: masks that the graph itself determines."""
+"""Attention: the kernels that run it, and masks that the graph itself determines."""

@@ -24,24 +24,30 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import argument, getitem_users
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.attention.mask import Band, Masks
+from stepgraph.passes.attention.nodes import Attention, attention_of, take_place
 from stepgraph.passes.contract import PassReport, register
 
 aten = torch.ops.aten
 
-#: Forward -> its backward.
-_BACKWARD = {
-    aten._scaled_dot_product_cudnn_attention.default: aten._scaled_dot_product_cudnn_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention.default: aten._scaled_dot_product_efficient_attention_backward.default,
-}
+#: Operators that take a mask.
+_MASKED = (
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+)
 _MAX_CHANNELS = 256  # of FlashAttention 2
 
 
-@register("attention_windows", "numerics", needs_cuda=True)
+@register(
+    "attention_windows",
+    "numerics",
+    needs_cuda=True,
+    from_options=lambda options: None if options.attention == "eager" else {},
+)
 def attention_windows(step: StepGraph, options: object, report: PassReport) -> None:
     """Run attention under a sliding-window mask by kernels that skip what the mask hides."""
     masks = Masks(step.graph)
     windows = dropped = 0
-    for node in [n for n in step.graph.nodes if n.target in _BACKWARD and argument(n, "attn_bias") is not None]:
+    for node in [n for n in step.graph.nodes if n.target in _MASKED and argument(n, "attn_bias") is not None]:
         report.matched += 1
         found = _find(node, masks)
         if isinstance(found, str):
@@ -59,11 +65,9 @@ def attention_windows(step: StepGraph, options: object, report: PassReport) -> N
 
 
 @dataclass
-class _Attention:
-    """The nodes of one attention: ``forward``, the ``backwards`` that read its results, what its mask leaves."""
+class _Windowed(Attention):
+    """An attention, and what its mask leaves."""
 
-    forward: fx.Node
-    backwards: list[fx.Node]
     band: Band
 
     def drop_mask(self) -> None:
@@ -99,27 +103,23 @@ class _Attention:
             )  # fmt: skip
             for i, old in getitem_users(backward).items():
                 if i < 3:
-                    _take_place(old, Builder(old, before=old)(operator.getitem, grads, i))
+                    build = Builder(old, before=old)
+                    take_place(old, build(aten.transpose.int, build(operator.getitem, grads, i), 1, 2))
             erase_unread(*getitem_users(backward).values())
-        _take_place(getitem_users(forward)[0], out)
+        old = getitem_users(forward)[0]
+        take_place(old, Builder(old, before=old)(aten.transpose.int, out, 1, 2))
         erase_unread(*getitem_users(forward).values())
 
 
-def _find(forward: fx.Node, masks: Masks) -> _Attention | str:
+def _find(forward: fx.Node, masks: Masks) -> _Windowed | str:
     """The attention of ``forward``, or why it cannot be rewritten."""
-    mask = argument(forward, "attn_bias")
-    backwards = {u for result in forward.users for u in result.users if u.target is _BACKWARD[forward.target]}
-    rest = {i: set(n.users) - backwards for i, n in getitem_users(forward).items() if i}
-    if any(rest.values()) or any(argument(b, "attn_bias") is not mask for b in backwards):
-        return "its results are read elsewhere"
-    if any(users.users for b in backwards for i, users in getitem_users(b).items() if i > 2):
-        return "its mask has a gradient"
-    if argument(forward, "dropout_p"):
-        return "it has dropout"
+    found = attention_of(forward)
+    if isinstance(found, str):
+        return found
     if argument(forward, "is_causal"):
         return "it is causal and has a mask"
     q, k = (argument(forward, name).meta["val"] for name in ("query", "key"))
-    band = masks.band(mask)
+    band = masks.band(found.mask)
     if isinstance(band, str):
         return band
     if not (band.sees_all or band.is_causal):
@@ -130,21 +130,7 @@ def _find(forward: fx.Node, masks: Masks) -> _Attention | str:
             return f"no kernel for windows with {q.shape[-1]} channels a head"
     if q.shape[2] != k.shape[2]:
         return "queries and keys differ in number"
-    return _Attention(forward, sorted(backwards), band)
-
-
-def _take_place(old: fx.Node, new: fx.Node) -> None:
-    """Let ``new`` (B, T, H, D) stand for ``old`` (B, H, T, D), in the strides that what reads it was traced for."""
-    value = old.meta["val"]
-    build = Builder(old, before=old)
-    new = build(aten.transpose.int, new, 1, 2)
-    if new.meta["val"].stride() != value.stride():
-        outer_first = sorted(range(4), key=lambda dim: (-value.stride(dim), dim))
-        back = sorted(range(4), key=outer_first.__getitem__)
-        new = build(aten.permute.default, new, outer_first)
-        new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
-        new = build(aten.permute.default, new, back)
-    old.replace_all_uses_with(new)
+    return _Windowed(forward, found.backwards, band)
 
 
 def _size(side: int | None) -> int:

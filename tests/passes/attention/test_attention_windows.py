@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -28,6 +28,7 @@ def visible(length, left, right):
     return (d <= (length if left is None else left)) & (-d <= (length if right is None else right))
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 12), left=st.integers(0, 14), right=st.integers(0, 14), form=st.integers(0, 5))
 def test_band(length, left, right, form):
     mask = visible(length, left, right)
@@ -40,6 +41,7 @@ def test_band(length, left, right, form):
     assert band_of(mask.contiguous()) == expected
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_other_mask_is_no_band(data):
     length = data.draw(st.integers(2, 8))

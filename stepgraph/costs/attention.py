@@ -1,0 +1,171 @@
+"""What attention costs by each backend that was measured: milliseconds, kept as the share of the GPU's peak they reach.
+
+The figures are those of one H200, torch 2.11, bf16, causal. They serve other GPUs of its compute capability by the
+share of the peak. Between measured lengths the share is interpolated in the logarithm of the length; beyond them the
+nearest measured one holds, as far as `covers` says. What was not measured has no cost here.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from stepgraph.costs.flops import BACKWARD, FORWARD, attention_flops
+from stepgraph.costs.hardware import GPUS, Gpu
+from stepgraph.graph.facts import argument
+
+aten, ours = torch.ops.aten, torch.ops.stepgraph
+
+Backend = Literal["cudnn", "flash2", "fa4"]
+Direction = Literal["forward", "backward"]
+
+#: Operator -> the backend whose kernel it is, and its direction.
+OPERATORS: dict[object, tuple[Backend, Direction]] = {
+    aten._scaled_dot_product_cudnn_attention.default: ("cudnn", "forward"),
+    aten._scaled_dot_product_cudnn_attention_backward.default: ("cudnn", "backward"),
+    aten._scaled_dot_product_flash_attention.default: ("flash2", "forward"),
+    aten._scaled_dot_product_flash_attention_backward.default: ("flash2", "backward"),
+    ours.flash4_attention.default: ("fa4", "forward"),
+    ours.flash4_attention_backward.default: ("fa4", "backward"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention: queries (batch, heads, queries, width), keys (batch, kv_heads, keys, width), values
+    (batch, kv_heads, keys, value_width), all of ``dtype``. ``masked``: a mask is added, or dropout drawn."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+    causal: bool
+    dtype: torch.dtype
+    masked: bool = False
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads}" if self.heads != self.kv_heads else f"{self.heads}"
+        length = f"{self.queries}" if self.queries == self.keys else f"{self.queries}/{self.keys}"
+        width = f"{self.width}" if self.width == self.value_width else f"{self.width}/{self.value_width}"
+        extra = ", causal" * self.causal + ", masked" * self.masked
+        return f"{self.batch} x {heads} heads x {length} x {width} in {str(self.dtype).removeprefix('torch.')}{extra}"
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Milliseconds of one causal attention in bf16 of ``rows`` = batch x heads."""
+
+    backend: Backend
+    rows: int
+    length: int
+    width: int
+    value_width: int
+    forward: float
+    backward: float
+
+
+#: The GPU of the figures.
+_GPU = GPUS["h200"]
+
+_MEASURED = (
+    # 4 x 32/8 heads x 4096 x 64
+    _Measured("cudnn", 128, 4096, 64, 64, 0.65, 1.89),
+    _Measured("fa4", 128, 4096, 64, 64, 0.57, 1.58),
+    _Measured("flash2", 128, 4096, 64, 64, 0.98, 3.06),
+    # 32 x 8 heads x 2048 x 64
+    _Measured("cudnn", 256, 2048, 64, 64, 0.35, 1.07),
+    _Measured("fa4", 256, 2048, 64, 64, 0.35, 0.86),
+    # 1 x 32/8 heads x 8192 x 128
+    _Measured("cudnn", 32, 8192, 128, 128, 0.99, 2.92),
+    _Measured("fa4", 32, 8192, 128, 128, 0.83, 2.60),
+    _Measured("flash2", 32, 8192, 128, 128, 1.77, 4.98),
+    # 4 x 16 heads x 4096, keys of 192 and values of 128 channels, as in DeepSeek-V3; the same of 256
+    _Measured("cudnn", 64, 4096, 192, 128, 0.62, 2.18),
+    _Measured("fa4", 64, 4096, 192, 128, 0.52, 2.07),
+    _Measured("cudnn", 64, 4096, 256, 256, 0.90, 3.96),
+    _Measured("fa4", 64, 4096, 256, 256, 0.79, 4.09),
+)
+
+#: A figure stands for attention that fills the GPU as well: not under half the length, nor a quarter of the queries.
+_LEAST_LENGTH, _LEAST_QUERIES = 1 / 2, 1 / 4
+
+
+def case_of(node: fx.Node) -> Case:
+    """The case of an operator that takes ``query``, ``key`` and ``value`` as (B, H, T, head_dim), either direction."""
+    q, k, v = (argument(node, name).meta["val"] for name in ("query", "key", "value"))
+    hidden = any(argument(node, name) is not None for name in ("attn_bias", "attn_mask"))
+    return Case(
+        *q.shape[:2],
+        k.shape[1],
+        q.shape[2],
+        *k.shape[2:],
+        v.shape[3],
+        bool(argument(node, "is_causal")),
+        q.dtype,
+        hidden or bool(argument(node, "dropout_p")),
+    )
+
+
+def work(case: Case, direction: Direction) -> int:
+    """Floating-point operations of ``case``."""
+    pairs = case.batch * case.heads * case.queries * case.keys
+    kinds = FORWARD if direction == "forward" else BACKWARD
+    return attention_flops(kinds, pairs, case.width, case.value_width) // (2 if case.causal else 1)
+
+
+def share(backend: Backend, case: Case, direction: Direction, gpu: Gpu) -> float | None:
+    """The share of ``gpu``'s peak that ``backend`` reaches; None where nothing like it was measured."""
+    if gpu.capability != _GPU.capability or not (case.causal and case.dtype is torch.bfloat16) or case.masked:
+        return None
+    alike = [m for m in _MEASURED if (m.backend, m.width, m.value_width) == (backend, case.width, case.value_width)]
+    if not any(_covers(m, case) for m in alike):
+        return None
+    points = sorted((m.length, _share(m, direction)) for m in alike)
+    return _interpolated(points, case.queries)
+
+
+def seconds(backend: Backend, case: Case, gpu: Gpu, *, backward: bool) -> float | None:
+    """Seconds of ``case`` forward, with ``backward`` in both directions; None where nothing like it was measured."""
+    total = 0.0
+    for direction in ("forward", "backward") if backward else ("forward",):
+        reached = share(backend, case, direction, gpu)
+        if reached is None:
+            return None
+        total += work(case, direction) / gpu.peak(case.dtype) / reached
+    return total
+
+
+def reached(node: fx.Node, gpu: Gpu) -> float | None:
+    """The share of ``gpu``'s peak that an operator of attention reaches; None where nothing like it was measured."""
+    if node.target not in OPERATORS:
+        return None
+    backend, direction = OPERATORS[node.target]
+    return share(backend, case_of(node), direction, gpu)
+
+
+def _covers(m: _Measured, case: Case) -> bool:
+    queries = case.batch * case.heads * case.queries
+    long = min(case.queries, case.keys) >= _LEAST_LENGTH * m.length
+    return long and queries >= _LEAST_QUERIES * m.rows * m.length
+
+
+def _share(m: _Measured, direction: Direction) -> float:
+    case = Case(1, m.rows, m.rows, m.length, m.length, m.width, m.value_width, True, torch.bfloat16)
+    ms = m.forward if direction == "forward" else m.backward
+    return work(case, direction) / (ms / 1e3) / _GPU.peak(torch.bfloat16)
+
+
+def _interpolated(points: list[tuple[int, float]], length: int) -> float:
+    """The share at ``length`` between ``points`` of (length, share), in the order of their lengths."""
+    if length <= points[0][0]:
+        return points[0][1]
+    for (low, a), (high, b) in itertools.pairwise(points):
+        if length <= high:
+            return a + math.log(length / low) / math.log(high / low) * (b - a)
+    return points[-1][1]

@@ -1,0 +1,5 @@
+"""Attention by kernels that torch does not have."""
+
+from stepgraph.kernels.attention.flash4 import flash4_attention, flash4_attention_backward, installed, unavailable
+
+__all__ = ["flash4_attention", "flash4_attention_backward", "installed", "unavailable"]

@@ -1,0 +1,245 @@
+"""FlashAttention 4 as operators, forward and backward: the optional package ``flash-attn-4`` (``flash_attn.cute``).
+
+    out = softmax(scale q k^T) v        lse = log of the softmax's denominator, with the scale inside
+
+The package is called by the two functions that torch's own integration calls
+(``torch.nn.attention.activate_flash_attention_impl("FA4")``, which would put it in the place of FlashAttention 2 for
+the whole process). On a CPU the reference runs, to test numerics, not for speed.
+
+Source: the package's ``flash_attn/cute/interface.py``, read at 4.0.0b10 and 4.0.0b36.
+"""
+
+import functools
+import importlib
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+Tensor = torch.Tensor
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def installed() -> bool:
+    """Whether the package is there, as far as its folder says: nothing is imported."""
+    spec = importlib.util.find_spec("flash_attn")  # FlashAttention 2 has the same folder, without cute
+    return spec is not None and any(Path(place, "cute").is_dir() for place in spec.submodule_search_locations or ())
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why the package cannot be used in this process, in one line; None where it can. Loading it takes seconds."""
+    if not installed():
+        return "flash-attn-4 is not installed"
+    try:
+        _package()
+    except Exception as error:  # it may not fit what it is built on
+        return f"flash-attn-4 cannot be imported: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return None
+
+
+@functools.cache
+def _package() -> ModuleType:
+    """The package's functions."""
+    module = importlib.import_module("flash_attn.cute.interface")
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
+        getattr(module, name)
+    return module
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """`flash4_attention` in plain torch: everything in fp32, or fp64 for fp64, rounded once."""
+    q, k, v = (x.to(_wide(query)) for x in (query, key, value))
+    scores, _ = _scores(q, k, scale, is_causal)
+    lse = scores.logsumexp(-1)
+    out = (scores - lse.unsqueeze(-1)).exp() @ _repeated(v, q)
+    made, log_sum = _results(query, value)
+    return made.copy_(out), log_sum.copy_(lse)
+
+
+def reference_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float | None,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`flash4_attention_backward` in plain torch. Source: Dao et al., "FlashAttention", 2022, appendix B."""
+    dy, q, k, v, y = (x.to(_wide(query)) for x in (grad_out, query, key, value, out))
+    scores, factor = _scores(q, k, scale, is_causal)
+    p = (scores - logsumexp.unsqueeze(-1)).exp()
+    ds = p * (dy @ _repeated(v, q).mT - (dy * y).sum(-1, keepdim=True)) * factor
+    groups = (k.shape[1], q.shape[1] // k.shape[1])
+    dk, dv = ((a.mT @ b).unflatten(1, groups).sum(2) for a, b in ((ds, q), (p, dy)))
+    dq = ds @ _repeated(k, q)
+    return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((query, key, value), (dq, dk, dv), strict=True))
+
+
+def run_forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`flash4_attention` by the package, which takes (B, T, H, D) in any strides."""
+    out, lse = _results(query, value)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    _found()._flash_attn_fwd(
+        q, k, v, softmax_scale=scale, causal=is_causal, return_lse=True, out=out.transpose(1, 2), lse=lse
+    )
+    return out, lse
+
+
+def run_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`flash4_attention_backward` by the package."""
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    dy, q, k, v, y = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    _found()._flash_attn_bwd(
+        q, k, v, y, dy, logsumexp,
+        softmax_scale=scale, causal=is_causal, deterministic=deterministic, dq=dq, dk=dk, dv=dv,
+    )  # fmt: skip
+    return grads
+
+
+@torch.library.custom_op("stepgraph::flash4_attention", mutates_args=())
+def flash4_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend by FlashAttention 4.
+
+    Args:
+        query: (B, H, T, D), bf16 or fp16, on a CPU fp32 and fp64 too.
+        key, value: (B, H_kv, S, D) and (B, H_kv, S, D_v), in the same dtype; H_kv divides H.
+        scale: of the scores, None: 1 / sqrt(D).
+        is_causal: each query sees the keys up to its own; T and S must then be equal.
+
+    Returns:
+        (B, H, T, D_v) in the dtype of ``query``, its dimensions in memory in the order of the query's; and (B, H, T)
+        in fp32, for fp64 in fp64.
+
+    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where the package is missing.
+    """
+    _check(query, key, value, is_causal)
+    if not query.is_cuda:
+        return reference(query, key, value, scale, is_causal)
+    with torch.cuda.device(query.device):
+        return run_forward(query, key, value, scale, is_causal)
+
+
+@torch.library.custom_op("stepgraph::flash4_attention_backward", mutates_args=())
+def flash4_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `flash4_attention`.
+
+    Args:
+        grad_out: (B, H, T, D_v), the gradient of ``out``.
+        query, key, value, scale, is_causal: what `flash4_attention` got; out, logsumexp: what it gave.
+        deterministic: add up the gradient of the queries, and of shared keys and values, in a fixed order; otherwise
+            in the order in which blocks of keys finish.
+
+    Returns:
+        The gradients of query, key and value, as ``torch.empty_like`` of them.
+
+    Raises ``ValueError`` as `flash4_attention`.
+    """
+    _check(query, key, value, is_causal)
+    if not query.is_cuda:
+        return reference_backward(grad_out, query, key, value, out, logsumexp, scale, is_causal)
+    with torch.cuda.device(query.device):
+        return run_backward(grad_out, query, key, value, out, logsumexp, scale, is_causal, deterministic)
+
+
+@flash4_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool) -> tuple[Tensor, Tensor]:
+    _check(query, key, value, is_causal)
+    return _results(query, value)
+
+
+@flash4_attention_backward.register_fake
+def _(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    scale: float | None,
+    is_causal: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(query, key, value, is_causal)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _found() -> ModuleType:
+    why = unavailable()
+    if why is not None:
+        raise ValueError(f"{why}: pip install flash-attn-4, or choose another backend of attention")
+    return _package()
+
+
+def _results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for both results."""
+    B, H, T, _ = query.shape
+    outer_first = sorted(range(4), key=lambda dim: -query.stride(dim))
+    out = torch.empty_permuted((B, H, T, value.shape[3]), outer_first, dtype=query.dtype, device=query.device)
+    return out, query.new_empty(B, H, T, dtype=_wide(query))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _scores(q: Tensor, k: Tensor, scale: float | None, is_causal: bool) -> tuple[Tensor, float]:
+    """(B, H, T, S), scaled and masked; and the scale."""
+    factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    scores = q @ _repeated(k, q).mT * factor
+    if is_causal:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores, factor
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, once for each head of ``q``."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> None:
+    q, k, v = query.shape, key.shape, value.shape
+    fits = len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1:3] == v[1:3] and q[3] == k[3]
+    if not fits or q[1] % k[1] or (is_causal and q[2] != k[2]):
+        raise ValueError(
+            f"flash4_attention got query {tuple(q)}, key {tuple(k)} and value {tuple(v)}{', causal' * is_causal}; "
+            "allowed is (B, H, T, D), (B, H_kv, S, D) and (B, H_kv, S, D_v) where H_kv divides H, and T = S if causal: "
+            "transpose them, or leave out is_causal"
+        )
+    dtypes = {x.dtype for x in (query, key, value)}
+    if len(dtypes) > 1 or (query.is_cuda and query.dtype not in _DTYPES) or not query.is_floating_point():
+        raise ValueError(
+            f"flash4_attention got {', '.join(sorted(map(str, dtypes)))}; allowed is one of bfloat16 and float16 for "
+            "all, on a CPU float32 and float64 too: cast them"
+        )

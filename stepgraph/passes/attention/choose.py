@@ -1,0 +1,154 @@
+"""Each attention by one backend, forward and backward together: the fastest of those that were measured.
+
+Matches: ``_scaled_dot_product_{cudnn,flash,efficient}_attention`` and the backwards that read its results; in a
+forecast, which has a CPU's graph, ``_scaled_dot_product_flash_attention_for_cpu``. Before -> after:
+
+    cudnn_attention(q, k, v)            flash4_attention(q, k, v)
+    cudnn_attention_backward(dy, ..)    flash4_attention_backward(dy, ..)
+
+and so from any to any of the backends in `backends`. Which one torch took while the step was traced is in the graph.
+``auto`` compares figures (`costs.attention`); where what torch took was not measured for the case, it stays. A named
+backend is taken for all, or the capture fails with the first attention that it does not take.
+Tier numerics: another kernel sums in another order. Preconditions: bf16 or fp16, no mask, no dropout (another kernel
+would draw other numbers). What stays is listed with its reason.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import argument, getitem_users
+from stepgraph.graph.provenance import provenance
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.kernels.attention import installed
+from stepgraph.passes.attention.backends import BACKENDS, REPEATS, backward_nodes, forward_nodes
+from stepgraph.passes.attention.decide import AttentionOptions, Decision, decide, takes
+from stepgraph.passes.attention.nodes import BACKWARD, take_place
+from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.target import Target
+
+aten, higher_order = torch.ops.aten, torch.ops.higher_order
+
+#: Attention that is no choice of this pass: who chose it.
+_OTHERS = {
+    aten._flash_attention_forward.default: "flash2, as a window",
+    higher_order.flex_attention: "flex, which the model calls itself",
+}
+
+#: Modules that a note names.
+_NAMES = 4
+
+
+def _for_target(options: AttentionOptions, target: Target) -> AttentionOptions:
+    if target.device != "cuda":
+        return options
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return replace(
+        options,
+        capability=target.capability,
+        deterministic=strict,
+        installed=installed(),
+        simulated=target.simulated,
+    )
+
+
+@register(
+    "attention",
+    "numerics",
+    options=AttentionOptions(),
+    after=("attention_windows",),
+    needs_cuda=True,
+    from_options=lambda options: (
+        None
+        if options.attention == "eager"
+        else {"backend": options.attention, "lengths_vary": options.any_length and options.inductor != "off"}
+    ),
+    for_target=_for_target,
+)
+def attention(step: StepGraph, options: AttentionOptions, report: PassReport) -> None:
+    """Run each attention by the fastest backend that was measured, or by the one that was asked for."""
+    decisions = [decide(node, options) for node in step.graph.nodes if node.target in BACKWARD]
+    others = [node for node in step.graph.nodes if node.target in _OTHERS]
+    report.matched = len(decisions) + len(others)
+    if options.backend != "auto":
+        _refuse(decisions, others, options)
+    for decision in decisions:
+        if decision.changes:
+            _rewrite(decision, options)
+            report.changed += 1
+    by_backend = Counter([*(d.backend for d in decisions), *(_OTHERS[node.target] for node in others)])
+    counts = ", ".join(f"{count} by {backend}" for backend, count in by_backend.items())
+    report.summary = f"{report.matched} attentions, {report.changed} changed: {counts}" if counts else "no attention"
+    report.notes += _notes(decisions, others)
+    if not report.matched and options.backend != "auto":
+        report.notes.append("nothing to run by it: torch takes attention apart that none of its kernels takes")
+
+
+def _refuse(decisions: list[Decision], others: list[fx.Node], options: AttentionOptions) -> None:
+    """``ValueError`` where the backend that was asked for does not take an attention."""
+    asked, fix = options.backend, "give one of these"
+    refused = [(d.node, f"{d.case}: {d.refused}") for d in decisions if d.refused is not None]
+    refused += [(n, f"it runs by {_OTHERS[n.target]}") for n in others if not _OTHERS[n.target].startswith(asked)]
+    if not refused:
+        return
+    able = [b for b in BACKENDS if not others and all(takes(b, d, options) for d in decisions)]
+    if asked == "fa4" and options.missing:
+        fix += ", or pip install flash-attn-4"
+    first, why = refused[0]
+    more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+    raise ValueError(
+        f"attention={asked} does not take {_path(first)}{more}, {why}; allowed for all of this step: "
+        f"{', '.join(['auto', 'eager', *able])}: {fix}"
+    )
+
+
+def _rewrite(decision: Decision, options: AttentionOptions) -> None:
+    """Put the nodes of the chosen backend in the place of those that are there."""
+    found, backend = decision.attention, decision.backend
+    forward = found.forward
+    causal, scale = bool(argument(forward, "is_causal")), argument(forward, "scale")
+    inputs = [argument(forward, name) for name in ("query", "key", "value")]
+    build = Builder(forward, before=forward)
+    out, *saved = forward_nodes(backend, build, inputs, causal, scale, bool(found.backwards))
+    for backward in found.backwards:
+        build = Builder(backward, before=backward)
+        mine = [argument(backward, name) for name in ("query", "key", "value")]
+        grads = backward_nodes(
+            backend, build, backward.args[0], mine, (out, *saved), causal, scale, options.deterministic
+        )
+        for i, old in getitem_users(backward).items():
+            if i < 3:
+                take_place(old, grads[i])
+        erase_unread(*getitem_users(backward).values())
+        erase_unread(*(grad for grad in grads if not grad.users))
+    if 0 in getitem_users(forward):
+        take_place(getitem_users(forward)[0], out)
+    erase_unread(*getitem_users(forward).values())
+
+
+def _notes(decisions: list[Decision], others: list[fx.Node]) -> list[str]:
+    """A line for each backend, case and reason, and one for each backend about its backward."""
+    alike: dict[str, list[fx.Node]] = defaultdict(list)
+    for d in decisions:
+        was = f" (was {d.captured})" if d.changes else ""
+        alike[f"{d.backend}{was}, {d.why}: {d.case}"].append(d.node)
+    for node in others:
+        alike[f"{_OTHERS[node.target]}, stays"].append(node)
+    notes = [f"{text}: {_paths(nodes)}" for text, nodes in alike.items()]
+    backends = dict.fromkeys(d.backend for d in decisions if d.backend in REPEATS)
+    return notes + [REPEATS[backend] for backend in backends]
+
+
+def _paths(nodes: Iterable[fx.Node]) -> str:
+    paths = list(dict.fromkeys(map(_path, nodes)))
+    return ", ".join(paths[:_NAMES]) + (f" and {len(paths) - _NAMES} more" if len(paths) > _NAMES else "")
+
+
+def _path(node: fx.Node) -> str:
+    """The module that attends, the node's name where there is none."""
+    found = provenance(node)
+    return (found and found.path) or node.name

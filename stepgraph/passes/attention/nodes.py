@@ -1,0 +1,69 @@
+"""The nodes of one attention in the graph, forward and backward together, whichever operator it is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph.graph.edit import Builder
+from stepgraph.graph.facts import argument, getitem_users
+
+aten = torch.ops.aten
+
+#: Forward -> its backward.
+BACKWARD = {
+    aten._scaled_dot_product_cudnn_attention.default: aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_flash_attention.default: aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default: aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    ),
+}
+
+
+@dataclass
+class Attention:
+    """The nodes of one attention: ``forward``, and the ``backwards`` that read its results."""
+
+    forward: fx.Node
+    backwards: list[fx.Node]
+
+    @property
+    def mask(self) -> fx.Node | None:
+        """What is added to its scores."""
+        return mask_of(self.forward)
+
+
+def attention_of(forward: fx.Node) -> Attention | str:
+    """The attention of ``forward``, or why it cannot be rewritten."""
+    backwards = {u for result in forward.users for u in result.users if u.target is BACKWARD[forward.target]}
+    rest = {i: set(n.users) - backwards for i, n in getitem_users(forward).items() if i}
+    if any(rest.values()) or any(mask_of(b) is not mask_of(forward) for b in backwards):
+        return "its results are read elsewhere"
+    if any(users.users for b in backwards for i, users in getitem_users(b).items() if i > 2):
+        return "its mask has a gradient"
+    if argument(forward, "dropout_p"):
+        return "it has dropout"
+    shapes = [argument(forward, name).meta["val"].shape for name in ("query", "key", "value")]
+    if any(n.meta["val"].shape != shapes[i] for b in backwards for i, n in getitem_users(b).items() if i < 3):
+        return "its gradients are those of repeated keys"
+    return Attention(forward, sorted(backwards))
+
+
+def mask_of(node: fx.Node) -> Any:
+    """The mask that an operator of attention gets."""
+    return argument(node, "attn_mask" if "for_cpu" in str(node.target) else "attn_bias")
+
+
+def take_place(old: fx.Node, new: fx.Node) -> None:
+    """Let ``new`` stand for ``old``, of the same shape, in the strides that what reads it was traced for."""
+    value, strides = old.meta["val"], zip(old.meta["val"].stride(), new.meta["val"].stride(), strict=True)
+    if any(size > 1 and a != b for size, (a, b) in zip(value.shape, strides, strict=True)):
+        build = Builder(old, before=old)
+        outer_first = sorted(range(4), key=lambda dim: (-value.stride(dim), dim))
+        back = sorted(range(4), key=outer_first.__getitem__)
+        new = build(aten.permute.default, new, outer_first)
+        new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
+        new = build(aten.permute.default, new, back)
+    old.replace_all_uses_with(new)
