@@ -13,8 +13,16 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torc
     """Mean cross entropy, in nats, of the next token: a scalar in fp32 whatever the model's dtype.
 
     ``batch["tokens"]`` and ``batch["targets"]`` are (B, T) int64; ``targets[b, t]`` is the token that follows
-    ``tokens[b, t]``. Targets of -100 do not count; a batch without any other target has no mean and gives NaN.
+    ``tokens[b, t]``. With ``batch["positions"]`` documents do not see each other (see `stepgraph.models.documents`).
+    Targets of -100 do not count; a batch without any other target has no mean and gives NaN.
     """
-    logits = model(batch["tokens"])  # (B, T, V)
+    logits = logits_of(model, batch)  # (B, T, V)
     # fp32: in bf16 the sum of V exponentials and the mean over B * T tokens would lose most of their digits.
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORE)
+
+
+def logits_of(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The logits (B, T, V) of ``batch["tokens"]``; with ``batch["positions"]``, of documents that are kept apart."""
+    if "positions" in batch:
+        return model(batch["tokens"], positions=batch["positions"])
+    return model(batch["tokens"])

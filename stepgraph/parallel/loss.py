@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
+from stepgraph.models.loss import logits_of
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.tensor import place_in
 
@@ -93,7 +94,7 @@ def next_token_loss(mesh: Mesh) -> LossFn:
     tp = mesh.axis("tp")
 
     def loss_fn(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        logits, targets = model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
+        logits, targets = logits_of(model, batch).flatten(0, 1), batch["targets"].flatten()
         if tp is not None:
             loss = cross_entropy(logits, targets, tp, place=place_in(model))
         else:

@@ -17,6 +17,8 @@ from stepgraph.config.device import pick_device
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS_PER_NODE
 from stepgraph.run.saved.store import Outcome
+from stepgraph.train.data import open_parts
+from stepgraph.train.start import with_document_mask
 
 _print = partial(print, flush=True)
 
@@ -28,6 +30,8 @@ def main(config: TrainConfig) -> int:
     """
     if config.out is None:
         raise ValueError("compile needs a folder to save the step in: add --out FOLDER")
+    config = with_document_mask(config, chat=is_chat(config))
+    config.validate()
     if parallel.launched():
         raise ValueError("compile takes one process, which stands for all ranks: start it without torchrun")
     world = config.mesh_spec.size if config.mesh_spec else 1
@@ -37,6 +41,11 @@ def main(config: TrainConfig) -> int:
     for rank in range(world):
         torch.multiprocessing.start_processes(_rank, (rank, config), start_method="spawn")
     return 0
+
+
+def is_chat(config: TrainConfig) -> bool:
+    """Whether the data is conversations, whose steps mask documents; only JSON lines hold these."""
+    return ".jsonl" in config.data and open_parts(config.data, config.text_field)[0].source.chat
 
 
 def _rank(_: int, rank: int, config: TrainConfig) -> None:

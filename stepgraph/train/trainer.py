@@ -119,6 +119,8 @@ class Run:
             keep_freed_memory()
 
         data = start.open_fitting_data(config)
+        self.config = config = start.with_document_mask(config, data.source.chat)
+        self.config.validate()
         self.loader, batches = start.open_batches(config, data, mesh)
         self.unigram = self.ranks.first(data.unigram_entropy)
         self.loader.tokens.start()  # from here on, only its thread reads the source

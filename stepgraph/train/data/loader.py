@@ -1,6 +1,7 @@
 """Turns documents into batches: tokenized, packed without padding, rows shuffled, resumable at any row."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from stepgraph.train.data.sources import Source
 from stepgraph.train.data.split import hash64, shuffled
-from stepgraph.train.data.stream import inputs_and_targets, stream_of
+from stepgraph.train.data.stream import begun, inputs_and_targets, positions_in_documents, stream_of
 from stepgraph.train.data.token_cache import TokenCache
 from stepgraph.train.data.tokenizer import Tokenizer
 
@@ -18,7 +19,8 @@ ENTROPY_MAX_TOKENS = 20_000_000
 
 
 class PackedLoader:
-    """An endless iterator over batches ``{"tokens": (B, T), "targets": (B, T)}``, int64 CPU tensors.
+    """An endless iterator over batches ``{"tokens": (B, T), "targets": (B, T)}``, int64 CPU tensors; with
+    ``positions``, of each token in its document, too, by which attention stays within documents.
 
     The documents of ``split`` in a fixed mixed order, an end-of-text token behind each, are one stream, opened by
     another end-of-text token and cut into rows of T predictions; the last row is filled up from the stream's start, so
@@ -32,6 +34,7 @@ class PackedLoader:
 
     Args:
         cache: the folder of token caches; None keeps the tokens in a temporary file.
+        positions: whether batches have these. They change neither rows nor order.
 
     Raises:
         ValueError: a size below one, or a cache that cannot be written.
@@ -50,13 +53,14 @@ class PackedLoader:
         rank: int = 0,
         world_size: int = 1,
         cache: Path | None = None,
+        positions: bool = False,
     ):
         _check_sizes(batch_size, seq_len, rank, world_size)
         documents = source.documents(split)
         documents = source.order(documents, 0, 0) if shuffle else documents
         self.tokens = TokenCache(source, tokenizer, documents, cache, seq_len if source.chat else None)
         self._batch_size, self._seq_len, self._rank, self._world_size = batch_size, seq_len, rank, world_size
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._positions = seed, shuffle, positions
         self._buffer = max(1, BUFFER_TOKENS // seq_len)  # rows
         self._there, self._whole = 0, False  # tokens that are there, and whether these are all
         self._order: tuple[str, np.ndarray] = ("", np.empty(0))
@@ -80,8 +84,13 @@ class PackedLoader:
         return to_batch(rows)
 
     def row(self, ahead: int) -> np.ndarray:
-        """The (T + 1,) tokens of the row that comes ``ahead`` rows after the next."""
-        return self._read(*self._place(ahead))
+        """The row that comes ``ahead`` rows after the next: its tokens (1, T + 1), with ``positions`` (2, T + 1) those
+        and the positions of each."""
+        place = self._place(ahead)
+        tokens = self._read(*place)
+        if not self._positions:
+            return tokens[None]
+        return np.stack([tokens, positions_in_documents(self._read(*place, self.tokens.begins))])
 
     def advance(self, rows: int) -> None:
         """Go on behind the next ``rows`` rows."""
@@ -108,8 +117,9 @@ class PackedLoader:
             self._there, self._whole = self.tokens.wait(needed)
         return -(-(self._there - 1) // self._seq_len) if self._whole else None
 
-    def _read(self, epoch: int, row: int) -> np.ndarray:
-        """The (T + 1,) tokens of the row at a place of an epoch's order."""
+    def _read(self, epoch: int, row: int, read: Callable[[int, int], np.ndarray] | None = None) -> np.ndarray:
+        """The (T + 1,) tokens of the row at a place of an epoch's order, or what else ``read`` has of these."""
+        read = read or self.tokens.read
         count = self._count(row)
         if self._shuffle:
             start, end = 0, count
@@ -121,10 +131,10 @@ class PackedLoader:
                 self._order = (key, shuffled(np.arange(start, end), hash64(key)))
             row = int(self._order[1][row - start])
         begin = row * self._seq_len
-        tokens = self.tokens.read(begin, min(begin + self._seq_len + 1, self._there))
+        tokens = read(begin, min(begin + self._seq_len + 1, self._there))
         missing = self._seq_len + 1 - len(tokens)
         if missing:
-            again = self.tokens.read(1, min(1 + missing, self._there))
+            again = read(1, min(1 + missing, self._there))
             tokens = np.concatenate([tokens, np.resize(again, missing)])
         return tokens
 
@@ -176,6 +186,7 @@ def validation_batches(
     n: int,
     rank: int = 0,
     world_size: int = 1,
+    positions: bool = False,
 ) -> list[Batch]:
     """The first ``n`` batches of the validation split for this rank; fewer where the split is smaller, at least one.
 
@@ -208,7 +219,11 @@ def validation_batches(
             f"batch_size={batch_size}, seq_len={seq_len}{ranks}: {fix}"
         )
     starts = [(k * world_size + rank) * size + np.arange(batch_size) * seq_len for k in range(whole)]
-    return [to_batch(np.stack([tokens[start : start + seq_len + 1] for start in rows])) for rows in starts]
+    at = [rows[:, None] + np.arange(seq_len + 1) for rows in starts]  # each (B, T + 1)
+    if not positions:
+        return [to_batch(tokens[places][:, None]) for places in at]
+    begins = begun(stream.begins, 0, len(tokens))
+    return [to_batch(np.stack([tokens[places], positions_in_documents(begins[places])], axis=1)) for places in at]
 
 
 def unigram_entropy(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_TOKENS) -> float:
@@ -246,9 +261,13 @@ def unigram(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_
 
 
 def to_batch(rows: np.ndarray) -> Batch:
-    """Rows (B, T + 1) of the stream as inputs and targets; the two share no memory."""
-    tokens, targets = inputs_and_targets(rows)
-    return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+    """Rows (B, 1, T + 1) of the stream, or (B, 2, T + 1) with positions, as `PackedLoader.row` gives them, in a batch;
+    its tensors share no memory."""
+    tokens, targets = inputs_and_targets(rows[:, 0])
+    batch = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+    if rows.shape[1] > 1:
+        batch["positions"] = torch.from_numpy(rows[:, 1, :-1].copy())
+    return batch
 
 
 def _check_sizes(batch_size: int, seq_len: int, rank: int, world_size: int) -> None:
