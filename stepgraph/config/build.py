@@ -127,10 +127,12 @@ def build_loss(
     return loss_fn
 
 
-def example_batch(config: TrainConfig, device: torch.device) -> dict[str, torch.Tensor]:
-    """A batch of the form that training reads, int64 (accumulate * B, T); capture looks at the form only."""
+def example_batch(config: TrainConfig, device: torch.device, chat: bool = False) -> dict[str, torch.Tensor]:
+    """A batch of the form that training reads, int64 (accumulate * B, T); capture looks at the form only. ``chat``: of
+    conversations, with the number of targets in a row."""
     shape = (config.accumulate * config.batch_size, config.seq_len)
-    return {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in _batch_names(config)}
+    batch = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in _batch_names(config)}
+    return batch | ({"targets_per_row": torch.ones((), device=device)} if chat else {})
 
 
 def _batch_names(config: TrainConfig) -> tuple[str, ...]:

@@ -121,6 +121,7 @@ class Run:
         data = start.open_fitting_data(config)
         self.config = config = start.with_document_mask(config, data.source.chat)
         self.config.validate()
+        self.chat = data.source.chat
         self.loader, batches = start.open_batches(config, data, mesh)
         self.unigram = self.ranks.first(data.unigram_entropy)
         self.loader.tokens.start()  # from here on, only its thread reads the source
@@ -237,7 +238,7 @@ class Run:
                 raise
             else:
                 self.captured = None  # and with it what the graph holds
-                batch = build.example_batch(self.config, self.device)
+                batch = build.example_batch(self.config, self.device, self.chat)
                 error = memory_advice(failure, self.config, self.model, self.loss_fn, self.optimizer, batch)
         finally:
             self.watch.at("the end", limited=False)
@@ -256,7 +257,7 @@ class Run:
 
     def _capture(self) -> None:
         began = time.perf_counter()
-        batch = build.example_batch(self.config, self.device)
+        batch = build.example_batch(self.config, self.device, self.chat)
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
         program = self.captured.program

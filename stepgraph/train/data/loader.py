@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from stepgraph.models.loss import IGNORE
 from stepgraph.train.data.sources import Source
 from stepgraph.train.data.split import hash64, shuffled
 from stepgraph.train.data.stream import begun, inputs_and_targets, positions_in_documents, stream_of
@@ -20,7 +21,8 @@ ENTROPY_MAX_TOKENS = 20_000_000
 
 class PackedLoader:
     """An endless iterator over batches ``{"tokens": (B, T), "targets": (B, T)}``, int64 CPU tensors; with
-    ``positions``, of each token in its document, too, by which attention stays within documents.
+    ``positions``, of each token in its document, too, by which attention stays within documents; of conversations with
+    ``targets_per_row``, how many targets of a row count on average, a scalar in fp32, for the mean over a step's.
 
     The documents of ``split`` in a fixed mixed order, an end-of-text token behind each, are one stream, opened by
     another end-of-text token and cut into rows of T predictions; the last row is filled up from the stream's start, so
@@ -60,7 +62,7 @@ class PackedLoader:
         documents = source.order(documents, 0, 0) if shuffle else documents
         self.tokens = TokenCache(source, tokenizer, documents, cache, seq_len if source.chat else None)
         self._batch_size, self._seq_len, self._rank, self._world_size = batch_size, seq_len, rank, world_size
-        self._seed, self._shuffle, self._positions = seed, shuffle, positions
+        self._seed, self._shuffle, self._positions, self._chat = seed, shuffle, positions, source.chat
         self._buffer = max(1, BUFFER_TOKENS // seq_len)  # rows
         self._there, self._whole = 0, False  # tokens that are there, and whether these are all
         self._order: tuple[str, np.ndarray] = ("", np.empty(0))
@@ -81,7 +83,7 @@ class PackedLoader:
         first = self._rank * self._batch_size
         rows = np.stack([self.row(first + i) for i in range(self._batch_size)])
         self.advance(self._world_size * self._batch_size)
-        return to_batch(rows)
+        return to_batch(rows, self._chat)
 
     def row(self, ahead: int) -> np.ndarray:
         """The row that comes ``ahead`` rows after the next: its tokens (1, T + 1), with ``positions`` (2, T + 1) those
@@ -220,10 +222,16 @@ def validation_batches(
         )
     starts = [(k * world_size + rank) * size + np.arange(batch_size) * seq_len for k in range(whole)]
     at = [rows[:, None] + np.arange(seq_len + 1) for rows in starts]  # each (B, T + 1)
-    if not positions:
-        return [to_batch(tokens[places][:, None]) for places in at]
-    begins = begun(stream.begins, 0, len(tokens))
-    return [to_batch(np.stack([tokens[places], positions_in_documents(begins[places])], axis=1)) for places in at]
+    rows = [tokens[places][:, None] for places in at]
+    if positions:
+        begins = begun(stream.begins, 0, len(tokens))
+        found = [positions_in_documents(begins[places]) for places in at]
+        rows = [np.concatenate([one, its[:, None]], axis=1) for one, its in zip(rows, found, strict=True)]
+    batches = [to_batch(one, source.chat) for one in rows]
+    if source.chat:  # so that the mean of their losses is that over all targets
+        mean = torch.stack([batch["targets_per_row"] for batch in batches]).mean()
+        batches = [batch | {"targets_per_row": mean} for batch in batches]
+    return batches
 
 
 def unigram_entropy(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_TOKENS) -> float:
@@ -260,13 +268,15 @@ def unigram(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_
     return counts / total
 
 
-def to_batch(rows: np.ndarray) -> Batch:
+def to_batch(rows: np.ndarray, chat: bool = False) -> Batch:
     """Rows (B, 1, T + 1) of the stream, or (B, 2, T + 1) with positions, as `PackedLoader.row` gives them, in a batch;
-    its tensors share no memory."""
+    its tensors share no memory. ``chat``: with ``targets_per_row``, as not all targets count."""
     tokens, targets = inputs_and_targets(rows[:, 0])
     batch = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
     if rows.shape[1] > 1:
         batch["positions"] = torch.from_numpy(rows[:, 1, :-1].copy())
+    if chat:
+        batch["targets_per_row"] = torch.tensor((targets != IGNORE).sum() / len(rows), dtype=torch.float32)
     return batch
 
 

@@ -61,7 +61,7 @@ class MixedLoader:
             taken = sum(one == part for one, _ in picks)
             loader.advance(taken)
             self._counts[part] += taken
-        return to_batch(np.stack(rows))
+        return to_batch(np.stack(rows), self._parts[0].source.chat)
 
     def ready(self) -> None:
         """Wait until the next batch can be read, as `PackedLoader.ready`."""
