@@ -25,7 +25,7 @@ from stepgraph.bench.train.results import TrainRow
 TOLERANCES = {"fp32": 1e-4, "bf16": 1e-3, "bf16-autocast": 1e-3, "bf16-parameters": 1e-2}
 #: How far beyond the spread that rounding alone gives, where it was measured (``Row.spread``), losses may be: a kernel
 #: rounds elsewhere than the trials of that spread did, of which there are few.
-SPREADS = 4
+SPREADS = 2
 #: The tolerance of a provider with products in fp8, whose numbers have 3 bits, at any precision.
 FP8_TOLERANCE = 3e-2
 
