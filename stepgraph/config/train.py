@@ -135,7 +135,7 @@ class _Training:
     """With --nproc: how often all ranks start again from the newest checkpoint when one fails. torchrun has its own."""
 
     comm_timeout: float = 300.0
-    """Seconds that a step may take longer than the slowest before it, until the ranks end as hung."""
+    """Seconds that a step may take longer than the slowest before it, and ranks to come, until they end as hung."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""

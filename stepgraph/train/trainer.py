@@ -49,6 +49,8 @@ from stepgraph.train.verify import NotExactError, verify_step
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
 WARMUP_STEPS = 2
+#: Seconds that ranks have at least to begin.
+MEETING_S = 60.0
 
 
 def run(config: TrainConfig) -> int:
@@ -58,7 +60,8 @@ def run(config: TrainConfig) -> int:
     """
     config.validate()
     device = pick_device(config.device)
-    with parallel.started(config.mesh_spec, device.type) as mesh:
+    # Ranks may begin some time apart: what they import is large.
+    with parallel.started(config.mesh_spec, device.type, max(MEETING_S, config.comm_timeout)) as mesh:
         try:
             run = Run(config, device, mesh)
         except KeyboardInterrupt:
