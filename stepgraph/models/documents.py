@@ -7,9 +7,12 @@
 import torch
 import torch.nn.functional as F
 
+#: Added to a score it leaves exp() = 0 in fp32. Not -inf, of which cuDNN makes NaN: it is what torch gives it too.
+HIDDEN = torch.finfo(torch.float16).min
+
 
 def document_mask(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores (B, H, T, T): 0 where a query sees a key, else -inf. (B, 1, T, T).
+    """What is added to the scores (B, H, T, T): 0 where a query sees a key, else what leaves it no weight; (B, 1, T, T)
 
     It takes ``B * T * T`` elements once, for all layers and heads: made in the dtype that attention computes in, which
     is ``dtype`` or that of autocast, so that no layer makes it anew.
@@ -20,7 +23,7 @@ def document_mask(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     place = torch.arange(positions.shape[1], device=device)
     first = (place - positions).unsqueeze(2)  # (B, T, 1): the key that begins the query's document
     seen = (first <= place) & (place <= place.unsqueeze(1))  # (B, T, T)
-    return torch.zeros((), dtype=dtype, device=device).where(seen, float("-inf")).unsqueeze(1)
+    return torch.zeros((), dtype=dtype, device=device).where(seen, HIDDEN).unsqueeze(1)
 
 
 def attend_within(

@@ -1,14 +1,18 @@
 """Masked targets: the loss of ranks and microbatches with unlike numbers of them is the mean over all tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import stepgraph
 from stepgraph.parallel import MeshSpec, next_token_loss
+from stepgraph.passes import configured, get
 from tests.distributed.ranks import SEQ, TINY, full, make_mesh, on_ranks, parallel_model, whole_model
 
 PARTS, ROWS = 2, 2  # microbatches, and rows of each
+PASSES = [*configured("exact", cuda_graph=False), replace(get("fuse_loss"), needs_cuda=False)]
 
 
 def uneven(rows):
@@ -29,7 +33,8 @@ def check(meshes):
         batch = {k: v[mesh.dp_place * own :][:own].contiguous() for k, v in whole.items()}
         batch["targets_per_row"] = (batch["targets"] >= 0).sum() / own
         model = parallel_model(mesh)
-        step = stepgraph.capture(model, next_token_loss(mesh), batch, passes="exact", accumulate=PARTS)
+        step = stepgraph.capture(model, next_token_loss(mesh), batch, passes=PASSES, accumulate=PARTS)
+        assert next(report for report in step.report if report.name == "fuse_loss").changed == 1
         loss = step(batch)
         alone = whole_model()
         expected = F.cross_entropy(alone(whole["tokens"]).flatten(0, 1), whole["targets"].flatten())
