@@ -76,7 +76,7 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
 def _pipeline(config: TrainConfig, model: nn.Module, mesh: parallel.Mesh) -> parallel.Pipeline:
     """The stages of the model, cut by the cost of a microbatch."""
     shape = (config.batch_size, config.seq_len)
-    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in _batch_names(config)}
     return parallel.plan_pipeline(model, next_token_loss, batch, mesh, config.pipeline_schedule, config.stage_starts)
 
 
@@ -127,10 +127,16 @@ def build_loss(
     return loss_fn
 
 
-def example_batch(config: TrainConfig, device: torch.device) -> dict[str, torch.Tensor]:
-    """A batch of the form that training reads, int64 (accumulate * B, T); capture looks at the form only."""
+def example_batch(config: TrainConfig, device: torch.device, chat: bool = False) -> dict[str, torch.Tensor]:
+    """A batch of the form that training reads, int64 (accumulate * B, T); capture looks at the form only. ``chat``: of
+    conversations, with the number of targets in a row."""
     shape = (config.accumulate * config.batch_size, config.seq_len)
-    return {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("tokens", "targets")}
+    batch = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in _batch_names(config)}
+    return batch | ({"targets_per_row": torch.ones((), device=device)} if chat else {})
+
+
+def _batch_names(config: TrainConfig) -> tuple[str, ...]:
+    return ("tokens", "targets", "positions") if config.document_mask == "on" else ("tokens", "targets")
 
 
 def clip_at(config: TrainConfig) -> float:

@@ -55,6 +55,9 @@ class _Training:
     seq_len: int = 256
     """Tokens in a sequence."""
 
+    document_mask: Literal["auto", "on", "off"] = "auto"
+    """on: attention stays within a document of a row, positions begin at 0 in each. auto: on for conversations."""
+
     batch_size: int = 8
     """Sequences in a microbatch of one data-parallel rank."""
 
@@ -132,7 +135,7 @@ class _Training:
     """With --nproc: how often all ranks start again from the newest checkpoint when one fails. torchrun has its own."""
 
     comm_timeout: float = 300.0
-    """Seconds that a step may take longer than the slowest before it, until the ranks end as hung."""
+    """Seconds that a step may take longer than the slowest before it, and ranks to come, until they end as hung."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
@@ -239,14 +242,8 @@ class TrainConfig(StepOptions, _Training):
         ):
             self._require(name, lambda value: value > 0, "above 0")
         for name in (
-            "seed",
-            "warmup_steps",
-            "weight_decay",
-            "val_every",
-            "checkpoint_every",
-            "keep_every",
-            "sample_every",
-            "max_restarts",
+            *("seed", "warmup_steps", "weight_decay", "val_every", "checkpoint_every", "keep_every"),
+            *("sample_every", "max_restarts"),
         ):
             self._require(name, lambda value: value >= 0, "0 or more")
         self._require("min_lr_ratio", lambda value: 0 <= value <= 1, "in [0, 1]")
@@ -256,6 +253,9 @@ class TrainConfig(StepOptions, _Training):
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
         for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save", "log"):
             self._require_choice(name)
+        self._require_choice("document_mask")
+        if self.document_mask == "on" and getattr(self.model, "attention", "sdpa") == "flex":
+            raise ValueError("document_mask=on needs model.attention=sdpa, and it is flex: drop one (or say off)")
         self._validate_length()
         self._validate_mesh()
         self._validate_optimizer()

@@ -13,8 +13,32 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torc
     """Mean cross entropy, in nats, of the next token: a scalar in fp32 whatever the model's dtype.
 
     ``batch["tokens"]`` and ``batch["targets"]`` are (B, T) int64; ``targets[b, t]`` is the token that follows
-    ``tokens[b, t]``. Targets of -100 do not count; a batch without any other target has no mean and gives NaN.
+    ``tokens[b, t]``. With ``batch["positions"]`` documents do not see each other (see `stepgraph.models.documents`).
+    Targets of -100 do not count; a batch without any other target has no mean and gives NaN. With
+    ``batch["targets_per_row"]``, a scalar in fp32, the sum over the targets is divided by that times B instead: where
+    it is the mean number of targets in the rows of a whole step, the mean of its microbatches' losses is that over all
+    of its targets.
     """
-    logits = model(batch["tokens"])  # (B, T, V)
+    logits = logits_of(model, batch)  # (B, T, V)
     # fp32: in bf16 the sum of V exponentials and the mean over B * T tokens would lose most of their digits.
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORE)
+    return mean_cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), usual_count(batch))
+
+
+def mean_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None) -> torch.Tensor:
+    """Of ``logits`` (N, V) fp32: the sum over the ``targets`` (N,) that are not -100, divided by ``count`` or, without
+    one, by their number."""
+    if count is None:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / count
+
+
+def usual_count(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """How many targets count in a microbatch of as many rows, as ``batch["targets_per_row"]`` has it; None without."""
+    return batch["targets_per_row"] * batch["tokens"].shape[0] if "targets_per_row" in batch else None
+
+
+def logits_of(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The logits (B, T, V) of ``batch["tokens"]``; with ``batch["positions"]``, of documents that are kept apart."""
+    if "positions" in batch:
+        return model(batch["tokens"], positions=batch["positions"])
+    return model(batch["tokens"])

@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
+from stepgraph.models.loss import IGNORE, logits_of, mean_cross_entropy, usual_count
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.tensor import place_in
 
-IGNORE = -100  # torch's own default: the target that does not count
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -43,24 +43,34 @@ def cross_entropy(
     tp: DeviceMesh,
     ignore_index: int = IGNORE,
     place: torch.Tensor | None = None,
+    count: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``F.cross_entropy`` in fp32 of logits whose vocabulary is split over ``tp``: a scalar, the same on every rank.
 
     ``place``: this rank's along ``tp``, a scalar int64 that is an input of a captured step (`parallelize` keeps one in
     the model); None: a constant of the graph, which then differs from rank to rank.
 
+    ``count``: what the sum is divided by, a scalar; None: the number of targets that are not ``ignore_index``.
+
     The logits are never gathered: ranks exchange a maximum, a sum of exponentials and one logit per token. Kept for
     backward are the logits as they are and two numbers per token.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
-    return _CrossEntropy.apply(logits, targets, tp, ignore_index, tp.get_local_rank() if place is None else place)
+    place = tp.get_local_rank() if place is None else place
+    return _CrossEntropy.apply(logits, targets, tp, ignore_index, place, count)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, tp: DeviceMesh, ignore_index: int, place: Any
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        tp: DeviceMesh,
+        ignore_index: int,
+        place: Any,
+        count: torch.Tensor | None,
     ) -> torch.Tensor:
         x, group = logits.float(), tp.get_group()
         counted = targets != ignore_index
@@ -72,7 +82,7 @@ class _CrossEntropy(torch.autograd.Function):
         picked = (x.gather(1, column.unsqueeze(1)).squeeze(1) - highest).masked_fill(~here, 0.0)
         total, picked = compat.all_reduce(torch.stack([total, picked]), "sum", group).unbind()
         log_total = total.log()
-        count = counted.sum()
+        count = counted.sum() if count is None else count
         ctx.save_for_backward(logits, highest + log_total, column.masked_fill(~here, -1), counted, count)
         return (log_total - picked).masked_fill(~counted, 0.0).sum() / count
 
@@ -82,22 +92,26 @@ class _CrossEntropy(torch.autograd.Function):
         slope = torch.where(counted, grad / count, 0.0).unsqueeze(1)
         probability = (logits.float() - log_sum.unsqueeze(1)).exp()
         hit = torch.arange(logits.shape[1], device=logits.device) == column.unsqueeze(1)
-        return ((probability - hit.float()) * slope).to(logits.dtype), None, None, None, None
+        return ((probability - hit.float()) * slope).to(logits.dtype), None, None, None, None, None
 
 
 def next_token_loss(mesh: Mesh) -> LossFn:
     """``loss_fn(model, batch)`` for a model parallelized over ``mesh``, as `stepgraph.models.next_token_loss`.
 
-    Each data-parallel rank gives its own batch, ranks of one tp group the same; the loss is the mean over the mesh.
+    Each data-parallel rank gives its own batch, ranks of one tp group the same; the loss is the mean over the mesh:
+    with ``batch["targets_per_row"]``, of each rank's own rows, that over all targets.
     """
     tp = mesh.axis("tp")
 
     def loss_fn(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        logits, targets = model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
+        logits, targets = logits_of(model, batch).flatten(0, 1), batch["targets"].flatten()
+        count = usual_count(batch)
+        if count is not None:
+            count = mean_over_mesh(count, mesh)
         if tp is not None:
-            loss = cross_entropy(logits, targets, tp, place=place_in(model))
+            loss = cross_entropy(logits, targets, tp, place=place_in(model), count=count)
         else:
-            loss = nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE)
+            loss = mean_cross_entropy(logits.float(), targets, count)
         return mean_over_mesh(loss, mesh)
 
     return loss_fn

@@ -5,6 +5,7 @@ import datetime
 import gc
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -16,8 +17,10 @@ from stepgraph.parallel.mesh import Mesh, MeshSpec
 
 #: Collectives that torch's flight recorder keeps: all of a step's, also of a deep model in many microbatches.
 _RECORDED = 20_000
-#: Seconds that a rank waits for the others to start, as torch's own rendezvous does.
+#: Seconds that a rank waits for an answer of the store where ranks meet, once all have come; torch's own default.
 _STORE_TIMEOUT_S = 1800
+#: Seconds that a rank waits for the others to come, until it says so.
+_SPEAKS_AFTER_S = 15
 
 
 def launched() -> bool:
@@ -45,17 +48,64 @@ def _agent_store(timeout_s: float) -> dist.Store:
     return dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
 
-def _init_process_group(backend: str) -> None:
+def _init_process_group(backend: str, timeout_s: float) -> None:
     if not launched():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend)
-    else:
-        # The agent keeps its store over restarts, and torch would read the addresses of the ranks that are gone.
-        attempt = f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-        store = dist.PrefixStore(attempt, _agent_store(_STORE_TIMEOUT_S))
-        rank, world = int(os.environ["RANK"]), world_size()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        return
+    rank, world = int(os.environ["RANK"]), world_size()
+    with _said_if_long(f"rank {rank} waits for the other ranks of {world} at {_place()}, {timeout_s:g} s at most"):
+        store = _meet(rank, world, timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def _meet(rank: int, world: int, timeout_s: float) -> dist.Store:
+    """The store of all ranks, when all have come. Raises ``ValueError``, in one line, where one does not."""
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # The agent keeps its store over restarts, and torch would read the addresses of the ranks that are gone.
+            attempt = f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+            store = dist.PrefixStore(attempt, _agent_store(timeout_s))
+        else:
+            store = _own_store(rank, timeout_s)
+    except dist.DistNetworkError as failure:
+        reason = str(failure).splitlines()[0].partition(". ")[0]
+        used = "it is in use, give another by --master-port" if "EADDRINUSE" in str(failure) else reason
+        raise ValueError(f"the ranks cannot meet at {_place()}: {used}") from failure
+    keys = [f"here/{other}" for other in range(world)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout_s))
+    except dist.DistError as failure:
+        missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+        raise ValueError(
+            f"the ranks cannot meet at {_place()}: rank {rank} of {world} waited {timeout_s:g} s for {missing}; start "
+            "them all, or give them longer by --comm-timeout"
+        ) from failure
+    store.set_timeout(datetime.timedelta(seconds=_STORE_TIMEOUT_S))
+    return store
+
+
+def _own_store(rank: int, timeout_s: float) -> dist.Store:
+    """The store of ranks that no elastic agent started; rank 0 has its server."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    server = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout, **server)
+
+
+def _place() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+@contextlib.contextmanager
+def _said_if_long(text: str) -> Iterator[None]:
+    """Print ``text`` where what is inside takes long."""
+    timer = threading.Timer(_SPEAKS_AFTER_S, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def gloo_group() -> dist.ProcessGroup | None:
@@ -68,11 +118,12 @@ def gloo_group() -> dist.ProcessGroup | None:
 
 
 @contextlib.contextmanager
-def started(spec: MeshSpec | None, device_type: str) -> Iterator[Mesh | None]:
+def started(spec: MeshSpec | None, device_type: str, timeout_s: float = _STORE_TIMEOUT_S) -> Iterator[Mesh | None]:
     """The mesh ``spec`` over the processes that were started, its process groups open while inside.
 
     Each rank of a machine takes the GPU of its local rank. CPU tensors go through gloo also where GPUs use NCCL. None,
-    and nothing is opened, without a ``spec``. Raises ``ValueError`` where processes and mesh do not agree.
+    and nothing is opened, without a ``spec``. Raises ``ValueError`` where processes and mesh do not agree, and where
+    not all ranks have come within ``timeout_s``.
     """
     world = world_size()
     if spec is None:
@@ -92,13 +143,7 @@ def started(spec: MeshSpec | None, device_type: str) -> Iterator[Mesh | None]:
         _take_gpu()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED))
     with compat.single_gloo_thread():
-        try:
-            _init_process_group(backend)
-        except dist.DistNetworkError as failure:
-            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            reason = str(failure).splitlines()[0].partition(". ")[0]
-            used = "it is in use, give another by --master-port" if "EADDRINUSE" in str(failure) else reason
-            raise ValueError(f"the ranks cannot meet at {place}: {used}") from failure
+        _init_process_group(backend, timeout_s)
     try:
         yield Mesh(spec, device_type)
     finally:

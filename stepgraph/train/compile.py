@@ -17,6 +17,8 @@ from stepgraph.config.device import pick_device
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS_PER_NODE
 from stepgraph.run.saved.store import Outcome
+from stepgraph.train.data import open_parts
+from stepgraph.train.start import with_document_mask
 
 _print = partial(print, flush=True)
 
@@ -28,32 +30,40 @@ def main(config: TrainConfig) -> int:
     """
     if config.out is None:
         raise ValueError("compile needs a folder to save the step in: add --out FOLDER")
+    chat = is_chat(config)
+    config = with_document_mask(config, chat)
+    config.validate()
     if parallel.launched():
         raise ValueError("compile takes one process, which stands for all ranks: start it without torchrun")
     world = config.mesh_spec.size if config.mesh_spec else 1
     if world == 1:
-        return _compile(0, config)
+        return _compile(0, config, chat)
     # DTensor keeps what it knows of a mesh beyond the world's end: a process for each rank, one after the other.
     for rank in range(world):
-        torch.multiprocessing.start_processes(_rank, (rank, config), start_method="spawn")
+        torch.multiprocessing.start_processes(_rank, (rank, config, chat), start_method="spawn")
     return 0
 
 
-def _rank(_: int, rank: int, config: TrainConfig) -> None:
+def is_chat(config: TrainConfig) -> bool:
+    """Whether the data is conversations, whose steps read more of a batch; only JSON lines hold these."""
+    return ".jsonl" in config.data and open_parts(config.data, config.text_field)[0].source.chat
+
+
+def _rank(_: int, rank: int, config: TrainConfig, chat: bool) -> None:
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(min(config.mesh_spec.size, GPUS_PER_NODE)))
     compat.init_fake_world(rank, config.mesh_spec.size)
-    if _compile(rank, config):
+    if _compile(rank, config, chat):
         sys.exit(1)
 
 
-def _compile(rank: int, config: TrainConfig) -> int:
+def _compile(rank: int, config: TrainConfig, chat: bool) -> int:
     device = pick_device(config.device)
     mesh = None if config.mesh_spec is None else parallel.Mesh(config.mesh_spec, device.type)
     model = build.empty_model(config, device, mesh)
     optimizer = build.build_optimizer(config, model)
     loss_fn = build.build_loss(config, device, mesh)
     saved = dataclasses.replace(config, step=str(config.out))
-    step = build.build_step(saved, model, loss_fn, build.example_batch(config, device), optimizer, None)
+    step = build.build_step(saved, model, loss_fn, build.example_batch(config, device, chat), optimizer, None)
     outcome: Outcome = step.saved
     _print("\n   ".join([f"rank {rank}: {outcome.line()}", *outcome.notes]))
     if outcome.kept is None:

@@ -1,5 +1,6 @@
 """Before a run begins: its folder, its data, and what it says of its options."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,11 +64,16 @@ def open_fitting_data(config: TrainConfig) -> DataBundle:
     return data
 
 
+def with_document_mask(config: TrainConfig, chat: bool) -> TrainConfig:
+    """``config`` with ``document_mask`` on where auto stands for that: ``chat``, whether the data is conversations."""
+    return dataclasses.replace(config, document_mask="on") if chat and config.document_mask == "auto" else config
+
+
 def open_batches(
     config: TrainConfig, data: DataBundle, mesh: parallel.Mesh | None
 ) -> tuple[PackedLoader | MixedLoader, list[ValidationSet]]:
     """What this rank trains on and what it validates on; ranks that differ in tp, ep or pp alone read the same."""
-    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "positions": config.document_mask == "on"}
     if mesh is not None:
         sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
     sets = open_validation(config.val_data, config.text_field) if config.val_data else data.parts

@@ -49,6 +49,8 @@ from stepgraph.train.verify import NotExactError, verify_step
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
 WARMUP_STEPS = 2
+#: Seconds that ranks have at least to begin.
+MEETING_S = 60.0
 
 
 def run(config: TrainConfig) -> int:
@@ -58,7 +60,8 @@ def run(config: TrainConfig) -> int:
     """
     config.validate()
     device = pick_device(config.device)
-    with parallel.started(config.mesh_spec, device.type) as mesh:
+    # Ranks may begin some time apart: what they import is large.
+    with parallel.started(config.mesh_spec, device.type, max(MEETING_S, config.comm_timeout)) as mesh:
         try:
             run = Run(config, device, mesh)
         except KeyboardInterrupt:
@@ -119,6 +122,9 @@ class Run:
             keep_freed_memory()
 
         data = start.open_fitting_data(config)
+        self.config = config = start.with_document_mask(config, data.source.chat)
+        self.config.validate()
+        self.chat = data.source.chat
         self.loader, batches = start.open_batches(config, data, mesh)
         self.unigram = self.ranks.first(data.unigram_entropy)
         self.loader.tokens.start()  # from here on, only its thread reads the source
@@ -235,7 +241,7 @@ class Run:
                 raise
             else:
                 self.captured = None  # and with it what the graph holds
-                batch = build.example_batch(self.config, self.device)
+                batch = build.example_batch(self.config, self.device, self.chat)
                 error = memory_advice(failure, self.config, self.model, self.loss_fn, self.optimizer, batch)
         finally:
             self.watch.at("the end", limited=False)
@@ -254,7 +260,7 @@ class Run:
 
     def _capture(self) -> None:
         began = time.perf_counter()
-        batch = build.example_batch(self.config, self.device)
+        batch = build.example_batch(self.config, self.device, self.chat)
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
         program = self.captured.program

@@ -45,6 +45,25 @@ def test_a_loss_beyond_the_tolerance_names_provider_and_step(precision, loss):
     assert "that of eager 4:" in rows[0].disagreement
 
 
+def test_losses_may_be_as_far_apart_as_rounding_takes_them():
+    """Each step's tolerance is that of what rounding did up to it; it is never below the precision's."""
+    apart = [5.0, 4.0 * 1.003]  # as llama3-1b's in bf16 were, 1.5e-3 and more, on a healthy run
+
+    def check(spread, precision="bf16"):
+        rows = [row("eager", losses=[5.0, 4.0], spread=spread), row("compile", losses=apart)]
+        return check_losses(rows, precision), rows[1].disagreement
+
+    assert check(None)[1].endswith("4.012, that of eager 4: 3.0e-03 apart, tolerance 0.001 (bf16)")
+    text, disagreement = check([1e-3, 2e-3])
+    assert disagreement is None and text.endswith(
+        "times the spread of eager's by rounding alone where that is more, up to 4.0e-03"
+    )
+    assert check([2e-3, 1e-3])[1] is None  # what an earlier step brought stays
+    assert check([1e-3, 1e-3])[1].endswith("tolerance 0.002 (bf16), 2 times the spread of eager's by rounding alone")
+    assert "tolerance 0.001 (bf16)" in check([1e-5, 1e-5])[1]
+    assert check([0.0, 9.0])[1] is None and check([9.0, 0.0], "fp32")[1] is None
+
+
 def test_fp8_may_be_further_from_eager():
     rows = [row("eager", losses=[4.0]), row("stepgraph-fp8-rowwise", losses=[4.1])]
     assert check_losses(rows, "bf16").endswith(

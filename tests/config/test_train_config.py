@@ -121,6 +121,11 @@ def test_a_damaged_configuration_is_refused(change, message):
         ),
         ({"resume": Path("no/such/run")}, "not a run folder"),
         ({"init_from_hf": Path("no/such/model")}, "not a folder"),
+        ({"document_mask": "yes"}, "unknown document_mask 'yes'"),
+        (
+            {"document_mask": "on", "model": dataclasses.replace(TrainConfig().model, attention="flex")},
+            "document_mask=on needs model.attention=sdpa, and it is flex",
+        ),
         ({"export_hf": Path("x"), "model": GolfConfig()}, "works for Llama 3, .* models only: choose a preset"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 import stepgraph
-from stepgraph import compat
+from stepgraph import compat, parallel
 from stepgraph.graph.provenance import provenance
 from stepgraph.models import next_token_loss
+from stepgraph.parallel import MeshSpec, world
 from stepgraph.train.faults import watch
 from stepgraph.train.faults.in_flight import InFlight, describe, first_in_flight, issue_order
 from stepgraph.train.faults.lost_ranks import is_lost_rank
@@ -140,11 +142,42 @@ def test_a_rank_that_cannot_heed_sigterm_ends_itself(tmp_path):
     )
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_alone_says_so_and_ends(rank, monkeypatch, capsys):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "3"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "_SPEAKS_AFTER_S", 0.2)
+    # Without rank 0 there is no store that knows who else has come.
+    says = "rank 0 of 3 waited 1 s for 1, 2; start them all" if rank == 0 else "client socket has timed out"
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=f"^the ranks cannot meet at localhost:{port}: .*{says}") as alone:
+        parallel.started(MeshSpec.parse("fsdp=3"), "cpu", 1.0).__enter__()
+    assert "\n" not in str(alone.value) and time.monotonic() - began < 20
+    assert f"rank {rank} waits for the other ranks of 3 at localhost:{port}, 1 s at most" in capsys.readouterr().err
+
+
+def test_a_rank_is_known_to_have_begun_its_steps_when_it_has(monkeypatch):
+    """However many pass until it reports again."""
+    store = dist.HashStore()
+    monkeypatch.setattr(parallel, "job_store", lambda: store)
+    monkeypatch.setattr(watch, "_POLL_S", 60.0)
+    with watch.Watch(0, 2, "cpu", 300.0, print) as watched:
+        watched.launches(7)
+        until = time.monotonic() + 20
+        while "in step 7" not in watch.last_told(store, 0):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
 def _wait_in_vain(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     if rank == 1:
         time.sleep(60)
-    watch._HEED_S = 0.5
+    watch._STOP_S = 0.5
     signal.signal(signal.SIGTERM, lambda *_: None)
     with watch.Watch(0, 2, "cpu", 300.0, (Path(folder) / "error.txt").write_text) as watched:
         watched.timed(0.01)

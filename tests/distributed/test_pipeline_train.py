@@ -30,7 +30,7 @@ def check_same_run(ours, theirs):
 
 
 def test_a_pipeline_trains_as_one_process(corpus, tmp_path):  # noqa: F811
-    words = [*RUN, "--data", corpus]
+    words = [*RUN, "--data", corpus, "--document-mask", "on"]
     run_alone(*words, "--out", tmp_path / "alone")
     train_on(2, *words, "--mesh", "pp=2", "--pipeline", "zero-bubble", "--out", tmp_path / "run")
     check_same_run(tmp_path / "run", tmp_path / "alone")

@@ -128,6 +128,7 @@ def test_resume_on_the_same_mesh_and_on_another(corpus, tmp_path):
 def test_a_mesh_trains_as_one_process_does(corpus, tmp_path):
     """Two ranks of tp read what one process reads, and start from the same weights, used in bf16."""
     base = [*TINY_RUN, "--data", corpus, "--batch-size", "4", "--steps", "3", "--precision", "bf16"]
+    base += ["--document-mask", "on"]
     train_on(2, *base, "--mesh", "tp=2", "--out", tmp_path / "tp", "--export-hf", tmp_path / "hf")
     train_on(1, *base, "--mesh", "fsdp=1", "--out", tmp_path / "one")
     with pytest.raises(SystemExit):

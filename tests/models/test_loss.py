@@ -43,3 +43,18 @@ def test_bf16_logits_are_summed_in_fp32():
 def test_a_batch_without_targets_is_nan():
     targets = torch.full((1, 3), -100)
     assert next_token_loss(Fixed(torch.zeros(1, 3, 7)), {"tokens": targets, "targets": targets}).isnan()
+
+
+def test_the_mean_of_microbatches_is_that_over_their_targets():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5))
+    targets[0, 1:] = targets[2:] = -100
+    targets[3, 0] = 4
+    count = (targets >= 0).sum() / 4
+    losses = [
+        next_token_loss(Fixed(part), {"tokens": its, "targets": its, "targets_per_row": count})
+        for part, its in zip(logits.split(1), targets.split(1), strict=True)
+    ]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(torch.stack(losses).mean(), expected)
+    assert losses[2].item() == 0  # a microbatch without targets

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from stepgraph import cli
+from stepgraph.config.train import TrainConfig
+from stepgraph.train.compile import is_chat
 from stepgraph.train.data import PackedLoader, open_data
+from stepgraph.train.start import with_document_mask
 
 transformers = pytest.importorskip("transformers")
 PAGE = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
@@ -36,16 +39,22 @@ def records(folder, name):
     return [line[name] for line in lines if name in line]
 
 
+def apart(positions):
+    """Which tokens (B, 1, T, T) see which: those before them in their conversation."""
+    number = (positions == 0).cumsum(1)
+    return (number[:, None, :, None] == number[:, None, None, :]).tril()
+
+
 def test_losses_are_those_of_transformers(example):
     """fp32 on both sides; sums in another order differ by some 1e-7, which 8 steps of AdamW let grow."""
     model = transformers.LlamaForCausalLM.from_pretrained(example / "base", dtype=torch.float32)
     data = open_data(str(example / "chat.jsonl"), str(example / "base" / "tokenizer.json"))
-    batches = PackedLoader(data.source, data.tokenizer, batch_size=4, seq_len=128)
+    batches = PackedLoader(data.source, data.tokenizer, batch_size=4, seq_len=128, positions=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for lr in records(example, "lr"):
         batch = next(batches)
-        logits = model(batch["tokens"]).logits
+        logits = model(batch["tokens"], apart(batch["positions"]), position_ids=batch["positions"]).logits
         loss = model.loss_function(logits, None, vocab_size=320, shift_labels=batch["targets"])
         optimizer.zero_grad()
         loss.backward()
@@ -111,3 +120,15 @@ def test_an_answer_is_that_of_transformers(example, capsys, monkeypatch):
     # One was written at the validation in the run too; the losses above show that it changed nothing.
     (sample,) = records(example, "sample")
     assert isinstance(sample, str)
+
+
+def test_conversations_are_kept_apart_unless_told_otherwise(example):
+    """The run above said so, and ``stepgraph compile`` makes its step."""
+    config = TrainConfig.from_json((example / "tuned" / "config.json").read_text())
+    assert config.document_mask == "on"
+    chat, text = str(example / "chat.jsonl"), str(example / "make.jsonl")
+    Path(text).write_text('{"text": "a"}\n{"text": "b"}\n')
+    found = {data: is_chat(TrainConfig(data=data)) for data in (chat, text, "stdlib")}
+    assert found == {chat: True, text: False, "stdlib": False}
+    assert with_document_mask(TrainConfig(), chat=False).document_mask == "auto"
+    assert with_document_mask(TrainConfig(document_mask="off"), chat=True).document_mask == "off"

@@ -4,7 +4,9 @@ Its memory, allocator, compile caches and Dynamo are thus its own. The first lin
 is a request. Every answer is one line of JSON on what was stdout; all else that is printed goes to stderr.
 """
 
+import gc
 import json
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +30,8 @@ from stepgraph.models import next_token_loss
 
 #: Steps whose losses are compared, before anything is timed. They also warm up: CUDA graphs are recorded by the third.
 FIRST_STEPS = 5
+#: Runs of these steps that measure how far rounding alone moves their losses.
+TRIALS = 2
 
 
 def main() -> None:
@@ -71,6 +75,7 @@ class Run:
         losses = [self.step().item()]
         first_step_s = time.perf_counter() - start
         losses += [self.step().item() for _ in range(FIRST_STEPS - 1)]
+        self.losses = losses
         cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         return {
             "loss": losses[0],
@@ -96,6 +101,8 @@ class Run:
             answer |= self._forward_and_backward(self.step, steps)
             if self.device.type == "cuda" and self.provider == "eager":
                 answer["rms_norm_kernels"] = self._rms_norm_kernels()
+        if self.provider == "eager":
+            answer["spread"] = self._spread()
         return answer
 
     def _wait(self) -> None:
@@ -132,6 +139,26 @@ class Run:
             profiler.export_chrome_trace(str(trace))
             events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
         return max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]") / 2**30
+
+    def _spread(self) -> list[float]:
+        """How far each loss of the first steps moves, as a share of it, where nothing but rounding is another: the most
+        of ``TRIALS``, in which each initial weight is off by a random part of a unit in the last place of the dtype
+        that computes with it. It ends this provider's own step, whose memory it takes."""
+        del self.step, self.parts
+        unit = torch.finfo(torch.float32 if self.config.precision == "fp32" else torch.bfloat16).eps
+        found = [0.0] * FIRST_STEPS
+        for trial in range(TRIALS):
+            gc.collect()  # steps refer to themselves: without this, two models would have to fit
+            parts = make_parts(self.config, self.device)
+            generator = torch.Generator(self.device).manual_seed(trial)
+            with torch.no_grad():
+                for param in parts.model.parameters():
+                    param += param * torch.empty_like(param).uniform_(-unit, unit, generator=generator)
+            step = PROVIDERS["eager"](parts)
+            for place, expected in enumerate(self.losses):
+                found[place] = max(found[place], abs(step().item() - expected) / abs(expected))
+            del step, parts
+        return found if all(map(math.isfinite, found)) else []
 
     def _rms_norm_kernels(self) -> list[str]:
         """The CUDA kernels behind the model's first RMSNorm, forward and backward: torch may come with several."""

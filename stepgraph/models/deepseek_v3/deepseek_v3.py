@@ -12,6 +12,7 @@ from torch import nn
 
 from stepgraph.models.cache import LayerCache
 from stepgraph.models.checks import check_positive
+from stepgraph.models.documents import attend_within
 from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.decoder import MoEDecoder
 from stepgraph.models.moe.layer import MoE
@@ -109,9 +110,10 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,  # (B, T, D)
-        cos: torch.Tensor,  # (T, 1, qk_rope_head_dim)
+        cos: torch.Tensor,  # (T, 1, qk_rope_head_dim) or, with positions, (B, T, 1, qk_rope_head_dim)
         signed_sin: torch.Tensor,  # the same
         cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
+        mask: torch.Tensor | None = None,  # of `document_mask`; None: causal
     ) -> torch.Tensor:  # (B, T, D)
         config = self.config
         nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -128,13 +130,17 @@ class LatentAttention(nn.Module):
         causal = cache is None or q.shape[2] > 1
         if cache is not None:
             k, v = cache.extend(k, v)
-        return self.o_proj(self._attend(q, k, v, causal).transpose(1, 2).flatten(2))
+        return self.o_proj(self._attend(q, k, v, causal, mask).transpose(1, 2).flatten(2))
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """(B, H, T, qk_head_dim) twice and (B, H, T, v_head_dim) -> (B, H, T, v_head_dim)."""
         width, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
         if v.device.type == "cpu" and missing > 0:  # its fused attention takes one width only
             v = F.pad(v, (0, missing))
+        if mask is not None:
+            return attend_within(q, k, v, mask, self.scale)[..., :width]
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale)[..., :width]
 
 
@@ -149,9 +155,14 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.dim, config.ffn_dim) if dense else MoE(config.dim, config.moe)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, cache: LayerCache | None = None
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        cache: LayerCache | None = None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:  # (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, cache=cache)
+        x = x + self.attn(self.attn_norm(x), cos, signed_sin, cache=cache, mask=mask)
         return x + self.mlp(self.mlp_norm(x))
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from stepgraph.models.cache import Cache, LayerCache
 from stepgraph.models.checks import check_heads, check_positive
+from stepgraph.models.documents import attend_within, check_positions, document_mask
 from stepgraph.models.init import Part, init_parameters
 
 #: The tensor-parallel plan: module -> style. Not used here; `stepgraph.parallel` applies it.
@@ -85,7 +86,9 @@ class Attention(nn.Module):
         self.q_norm = _norm(config.head_dim)
         self.k_norm = _norm(config.head_dim)
 
-    def forward(self, x: torch.Tensor, cache: LayerCache | None = None) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
+    def forward(
+        self, x: torch.Tensor, cache: LayerCache | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
         B, T, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H, T, head_dim)
         k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H_kv, T, head_dim)
@@ -93,7 +96,10 @@ class Attention(nn.Module):
         # The pytorch issue's code repeats k and v for each query head; grouped attention needs no copies.
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
+        if mask is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
+        else:
+            y = attend_within(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -122,8 +128,10 @@ class Block(nn.Module):
         self.attn_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
         self.mlp_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
 
-    def forward(self, x: torch.Tensor, cache: LayerCache | None = None) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        attn = self.attn(self.attn_norm(x), cache=cache)
+    def forward(
+        self, x: torch.Tensor, cache: LayerCache | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
+        attn = self.attn(self.attn_norm(x), cache=cache, mask=mask)
         x = x + (attn if self.attn_scale is None else self.attn_scale * attn)
         mlp = self.mlp(self.mlp_norm(x))
         return x + (mlp if self.mlp_scale is None else self.mlp_scale * mlp)
@@ -131,7 +139,8 @@ class Block(nn.Module):
 
 class Golf(nn.Module):
     """The golf model: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the
-    tokens that follow those in it.
+    tokens that follow those in it; with ``positions`` (B, T), of packed documents that do not see each other (see
+    `stepgraph.models.documents`).
 
     Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
     then :meth:`init_weights`.
@@ -151,10 +160,15 @@ class Golf(nn.Module):
         """Fill the parameters in place; ``seed`` and ``parts`` as in `init_parameters`."""
         init_parameters(self, self.config.n_layers, seed, parts)
 
-    def forward(self, tokens: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
+    def forward(
+        self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
+        if positions is not None:
+            check_positions(positions, tokens, cache)
         x = self.embed_norm(self.embed(tokens))  # (B, T, D)
+        mask = None if positions is None else document_mask(positions, x.dtype)
         for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            x = block(x, kept)
+            x = block(x, kept, mask)
         return self.head(self.norm(x))  # (B, T, V)
 
 

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from stepgraph.errors import unknown_name
 from stepgraph.models.cache import Cache, LayerCache, tokens_in
 from stepgraph.models.checks import check_heads, check_positive
+from stepgraph.models.documents import attend_within, check_positions, document_mask
 from stepgraph.models.init import Part, init_parameters
 from stepgraph.models.rope import RopeScaling, apply_rope, rope_tables
 from stepgraph.models.swiglu import SwiGLU
@@ -98,9 +99,9 @@ class Attention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,  # (B, T, D)
-        cos: torch.Tensor,  # (T, 1, head_dim)
-        signed_sin: torch.Tensor,  # (T, 1, head_dim)
-        block_mask: BlockMask | None,  # given: FlexAttention
+        cos: torch.Tensor,  # (T, 1, head_dim) or, with positions, (B, T, 1, head_dim)
+        signed_sin: torch.Tensor,  # the same
+        mask: BlockMask | torch.Tensor | None,  # None: causal; BlockMask: by FlexAttention; else of `document_mask`
         cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
     ) -> torch.Tensor:  # (B, T, D)
         B, T, _ = x.shape
@@ -112,10 +113,12 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
         if cache is not None:
             k, v = cache.extend(k, v)
-        if block_mask is None:
+        if mask is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
+        elif isinstance(mask, BlockMask):
+            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.gqa)
         else:
-            y = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=self.gqa)
+            y = attend_within(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -134,16 +137,17 @@ class Block(nn.Module):
         x: torch.Tensor,
         cos: torch.Tensor,
         signed_sin: torch.Tensor,
-        block_mask: BlockMask | None,
+        mask: BlockMask | torch.Tensor | None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, block_mask, cache=cache)
+        x = x + self.attn(self.attn_norm(x), cos, signed_sin, mask, cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama3(nn.Module):
     """Llama 3: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the tokens
-    that follow those in it.
+    that follow those in it; with ``positions`` (B, T), of packed documents that do not see each other (see
+    `stepgraph.models.documents`).
 
     Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
     then :meth:`init_weights`. With tied embeddings there is no ``head`` module, so the tie survives both.
@@ -178,19 +182,28 @@ class Llama3(nn.Module):
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(signed_sin)
 
-    def forward(self, tokens: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
+    def forward(
+        self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
         limit, start = self.config.max_seq_len, tokens_in(cache)
         T = start + tokens.shape[1]
         if limit < T:
             raise ValueError(f"sequence length {T} is above max_seq_len={limit}; shorten it or raise max_seq_len")
+        if positions is not None:
+            check_positions(positions, tokens, cache)
+            if self.config.attention == "flex":
+                raise ValueError("documents are kept apart by attention='sdpa', not by 'flex'; choose sdpa")
         x = self.embed(tokens)  # (B, T, D)
         # Tables in the residual stream's dtype, as in Hugging Face: a bf16 model rotates in bf16, with a rounding that
         # existing checkpoints were trained and served with; under autocast the stream, and so the rotation, is fp32.
-        cos, signed_sin = self.rope_cos[start:T].to(x.dtype), self.rope_sin[start:T].to(x.dtype)
+        rows = slice(start, T) if positions is None else positions
+        cos, signed_sin = self.rope_cos[rows].to(x.dtype), self.rope_sin[rows].to(x.dtype)
         flex = self.config.attention == "flex" and cache is None
-        block_mask = causal_block_mask(T, x.device) if flex else None
+        mask = causal_block_mask(T, x.device) if flex else None
+        if positions is not None:
+            mask = document_mask(positions, x.dtype)
         for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            x = block(x, cos, signed_sin, block_mask, kept)
+            x = block(x, cos, signed_sin, mask, kept)
         x = self.norm(x)
         return F.linear(x, self.embed.weight) if self.head is None else self.head(x)  # (B, T, V)
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgraph.models.cache import Cache, tokens_in
+from stepgraph.models.documents import check_positions, document_mask
 from stepgraph.models.init import Part, init_parameters
 from stepgraph.models.moe.router import Router
 from stepgraph.models.rope import YarnScaling, rope_tables
@@ -15,7 +16,8 @@ from stepgraph.models.rope import YarnScaling, rope_tables
 
 class MoEDecoder(nn.Module):
     """A decoder: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the tokens
-    that follow those in it.
+    that follow those in it; with ``positions`` (B, T), of packed documents that do not see each other (see
+    `stepgraph.models.documents`).
 
     Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
     then :meth:`init_weights`. With tied embeddings there is no ``head`` module, so the tie survives both.
@@ -60,16 +62,22 @@ class MoEDecoder(nn.Module):
         for router in self.routers:
             router.init_buffers()
 
-    def forward(self, tokens: torch.Tensor, cache: Cache | None = None) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
+    def forward(
+        self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
         limit, start = self.config.max_seq_len, tokens_in(cache)
         T = start + tokens.shape[1]
         if limit < T:
             raise ValueError(f"sequence length {T} is above max_seq_len={limit}; shorten it or raise max_seq_len")
+        if positions is not None:
+            check_positions(positions, tokens, cache)
         x = self.embed(tokens)  # (B, T, D)
         # The dtype, as in Llama3.
-        cos, signed_sin = self.rope_cos[start:T].to(x.dtype), self.rope_sin[start:T].to(x.dtype)
+        rows = slice(start, T) if positions is None else positions
+        cos, signed_sin = self.rope_cos[rows].to(x.dtype), self.rope_sin[rows].to(x.dtype)
+        mask = None if positions is None else document_mask(positions, x.dtype)
         for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            x = block(x, cos, signed_sin, kept)
+            x = block(x, cos, signed_sin, kept, mask)
         x = self.norm(x)
         return F.linear(x, self.embed.weight) if self.head is None else self.head(x)  # (B, T, V)
 

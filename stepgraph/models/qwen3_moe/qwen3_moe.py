@@ -12,6 +12,7 @@ from torch import nn
 
 from stepgraph.models.cache import LayerCache
 from stepgraph.models.checks import check_heads, check_positive
+from stepgraph.models.documents import attend_within
 from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.decoder import MoEDecoder
 from stepgraph.models.moe.layer import MoE
@@ -72,9 +73,10 @@ class Attention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,  # (B, T, D)
-        cos: torch.Tensor,  # (T, 1, head_dim)
-        signed_sin: torch.Tensor,  # (T, 1, head_dim)
+        cos: torch.Tensor,  # (T, 1, head_dim) or, with positions, (B, T, 1, head_dim)
+        signed_sin: torch.Tensor,  # the same
         cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
+        mask: torch.Tensor | None = None,  # of `document_mask`; None: causal
     ) -> torch.Tensor:  # (B, T, D)
         B, T, _ = x.shape
         # The head count is left to view (-1), so that projections split over tensor-parallel ranks work unchanged.
@@ -85,7 +87,10 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
+        if mask is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
+        else:
+            y = attend_within(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -100,9 +105,14 @@ class Block(nn.Module):
         self.mlp = MoE(config.dim, config.moe)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, cache: LayerCache | None = None
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        cache: LayerCache | None = None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:  # (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, cache=cache)
+        x = x + self.attn(self.attn_norm(x), cos, signed_sin, cache=cache, mask=mask)
         return x + self.mlp(self.mlp_norm(x))
 
 

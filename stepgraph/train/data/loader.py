@@ -1,14 +1,16 @@
 """Turns documents into batches: tokenized, packed without padding, rows shuffled, resumable at any row."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from stepgraph.models.loss import IGNORE
 from stepgraph.train.data.sources import Source
 from stepgraph.train.data.split import hash64, shuffled
-from stepgraph.train.data.stream import inputs_and_targets, stream_of
+from stepgraph.train.data.stream import begun, inputs_and_targets, positions_in_documents, stream_of
 from stepgraph.train.data.token_cache import TokenCache
 from stepgraph.train.data.tokenizer import Tokenizer
 
@@ -18,7 +20,9 @@ ENTROPY_MAX_TOKENS = 20_000_000
 
 
 class PackedLoader:
-    """An endless iterator over batches ``{"tokens": (B, T), "targets": (B, T)}``, int64 CPU tensors.
+    """An endless iterator over batches ``{"tokens": (B, T), "targets": (B, T)}``, int64 CPU tensors; with
+    ``positions``, of each token in its document, too, by which attention stays within documents; of conversations with
+    ``targets_per_row``, how many targets of a row count on average, a scalar in fp32, for the mean over a step's.
 
     The documents of ``split`` in a fixed mixed order, an end-of-text token behind each, are one stream, opened by
     another end-of-text token and cut into rows of T predictions; the last row is filled up from the stream's start, so
@@ -32,6 +36,7 @@ class PackedLoader:
 
     Args:
         cache: the folder of token caches; None keeps the tokens in a temporary file.
+        positions: whether batches have these. They change neither rows nor order.
 
     Raises:
         ValueError: a size below one, or a cache that cannot be written.
@@ -50,13 +55,14 @@ class PackedLoader:
         rank: int = 0,
         world_size: int = 1,
         cache: Path | None = None,
+        positions: bool = False,
     ):
         _check_sizes(batch_size, seq_len, rank, world_size)
         documents = source.documents(split)
         documents = source.order(documents, 0, 0) if shuffle else documents
         self.tokens = TokenCache(source, tokenizer, documents, cache, seq_len if source.chat else None)
         self._batch_size, self._seq_len, self._rank, self._world_size = batch_size, seq_len, rank, world_size
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._positions, self._chat = seed, shuffle, positions, source.chat
         self._buffer = max(1, BUFFER_TOKENS // seq_len)  # rows
         self._there, self._whole = 0, False  # tokens that are there, and whether these are all
         self._order: tuple[str, np.ndarray] = ("", np.empty(0))
@@ -77,11 +83,16 @@ class PackedLoader:
         first = self._rank * self._batch_size
         rows = np.stack([self.row(first + i) for i in range(self._batch_size)])
         self.advance(self._world_size * self._batch_size)
-        return to_batch(rows)
+        return to_batch(rows, self._chat)
 
     def row(self, ahead: int) -> np.ndarray:
-        """The (T + 1,) tokens of the row that comes ``ahead`` rows after the next."""
-        return self._read(*self._place(ahead))
+        """The row that comes ``ahead`` rows after the next: its tokens (1, T + 1), with ``positions`` (2, T + 1) those
+        and the positions of each."""
+        place = self._place(ahead)
+        tokens = self._read(*place)
+        if not self._positions:
+            return tokens[None]
+        return np.stack([tokens, positions_in_documents(self._read(*place, self.tokens.begins))])
 
     def advance(self, rows: int) -> None:
         """Go on behind the next ``rows`` rows."""
@@ -108,8 +119,9 @@ class PackedLoader:
             self._there, self._whole = self.tokens.wait(needed)
         return -(-(self._there - 1) // self._seq_len) if self._whole else None
 
-    def _read(self, epoch: int, row: int) -> np.ndarray:
-        """The (T + 1,) tokens of the row at a place of an epoch's order."""
+    def _read(self, epoch: int, row: int, read: Callable[[int, int], np.ndarray] | None = None) -> np.ndarray:
+        """The (T + 1,) tokens of the row at a place of an epoch's order, or what else ``read`` has of these."""
+        read = read or self.tokens.read
         count = self._count(row)
         if self._shuffle:
             start, end = 0, count
@@ -121,10 +133,10 @@ class PackedLoader:
                 self._order = (key, shuffled(np.arange(start, end), hash64(key)))
             row = int(self._order[1][row - start])
         begin = row * self._seq_len
-        tokens = self.tokens.read(begin, min(begin + self._seq_len + 1, self._there))
+        tokens = read(begin, min(begin + self._seq_len + 1, self._there))
         missing = self._seq_len + 1 - len(tokens)
         if missing:
-            again = self.tokens.read(1, min(1 + missing, self._there))
+            again = read(1, min(1 + missing, self._there))
             tokens = np.concatenate([tokens, np.resize(again, missing)])
         return tokens
 
@@ -176,6 +188,7 @@ def validation_batches(
     n: int,
     rank: int = 0,
     world_size: int = 1,
+    positions: bool = False,
 ) -> list[Batch]:
     """The first ``n`` batches of the validation split for this rank; fewer where the split is smaller, at least one.
 
@@ -208,7 +221,17 @@ def validation_batches(
             f"batch_size={batch_size}, seq_len={seq_len}{ranks}: {fix}"
         )
     starts = [(k * world_size + rank) * size + np.arange(batch_size) * seq_len for k in range(whole)]
-    return [to_batch(np.stack([tokens[start : start + seq_len + 1] for start in rows])) for rows in starts]
+    at = [rows[:, None] + np.arange(seq_len + 1) for rows in starts]  # each (B, T + 1)
+    rows = [tokens[places][:, None] for places in at]
+    if positions:
+        begins = begun(stream.begins, 0, len(tokens))
+        found = [positions_in_documents(begins[places]) for places in at]
+        rows = [np.concatenate([one, its[:, None]], axis=1) for one, its in zip(rows, found, strict=True)]
+    batches = [to_batch(one, source.chat) for one in rows]
+    if source.chat:  # so that the mean of their losses is that over all targets
+        mean = torch.stack([batch["targets_per_row"] for batch in batches]).mean()
+        batches = [batch | {"targets_per_row": mean} for batch in batches]
+    return batches
 
 
 def unigram_entropy(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_TOKENS) -> float:
@@ -245,10 +268,16 @@ def unigram(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_
     return counts / total
 
 
-def to_batch(rows: np.ndarray) -> Batch:
-    """Rows (B, T + 1) of the stream as inputs and targets; the two share no memory."""
-    tokens, targets = inputs_and_targets(rows)
-    return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+def to_batch(rows: np.ndarray, chat: bool = False) -> Batch:
+    """Rows (B, 1, T + 1) of the stream, or (B, 2, T + 1) with positions, as `PackedLoader.row` gives them, in a batch;
+    its tensors share no memory. ``chat``: with ``targets_per_row``, as not all targets count."""
+    tokens, targets = inputs_and_targets(rows[:, 0])
+    batch = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+    if rows.shape[1] > 1:
+        batch["positions"] = torch.from_numpy(rows[:, 1, :-1].copy())
+    if chat:
+        batch["targets_per_row"] = torch.tensor((targets != IGNORE).sum() / len(rows), dtype=torch.float32)
+    return batch
 
 
 def _check_sizes(batch_size: int, seq_len: int, rank: int, world_size: int) -> None:

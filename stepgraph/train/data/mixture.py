@@ -32,11 +32,14 @@ class MixedLoader:
         rank: int = 0,
         world_size: int = 1,
         cache: Path | None = None,
+        positions: bool = False,
     ):
         self._parts, self._batch_size, self._rank, self._world_size = parts, batch_size, rank, world_size
         self._shares = np.array([part.share for part in parts])
         self._loaders = [
-            PackedLoader(part.source, tokenizer, batch_size=1, seq_len=seq_len, seed=seed, cache=cache)
+            PackedLoader(
+                part.source, tokenizer, batch_size=1, seq_len=seq_len, seed=seed, cache=cache, positions=positions
+            )
             for part in parts
         ]
         self._counts = np.zeros(len(parts), dtype=np.int64)  # rows that each part has given
@@ -58,7 +61,7 @@ class MixedLoader:
             taken = sum(one == part for one, _ in picks)
             loader.advance(taken)
             self._counts[part] += taken
-        return to_batch(np.stack(rows))
+        return to_batch(np.stack(rows), self._parts[0].source.chat)
 
     def ready(self) -> None:
         """Wait until the next batch can be read, as `PackedLoader.ready`."""

@@ -1,4 +1,4 @@
-"""Documents as one stream of tokens, which rows are cut from.
+"""Documents as one stream of tokens, which rows are cut from, and where in it each begins.
 
 Text has an end-of-text token before the first document and behind each. Conversations lie so that none crosses from a
 row to the next: see `Rows`.
@@ -12,10 +12,12 @@ from stepgraph.models.loss import IGNORE
 
 
 class Stream(Protocol):
-    """Lays out documents one after the other; ``there``: how many tokens there are so far; ``told``: what people should
-    know of those added, or nothing."""
+    """Lays out documents one after the other; ``there``: how many tokens there are so far; ``begins``: the places in
+    the stream of the first tokens of the documents that this object laid out; ``told``: what people should know of
+    those added, or nothing."""
 
     there: int
+    begins: list[int]
     told: str
 
     def open(self) -> np.ndarray:
@@ -29,17 +31,23 @@ class Stream(Protocol):
 
 
 class Text:
-    """Documents with an end-of-text token behind each, and one before the first."""
+    """Documents with an end-of-text token behind each, and one before the first.
+
+    A document begins with the one before it, of which its own first token is predicted.
+    """
 
     told = ""
 
     def __init__(self, eos_id: int, there: int = 0):
-        self._end, self.there = np.array([eos_id], np.int32), there
+        self._end, self.there, self.begins = np.array([eos_id], np.int32), there, []
 
     def open(self) -> np.ndarray:
+        self.begins.append(0)
         return self._counted([self._end])
 
     def add(self, documents: list[np.ndarray]) -> np.ndarray:
+        ends = np.cumsum([len(ids) + 1 for ids in documents], dtype=np.int64) + self.there - 1
+        self.begins += ends.tolist()
         return self._counted([part for ids in documents for part in (ids, self._end)])
 
     def close(self) -> np.ndarray:
@@ -53,7 +61,7 @@ class Text:
 
 class Rows(Text):
     """Conversations, each whole within a row of ``seq_len`` tokens: one that does not fit begins the next row, and the
-    rest of a row is end-of-text that is no target.
+    rest of a row, which counts as a document, is end-of-text that is no target.
 
     One longer than a row is cut to it, and left out if nothing of it is to be predicted; so each row has a target.
     """
@@ -76,23 +84,28 @@ class Rows(Text):
         return self._counted([])
 
     def add(self, documents: list[np.ndarray]) -> np.ndarray:
-        pieces, place = [], self.there % self._seq_len
+        pieces, at = [], self.there
         for ids in documents:
             kept = ids[: self._seq_len]
             if not (kept >= 0).any():
                 self.left_out += 1
                 continue
             self.cut += len(kept) < len(ids)
-            if place + len(kept) > self._seq_len:
-                pieces.append(np.full(self._seq_len - place, self._fill))
-                place = 0
+            if at % self._seq_len + len(kept) > self._seq_len:
+                self.begins.append(at)
+                pieces.append(np.full(-at % self._seq_len, self._fill))
+                at += len(pieces[-1])
+            self.begins.append(at)
             pieces.append(kept)
-            place = (place + len(kept)) % self._seq_len
+            at += len(kept)
         return self._counted(pieces)
 
     def close(self) -> np.ndarray:
         """Fills the last row, and gives the token that stands where its last one's target would be."""
-        return self._counted([np.full(-self.there % self._seq_len + 1, self._fill)] if self.there else [])
+        if not self.there:
+            return self._counted([])
+        self.begins.append(self.there)
+        return self._counted([np.full(-self.there % self._seq_len + 1, self._fill)])
 
 
 def stream_of(eos_id: int, row: int | None, there: int = 0) -> Stream:
@@ -104,3 +117,18 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of rows of the stream (B, T + 1) int64: tokens (B, T), and those that follow, `IGNORE` where one is no target."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
     return np.where(inputs < 0, ~inputs, inputs), np.where(targets < 0, IGNORE, targets)
+
+
+def begun(begins: np.ndarray | list[int], start: int, stop: int) -> np.ndarray:
+    """Of the places ``start`` to ``stop`` of a stream, whether each is one of ``begins``, which ascend: bool."""
+    first, last = np.searchsorted(begins, (start, stop))
+    found = np.zeros(stop - start, dtype=bool)
+    found[np.asarray(begins[first:last], dtype=np.int64) - start] = True
+    return found
+
+
+def positions_in_documents(begins: np.ndarray) -> np.ndarray:
+    """``begins`` (..., N) bool, whether a document begins at a token of a row -> the position of each in its document,
+    int64. What a row begins with counts from 0, though the row may cut it out of a longer one."""
+    place = np.arange(begins.shape[-1])
+    return place - np.maximum.accumulate(np.where(begins, place, 0), axis=-1)

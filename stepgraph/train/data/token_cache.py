@@ -4,7 +4,8 @@ The file is the stream that `stepgraph.train.data.stream` lays out. A folder of 
 and split, holds
 
     tokens.bin      the stream, uint16 or int32
-    progress.json   how many documents and tokens of it are there, and whether that is all
+    begins.bin      where in it documents begin, int64
+    progress.json   how many documents, tokens and beginnings are there, and whether that is all
     lock            held by the process that writes; every other one reads what is there and waits for more
 
 Whoever finds the lock free goes on where the last writer stopped, so a killed run leaves nothing to clean up. The
@@ -20,12 +21,12 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from stepgraph.train.data.sources import Source
-from stepgraph.train.data.stream import stream_of
+from stepgraph.train.data.stream import begun, stream_of
 from stepgraph.train.data.tokenizer import Tokenizer
 
 CHUNK_BYTES = 4 << 20  # text that is tokenized at a time
@@ -78,12 +79,13 @@ class TokenCache:
         except OSError as error:
             raise ValueError(self._cannot_write(error)) from error
         self._mapped = np.empty(0, self._dtype)
+        self._begins, self._begins_of = np.empty(0, np.int64), 0  # of so many tokens
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._stop, self._news = threading.Event(), threading.Event()
 
     def _key(self) -> str:
-        facts = [self._source.fingerprint, self._stamp, self._tokenizer.fingerprint, str(self._dtype)]
+        facts = [self._source.fingerprint, self._stamp, self._tokenizer.fingerprint, str(self._dtype), "begins"]
         facts += [] if self._row is None else [f"row {self._row}"]
         digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=12)
         digest.update(self._documents.tobytes())
@@ -91,7 +93,7 @@ class TokenCache:
 
     def start(self) -> None:
         """Begin to tokenize what is not there yet."""
-        if self._thread is None and not self._progress()[2]:
+        if self._thread is None and not self._progress()["whole"]:
             self._thread = threading.Thread(target=self._write, name="tokenizer", daemon=True)
             self._thread.start()
 
@@ -108,9 +110,9 @@ class TokenCache:
         """
         self.start()
         while True:
-            _, there, whole = self._progress()
-            if whole or there >= count:
-                return there, whole
+            found = self._progress()
+            if found["whole"] or found["tokens"] >= count:
+                return found["tokens"], found["whole"]
             if self._failure is not None:
                 raise self._failure
             self._news.wait(_POLL_S)  # another process tells nothing
@@ -119,9 +121,17 @@ class TokenCache:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of the stream, int64; they must be there."""
         if len(self._mapped) < stop:
-            count = self._progress()[1]
+            count = self._progress()["tokens"]
             self._mapped = np.memmap(self.folder / "tokens.bin", self._dtype, "r", shape=(count,))
         return self._mapped[start:stop].astype(np.int64)
+
+    def begins(self, start: int, stop: int) -> np.ndarray:
+        """Whether a document begins at each of tokens ``start`` to ``stop``, bool; they must be there."""
+        if self._begins_of < stop:
+            found = self._progress()
+            self._begins = np.memmap(self.folder / "begins.bin", np.int64, "r", shape=(found["begins"],))
+            self._begins_of = found["tokens"]
+        return begun(self._begins, start, stop)
 
     def rewritten(self) -> bool:
         """Whether the source's files were written to, or removed, since this object was made."""
@@ -132,29 +142,31 @@ class TokenCache:
 
     def describe(self) -> str:
         """How much is there, for people."""
-        documents, tokens, whole = self._progress()
-        if whole:
-            told = json.loads((self.folder / "progress.json").read_text()).get("told")
-            return f"{tokens:,} tokens in {self.folder}" + (f"; {told}" if told else "")
-        return f"tokenizing in the background, {documents / len(self._documents):.0%} done, into {self.folder}"
+        found = self._progress()
+        if found["whole"]:
+            told = found.get("told")
+            return f"{found['tokens']:,} tokens in {self.folder}" + (f"; {told}" if told else "")
+        return f"tokenizing in the background, {found['documents'] / len(self._documents):.0%} done, into {self.folder}"
 
-    def _progress(self) -> tuple[int, int, bool]:
-        """(documents, tokens, whether that is all) that are in the file."""
+    def _progress(self) -> dict[str, Any]:
+        """How many ``documents``, ``tokens`` and ``begins`` are in the files, whether that is the ``whole``, and what
+        is ``told`` of it if anything."""
         try:
-            found = json.loads((self.folder / "progress.json").read_text())
+            return json.loads((self.folder / "progress.json").read_text())
         except FileNotFoundError:
-            return 0, 0, False
-        return found["documents"], found["tokens"], found["whole"]
+            return {"documents": 0, "tokens": 0, "begins": 0, "whole": False}
 
     def _on_disk(self) -> bool:
         """Whether all that is recorded is there: a power cut may lose what a kill does not."""
-        tokens, file = self._progress()[1], self.folder / "tokens.bin"
-        return not tokens or (file.exists() and file.stat().st_size >= tokens * self._dtype.itemsize)
+        found = self._progress()
+        sizes = {"tokens.bin": found["tokens"] * self._dtype.itemsize, "begins.bin": found["begins"] * 8}
+        files = {self.folder / name: size for name, size in sizes.items() if size}
+        return all(file.exists() and file.stat().st_size >= size for file, size in files.items())
 
     def _write(self) -> None:
         try:
             with (self.folder / "lock").open("rb") as lock:
-                while not self._stop.is_set() and not self._progress()[2]:
+                while not self._stop.is_set() and not self._progress()["whole"]:
                     if _locked(lock):
                         self._append()
                     else:
@@ -165,26 +177,31 @@ class TokenCache:
 
     def _append(self) -> None:
         """Tokenize the documents that are not there yet. The lock is this process's."""
-        done, there, whole = self._progress()
-        if whole:
+        found = self._progress()
+        if found["whole"]:
             return
-        with (self.folder / "tokens.bin").open("r+b" if done else "wb") as file:
-            file.seek(there * self._dtype.itemsize)
-            file.truncate()  # what was written after the last record of progress
-            stream = stream_of(self._tokenizer.eos_id, self._row, there)
+        done, begun_before = found["documents"], found["begins"]
+        stream = stream_of(self._tokenizer.eos_id, self._row, found["tokens"])
+        tokens_file = self._opened("tokens.bin", found["tokens"] * self._dtype.itemsize)
+        begins_file = self._opened("begins.bin", begun_before * 8)
+        with tokens_file, begins_file:
             if not done:
-                file.write(stream.open().astype(self._dtype).tobytes())
+                tokens_file.write(stream.open().astype(self._dtype).tobytes())
             while done < len(self._documents) and not self._stop.is_set():
                 texts = self._next_texts(done)
                 done += len(texts)
                 tokens = [stream.add(self._tokenizer.encode_batch(texts))]
                 if done == len(self._documents):
                     tokens.append(stream.close())
+                begins, stream.begins = np.array(stream.begins, dtype=np.int64), []
+                begun_before += len(begins)
                 try:
-                    file.write(np.concatenate(tokens).astype(self._dtype).tobytes())
-                    file.flush()
-                    os.fsync(file.fileno())  # progress on disk is never ahead of the tokens
-                    self._record(done, stream.there, stream.told)
+                    tokens_file.write(np.concatenate(tokens).astype(self._dtype).tobytes())
+                    begins_file.write(begins.tobytes())
+                    for file in (tokens_file, begins_file):
+                        file.flush()
+                        os.fsync(file.fileno())  # progress on disk is never ahead of the tokens
+                    self._record(done, stream.there, begun_before, stream.told)
                 except OSError as error:
                     raise OSError(self._cannot_write(error)) from error
             if stream.told:
@@ -204,9 +221,16 @@ class TokenCache:
             )
         return texts
 
-    def _record(self, documents: int, tokens: int, told: str) -> None:
-        content = {"documents": documents, "tokens": tokens, "whole": documents == len(self._documents)}
-        content |= {"told": told} if told else {}
+    def _opened(self, name: str, size: int) -> BinaryIO:
+        """A file of the cache to go on writing behind its first ``size`` bytes: the rest came after the last record."""
+        file = (self.folder / name).open("r+b" if size else "wb")
+        file.seek(size)
+        file.truncate()
+        return file
+
+    def _record(self, documents: int, tokens: int, begins: int, told: str) -> None:
+        content = {"documents": documents, "tokens": tokens, "begins": begins}
+        content |= {"whole": documents == len(self._documents)} | ({"told": told} if told else {})
         aside = self.folder / "progress.tmp"
         aside.write_text(json.dumps(content))
         aside.replace(self.folder / "progress.json")

@@ -1,6 +1,6 @@
 """A rank that waits in vain for others ends itself, and says where it was waiting.
 
-Each rank has a thread that wakes every two seconds and writes to the elastic agent's store what the rank is doing, so
+Each rank has a thread that wakes every half second and writes to the elastic agent's store what the rank is doing, so
 that the others, and the launcher, notice a rank that has gone silent. When a step takes far longer than those before
 it, or does not react to SIGTERM, the thread reports the node of the graph that the rank waits in and ends the process.
 The main thread cannot do that: it is inside a collective that never returns.
@@ -27,9 +27,9 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.train.faults.in_flight import first_in_flight, issue_order
 from stepgraph.train.faults.lost_ranks import report
 
-_POLL_S = 2.0
+_POLL_S = 0.5
 #: A rank that has not reported for this long is silent.
-_SILENT_S = 4 * _POLL_S
+_SILENT_S = 8.0
 #: Other ranks that an error names.
 _NAMED = 3
 #: How much longer than the slowest before it a step may take after SIGTERM. The agent kills 30 s after SIGTERM.
@@ -81,8 +81,11 @@ class Watch:
 
     def launches(self, step: int) -> None:
         """From now on the rank is in ``step``, and launches it."""
+        first = not self._began
         self._began = {step - 1: self._began.get(step - 1, 0), step: time.time_ns()}
         self.waits_for(step)
+        if first and self.world > 1:
+            os.write(self._write, b"\0")  # told at once: many steps may pass until the next time
 
     def waits_for(self, step: int) -> None:
         """From now on the rank waits for the results of ``step``, launched before."""

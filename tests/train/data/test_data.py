@@ -127,7 +127,7 @@ def test_the_first_epoch_begins_while_later_documents_are_not_tokenized(monkeypa
     other.tokens.start()
     other.tokens.wait(10**9)
     early = [next(one) for _ in range(4)]
-    assert not one.tokens._progress()[2] and "in the background" in one.tokens.describe()
+    assert not one.tokens._progress()["whole"] and "in the background" in one.tokens.describe()
     go_on.set()
     for batch in early:
         assert_equal(batch, next(other))

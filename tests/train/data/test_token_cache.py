@@ -88,7 +88,7 @@ def test_killed_at_any_moment_another_writer_goes_on(source, tmp_path, monkeypat
         time.sleep(0.1 + moment)
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
-    documents, *_ = reader._progress()
+    documents = reader._progress()["documents"]
     assert 0 < documents < len(source.train)
     with (reader.folder / "tokens.bin").open("ab") as file:  # what a kill left behind the last record
         file.write(b"half of a document")
@@ -104,7 +104,7 @@ def test_one_writes_and_the_others_wait_for_it(source, tmp_path):
     writer = multiprocessing.get_context("fork").Process(target=_write_slowly, args=(source.name, folder))
     writer.start()
     reader = opened(source, folder)
-    while not reader._progress()[1]:
+    while not reader._progress()["tokens"]:
         time.sleep(0.005)
     source.read = lambda index: pytest.fail("two wrote at once")
     assert len(everything(reader)) > 8000
@@ -120,7 +120,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_tokens_are_needed(tmp_pat
         TokenCache(source, ByteTokenizer(), np.arange(40), None).wait(10**9)
 
     class FullDisk(token_cache.TokenCache):
-        def _record(self, documents, tokens, told):
+        def _record(self, *_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     full = r"^cannot write the token cache .*: No space left on device; choose another folder by --data-cache$"

@@ -1,0 +1,50 @@
+"""Attention within the documents of a packed row, told by the positions of its tokens.
+
+``positions`` (B, T) int64 begin at 0 with each document, and a row begins with one: query ``i`` sees the keys
+``i - positions[i]`` to ``i``. So they alone are enough, for masks and rotations alike.
+"""
+
+import torch
+import torch.nn.functional as F
+
+#: Added to a score it leaves exp() = 0 in fp32. Not -inf, of which cuDNN makes NaN: it is what torch gives it too.
+HIDDEN = torch.finfo(torch.float16).min
+
+
+def document_mask(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores (B, H, T, T): 0 where a query sees a key, else what leaves it no weight; (B, 1, T, T)
+
+    It takes ``B * T * T`` elements once, for all layers and heads: made in the dtype that attention computes in, which
+    is ``dtype`` or that of autocast, so that no layer makes it anew.
+    """
+    device = positions.device
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    place = torch.arange(positions.shape[1], device=device)
+    first = (place - positions).unsqueeze(2)  # (B, T, 1): the key that begins the query's document
+    seen = (first <= place) & (place <= place.unsqueeze(1))  # (B, T, T)
+    return torch.zeros((), dtype=dtype, device=device).where(seen, HIDDEN).unsqueeze(1)
+
+
+def attend_within(
+    q: torch.Tensor,  # (B, H, T, d)
+    k: torch.Tensor,  # (B, H_kv, T, d): each head is shared by H / H_kv heads of queries
+    v: torch.Tensor,  # (B, H_kv, T, d_v)
+    mask: torch.Tensor,  # of `document_mask`
+    scale: float | None = None,  # of the scores; None: d ** -0.5
+) -> torch.Tensor:  # (B, H, T, d_v)
+    """Attention of each token to those of its document, up to itself."""
+    shared = q.shape[1] // k.shape[1]
+    if shared > 1:  # repeated, as the memory-efficient kernel, which takes a mask, knows no groups of heads
+        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def check_positions(positions: torch.Tensor, tokens: torch.Tensor, cache: object | None) -> None:
+    """Raise ``ValueError`` for positions of another shape than ``tokens``, and beside a ``cache``."""
+    if positions.shape != tokens.shape:
+        raise ValueError(
+            f"positions are {tuple(positions.shape)} and tokens {tuple(tokens.shape)}; give one for each token"
+        )
+    if cache is not None:
+        raise ValueError("a cache holds one text and positions are those of packed documents; give one of the two")
