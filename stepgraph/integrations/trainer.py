@@ -139,7 +139,8 @@ class GraphTrainer(Trainer):
 
     def _is_part_of_the_step(self, targets: Any) -> bool:
         """Whether ``compute_loss`` gives a microbatch's share of the step's loss, as `Trainer.training_step` asks."""
-        said = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5
+        # Since transformers 5.20; before, Trainer does not ask, whatever a subclass says.
+        said = self.loss_is_scaled_for_ga if hasattr(Trainer, "loss_is_scaled_for_ga") else None
         counted = self.model_accepts_loss_kwargs and targets is not None
         return counted or self.compute_loss_func is not None if said is None else said
 
