@@ -62,6 +62,7 @@ def relative(given, expected):
     ("vocab", "width", "chunks", "disable"),
     [
         (50257, 192, "auto", ()), (50257, 195, 3, ()), (50257, 195, "auto", ("fuse_loss",)), (5001, 1155, "auto", ()),
+        (5001, 1290, "auto", ()),
     ],
 )  # fmt: skip
 def test_gpt2_of_odd_widths(vocab, width, chunks, disable):

@@ -84,6 +84,9 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     # Inductor takes a graph without autograd for inference and moves each node next to its first reader. Here that
     # would put every weight gradient at the end: activations live longer, and reductions over the same rows part.
     config = {"fallback_random": True, "reorder_for_locality": False, "triton.autotune_pointwise": False}
+    # Where an operator that needs exact strides (our norms) follows products of odd widths, torch 2.11 pads the rows of
+    # a buffer for its readers, but not for the kernel that writes it: gradients were wrong.
+    config["comprehensive_padding"] = False
     ours = collectives.EXCHANGES
     if any(collectives.operator_of(n) for n in step.graph.nodes):
         from stepgraph.inductor.communication import keep_order  # imports Inductor, which takes seconds
