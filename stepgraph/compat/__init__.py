@@ -70,6 +70,7 @@ from stepgraph.compat.optimizer import (
 )
 from stepgraph.compat.pipelining import pipeline_order
 from stepgraph.compat.tracing import (
+    collector_off,
     constant_of_trace,
     current_sequence_nr,
     dispatch_flex_attention,

@@ -25,19 +25,23 @@ def trace_context(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """``make_fx`` on fake tensors, with Python's garbage collector off.
-
-    A trace keeps nearly every object that it makes: the collector would walk the growing graph again and again, and the
-    trace of a deep model would take more than linear time.
-    """
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Python's garbage collector off, for what makes many objects and keeps nearly all of them, as traces and compilers
+    do: it would walk them again and again, and a deep model would take more than linear time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return make_fx(function, _disable_torch_fn_metadata_mode=True)(*fakes)
+        yield
     finally:
         if collecting:
             gc.enable()
+
+
+def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """``make_fx`` on fake tensors, with Python's garbage collector off."""
+    with collector_off():
+        return make_fx(function, _disable_torch_fn_metadata_mode=True)(*fakes)
 
 
 def graph_of_trace() -> torch.fx.Graph:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from stepgraph import compat
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get, provided
 from stepgraph.passes.excerpts import Changes
@@ -125,12 +126,13 @@ def run_passes(
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "00-captured.txt").write_text(step.text())
     values, changes = RecordedValues(step), Changes(step)
-    for i, (p, report) in enumerate(zip(found, reports, strict=True), 1):
-        _run(p, step, report, changes)
-        if report.skipped is None:
-            values.check(p.name)
-        if dump is not None:
-            (dump / f"{i:02d}-{p.name}.txt").write_text(step.text())
+    with compat.collector_off():
+        for i, (p, report) in enumerate(zip(found, reports, strict=True), 1):
+            _run(p, step, report, changes)
+            if report.skipped is None:
+                values.check(p.name)
+            if dump is not None:
+                (dump / f"{i:02d}-{p.name}.txt").write_text(step.text())
     if step.executable is step.module:  # else it is there to be read, and its code would be compiled for nobody
         step.module.recompile()
     return list(step.log)
