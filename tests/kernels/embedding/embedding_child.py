@@ -11,5 +11,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from stepgraph.kernels.embedding.gradient_triton import launch
+from tests.kernels.triton_tools import interpret_masks
+
+interpret_masks()
 
 torch.save([launch(*case) for case in torch.load(sys.argv[1])], sys.argv[2])

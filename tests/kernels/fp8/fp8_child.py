@@ -11,6 +11,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from stepgraph.kernels.fp8 import cast_triton
+from tests.kernels.triton_tools import interpret_masks
+
+interpret_masks()
 
 results = []
 for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):

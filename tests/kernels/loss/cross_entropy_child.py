@@ -11,6 +11,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from stepgraph.kernels.loss.cross_entropy_triton import launch
+from tests.kernels.triton_tools import interpret_masks
+
+interpret_masks()
 
 results = []
 for logits, targets, grad, mean, ignore, config in torch.load(sys.argv[1]):

@@ -11,6 +11,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from stepgraph.kernels.loss.split_triton import launch_gradient, launch_parts
+from tests.kernels.triton_tools import interpret_masks
+
+interpret_masks()
 
 results = []
 for logits, log_sum, column, slope, config in torch.load(sys.argv[1]):

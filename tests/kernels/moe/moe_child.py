@@ -11,6 +11,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton
+from tests.kernels.triton_tools import interpret_masks
+
+interpret_masks()
 
 FUNCTIONS = {
     "sort": route_triton.launch,

@@ -2,32 +2,18 @@
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from triton.runtime.interpreter import InterpreterBuilder
 
 from stepgraph.kernels.norm.triton.select import Config
+from tests.kernels.triton_tools import interpret_masks
 
 EPS = 1e-5
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("contiguous", "slice of columns", "slice of heads", "permuted", "expanded", "unaligned")
 
-
-def _with_true_masks(name: str, mask: int) -> None:
-    """Triton 3.9 refuses the masks that its interpreter makes of a row and a scalar: truth values as integers."""
-    method = getattr(InterpreterBuilder, name)
-
-    def masked(self, *args):
-        args[mask].data = args[mask].data.astype(np.bool_)
-        return method(self, *args)
-
-    setattr(InterpreterBuilder, name, masked)
-
-
-_with_true_masks("create_masked_load", 1)
-_with_true_masks("create_masked_store", 2)
+interpret_masks()
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed: int) -> torch.Tensor:
