@@ -26,6 +26,8 @@ from stepgraph.compat.compiler import (
     inductor_settings,
     keep_saved_tensors,
     start_compile_workers,
+    submit_to_compile_workers,
+    triton_cache,
 )
 from stepgraph.compat.distributed import (
     all_reduce,
@@ -69,6 +71,7 @@ from stepgraph.compat.optimizer import (
     muon_rate,
 )
 from stepgraph.compat.pipelining import pipeline_order
+from stepgraph.compat.replaced import replaced
 from stepgraph.compat.tracing import (
     collector_off,
     constant_of_trace,
@@ -87,9 +90,15 @@ from stepgraph.compat.tracing import (
     uncompiled_path,
 )
 from stepgraph.compat.triton import (
+    TritonSource,
+    compile_into,
+    misalignment,
+    triton_compiled,
     triton_kernel_name,
     triton_kernel_source,
     triton_kernel_tunes,
+    triton_source,
+    triton_target,
     triton_writes,
     watch_triton_launches,
 )

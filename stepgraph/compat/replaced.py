@@ -1,17 +1,18 @@
-"""Names of torch's modules that have other values for a while."""
+"""Names of modules and classes that have other values for a while."""
 
 import contextlib
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 
 @contextlib.contextmanager
-def replaced(module: ModuleType, **values: Any) -> Iterator[None]:
-    """Inside, names of ``module`` have other values."""
-    saved = {name: getattr(module, name) for name in values}
-    vars(module).update(values)
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, names of ``owner``, a module or a class, have other values."""
+    saved = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        vars(module).update(saved)
+        for name, value in saved.items():
+            setattr(owner, name, value)

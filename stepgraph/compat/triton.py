@@ -1,12 +1,14 @@
-"""Triton kernels that a model launches itself: seeing launches, and what a kernel writes."""
+"""Triton kernels: seeing launches, what a kernel writes, and what it is compiled from."""
 
 import contextlib
+import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._library.triton import set_wrap_triton_enabled
@@ -14,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepgraph.compat.fake import operator_needing_values
+from stepgraph.compat.replaced import replaced
 
 
 @contextlib.contextmanager
@@ -125,3 +128,77 @@ def _bound(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
                 return None
     defaults = {p.name: p.default for p in proper.params if p.has_default}
     return {name: value for name, value in (defaults | given).items() if name in proper.arg_names}
+
+
+class TritonSource(NamedTuple):
+    """What Triton makes a kernel from, in a form that another process can be sent. ``function``: its module and name;
+    the rest as ``triton.compiler.ASTSource`` and ``triton.compile`` take it."""
+
+    function: tuple[str, str]
+    signature: dict[str, str]
+    constants: dict[Any, Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, kernel: Any, signature: Any, constants: Any, attributes: Any, options: Any) -> "TritonSource":
+        """The source of ``kernel``, a ``JITFunction``."""
+        return cls((kernel.fn.__module__, kernel.fn.__name__), signature, constants, attributes, options)
+
+
+def triton_compiled(source: TritonSource, target: Any = None) -> Any:
+    """The compiled kernel, from Triton's cache on disk if it is there. ``target``: a ``GPUTarget``; None: that of the
+    current GPU."""
+    import triton
+    from triton.compiler import ASTSource
+
+    module, name = source.function
+    kernel = getattr(importlib.import_module(module), name)
+    made = ASTSource(kernel, source.signature, source.constants, source.attributes)
+    return triton.compile(made, target=target or triton_target(), options=source.options)
+
+
+def compile_into(cache: str, source: TritonSource, target: Any) -> None:
+    """Compile ``source`` and leave the result in the folder ``cache``. For a process that does nothing else."""
+    os.environ["TRITON_CACHE_DIR"] = cache
+    triton_compiled(source, target)
+
+
+def triton_target() -> Any:
+    """What Triton compiles for on the current GPU: a ``GPUTarget``."""
+    from triton.runtime import driver
+
+    return driver.active.get_current_target()
+
+
+def misalignment(tensor: torch.Tensor) -> int:
+    """Bytes past a multiple of 16 at which a fake tensor begins, its storage taken for aligned."""
+    return tensor.storage_offset() * tensor.element_size() % 16
+
+
+def triton_source(kernel: Any, grid: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[TritonSource]:
+    """What Triton will compile at the launch ``kernel[grid](*args, **kwargs)``, whose tensors may be fake: nothing if
+    this process has done it already. ``kernel`` has no decorators but ``triton.jit``."""
+    from triton.runtime.jit import JITFunction, MockTensor
+
+    class Tensor(MockTensor):
+        """Stands for a tensor: what a launch looks at."""
+
+        def __init__(self, like: torch.Tensor):
+            super().__init__(like.dtype)
+            self.misalignment = misalignment(like)
+
+        def data_ptr(self) -> int:
+            return self.misalignment
+
+    found: list[TritonSource] = []
+
+    def take(
+        kernel: Any, key: Any, signature: Any, device: int, constants: Any, options: Any, attributes: Any, _: bool
+    ):
+        found.append(TritonSource.of(kernel, signature, constants, attributes, dict(vars(options))))
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, Tensor, (list(args), dict(kwargs)))
+    with replaced(JITFunction, _do_compile=take):
+        kernel.run(*args, grid=grid, warmup=True, **kwargs)
+    return found

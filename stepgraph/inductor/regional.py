@@ -8,7 +8,7 @@ first.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,12 +82,18 @@ class Compilation:
 
 
 def compile_pieces(
-    module: fx.GraphModule, pieces: Sequence[Piece], config: dict[str, Any], *, any_length: bool = False
+    module: fx.GraphModule,
+    pieces: Sequence[Piece],
+    config: dict[str, Any],
+    *,
+    any_length: bool = False,
+    beside: Callable[[], None] | None = None,
 ) -> Compilation:
     """A copy of ``module`` that calls the compiled ``pieces``; ``module`` itself does not change.
 
     The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
-    ``any_length``: compile pieces of which another length was compiled or noted so that they serve any.
+    ``any_length``: compile pieces of which another length was compiled or noted so that they serve any. ``beside``:
+    called once a piece had to be compiled, to start what can go on beside the others.
     Raises ``ValueError`` for an option that Inductor does not have.
     """
     known = compat.inductor_options()
@@ -109,6 +115,9 @@ def compile_pieces(
             uses.append(use)
             if compat.inductor_cache_counts()[1] > made:  # not loaded from disk, and so will the next ones not be
                 compat.await_compile_workers()
+                if beside is not None:
+                    beside()
+                    beside = None
         starts[piece.nodes[0]] = piece
         called[piece.nodes[0]] = distinct[key]
     compiled = [attributes[name] for name in distinct.values()]

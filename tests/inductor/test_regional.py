@@ -172,8 +172,13 @@ def test_two_runs_are_bitwise_equal_and_so_is_what_lies_outside():
 
 
 def test_layers_share_what_was_compiled(monkeypatch):
-    waits = []
+    waits, started = [], []
+
+    def beside(*args, beside, **options):
+        return compile_pieces(*args, beside=lambda: started.append(True), **options)
+
     monkeypatch.setattr(compat, "await_compile_workers", lambda: waits.append(True))
+    monkeypatch.setattr(sys.modules["stepgraph.passes.compile.inductor"], "compile_pieces", beside)
     _, made = compat.inductor_cache_counts()
     step = gradients(llama(n_layers=4), next_token_loss, ["tag_regions", get("inductor", mode="regional")])[2]
     calls = step.graph.executable.graph.find_nodes(op="call_module")
@@ -181,6 +186,7 @@ def test_layers_share_what_was_compiled(monkeypatch):
     assert len(calls) == 42 and len(modules) == 11  # 16 rotations of 4 forms, 8 products of 2, 18 norms of 5
     assert "42 compiled pieces of 11 structures" in step.report[-1].summary
     assert len(waits) == compat.inductor_cache_counts()[1] - made  # for none that was on disk
+    assert len(started) == bool(waits)
     # Each piece points back to the nodes that it stands for, in the graph that stays readable.
     names = [name for call in calls for name in nodes_of(call)]
     assert len(names) == len(set(names)) > 42 and {node.name for node in step.graph.graph.nodes}.issuperset(names)

@@ -8,6 +8,8 @@ operator sorts them, and each row is added up in a fixed order.
 
 import torch
 
+from stepgraph.kernels.ahead import launching
+
 
 def reference(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
     """The gradient of the table in plain torch; arguments as in `embedding_backward`."""
@@ -19,6 +21,7 @@ def reference(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, paddi
 
 
 @torch.library.custom_op("stepgraph::embedding_backward", mutates_args=())
+@launching("embedding_backward")
 def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
     """The gradient of a table of ``num_weights`` rows, from the gradient of what was looked up.
 

@@ -13,6 +13,7 @@ transposed copy: a product of the values of x over its rows reads the *columns* 
 
 import torch
 
+from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.fp8.formats import MOST, SMALLEST
 
 Tensor = torch.Tensor
@@ -58,6 +59,7 @@ def _nothing(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.library.custom_op("stepgraph::cast_scaled", mutates_args=())
+@launching("cast_scaled")
 def cast_scaled(
     x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,6 +92,7 @@ def _(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool) ->
 
 
 @torch.library.custom_op("stepgraph::cast_scaled_rows", mutates_args=())
+@launching("cast_scaled_rows")
 def cast_scaled_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast a matrix to fp8 with a scale for each row, for each column, or both.
 

@@ -9,6 +9,8 @@ kernels make three, and no second tensor of its size.
 
 import torch
 
+from stepgraph.kernels.ahead import launching
+
 
 def reference(
     logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, mean: bool, ignore: int
@@ -27,6 +29,7 @@ def reference(
 
 
 @torch.library.custom_op("stepgraph::cross_entropy_", mutates_args={"logits"})
+@launching("cross_entropy_")
 def cross_entropy_(
     logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, mean: bool, ignore: int
 ) -> torch.Tensor:

@@ -10,6 +10,8 @@ tensor of its size, in place of a maximum, a sum and a gradient that each cast i
 
 import torch
 
+from stepgraph.kernels.ahead import launching
+
 
 def parts_reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`softmax_parts` in plain torch."""
@@ -30,6 +32,7 @@ def gradient_reference(
 
 
 @torch.library.custom_op("stepgraph::softmax_parts", mutates_args=())
+@launching("softmax_parts")
 def softmax_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum and sum of exponentials of each row, in one pass.
 
@@ -56,6 +59,7 @@ def _(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.library.custom_op("stepgraph::split_gradient_", mutates_args={"logits"})
+@launching("split_gradient_")
 def split_gradient_(logits: torch.Tensor, log_sum: torch.Tensor, column: torch.Tensor, slope: torch.Tensor) -> None:
     """Write the gradient of the cross entropy over the logits.
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from stepgraph.kernels.ahead import launching
+
 Tensor = torch.Tensor
 
 
@@ -60,11 +62,22 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return rows.new_zeros(rows.shape[0], weight.shape[2])
     if not on_device(rows):
         return reference(rows, weight, offsets)
-    out = F.grouped_mm(_dense(rows), _dense(weight), offs=offsets).contiguous()
+    return _zero_past(F.grouped_mm(_dense(rows), _dense(weight), offs=offsets).contiguous(), offsets)
+
+
+def _zero_past(out: Tensor, offsets: Tensor) -> Tensor:
     from stepgraph.kernels.moe.grouped_triton import zero_past
 
     with torch.cuda.device(out.device):
         return zero_past(out, offsets)
+
+
+@launching("grouped_mm")
+def _launch(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """What `grouped_mm` launches beside torch's product, which needs addresses."""
+    if not rows.numel() or not weight.numel() or not on_device(rows):
+        return rows
+    return _zero_past(rows.new_empty(rows.shape[0], weight.shape[2]), offsets)
 
 
 @torch.library.custom_op("stepgraph::grouped_mm_weight", mutates_args=())

@@ -7,6 +7,8 @@ A stable counting sort: slots of one expert keep their order, so that the same r
 
 import torch
 
+from stepgraph.kernels.ahead import launching
+
 
 def reference(chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(order, places, counts) in plain torch; arguments as in `sort_by_expert`."""
@@ -21,6 +23,7 @@ def reference(chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch
 
 
 @torch.library.custom_op("stepgraph::sort_by_expert", mutates_args=())
+@launching("sort_by_expert")
 def sort_by_expert(chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort the slots of all tokens by expert.
 

@@ -9,6 +9,8 @@ its slots. A slot without a place (-1) has no row, and a row that is no slot's p
 
 import torch
 
+from stepgraph.kernels.ahead import launching
+
 Tensor = torch.Tensor
 
 
@@ -65,6 +67,7 @@ def _on_gpu(x: Tensor):
 
 
 @torch.library.custom_op("stepgraph::gather_rows", mutates_args=())
+@launching("gather_rows")
 def _gather(x: Tensor, places: Tensor, order: Tensor | None, n_rows: int) -> Tensor:
     _check("gather_rows", x, places, order, n_rows)
     kernels = _on_gpu(x)
@@ -75,6 +78,7 @@ def _gather(x: Tensor, places: Tensor, order: Tensor | None, n_rows: int) -> Ten
 
 
 @torch.library.custom_op("stepgraph::combine_rows", mutates_args=())
+@launching("combine_rows")
 def _combine(rows: Tensor, places: Tensor, weights: Tensor | None, order: Tensor | None) -> Tensor:
     _check("combine_rows", rows, places, order, rows.shape[0], weights)
     kernels = _on_gpu(rows)
@@ -85,6 +89,7 @@ def _combine(rows: Tensor, places: Tensor, weights: Tensor | None, order: Tensor
 
 
 @torch.library.custom_op("stepgraph::combine_rows_backward", mutates_args=())
+@launching("combine_rows_backward")
 def _combine_backward(
     dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor, order: Tensor | None
 ) -> tuple[Tensor, Tensor]:

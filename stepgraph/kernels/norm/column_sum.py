@@ -7,6 +7,8 @@ torch's own sum takes about three times as long here, and a cast is another laun
 
 import torch
 
+from stepgraph.kernels.ahead import launching
+
 _WARPS = 8
 
 
@@ -27,6 +29,7 @@ def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @torch.library.impl("stepgraph::column_sum", "CUDA")
+@launching("column_sum")
 def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     from stepgraph.kernels.norm.triton.partials import add_slots_kernel
 

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import torch
 
+from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.norm import reference
 from stepgraph.kernels.norm.spec import Norm, check, check_pair, math_dtype
 
@@ -211,6 +212,7 @@ def _with_carrier(norm: Norm, x: Tensor, outputs: tuple[Optional, ...]) -> tuple
 
 
 @torch.library.impl("stepgraph::norm", ("cpu", "cuda"))
+@launching("norm")
 def _norm(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
     norm = Norm(kind, eps, weight_offset, out_dtype)
     return _with_carrier(norm, x, forward(norm, x, weight, bias, residual, keep_h))
@@ -224,6 +226,7 @@ def _norm_fake(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, k
 
 
 @torch.library.impl("stepgraph::norm_backward", ("cpu", "cuda"))
+@launching("norm_backward")
 def _norm_backward(dy, h, weight, mean, rstd, dh, out_dtype, kind, eps, weight_offset, dx_dtype, *needs):
     norm = Norm(kind, eps, weight_offset, out_dtype)
     _check_gradients(norm, h, weight, [mean, rstd], [dy, dh])
@@ -238,6 +241,7 @@ def _norm_backward_fake(dy, h, weight, mean, rstd, dh, out_dtype, kind, eps, wei
 
 
 @torch.library.impl("stepgraph::norm_pair", ("cpu", "cuda"))
+@launching("norm_pair")
 def _norm_pair(q, k, wq, wk, out_dtype, kind, eps, weight_offset):
     return forward_pair(Norm(kind, eps, weight_offset, out_dtype), q, k, wq, wk)
 
@@ -250,6 +254,7 @@ def _norm_pair_fake(q, k, wq, wk, out_dtype, kind, eps, weight_offset):
 
 
 @torch.library.impl("stepgraph::norm_pair_backward", ("cpu", "cuda"))
+@launching("norm_pair_backward")
 def _norm_pair_backward(dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, out_dtype, kind, eps, weight_offset, need_dx, need_dw):
     norm = Norm(kind, eps, weight_offset, out_dtype)
     check_pair(norm, q, k, wq, wk)

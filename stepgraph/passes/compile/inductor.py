@@ -31,6 +31,7 @@ from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import Piece, compile_pieces, note_pieces, region_of, untag
+from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.contract import PassReport, provided, register
@@ -180,8 +181,10 @@ def _compile(
     if options.rehearse:
         note_pieces(step.module, pieces, config)
         return
+    ahead = Ahead(step.graph) if _on_cuda(step) else None
     with _timed(report):
-        result = compile_pieces(step.module, pieces, config, any_length=options.any_length)
+        beside = ahead and ahead.start
+        result = compile_pieces(step.module, pieces, config, any_length=options.any_length, beside=beside)
         report.summary = (
             f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
             f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
@@ -191,6 +194,7 @@ def _compile(
         if open_ := sum(use.any_length for use in result.uses):
             report.summary += f", {open_} for any length"
         report.notes += sorted({use.note for use in result.uses if use.note})
+        report.notes += ahead.finish() if ahead else []
     step.executable = result.module
 
 

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 
+from stepgraph.compat import triton_compiled
 from stepgraph.kernels.norm.triton import launch
 from stepgraph.kernels.norm.triton.partials import add_slots_kernel
 
@@ -66,7 +67,8 @@ def kernel_on(calls: Calls, launcher_cls: type = CudaLauncher, **changed: Any) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", Driver(make))
         options = {"warps": 4, "registers": None, "cooperative": True}
-        yield launch.compile_kernel(add_slots_kernel, KINDS, (), CONSTANTS, GPUTarget("cuda", 90, 32), **options)
+        source = launch.source_of(add_slots_kernel, KINDS, (), CONSTANTS, **options)
+        yield triton_compiled(source, GPUTarget("cuda", 90, 32))
 
 
 def without_hooks(arguments: tuple) -> tuple:

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 
+from stepgraph import compat
 from stepgraph.kernels.norm.spec import FP8, Norm
 from stepgraph.kernels.norm.triton import launch, plans
 from stepgraph.kernels.norm.triton import pair as triton_pair
@@ -84,7 +85,8 @@ def spilled_bytes(compilation: Compilation, capsys: pytest.CaptureFixture[str]) 
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
         triton.knobs.nvidia.dump_ptxas_log = True
         triton.knobs.compilation.always_compile = True
-        launch.compile_kernel(what.kernel, kinds, (), what.constants, GPUTarget("cuda", 90, 32), **what.options)
+        source = launch.source_of(what.kernel, kinds, (), what.constants, **what.options)
+        compat.triton_compiled(source, GPUTarget("cuda", 90, 32))
     return int(re.search(r"(\d+) bytes spill stores", capsys.readouterr().out).group(1))
 
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
-from triton.compiler import ASTSource, CompiledKernel
-from triton.runtime import driver
+from triton.compiler import CompiledKernel
 
-from stepgraph.compat import cuda_device_and_stream
+from stepgraph.compat import TritonSource, cuda_device_and_stream, triton_compiled
 
 #: Triton's interpreter is on: kernels run on CPU tensors, one program after another.
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -36,18 +34,18 @@ def kinds_of(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int | flo
     return (*pointers, *("fp32" if isinstance(n, float) else "i64" for n in numbers))
 
 
-def compile_kernel(
+def source_of(
     kernel: Any,
     kinds: Sequence[str],
     unaligned: Sequence[int],
     constants: dict[str, Any],
-    target: GPUTarget,
     *,
     warps: int,
     registers: int | None,
     cooperative: bool,
-) -> CompiledKernel:
-    """Compile ``kernel``, whose leading parameters have ``kinds``; pointers at ``unaligned`` are no multiples of 16."""
+) -> TritonSource:
+    """What to compile: ``kernel``, whose leading parameters have ``kinds``; pointers at ``unaligned`` are no multiples
+    of 16."""
     names = kernel.arg_names
     signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
     absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "constexpr"}
@@ -56,13 +54,12 @@ def compile_kernel(
     options: dict[str, Any] = {"num_warps": warps, "launch_cooperative_grid": cooperative}
     if registers is not None:
         options["maxnreg"] = registers
-    return triton.compile(ASTSource(kernel, signature, constants | absent, attrs), target=target, options=options)
+    return TritonSource.of(kernel, signature, constants | absent, attrs, options)
 
 
 @functools.cache
 def _compile_cached(kernel: Any, kinds: Any, unaligned: Any, constants: Any, options: Any, device: int) -> Any:
-    target = driver.active.get_current_target()
-    return compile_kernel(kernel, kinds, unaligned, dict(constants), target, **dict(options))
+    return triton_compiled(source_of(kernel, kinds, unaligned, dict(constants), **dict(options)))
 
 
 #: Launches on a raw stream: addresses of tensors (None: no tensor), then what every launch passes.
@@ -155,6 +152,10 @@ class Launch:
         if run is None:
             run = self._runners[unaligned] = runner(self._compiled(tensors, unaligned), self.grid, self._rest)
         run(stream, addresses)
+
+    def source(self, tensors: Sequence[torch.Tensor | None], unaligned: Sequence[int]) -> TritonSource:
+        """What a launch with ``tensors`` is compiled from; those at ``unaligned`` are no multiples of 16."""
+        return source_of(self.kernel, kinds_of(tensors, self.numbers), unaligned, self.constants, **self.options)
 
     def _compiled(self, tensors: Sequence[torch.Tensor | None], unaligned: tuple[int, ...]) -> CompiledKernel:
         kinds = kinds_of(tensors, self.numbers)

@@ -1,0 +1,38 @@
+"""Launches of norms recorded instead of made, see `stepgraph.kernels.ahead`."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from stepgraph import compat
+
+
+@contextlib.contextmanager
+def recorded_norms(record: Callable[[compat.TritonSource], None]) -> Iterator[None]:
+    """Inside, calls of the CUDA backend on fake tensors launch nothing: ``record`` gets what would be compiled, by the
+    rules, untuned. Neither plans nor memory of theirs are kept."""
+    from stepgraph.kernels.norm.triton import launch, pair, plans, select, single, tuning
+
+    def recorded(self: launch.Launch, stream: int | None, *tensors: torch.Tensor | None) -> None:
+        unaligned = tuple(i for i, t in enumerate(tensors) if t is not None and compat.misalignment(t))
+        record(self.source(tensors, unaligned))
+
+    def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+    def words(device: torch.device, stream: int | None, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int64, device=device)
+
+    def choose(problem: select.Problem, hw: select.Hardware, run: Any) -> select.Config:
+        return select.select(problem, hw)
+
+    with (
+        compat.replaced(launch.Launch, __call__=recorded),
+        compat.replaced(plans, _empty=empty),
+        compat.replaced(tuning, choose=choose),
+        compat.replaced(single, zeros=words, PLANS=plans.Plans()),
+        compat.replaced(pair, zeros=words, PLANS=plans.Plans()),
+    ):
+        yield

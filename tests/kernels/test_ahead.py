@@ -1,0 +1,192 @@
+"""Which kernels an operator will launch is found without a GPU, for an H100, and nothing stays behind."""
+
+import contextlib
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import stepgraph.kernels
+from stepgraph import compat
+from stepgraph.kernels import ahead
+from stepgraph.kernels.norm.triton import pair, plans, single, workspace
+from stepgraph.kernels.norm.triton.select import Hardware
+from stepgraph.passes.compile import ahead as beside
+
+BF16, FP32, I32, I64, FP8 = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.float8_e4m3fn
+H100 = GPUTarget("cuda", 90, 32)
+NORM = (BF16, "rms", 1e-6, 0.0)
+
+
+class Driver:
+    """What Triton asks of a GPU before it compiles."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_current_target(self):
+        return H100
+
+
+@pytest.fixture(autouse=True)
+def h100(monkeypatch):
+    monkeypatch.setattr(driver, "_active", Driver())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(plans, "hardware_of", lambda x: Hardware(132, 228 * 1024 - 4096))
+    for module in (single, pair):
+        monkeypatch.setattr(module, "current_device", lambda: 0)
+        monkeypatch.setattr(module, "current_stream", lambda device: 0)
+
+
+@pytest.fixture
+def make():
+    mode = FakeTensorMode()
+
+    def tensor(*shape, dtype=BF16):
+        with mode:
+            return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+    return tensor
+
+
+def examples(t):
+    """(operator, arguments), together with every kernel that our operators launch on one GPU."""
+    yield "norm", (t(64, 1024), t(1024), None, t(64, 1024), *NORM, True)
+    yield (
+        "norm_backward",
+        (t(4096, 64), t(4096, 64), t(64), None, t(4096, dtype=FP32), None, *NORM, BF16, True, True, 0),
+    )
+    q, k, w = t(64, 16, 128), t(64, 8, 128), t(128)
+    yield "norm_pair", (q, k, w, w, *NORM)
+    statistics = t(64, 16, dtype=FP32), t(64, 8, dtype=FP32)
+    yield "norm_pair_backward", (q, k, q, k, w, w, *statistics, *NORM, True, True)
+    yield "column_sum", (t(32, 1155, dtype=FP32), BF16)
+    yield "embedding_backward", (t(8, 64, 256), t(8, 64, dtype=I64), 50257, -1)
+    yield "cross_entropy_", (t(512, 5000), t(512, dtype=I64), t(dtype=FP32), True, -100)
+    yield "softmax_parts", (t(512, 5000),)
+    yield "split_gradient_", (t(512, 5000), t(512, dtype=FP32), t(512, dtype=I64), t(512, dtype=FP32))
+    yield "cast_scaled", (t(512, 1024), t(dtype=FP32), FP8, True, True)
+    yield "cast_scaled_rows", (t(512, 1024), FP8, True, True)
+    yield "cast_scaled_rows", (t(512, 1024), FP8, True, False)
+    yield "sort_by_expert", (t(512, 4, dtype=I64), 16)
+    places, order = t(512, 4, dtype=I32), t(2048, dtype=I32)
+    yield "gather_rows", (t(512, 1024), places, order, 2048)
+    yield "combine_rows", (t(2048, 1024), places, t(512, 4), order)
+    yield "combine_rows_backward", (t(512, 1024), t(2048, 1024), places, t(512, 4), order)
+    yield "grouped_mm", (t(2048, 1024), t(16, 1024, 768), t(16, dtype=I32))
+
+
+def kernels_of(package):
+    """(module, name) of every Triton kernel in ``package`` that is launched: those named so."""
+    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if ".comm" in info.name or ".attention" in info.name:  # several GPUs; another library's kernels
+            continue
+        for name, value in vars(importlib.import_module(info.name)).items():
+            if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel") and value.fn.__name__ == name:
+                yield value.fn.__module__, name
+
+
+def test_every_kernel_is_found(make):
+    found = {s.function for operator, args in examples(make) for s in ahead.sources_of(operator, args)}
+    assert found == set(kernels_of(stepgraph.kernels))
+    assert {operator for operator, _ in examples(make)} == set(ahead.LAUNCHING)
+
+
+def test_nothing_stays_behind(make, monkeypatch):
+    monkeypatch.setattr(single, "PLANS", plans.Plans())
+    monkeypatch.setattr(workspace, "_streams", {})
+    before = plans._empty, single.zeros, single.tuning.choose
+    for operator, args in examples(make):
+        ahead.sources_of(operator, args)
+    assert not single.PLANS and not workspace._streams
+    assert before == (plans._empty, single.zeros, single.tuning.choose)
+
+
+def test_addresses_and_sizes_that_16_divides(make):
+    """A kernel is compiled for what is known of them: as at a launch of tensors that lie so."""
+
+    def attributes(logits):
+        (source,) = ahead.sources_of("softmax_parts", (logits,))
+        return {path for path, given in source.attributes.items() if ["tt.divisibility", 16] in given}
+
+    wide = make(64, 5008)
+    assert attributes(wide) == {(0,), (1,), (2,), (3,), (4,)}
+    with wide.fake_mode:
+        shifted, narrow = wide.narrow(1, 1, 5007), wide.narrow(1, 8, 4992)
+    assert attributes(shifted) == {(1,), (2,), (3,)}  # begins at 2 bytes, and has 5,007 columns
+    assert attributes(narrow) == {(0,), (1,), (2,), (3,), (4,)}
+
+
+def graph_of(make, *calls):
+    graph = fx.Graph()
+    for operator, args in calls:
+        nodes = []
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                nodes.append(graph.placeholder("input"))
+                nodes[-1].meta["val"] = value
+            else:
+                nodes.append(value)
+        graph.call_function(getattr(torch.ops.stepgraph, operator).default, tuple(nodes))
+    return graph
+
+
+def test_what_is_compiled_ahead_is_found_on_disk(make, monkeypatch, tmp_path):
+    """Alike calls are compiled once; what a worker compiled, the launch finds under the same key."""
+    monkeypatch.setattr(compat, "triton_cache", lambda device: str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
+    jobs = []
+
+    def submit(function, *args):
+        jobs.append(args)
+        future = beside.concurrent.futures.Future()
+        future.set_result(function(*args))
+        return future
+
+    monkeypatch.setattr(compat, "submit_to_compile_workers", submit)
+    call = "column_sum", (make(32, 1155, dtype=FP32), BF16)
+    running = beside.Ahead(graph_of(make, call, call))
+    running.start()
+    assert running.finish() == ["1 of our own kernels compiled beside Inductor's"]
+    hits = []
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda **what: hits.append(what["cache_hit"])
+        ((_, source, target),) = jobs
+        compat.triton_compiled(source, target)
+    assert hits == [True]
+
+
+def test_what_fails_is_a_line_of_the_report(make, monkeypatch):
+    def refuse(*args):
+        raise ValueError("first\nno such thing")
+
+    monkeypatch.setitem(ahead.LAUNCHING, "softmax_parts", refuse)
+    broken = beside.concurrent.futures.Future()
+    broken.set_exception(RuntimeError("ptxas died"))
+    monkeypatch.setattr(compat, "submit_to_compile_workers", lambda *args: broken)
+    calls = ("softmax_parts", (make(512, 5000),)), ("column_sum", (make(32, 1155, dtype=FP32), BF16))
+    running = beside.Ahead(graph_of(make, *calls))
+    running.start()
+    assert running.finish() == [
+        "not compiled ahead: softmax_parts: ValueError: no such thing",
+        "not compiled ahead: add_slots_kernel: RuntimeError: ptxas died",
+    ]
+
+
+def test_without_workers_nothing_is_done(make, monkeypatch):
+    monkeypatch.setattr(compat, "submit_to_compile_workers", lambda *args: None)
+    running = beside.Ahead(graph_of(make, ("column_sum", (make(32, 1155, dtype=FP32), BF16))))
+    running.start()
+    assert running.finish() == []
