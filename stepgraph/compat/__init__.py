@@ -26,7 +26,6 @@ from stepgraph.compat.compiler import (
     inductor_settings,
     keep_saved_tensors,
     start_compile_workers,
-    submit_to_compile_workers,
     triton_cache,
 )
 from stepgraph.compat.distributed import (
@@ -91,7 +90,6 @@ from stepgraph.compat.tracing import (
 )
 from stepgraph.compat.triton import (
     TritonSource,
-    compile_into,
     misalignment,
     triton_compiled,
     triton_kernel_name,

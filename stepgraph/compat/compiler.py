@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,15 +115,6 @@ def await_compile_workers(limit_s: int = 30) -> None:
     if get_compile_threads() > 1:
         with contextlib.suppress(TimeoutError):  # then this process compiles them
             AsyncCompile.wait_pool_ready(timeout=limit_s)
-
-
-def submit_to_compile_workers(function: Callable[..., Any], *args: Any) -> Future | None:
-    """``function(*args)`` in one of the processes of `start_compile_workers`; None without these. All must pickle."""
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-
-    if not _workers_started or get_compile_threads() <= 1:
-        return None
-    return AsyncCompile.process_pool().submit(function, *args)
 
 
 def triton_cache(device: int) -> str:

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -156,12 +155,6 @@ def triton_compiled(source: TritonSource, target: Any = None) -> Any:
     kernel = getattr(importlib.import_module(module), name)
     made = ASTSource(kernel, source.signature, source.constants, source.attributes)
     return triton.compile(made, target=target or triton_target(), options=source.options)
-
-
-def compile_into(cache: str, source: TritonSource, target: Any) -> None:
-    """Compile ``source`` and leave the result in the folder ``cache``. For a process that does nothing else."""
-    os.environ["TRITON_CACHE_DIR"] = cache
-    triton_compiled(source, target)
 
 
 def triton_target() -> Any:

@@ -1,7 +1,7 @@
 """Our Triton kernels compiled ahead: which ones the operators of a graph will launch.
 
 Triton compiles a kernel at its first launch, one after another, half a second to three seconds each. So while Inductor
-compiles, other processes compile ours (`stepgraph.passes.compile.ahead`). What to compile is not described a second
+compiles, another process compiles ours (`stepgraph.passes.compile.ahead`). What to compile is not described a second
 time: an operator's own code is called on fake tensors, and its launches are recorded instead of made.
 """
 

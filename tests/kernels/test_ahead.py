@@ -143,50 +143,60 @@ def graph_of(make, *calls):
     return graph
 
 
+def column_sum(make):
+    return "column_sum", (make(32, 1155, dtype=FP32), BF16)
+
+
 def test_what_is_compiled_ahead_is_found_on_disk(make, monkeypatch, tmp_path):
-    """Alike calls are compiled once; what a worker compiled, the launch finds under the same key."""
-    monkeypatch.setattr(compat, "triton_cache", lambda device: str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
-    jobs = []
-
-    def submit(function, *args):
-        jobs.append(args)
-        future = beside.concurrent.futures.Future()
-        future.set_result(function(*args))
-        return future
-
-    monkeypatch.setattr(compat, "submit_to_compile_workers", submit)
-    call = "column_sum", (make(32, 1155, dtype=FP32), BF16)
-    running = beside.Ahead(graph_of(make, call, call))
+    """Alike calls are compiled once; what the other process compiled, a launch finds under the same key."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    running = beside.Ahead(graph_of(make, column_sum(make), column_sum(make)))
     running.start()
     assert running.finish() == ["1 of our own kernels compiled beside Inductor's"]
+    (source,) = ahead.sources_of(*column_sum(make))
     hits = []
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda **what: hits.append(what["cache_hit"])
-        ((_, source, target),) = jobs
-        compat.triton_compiled(source, target)
+        compat.triton_compiled(source)
     assert hits == [True]
 
 
-def test_what_fails_is_a_line_of_the_report(make, monkeypatch):
+def test_what_fails_is_a_line_of_the_report(make, monkeypatch, tmp_path):
     def refuse(*args):
         raise ValueError("first\nno such thing")
 
+    def nowhere(*args):
+        return [compat.TritonSource(("stepgraph.nowhere", "kernel"), {}, {}, {}, {})]
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(ahead.LAUNCHING, "softmax_parts", refuse)
-    broken = beside.concurrent.futures.Future()
-    broken.set_exception(RuntimeError("ptxas died"))
-    monkeypatch.setattr(compat, "submit_to_compile_workers", lambda *args: broken)
-    calls = ("softmax_parts", (make(512, 5000),)), ("column_sum", (make(32, 1155, dtype=FP32), BF16))
-    running = beside.Ahead(graph_of(make, *calls))
-    running.start()
+    running = beside.Ahead(graph_of(make, ("softmax_parts", (make(512, 5000),)), column_sum(make)))
+    with monkeypatch.context() as patch:
+        sources_of = beside.sources_of
+
+        def found(name, *more):
+            return nowhere() if name == "column_sum" else sources_of(name, *more)
+
+        patch.setattr(beside, "sources_of", found)
+        running.start()
     assert running.finish() == [
         "not compiled ahead: softmax_parts: ValueError: no such thing",
-        "not compiled ahead: add_slots_kernel: RuntimeError: ptxas died",
+        "not compiled ahead: kernel: ModuleNotFoundError: No module named 'stepgraph.nowhere'",
     ]
 
 
-def test_without_workers_nothing_is_done(make, monkeypatch):
-    monkeypatch.setattr(compat, "submit_to_compile_workers", lambda *args: None)
-    running = beside.Ahead(graph_of(make, ("column_sum", (make(32, 1155, dtype=FP32), BF16))))
+def test_a_process_that_dies_is_a_line_of_the_report(make, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(beside.sys, "executable", str(program))
+    running = beside.Ahead(graph_of(make, column_sum(make)))
+    running.start()
+    assert running.finish() == ["not compiled ahead: 1 of our own kernels: no such module"]
+
+
+def test_a_graph_without_our_kernels_starts_nothing(make):
+    running = beside.Ahead(fx.Graph())
     running.start()
     assert running.finish() == []

@@ -1,11 +1,15 @@
-"""Our own Triton kernels compiled while Inductor compiles, in its worker processes.
+"""Our own Triton kernels compiled in a process beside Inductor.
 
 Otherwise Triton would compile each at its first launch, one after another: 13 of the 45 seconds to the first step of a
-mixture of experts on an H100. Nothing is launched and nothing of the step changes: a worker leaves what it compiled in
-Triton's cache on disk, where the first launch finds it.
+mixture of experts on an H100. Nothing is launched and nothing of the step changes: what is compiled lies in Triton's
+cache on disk, where the first launch finds it.
 """
 
-import concurrent.futures
+import json
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +19,9 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.graph.facts import packet
 from stepgraph.kernels.ahead import LAUNCHING, sources_of
+from stepgraph.kernels.compile_worker import Request
 
-#: Seconds for which the first launch waits at most: a worker that takes longer is not needed for it.
+#: Seconds for which the first launch waits at most: what takes longer is compiled there.
 _LIMIT_S = 60
 
 
@@ -26,33 +31,54 @@ class Ahead:
     def __init__(self, graph: fx.Graph):
         self.graph = graph
         self.notes: list[str] = []
-        self._running: dict[concurrent.futures.Future, str] = {}
+        self._asked = 0
+        self._worker: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Find what the graph will launch and hand it to the workers."""
-        sources, target = {}, None
-        for operator, args, kwargs, device in calls(self.graph):
+        """Find what the graph will launch, and have it compiled."""
+        sources: dict[str, compat.TritonSource] = {}
+        found = list(calls(self.graph))
+        for operator, args, kwargs, _ in found:
             try:
-                found = sources_of(operator, args, kwargs)
+                sources |= {repr(source): source for source in sources_of(operator, args, kwargs)}
             except Exception as failure:  # it is compiled at its first launch, which shows what is wrong
-                self.notes.append(f"not compiled ahead: {operator}: {_line(failure)}")
-                continue
-            sources |= {(repr(source), device): source for source in found}
-        for (_, device), source in sources.items():
-            target = target or compat.triton_target()
-            future = compat.submit_to_compile_workers(compat.compile_into, compat.triton_cache(device), source, target)
-            if future is None:
-                return
-            self._running[future] = source.function[1]
+                lines = str(failure).strip().splitlines() or [""]
+                self.notes.append(f"not compiled ahead: {operator}: {type(failure).__name__}: {lines[-1]}"[:200])
+        if not sources:
+            return
+        self._asked = len(sources)
+        device = found[0][-1]
+        request = Request(compat.triton_cache(device), compat.triton_target(), list(sources.values()))
+        self._worker = subprocess.Popen(
+            [sys.executable, "-m", "stepgraph.kernels.compile_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        try:
+            self._worker.stdin.write(pickle.dumps(request))
+            self._worker.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended already: `finish` says why
 
     def finish(self) -> list[str]:
-        """Wait for the workers; lines for the report."""
-        done, late = concurrent.futures.wait(self._running, timeout=_LIMIT_S)
-        failed = {self._running[f]: f.exception() for f in done if f.exception() is not None}
-        self.notes += [f"not compiled ahead: {name}: {_line(failure)}" for name, failure in failed.items()]
-        self.notes += [f"not compiled ahead: {self._running[f]}: it takes over {_LIMIT_S} s" for f in late]
-        if count := len(done) - len(failed):
-            self.notes.append(f"{count} of our own kernels compiled beside Inductor's")
+        """Wait for what was started; lines for the report."""
+        if self._worker is None:
+            return self.notes
+        try:
+            said, errors = self._worker.communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._worker.kill()
+            said, errors = self._worker.communicate()
+        results = [json.loads(line) for line in said.splitlines() if line.startswith(b"[")]
+        made = sum(error is None for _, error in results)
+        self.notes += [f"not compiled ahead: {name}: {error}"[:200] for name, error in results if error is not None]
+        if missing := self._asked - len(results):
+            last = (errors.decode(errors="replace").strip().splitlines() or [f"not done within {_LIMIT_S} s"])[-1]
+            self.notes.append(f"not compiled ahead: {missing} of our own kernels: {last}"[:200])
+        if made:
+            self.notes.append(f"{made} of our own kernels compiled beside Inductor's")
         return self.notes
 
 
@@ -75,8 +101,3 @@ def calls(graph: fx.Graph) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), compat.misalignment(tensor), str(tensor.device)
-
-
-def _line(failure: BaseException) -> str:
-    lines = str(failure).strip().splitlines() or [""]
-    return f"{type(failure).__name__}: {lines[-1]}"[:160]
