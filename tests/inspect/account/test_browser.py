@@ -109,7 +109,7 @@ def test_a_card_shows_the_kernels_that_were_generated(tmp_path):
     made = copy.deepcopy(account("fsdp=4", inductor="full")[0])
     graph = made["graphs"][0]
     name = next(n for n in graph["nodes"]["name"] if n.startswith("silu"))
-    graph["generated"] = [["triton_one", "@triton.jit\ndef triton_one():\n    a < b"], ["triton_two", "two"]]
+    graph["generated"] = [["triton_one", "@triton.jit\ndef triton_one():\n    a < " + "b" * 200], ["triton_two", "two"]]
     graph["made"] = [[graph["nodes"]["name"].index(name), [0, 1]]]
     script = """
       const kernels = () => [...document.querySelectorAll("#card details")];
