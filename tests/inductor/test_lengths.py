@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._inductor import config
@@ -27,6 +27,7 @@ CONFIG = {"fallback_random": True}
 forms = st.tuples(st.integers(1, 40), st.integers(1, 2), st.sampled_from([0, 0, 0, -1, 1]))
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a pause of a loaded machine is no slow strategy
 @given(st.lists(forms, max_size=6), st.lists(st.integers(-3, 100), max_size=4), *[st.integers(2, 300)] * 3)
 def test_numbers_of_two_lengths_give_those_of_a_third(made, constants, a, b, third):
     """Where the length itself is among them, whatever else depends on it; two lengths leave open whether a number grows

@@ -378,9 +378,9 @@ def test_stdlib_split_depends_on_names_only_and_broken_files_are_read_as_bytes(t
 
 def test_stdlib_entropy_is_quick_and_plausible():
     bundle = open_data("stdlib", "bytes")
-    start = time.perf_counter()
+    start = time.process_time()  # others may use the processors too
     entropy = unigram_entropy(bundle.source, bundle.tokenizer)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert 2.8 < entropy < 3.6  # nats; Python source is a little under five bits a byte
 
 
