@@ -72,16 +72,17 @@ def _total_norm(
         mesh, copies = _mesh_and_copies(param)
         by_mesh.setdefault(mesh, {}).setdefault(copies, []).append(grad)
     across = [stages.group] if stages is not None else []
+    like = next(iter(grads.values()))
     if by_mesh.keys() <= {None}:
         if not across:
             return torch.nn.utils.get_total_norm(list(grads.values()), 2.0, foreach=on_cuda or None)
         (of_all,) = by_mesh[None].values()
-        return torch.linalg.vector_norm(_summed(_norms(of_all, on_cuda), across))
+        return torch.linalg.vector_norm(_summed(_norms(of_all, like, on_cuda), across))
     # As torch does for DTensors: the norm of every gradient over its mesh, then the norm of these. Each rank gives the
     # squares that it has; of a shard that several ranks hold, its share.
     totals = []
     for mesh, by_copies in by_mesh.items():
-        total = _joined([_norms(group, on_cuda) ** 2 / copies for copies, group in by_copies.items()])
+        total = _joined([_norms(group, like, on_cuda) ** 2 / copies for copies, group in by_copies.items()])
         totals.append(_summed(total, [*(compat.groups_of(mesh) if mesh is not None else ()), *across]))
     return torch.linalg.vector_norm(_joined(totals) ** 0.5)
 
@@ -96,11 +97,12 @@ def _joined(vectors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(vectors) if len(vectors) > 1 else vectors[0]
 
 
-def _norms(grads: list[torch.Tensor | None], on_cuda: bool) -> torch.Tensor:
-    """The 2-norm of each gradient, as one vector; zero for those that another rank counts."""
+def _norms(grads: list[torch.Tensor | None], like: torch.Tensor, on_cuda: bool) -> torch.Tensor:
+    """The 2-norm of each gradient, as one vector; zero for those that another rank counts, which may be all of them: a
+    stage of dense layers alone has no expert. ``like``: any gradient of this rank."""
     here = [grad for grad in grads if grad is not None]
-    norms = iter(torch._foreach_norm(here, 2.0) if on_cuda else [torch.linalg.vector_norm(g) for g in here])
-    nothing = here[0].new_zeros(()) if len(here) < len(grads) else None
+    norms = iter(torch._foreach_norm(here, 2.0) if here and on_cuda else [torch.linalg.vector_norm(g) for g in here])
+    nothing = (here[0] if here else like).new_zeros(()) if len(here) < len(grads) else None
     return torch.stack([nothing if grad is None else next(norms) for grad in grads])
 
 

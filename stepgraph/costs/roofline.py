@@ -36,9 +36,18 @@ def _dtype(node: fx.Node) -> torch.dtype:
 class Roofline:
     """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them. ``moved``:
     bytes of memory that the kernel reads and writes, likewise. ``flops``: of all. ``load``: rows that this rank's
-    experts receive over the mean of all ranks."""
+    experts receive over the mean of all ranks. ``whole``: what ``graph`` was cut out of, where its tokens are routed;
+    None: ``graph`` itself."""
 
-    def __init__(self, graph: fx.Graph, aliases: Aliases, fusion: Fusion, gpu: Gpu, load: float = 1.0):
+    def __init__(
+        self,
+        graph: fx.Graph,
+        aliases: Aliases,
+        fusion: Fusion,
+        gpu: Gpu,
+        load: float = 1.0,
+        whole: fx.Graph | None = None,
+    ):
         self.seconds: dict[fx.Node, float] = {}
         self.moved: dict[fx.Node, int] = {}
         self.flops = 0
@@ -52,7 +61,7 @@ class Roofline:
                 continue
             for source in node.all_input_nodes:
                 readers[aliases.root(source)].append(node)
-        shares = filled(graph, load)
+        shares = filled(graph if whole is None else whole, load)
         for members in kernels.values():
             work = sum(_work(node, shares) for node in members)
             self.flops += work

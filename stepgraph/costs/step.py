@@ -38,12 +38,21 @@ class StepCost:
     flops: int
 
 
-def graph_cost(step: StepGraph, gpu: Gpu, groups: Mapping[str, Group], *, fused: bool, load: float = 1.0) -> GraphCost:
+def graph_cost(
+    step: StepGraph,
+    gpu: Gpu,
+    groups: Mapping[str, Group],
+    *,
+    fused: bool,
+    load: float = 1.0,
+    whole: StepGraph | None = None,
+) -> GraphCost:
     """The cost of one call of ``step`` on ``gpu``. ``groups``: see `links.groups`. ``fused``: whether a compiler makes
-    kernels of several nodes. ``load``: rows that this rank's experts receive over the mean of all ranks."""
+    kernels of several nodes. ``load``: rows that this rank's experts receive over the mean of all ranks. ``whole``:
+    the stage that ``step`` is a part of, forward and backward: where a backward's tokens were routed."""
     aliases = Aliases(step.graph)
     fusion = Fusion(step.graph, aliases, fused)
-    roofline = Roofline(step.graph, aliases, fusion, gpu, load)
+    roofline = Roofline(step.graph, aliases, fusion, gpu, load, None if whole is None else whole.graph)
     return GraphCost(
         timeline=simulate(step.graph, roofline.seconds, gpu, groups),
         moments=memory_over_step(step, aliases, fusion),

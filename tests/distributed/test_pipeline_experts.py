@@ -127,11 +127,11 @@ def test_all_stages_agree_on_larger_buffers():
     on_ranks(4, check)
 
 
-def _train(text, schedule, folder):
+def _train(text, schedule, folder, split=None):
     """Train on the mesh ``text``; what this rank holds goes to a file."""
     mesh, config, n = make_mesh(text), dataclasses.replace(EXPERTS, n_layers=5), 4
     if schedule:
-        model, _ = pipelined(mesh, schedule, config, expert_capacity=0.3)
+        model, _ = pipelined(mesh, schedule, config, split, expert_capacity=0.3)
     else:
         model = parallel.parallelize(alone_model(config), mesh, {}, expert_capacity=0.3)
     step = captured(mesh, model, n)
@@ -141,12 +141,15 @@ def _train(text, schedule, folder):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ("1f1b", "zero-bubble", "dualpipev"))
-def test_bitwise_what_the_mesh_gives_without_a_pipeline(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "split"),
+    [("1f1b", None), ("zero-bubble", None), ("dualpipev", None), ("1f1b", (0, 1))],  # the last: no expert in stage 0
+)
+def test_bitwise_what_the_mesh_gives_without_a_pipeline(schedule, split):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         on_ranks(2, _train, "fsdp=2,ep=2", None, folder)
-        on_ranks(4, _train, "pp=2,ep=2", schedule, folder)
+        on_ranks(4, _train, "pp=2,ep=2", schedule, folder, split)
         for rank in range(4):
             ours = torch.load(folder / f"pp=2,ep=2-{rank}")
             theirs = torch.load(folder / f"fsdp=2,ep=2-{rank % 2}")

@@ -3,13 +3,15 @@
 import dataclasses
 
 import pytest
+import torch
 from rich.console import Console
 
 from stepgraph import cli
 from stepgraph.config.train import TrainConfig
-from stepgraph.costs.hardware import GPUS
+from stepgraph.costs.hardware import GPUS, GROUPED_REACHED
 from stepgraph.inspect.forecast.command import show
 from stepgraph.inspect.forecast.forecast import forecast
+from stepgraph.inspect.forecast.pipeline import forecast_pipeline
 from tests.models.moe_models import DEEPSEEK
 
 #: One layer with experts, 16 of which a token chooses 2, on 4 ranks with 4 each.
@@ -61,6 +63,40 @@ def test_imbalance_takes_room_and_time(balanced):
     assert 1.5 * idle < busy < 3 * idle  # products of three times the rows; what moves memory moves all of the room
 
 
+@pytest.fixture(scope="module")
+def stages():
+    """The stages of 1F1B by imbalance and capacity: a dense layer in the first, one with experts in the second."""
+
+    def of(imbalance, **options):
+        found = forecast_pipeline(
+            config(mesh="pp=2,fsdp=4,ep=4", accumulate=2, batch_size=1, passes="exact", **options),
+            GPUS["h200"],
+            imbalance,
+        )
+        assert found.imbalance == found.to_json()["imbalance"] == imbalance
+        return found, found.schedules["1f1b"].stages
+
+    return {"balanced": of(1.0), "loaded": of(3.0), "roomy": of(1.0, expert_capacity=4.0)}
+
+
+def test_imbalance_takes_room_and_time_of_the_stages_with_experts(stages):
+    (_, balanced), (loaded, busy), (_, roomy) = (stages[name] for name in ("balanced", "loaded", "roomy"))
+    assert loaded.config.expert_capacity == 4.0
+    dense, experts = 0, 1
+    assert busy[dense] == roomy[dense] and busy[dense].seconds == balanced[dense].seconds
+    assert roomy[experts].working == busy[experts].working > balanced[experts].working  # imbalance is rows in a room
+    assert roomy[experts].kept == busy[experts].kept > balanced[experts].kept
+    for kind in ("forward", "backward_input", "backward_weight"):
+        # More room takes time to exchange and move, more rows in the same room take the experts' products.
+        assert busy[experts].seconds[kind] > roomy[experts].seconds[kind]
+    assert roomy[experts].seconds["forward"] > balanced[experts].seconds["forward"]
+    # Three products forward, three for the gradients of rows and three of weights, each of the same FLOPs a row.
+    added = 2 * 2 * T * CHOSEN * 3 * DIM * HIDDEN / GPUS["h200"].peak(torch.bfloat16) / GROUPED_REACHED
+    more = {kind: s - roomy[experts].seconds[kind] for kind, s in busy[experts].seconds.items()}
+    assert more["forward"] == pytest.approx(added, rel=0.1)
+    assert more["backward"] == pytest.approx(2 * added, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -69,7 +105,8 @@ def test_imbalance_takes_room_and_time(balanced):
         ("--mesh fsdp=8,ep=4 --imbalance 5", "give 1 to 4, which is every row on one rank"),
         ("--mesh fsdp=8,ep=3", "ep=3 does not divide its 8 ranks of shards and tp"),
         ("--mesh fsdp=8 --expert-chunks 2", "expert_chunks=2 is about ep and there is none"),
-        ("--mesh pp=2,ep=2 --accumulate 2 --imbalance 2", "the forecast of a pipeline has balanced experts alone"),
+        ("--mesh pp=2,fsdp=2 --accumulate 2 --imbalance 2", "imbalance=2 is about ranks that share experts"),
+        ("--mesh pp=2,fsdp=2,ep=2 --accumulate 2 --imbalance 3", "give 1 to 2, which is every row on one rank"),
     ],
 )
 def test_errors_of_use_are_one_line(words, message, capsys):

@@ -105,15 +105,10 @@ def main(argv: list[str]) -> int:
             "leave --plot out"
         )
     check_imbalance(options.imbalance, config.mesh_spec)
-    if options.imbalance != 1 and config.mesh_spec.pp > 1:
-        raise ValueError(
-            f"--imbalance: the forecast of a pipeline has balanced experts alone, and mesh {config.mesh_spec} has "
-            f"pp={config.mesh_spec.pp}: leave --imbalance or pp out"
-        )
     refuse_idle(config, words, Target.forecast(gpu))
     console = new_console()
     if config.mesh_spec.pp > 1:
-        result = forecast_pipeline(config, gpu)
+        result = forecast_pipeline(config, gpu, options.imbalance)
         show_pipeline(result, console)
         if options.plot is not None:
             from stepgraph.inspect.forecast.plot import schedule_chart  # matplotlib is slow to load

@@ -118,8 +118,7 @@ def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
     if spec is None:
         raise ValueError("a forecast needs a mesh: give one, as in --mesh fsdp=8")
     check_imbalance(imbalance, spec)
-    while config.expert_capacity < imbalance:  # as a step that does not fit makes it grow
-        config = dataclasses.replace(config, expert_capacity=2 * config.expert_capacity)
+    config = with_room(config, imbalance)
     start = time.perf_counter()
     with simulated(config, gpu) as (program, groups):
         cost = step_cost(
@@ -152,6 +151,13 @@ def check_imbalance(imbalance: float, spec: parallel.MeshSpec) -> None:
             f"imbalance={imbalance:g} is the most loaded rank's rows over the mean of all: give 1 to {spec.ep}, which "
             "is every row on one rank"
         )
+
+
+def with_room(config: TrainConfig, imbalance: float) -> TrainConfig:
+    """``config`` with the capacity for ``imbalance`` that training would have grown to: doubled until it fits."""
+    while config.expert_capacity < imbalance:
+        config = dataclasses.replace(config, expert_capacity=2 * config.expert_capacity)
+    return config
 
 
 @contextlib.contextmanager

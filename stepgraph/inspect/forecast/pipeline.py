@@ -28,7 +28,14 @@ from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.stages import Cut, extract, pieces_of
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.inspect.forecast.forecast import SETTINGS, fake_world, model_flops, rewrite
+from stepgraph.inspect.forecast.forecast import (
+    SETTINGS,
+    check_imbalance,
+    fake_world,
+    model_flops,
+    rewrite,
+    with_room,
+)
 from stepgraph.parallel.pipeline import staged_program
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, with_once, work_of
@@ -72,7 +79,8 @@ class ScheduleForecast:
 
 @dataclass(frozen=True)
 class PipelineForecast:
-    """``schedules``: those that the model's blocks and microbatches allow, by name; ``chosen`` is the run's."""
+    """``schedules``: those that the model's blocks and microbatches allow, by name; ``chosen`` is the run's.
+    ``imbalance``: rows that the experts of this rank of each stage receive over the mean of the stage's ranks."""
 
     config: TrainConfig
     gpu: Gpu
@@ -81,6 +89,7 @@ class PipelineForecast:
     refused: dict[str, str]
     capture_s: float
     plan_s: float
+    imbalance: float = 1.0
 
     @property
     def best(self) -> ScheduleForecast:
@@ -105,6 +114,7 @@ class PipelineForecast:
             "mesh": str(self.config.mesh_spec),
             "ranks": self.config.mesh_spec.size,
             "gpu": self.gpu.name,
+            "imbalance": self.imbalance,
             "settings": {key: getattr(self.config, key) for key in SETTINGS},
             "capture_s": self.capture_s,
             "plan_s": self.plan_s,
@@ -128,14 +138,19 @@ class PipelineForecast:
         }
 
 
-def forecast_pipeline(config: TrainConfig, gpu: Gpu) -> PipelineForecast:
+def forecast_pipeline(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> PipelineForecast:
     """The forecast of ``config``'s step in its pipeline on ``gpu``, by every schedule that fits model and microbatches.
+
+    ``imbalance``: with ``ep``, rows that the most loaded rank's experts receive over the mean, in every layer and
+    microbatch: each stage is forecast by that rank, as in `forecast`, with the room that training would have grown to.
 
     Raises ``ValueError`` for a configuration that cannot be right, and inside a process group.
     """
     start = time.perf_counter()
+    check_imbalance(imbalance, config.mesh_spec)
+    config = with_room(config, imbalance)
     with fake_world(config) as mesh:
-        return _forecast(config, gpu, mesh, start)
+        return _forecast(config, gpu, mesh, imbalance, start)
 
 
 @contextlib.contextmanager
@@ -183,7 +198,7 @@ def _traced(config: TrainConfig, mesh: parallel.Mesh) -> tuple[StepProgram, Pipe
     return trace_step(model, loss, batch, optimizer, **options).program, pipeline
 
 
-def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) -> PipelineForecast:
+def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, imbalance: float, start: float) -> PipelineForecast:
     program, pipeline = _traced(config, mesh)
     micro, update = program.graphs["microbatch"], program.graphs["update"]
     rewrite(update, config, gpu)
@@ -201,9 +216,10 @@ def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, start: float) 
             continue
         in_flight = most_in_flight(name, pipeline.ranks, config.accumulate)
         if (starts, in_flight) not in cuts:
-            cuts[starts, in_flight] = _stages(micro, starts, in_flight, config, gpu, per_byte)
+            cuts[starts, in_flight] = _stages(micro, starts, in_flight, config, gpu, per_byte, imbalance)
         found[name] = _run(name, cuts[starts, in_flight], pipeline, config, gpu, update_s.timeline.step_seconds)
-    return PipelineForecast(config, gpu, pipeline.name, found, refused, program.capture_s, time.perf_counter() - start)
+    plan_s = time.perf_counter() - start
+    return PipelineForecast(config, gpu, pipeline.name, found, refused, program.capture_s, plan_s, imbalance)
 
 
 def _bytes(step: StepGraph, *kinds: str) -> int:
@@ -216,9 +232,16 @@ def _named_bytes(step: StepGraph, values: Collection[str]) -> int:
 
 
 def _stages(
-    micro: StepGraph, starts: tuple[int, ...], in_flight: int, config: TrainConfig, gpu: Gpu, per_byte: float
+    micro: StepGraph,
+    starts: tuple[int, ...],
+    in_flight: int,
+    config: TrainConfig,
+    gpu: Gpu,
+    per_byte: float,
+    load: float = 1.0,
 ) -> list[StageCost]:
-    """The cost of every stage. ``per_byte``: bytes of optimizer state for each byte of parameters."""
+    """The cost of every stage. ``per_byte``: bytes of optimizer state for each byte of parameters.
+    ``load``: rows that a rank's experts receive over the mean of its stage's ranks."""
     cut = Cut(_copied(micro), starts)  # which takes a tied embedding's gradients apart
     ends = [*starts[1:], len(micro.blocks)]
     found: list[StageCost] = []
@@ -237,7 +260,8 @@ def _stages(
         state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter")) + _named_bytes(step, gathered)
         seconds, working, kept = {}, 0, 0
         for kind, piece in (pieces_of(step, str(stage), halves=True) | step.once).items():
-            cost = graph_cost(piece, gpu, links.groups_of(piece.graph.nodes), fused=config.compiles_all)
+            groups = links.groups_of(piece.graph.nodes)
+            cost = graph_cost(piece, gpu, groups, fused=config.compiles_all, load=load, whole=step)
             seconds[kind] = cost.timeline.step_seconds
             peak = max((moment.total for moment in cost.moments), default=0)
             working = max(working, peak - _bytes(piece, *_STATE) - _named_bytes(piece, gathered))

@@ -16,6 +16,7 @@ def show_pipeline(result: PipelineForecast, console: Console) -> None:
         f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
         f"batch {config.accumulate} x {config.batch_size} x {config.seq_len} a data-parallel rank, {config.precision}, "
         f"memory {config.memory}"
+        + (f", the most loaded rank at {result.imbalance:g} times the mean" if config.mesh_spec.ep > 1 else "")
     )
     console.print(f"microbatch captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
     console.print(_stage_table(result, chosen))
