@@ -24,6 +24,7 @@ from stepgraph.compat.compiler import (
     inductor_options,
     inductor_passes,
     inductor_settings,
+    inductor_source,
     keep_saved_tensors,
     start_compile_workers,
     triton_cache,

@@ -59,6 +59,11 @@ def inductor_compile(
     return function
 
 
+def inductor_source(function: Callable[[list[Any]], Sequence[Any]]) -> str:
+    """The code that Inductor generated for a function of `inductor_compile` or `inductor_load`; empty for another."""
+    return getattr(function, "source_code", None) or ""
+
+
 #: Where a function that `inductor_compile` made has what torch can save of it. Some of torch's cannot be hashed.
 _ARTIFACT = "_stepgraph_artifact"
 

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.inductor.sources import Kernel, kernels_of
 
 #: Takes its arguments in a list, which it empties.
 Function = Callable[[list[Any]], Sequence[Any]]
@@ -25,9 +26,14 @@ class Compiled(torch.nn.Module):
             piece.recompile()
         examples = [n.meta["val"] for n in piece.graph.find_nodes(op="placeholder")]
         values = [n.meta["val"] if isinstance(n, fx.Node) else None for n in output.args[0]]
+        self.names = [n.name for n in piece.graph.nodes if n.op == "call_function"]
         self.strides = [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
         self.padded: list[int] | None = None
         self.function = function or compat.inductor_compile(piece, examples, config)
+
+    def kernels(self) -> list[Kernel]:
+        """What Inductor generated; its nodes are among `names`, the operators of the piece in their order."""
+        return kernels_of(compat.inductor_source(self.function))
 
     def forward(self, *args: torch.Tensor) -> Any:
         return self.boxed(list(args))

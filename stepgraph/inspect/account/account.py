@@ -22,7 +22,7 @@ from stepgraph.inspect.forecast.pipeline import StageCost
 from stepgraph.passes import PASSES, PassReport
 
 #: Of the account's form. A page of another form is not read.
-FORMAT = 1
+FORMAT = 2
 _STATE = ("parameter", "buffer", "optimizer", "accumulator")
 
 

@@ -62,6 +62,8 @@ def graph_account(
       choices for); ``phase`` and ``work``: in ``PHASES`` and ``WORK``; ``checkpoint``: -1 for none. ``kernel``: number
       of the node that the forecast charges this node's kernel to, -1: it runs nothing. ``ns``, ``moved``: of the whole
       kernel, at that node; ``start``: in ns; ``flops``: of the node. ``piece``: place in ``pieces``, -1 for none.
+    - ``pieces``: what was compiled, in order. ``generated``: the kernels that Inductor made, [name, text]; ``made``:
+      [node, places in ``generated``], all of its piece where Inductor does not say which.
     - ``storages``: columns ``node`` (that makes it), ``bytes``, ``kind`` (place in ``costs.memory.KINDS``), ``last``
       (the node that needs it last; the graph's length: held throughout).
     - ``inputs``: [node, kind, name]; ``outputs``: [node, kind, name].
@@ -85,7 +87,7 @@ def graph_account(
     nodes["flops"] = [flops(node) if there else 0 for node, there in zip(order, runs, strict=True)]
     nodes["start"] = [round(timeline.starts.get(node.name, 0.0) * 1e9) for node in order]
     nodes["work"] = [WORK.index(_work(node)) for node in order]
-    nodes["piece"], pieces = _pieces(step, named)
+    nodes["piece"], pieces, generated = _pieces(step, named)
     return {
         "name": name,
         "calls": calls,
@@ -105,6 +107,7 @@ def graph_account(
         ],
         "collectives": [_collective(c, named) for c in timeline.collectives],
         "pieces": pieces,
+        **generated,
         **_host(step, named, ran),
     }  # fmt: skip
 
@@ -211,18 +214,25 @@ def _collective(c: Collective, named: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _pieces(step: StepGraph, named: Mapping[str, int]) -> tuple[list[int], list[dict[str, Any]]]:
-    """(for each node the piece that it was compiled in, -1 for none; the pieces, in order)."""
-    column, pieces = [-1] * len(named), []
+def _pieces(step: StepGraph, named: Mapping[str, int]) -> tuple[list[int], list[dict[str, Any]], dict[str, Any]]:
+    """(for each node the piece that it was compiled in, -1 for none; the pieces, in order; the kernels of theirs)."""
+    column, pieces, generated = [-1] * len(named), [], _Strings()
+    made: dict[int, list[int]] = {}
     executable = step.executable
     if executable is step.module or not isinstance(executable, fx.GraphModule):
-        return column, pieces
+        return column, pieces, {"generated": [], "made": []}
     for call in executable.graph.find_nodes(op="call_module"):
         inside = [named[name] for name in nodes_of(call)]
         for node in inside:
             column[node] = len(pieces)
         pieces.append({"name": call.target, "first": inside[0], "last": inside[-1], "nodes": len(inside)})
-    return column, pieces
+        piece = executable.get_submodule(call.target)
+        node_of = dict(zip(piece.names, inside, strict=True))
+        for kernel in piece.kernels():
+            place = generated((kernel.name, kernel.text))
+            for node in [node_of[name] for name in kernel.nodes if name in node_of] if kernel.nodes else inside:
+                made.setdefault(node, []).append(place)
+    return column, pieces, {"generated": generated.all, "made": [[node, places] for node, places in made.items()]}
 
 
 def _host(step: StepGraph, named: Mapping[str, int], ran: bool) -> dict[str, Any]:

@@ -105,6 +105,26 @@ def test_search_finds_a_node_and_a_click_opens_its_card(tmp_path):
     assert result["lines"] > 5
 
 
+def test_a_card_shows_the_kernels_that_were_generated(tmp_path):
+    made = copy.deepcopy(account("fsdp=4", inductor="full")[0])
+    graph = made["graphs"][0]
+    name = next(n for n in graph["nodes"]["name"] if n.startswith("silu"))
+    graph["generated"] = [["triton_one", "@triton.jit\ndef triton_one():\n    a < " + "b" * 200], ["triton_two", "two"]]
+    graph["made"] = [[graph["nodes"]["name"].index(name), [0, 1]]]
+    script = """
+      const kernels = () => [...document.querySelectorAll("#card details")];
+      await wait(200);
+      result.closed = kernels().every((k) => !k.open);
+      kernels()[0].querySelector("summary").click(); await wait(100);
+      result.names = kernels().map((k) => k.querySelector("summary").textContent);
+      result.open = kernels().map((k) => k.open); result.text = kernels()[0].querySelector("pre").textContent;
+      result.wide = document.getElementById("card").scrollWidth <= document.getElementById("card").clientWidth;
+    """
+    result = in_browser(page_of(made), script, tmp_path, hash=f"#node/step/{name}")
+    assert result["closed"] and result["wide"] and result["open"] == [True, False]
+    assert result["names"] == ["triton_one", "triton_two"] and result["text"] == graph["generated"][0][1]
+
+
 def test_the_memory_and_the_modules_add_up(tmp_path):
     made, _ = account("fsdp=4", inductor="full")
     script = """

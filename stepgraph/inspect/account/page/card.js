@@ -25,6 +25,7 @@ function drawCard(graph, i) {
   const measured = account.profile && account.profile.nodes[`${graph.name}/${n.name[i]}`];
   if (measured) row("measured", `${time(measured.ns)} a step`, measured.kernels.length ? el("ul.note", {}, measured.kernels.map(([name, ns]) => el("li", {}, el("code", {}, name), ` ${time(ns)}`))) : "", measured.of > 1 ? el("small", {}, ` together with ${measured.of - 1} more nodes of its compiled piece`) : "");
   if (piece) row("compiled in", el("code", {}, piece.name), ` with ${count(piece.nodes - 1, "other node")}, from `, nodeLink(graph, piece.first), " to ", nodeLink(graph, piece.last));
+  if (graph.madeOf.has(i)) row("generated", graph.madeOf.get(i).map((k) => el("details", {}, el("summary", {}, el("code", {}, graph.generated[k][0])), el("pre", {}, graph.generated[k][1]))));
   if (graph.region(i)) row("region", graph.region(i));
   if (graph.choices[n.choice[i]]) row("for Inductor", `part of ${graph.choices[n.choice[i]]}, compiled with choices of its own`);
   const backend = BACKENDS.find(([pattern]) => pattern.test(graph.operator(i)));

@@ -23,6 +23,7 @@ class Graph {
     this.storageOf = new Map(this.storages.node.map((node, i) => [node, i]));
     this.inputOf = new Map(this.inputs.map(([node, kind, name]) => [node, { kind, name }]));
     this.hostOf = new Map(this.host);
+    this.madeOf = new Map(this.made);
     this.members = new Map();
     n.kernel.forEach((kernel, i) => { if (kernel >= 0) { if (!this.members.has(kernel)) this.members.set(kernel, []); this.members.get(kernel).push(i); } });
     this._times();
