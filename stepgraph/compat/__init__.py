@@ -92,7 +92,10 @@ from stepgraph.compat.tracing import (
 from stepgraph.compat.triton import (
     TritonSource,
     misalignment,
+    triton_cached,
     triton_compiled,
+    triton_environment,
+    triton_interprets,
     triton_kernel_name,
     triton_kernel_source,
     triton_kernel_tunes,

@@ -1,10 +1,13 @@
 """Triton kernels: seeing launches, what a kernel writes, and what it is compiled from."""
 
 import contextlib
+import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -149,12 +152,63 @@ def triton_compiled(source: TritonSource, target: Any = None) -> Any:
     """The compiled kernel, from Triton's cache on disk if it is there. ``target``: a ``GPUTarget``; None: that of the
     current GPU."""
     import triton
+
+    return triton.compile(_ast_source(source), target=target or triton_target(), options=source.options)
+
+
+def triton_cached(source: TritonSource) -> bool:
+    """Whether Triton's cache on disk has the kernel for the current GPU, under the key that a launch would use."""
+    from triton.compiler.compiler import (
+        get_cache_invalidating_env_vars,
+        get_cache_key,
+        get_cache_manager,
+        make_backend,
+    )
+
+    made, backend = _ast_source(source), make_backend(triton_target())
+    options = backend.parse_options(source.options | made.parse_options())
+    text = get_cache_key(made, backend, options, env_vars=get_cache_invalidating_env_vars())
+    name = f"{made.name[:150]}.json"
+    return name in (get_cache_manager(hashlib.sha256(text.encode()).hexdigest()).get_group(name) or {})
+
+
+def _ast_source(source: TritonSource) -> Any:
     from triton.compiler import ASTSource
 
     module, name = source.function
     kernel = getattr(importlib.import_module(module), name)
-    made = ASTSource(kernel, source.signature, source.constants, source.attributes)
-    return triton.compile(made, target=target or triton_target(), options=source.options)
+    return ASTSource(kernel, source.signature, source.constants, source.attributes)
+
+
+def triton_environment() -> dict[str, str]:
+    """The environment of this process with the ptxas that Triton's keys here have, called first before Inductor makes
+    a kernel.
+
+    The version of ptxas is part of every key, and read at the first one. Inductor sets ``TRITON_PTXAS_PATH``, to the
+    ptxas of torch's wheel, in its worker processes, and in this one where it compiles or loads a kernel here: else what
+    one start has compiled would have another key in the next.
+    """
+    path = _ptxas_path()
+    others = {name: value for name, value in os.environ.items() if name != _PTXAS_PATH}
+    return others if path is None else others | {_PTXAS_PATH: path}
+
+
+_PTXAS_PATH = "TRITON_PTXAS_PATH"
+
+
+@functools.cache
+def _ptxas_path() -> str | None:
+    from triton.compiler.compiler import make_backend
+
+    make_backend(triton_target()).hash()  # reads the version for good
+    return os.environ.get(_PTXAS_PATH)
+
+
+def triton_interprets() -> bool:
+    """Whether kernels run in Triton's interpreter, which compiles nothing."""
+    import triton
+
+    return triton.knobs.runtime.interpret
 
 
 def triton_target() -> Any:

@@ -148,55 +148,74 @@ def column_sum(make):
 
 
 def test_what_is_compiled_ahead_is_found_on_disk(make, monkeypatch, tmp_path):
-    """Alike calls are compiled once; what the other process compiled, a launch finds under the same key."""
+    """Alike calls are compiled once; what the other process compiled, a launch finds under the same key, and the next
+    start compiles nothing."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    running = beside.Ahead(graph_of(make, column_sum(make), column_sum(make)))
+    running = beside.Ahead([graph_of(make, column_sum(make)), graph_of(make, column_sum(make))])
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/another/ptxas")  # as Inductor does where it loads a kernel
     running.start()
-    assert running.finish() == ["1 of our own kernels compiled beside Inductor's"]
+    assert running.finish() == ["1 of our own kernels compiled ahead"]
     (source,) = ahead.sources_of(*column_sum(make))
     hits = []
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda **what: hits.append(what["cache_hit"])
         compat.triton_compiled(source)
     assert hits == [True]
+    monkeypatch.setattr(beside.subprocess, "Popen", None)
+    assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == []
 
 
 def test_what_fails_is_a_line_of_the_report(make, monkeypatch, tmp_path):
+    """An operator whose launches are not found, and a kernel that does not compile."""
+
     def refuse(*args):
         raise ValueError("first\nno such thing")
 
-    def nowhere(*args):
-        return [compat.TritonSource(("stepgraph.nowhere", "kernel"), {}, {}, {}, {})]
+    def wrong(operator, *more):
+        (source,) = sources_of(operator, *more)
+        width = max(source.constants)
+        return [source._replace(constants=source.constants | {width: 3})]
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(ahead.LAUNCHING, "softmax_parts", refuse)
-    running = beside.Ahead(graph_of(make, ("softmax_parts", (make(512, 5000),)), column_sum(make)))
+    running = beside.Ahead([graph_of(make, ("softmax_parts", (make(512, 5000),)), column_sum(make))])
+    sources_of = beside.sources_of
     with monkeypatch.context() as patch:
-        sources_of = beside.sources_of
-
-        def found(name, *more):
-            return nowhere() if name == "column_sum" else sources_of(name, *more)
-
-        patch.setattr(beside, "sources_of", found)
+        patch.setattr(beside, "sources_of", lambda *call: (wrong if "column_sum" in call else sources_of)(*call))
         running.start()
-    assert running.finish() == [
-        "not compiled ahead: softmax_parts: ValueError: no such thing",
-        "not compiled ahead: kernel: ModuleNotFoundError: No module named 'stepgraph.nowhere'",
-    ]
+    first, second = running.finish()
+    assert first == "not compiled ahead: softmax_parts: ValueError: no such thing"
+    assert second.startswith("not compiled ahead: add_slots_kernel: CompilationError: "), second
+
+
+def program_that(tmp_path, monkeypatch, *lines):
+    """In Python's place, a program of the shell."""
+    program = tmp_path / "python"
+    program.write_text("\n".join(["#!/bin/sh", *lines]))
+    program.chmod(0o755)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(beside.sys, "executable", str(program))
 
 
 def test_a_process_that_dies_is_a_line_of_the_report(make, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    program = tmp_path / "python"
-    program.write_text("#!/bin/sh\necho no such module >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(beside.sys, "executable", str(program))
-    running = beside.Ahead(graph_of(make, column_sum(make)))
-    running.start()
+    program_that(tmp_path, monkeypatch, 'echo "no such module $TRITON_PTXAS_PATH" >&2', "exit 1")
+    running = beside.Ahead([graph_of(make, column_sum(make))])
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "another")
     assert running.finish() == ["not compiled ahead: 1 of our own kernels: no such module"]
 
 
-def test_a_graph_without_our_kernels_starts_nothing(make):
-    running = beside.Ahead(fx.Graph())
-    running.start()
-    assert running.finish() == []
+def test_what_is_compiled_under_another_key_is_a_line_of_the_report(make, monkeypatch, tmp_path):
+    program_that(tmp_path, monkeypatch, "cat > /dev/null", """echo '["add_slots_kernel", null]'""")
+    running = beside.Ahead([graph_of(make, column_sum(make))])
+    assert running.finish() == ["not compiled ahead: 1 of our own kernels: this process has another key for them"]
+
+
+def test_a_graph_without_our_kernels_starts_nothing(make, monkeypatch):
+    monkeypatch.setattr(driver, "_active", None)  # nor is a GPU asked for
+    assert beside.Ahead([fx.Graph()]).finish() == []
+
+
+def test_the_interpreter_compiles_nothing(make, monkeypatch):
+    monkeypatch.setattr(compat, "triton_interprets", lambda: True)
+    monkeypatch.setattr(driver, "_active", None)
+    assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == []

@@ -10,7 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,44 +26,52 @@ _LIMIT_S = 60
 
 
 class Ahead:
-    """The kernels of one graph: `start` them, and `finish` before the step is run."""
+    """The kernels of the graphs of a step: made before Inductor makes or loads kernels, then `start`, and `finish`
+    before the step is run. Does nothing for graphs that launch none of our kernels."""
 
-    def __init__(self, graph: fx.Graph):
-        self.graph = graph
+    def __init__(self, graphs: Iterable[fx.Graph]):
         self.notes: list[str] = []
-        self._asked = 0
+        self._calls = list(calls(graphs))
+        if self._calls and compat.triton_interprets():
+            self._calls = []
+        self._environment = compat.triton_environment() if self._calls else {}
+        self._asked: list[compat.TritonSource] = []
         self._worker: subprocess.Popen[bytes] | None = None
+        self._started = False
 
     def start(self) -> None:
-        """Find what the graph will launch, and have it compiled."""
-        sources: dict[str, compat.TritonSource] = {}
-        found = list(calls(self.graph))
-        for operator, args, kwargs, _ in found:
+        """Find what the graphs will launch, and have compiled what is not on disk."""
+        self._started = True
+        if not self._calls:
+            return
+        cache, sources = compat.triton_cache(self._calls[0][-1]), {}
+        for operator, args, kwargs, _ in self._calls:
             try:
-                sources |= {repr(source): source for source in sources_of(operator, args, kwargs)}
+                found = {repr(source): source for source in sources_of(operator, args, kwargs)}
+                sources |= {key: source for key, source in found.items() if not compat.triton_cached(source)}
             except Exception as failure:  # it is compiled at its first launch, which shows what is wrong
                 lines = str(failure).strip().splitlines() or [""]
-                self.notes.append(f"not compiled ahead: {operator}: {type(failure).__name__}: {lines[-1]}"[:200])
-        if not sources:
+                self._missed(operator, f"{type(failure).__name__}: {lines[-1]}")
+        self._asked = list(sources.values())
+        if not self._asked:
             return
-        self._asked = len(sources)
-        device = found[0][-1]
-        request = Request(compat.triton_cache(device), compat.triton_target(), list(sources.values()))
         self._worker = subprocess.Popen(
             [sys.executable, "-m", "stepgraph.kernels.compile_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         try:
-            self._worker.stdin.write(pickle.dumps(request))
+            self._worker.stdin.write(pickle.dumps(Request(cache, compat.triton_target(), self._asked)))
             self._worker.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended already: `finish` says why
 
     def finish(self) -> list[str]:
-        """Wait for what was started; lines for the report."""
+        """Wait for what was started, now if it was not; lines for the report."""
+        if not self._started:
+            self.start()
         if self._worker is None:
             return self.notes
         try:
@@ -72,21 +80,29 @@ class Ahead:
             self._worker.kill()
             said, errors = self._worker.communicate()
         results = [json.loads(line) for line in said.splitlines() if line.startswith(b"[")]
-        made = sum(error is None for _, error in results)
-        self.notes += [f"not compiled ahead: {name}: {error}"[:200] for name, error in results if error is not None]
-        if missing := self._asked - len(results):
+        failed = [(name, error) for name, error in results if error is not None]
+        for name, error in failed:
+            self._missed(name, error)
+        if missing := len(self._asked) - len(results):
             last = (errors.decode(errors="replace").strip().splitlines() or [f"not done within {_LIMIT_S} s"])[-1]
-            self.notes.append(f"not compiled ahead: {missing} of our own kernels: {last}"[:200])
-        if made:
-            self.notes.append(f"{made} of our own kernels compiled beside Inductor's")
+            self._missed(f"{missing} of our own kernels", last)
+        made = len(results) - len(failed)
+        found = sum(map(compat.triton_cached, self._asked)) if made else 0
+        if found < made:
+            self._missed(f"{made - found} of our own kernels", "this process has another key for them")
+        if found:
+            self.notes.append(f"{found} of our own kernels compiled ahead")
         return self.notes
 
+    def _missed(self, what: str, why: str) -> None:
+        self.notes.append(f"not compiled ahead: {what}: {why}"[:200])
 
-def calls(graph: fx.Graph) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any], int]]:
+
+def calls(graphs: Iterable[fx.Graph]) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any], int]]:
     """(operator, arguments with fake tensors, keywords, index of the GPU) of each node that launches our kernels, one
     for all that are alike."""
     seen = set()
-    for node in graph.nodes:
+    for node in (node for graph in graphs for node in graph.nodes):
         name = getattr(packet(node), "__name__", None) if getattr(node.target, "namespace", "") == "stepgraph" else None
         tensors = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         if name not in LAUNCHING or not any(t.is_cuda for t in tensors):

@@ -181,10 +181,9 @@ def _compile(
     if options.rehearse:
         note_pieces(step.module, pieces, config)
         return
-    ahead = Ahead(step.graph) if _on_cuda(step) else None
+    ahead = Ahead([step.graph])
     with _timed(report):
-        beside = ahead and ahead.start
-        result = compile_pieces(step.module, pieces, config, any_length=options.any_length, beside=beside)
+        result = compile_pieces(step.module, pieces, config, any_length=options.any_length, beside=ahead.start)
         report.summary = (
             f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
             f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
@@ -194,7 +193,7 @@ def _compile(
         if open_ := sum(use.any_length for use in result.uses):
             report.summary += f", {open_} for any length"
         report.notes += sorted({use.note for use in result.uses if use.note})
-        report.notes += ahead.finish() if ahead else []
+        report.notes += ahead.finish()
     step.executable = result.module
 
 

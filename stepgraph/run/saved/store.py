@@ -20,6 +20,7 @@ from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import PieceCall, piece_calls, with_functions
+from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.run.saved import key
 from stepgraph.run.saved.describe import Indescribable
 from stepgraph.run.saved.folder import DamagedEntry, Entry, Folder, UnsafeFolder, cache_folder
@@ -170,7 +171,7 @@ class Store:
             return None
         try:
             name_groups(start.groups(), axes_of(graphs))
-            program = program_of(graphs, own_device(start.device), Bindings(start, record), None, start.mesh)
+            program = program_of(graphs, own_device(start.device), Bindings(start, record), None, start.mesh, outcome)
         except NotLoadable as reason:
             outcome.notes.append(f"a saved step does not fit here: {reason}")
             return None
@@ -241,10 +242,12 @@ class Store:
             raise failure
         if found or maker == dist.get_rank():
             return found
+        told, outcome.notes = outcome.notes, []
         if not self._load(name, traced, request, outcome):
+            outcome.notes = told + outcome.notes
             make()
             return False
-        outcome.notes = [f"rank {maker}, which has the same graph, made the step"]
+        outcome.notes.insert(0, f"rank {maker}, which has the same graph, made the step")
         return True
 
     def _load(self, name: str, traced: Traced, request: Request, outcome: Outcome) -> bool:
@@ -257,7 +260,7 @@ class Store:
             captured = {name for step in traced.program.graphs.values() for name in step.axes}
             name_groups(request.start.groups(), [name for name in axes_of(entry) if name not in captured])
             live = request.captured.find(traced.program)
-            program = program_of(entry, request.own, tensors.get, live, request.start.mesh)
+            program = program_of(entry, request.own, tensors.get, live, request.start.mesh, outcome)
         except NotLoadable as reason:
             outcome.notes.append(f"a saved step does not fit here: {reason}")
             return False
@@ -369,7 +372,9 @@ def _pieces(step: StepGraph) -> tuple[list[PieceCall], dict[str, bytes]]:
     return calls, pieces
 
 
-def program_of(entry: Entry, own: torch.device | None, tensor: Callable, live: Any, mesh: Any) -> StepProgram:
+def program_of(
+    entry: Entry, own: torch.device | None, tensor: Callable, live: Any, mesh: Any, outcome: Outcome
+) -> StepProgram:
     """The program of an entry, bound to live tensors. ``tensor``, ``live``: see `Reader`, ``tensor`` of one pair.
     Raises `NotLoadable`."""
     saved = json.loads(entry.files["program.json"])
@@ -378,6 +383,9 @@ def program_of(entry: Entry, own: torch.device | None, tensor: Callable, live: A
         constants.append(entry.files["constants"][at : at + size])
         at += size
     program = Reader(own, constants, lambda kind, name: tensor((kind, name)), live).program(saved["program"], mesh)
+    # Triton's cache is another's on another machine or GPU, and may have been emptied.
+    ahead = Ahead(step.graph for step in program.graphs.values())
+    ahead.start()
     for name, step in program.graphs.items():
         if name in saved["pieces"]:
             calls = [PieceCall(piece, tuple(nodes)) for piece, nodes in saved["pieces"][name]]
@@ -386,6 +394,7 @@ def program_of(entry: Entry, own: torch.device | None, tensor: Callable, live: A
             step.executable = with_functions(step.module, calls, functions)
         decode_reports(saved["reports"][name], step)
     program.log = list(map(decode_report, saved["log"]))
+    outcome.notes += ahead.finish()
     return program
 
 

@@ -128,3 +128,25 @@ def test_compiled_pieces_are_loaded_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr("stepgraph.compat.inductor_compile", None)
     second, again = steps()
     assert second.saved.loaded == "start" and same(results, again)
+
+
+def test_the_kernels_of_a_loaded_step_are_compiled_ahead(monkeypatch, tmp_path):
+    """Triton's cache is not that of the machine or rank that made the step."""
+    start(tmp_path, model=Small)
+    asked = []
+
+    class Ahead:
+        def __init__(self, graphs):
+            asked.append([node.target for graph in graphs for node in graph.nodes if node.op == "call_function"])
+
+        def start(self):
+            asked.append("started")
+
+        def finish(self):
+            return ["one kernel compiled"]
+
+    monkeypatch.setattr("stepgraph.run.saved.store.Ahead", Ahead)
+    step, _ = start(tmp_path, model=Small)
+    called = [node.target for node in step.graph.graph.nodes if node.op == "call_function"]
+    assert asked == [called, "started"]
+    assert step.saved.loaded == "start" and step.saved.notes == ["one kernel compiled"]
