@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import re
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -86,6 +87,8 @@ class Describer:
                     if not isinstance(value, types.BuiltinFunctionType)
                     else f"built in {value.__module__}.{value.__qualname__}"
                 )
+            case re.Pattern():
+                return f"pattern {value.pattern!r} {value.flags}"
             case contextvars.ContextVar():
                 return f"variable {value.name} {self(value.get(None), where)}"
             case dist.DeviceMesh():
@@ -178,9 +181,18 @@ def _name(cls: type) -> str:
 
 def code_digest(code: types.CodeType) -> str:
     """A hash of what a function does, without where it is written."""
-    consts = [code_digest(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    text = repr((code.co_code, consts, code.co_names, code.co_varnames, code.co_freevars))
+    text = repr((code.co_code, _constant(code.co_consts), code.co_names, code.co_varnames, code.co_freevars))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _constant(value: Any) -> Any:
+    """A constant of a function as text; a set, as of ``x in {"a", "b"}``, has another order in every process."""
+    if isinstance(value, types.CodeType):
+        return code_digest(value)
+    if isinstance(value, (tuple, frozenset)):
+        items = [str(_constant(item)) for item in value]
+        return f"set{sorted(items)}" if isinstance(value, frozenset) else items
+    return repr(value)
 
 
 def form_of(tensor: torch.Tensor) -> str:

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import importlib
+import re
 import sys
 import types
 
@@ -17,7 +18,7 @@ from stepgraph.capture.optimizer import Update
 from stepgraph.parallel.layout import Layout
 from stepgraph.passes import Target, resolve
 from stepgraph.run.saved import key
-from stepgraph.run.saved.describe import Describer, Indescribable
+from stepgraph.run.saved.describe import Describer, Indescribable, code_digest
 from stepgraph.run.saved.start import Start
 from stepgraph.run.saved.store import surroundings
 
@@ -184,6 +185,27 @@ def test_options_of_transformers_are_described_alike_in_every_process():
     assert Describer()(options, "options") == text
     options.max_length = 8
     assert Describer()(options, "options") != text
+
+
+def test_sets_of_constants_have_one_text():
+    """``x in {"a", "b"}`` holds a set, whose order is another in every process."""
+
+    def function(x):
+        return x in {"a", "b"}
+
+    def text(*items):
+        return code_digest(function.__code__.replace(co_consts=(None, frozenset(items), (frozenset(items), 1))))
+
+    orders = (0, 8), (8, 0)
+    assert list(frozenset(orders[0])) != list(frozenset(orders[1]))
+    assert text(*orders[0]) == text(*orders[1]) != text(0, 16)
+    assert code_digest(function.__code__) != text()
+
+
+def test_patterns_are_described():
+    texts = [Describer()(re.compile(*given), "a pattern") for given in (("a+",), ("a+", re.I), ("b+",), ("a" * 300,))]
+    assert len(set(texts)) == 4 and Describer()(re.compile("a+"), "a pattern") == texts[0]
+    assert Describer()(re.compile("a" * 300 + "b"), "a pattern") != texts[3]
 
 
 def test_what_a_layout_keeps_of_what_it_computed_is_no_part():
