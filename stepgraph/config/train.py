@@ -38,7 +38,7 @@ class _Training:
 
     # -- data ---------------------------------------------------------------------------------------------------------
     data: str = "stdlib"
-    """Text: stdlib, FILE.txt, FILE.jsonl (or .gz), FILE.parquet, hf:NAME; several, patterns; A:0.7,B:0.3 mixes."""
+    """stdlib, FILE.txt, FILE.jsonl (or .gz), FILE.parquet, hf:NAME, hf-stream:NAME; several, patterns; A:0.7,B:0.3."""
 
     text_field: str = "text"
     """Field or column that holds the text, in jsonl and parquet files and Hugging Face's data sets."""

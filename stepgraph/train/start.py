@@ -13,11 +13,12 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.data import (
     DataBundle,
+    Loader,
     MixedLoader,
-    PackedLoader,
     Part,
     default_folder,
     open_data,
+    open_loader,
     open_validation,
     require_one_kind,
     validation_batches,
@@ -71,7 +72,7 @@ def with_document_mask(config: TrainConfig, chat: bool) -> TrainConfig:
 
 def open_batches(
     config: TrainConfig, data: DataBundle, mesh: parallel.Mesh | None
-) -> tuple[PackedLoader | MixedLoader, list[ValidationSet]]:
+) -> tuple[Loader, list[ValidationSet]]:
     """What this rank trains on and what it validates on; ranks that differ in tp, ep or pp alone read the same."""
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "positions": config.document_mask == "on"}
     if mesh is not None:
@@ -87,7 +88,7 @@ def open_batches(
     sizes |= {"seed": config.seed, "cache": config.data_cache or default_folder()}
     if data.parts:
         return MixedLoader(list(data.parts), data.tokenizer, **sizes), validation
-    return PackedLoader(data.source, data.tokenizer, **sizes), validation
+    return open_loader(data.source, data.tokenizer, **sizes), validation
 
 
 def options_lines(config: TrainConfig, *, resumed: bool) -> str:

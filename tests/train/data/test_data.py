@@ -34,11 +34,11 @@ class Documents(Source):
     name = "documents"
 
     def __init__(self, texts: list[bytes]):
-        self.texts, self.size = texts, sum(map(len, texts))
+        self.held, self.size = texts, sum(map(len, texts))
         self.split_by_index(len(texts))
 
     def read(self, index: int) -> bytes:
-        return self.texts[index]
+        return self.held[index]
 
 
 texts = st.lists(st.binary(max_size=40), min_size=2, max_size=12)
@@ -195,7 +195,7 @@ def test_documents_changed_under_a_saved_position_are_noticed():
     packed = loader(source, batch_size=1, seq_len=40)
     next(packed)
     state = packed.state_dict()
-    source.texts[1:5] = [b"FIRST DOCUMENT"] * 4
+    source.held[1:5] = [b"FIRST DOCUMENT"] * 4
     with pytest.raises(ValueError, match="changed since the data position was saved"):
         loader(source, batch_size=1, seq_len=40).load_state_dict(state)
 

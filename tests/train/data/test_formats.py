@@ -223,9 +223,9 @@ def test_hf_what_cannot_be_loaded_is_refused(tmp_path, hf_cache):
 # --- all forms
 
 
-@pytest.mark.parametrize("data", ["stdlb", "corpus.csv", "hf:", "", "folder/"])
+@pytest.mark.parametrize("data", ["stdlb", "corpus.csv", "hf:", "hf-stream:", "", "folder/"])
 def test_unknown_form_is_refused_with_the_allowed_ones(data):
-    assert "give stdlib, FILE.jsonl or FILE.txt (or with .gz), FILE.parquet or hf:NAME" in refusal(data)
+    assert "give stdlib, FILE.jsonl or FILE.txt (or with .gz), FILE.parquet, hf:NAME or hf-stream:NAME" in refusal(data)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "txt", "parquet"])
