@@ -2,7 +2,8 @@
 
 A tiny Llama 3 on a CPU, `stepgraph train`. ``memory_mib``, ``files``: of its process after that many steps. ``save_s``:
 how long the loop waited for each save. ``data_ms``: for each batch. ``paced``: batches of 8 x 2048 tokens asked for at
-500,000 tokens/s, as a host of eight fast GPUs asks, from a cache of tokens that is still written at first.
+500,000 tokens/s, as a host of eight fast GPUs asks, from a cache of tokens that is still written at first; ``streamed``:
+of the same text as a data set of eight files, read as it comes (`--data hf-stream:FOLDER`).
 
     python benchmarks/loop.py [--steps 1500] [--json FILE]
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.config.environment import environment
-from stepgraph.train.data import PackedLoader, open_data
+from stepgraph.train.data import open_data, open_loader
 
 ROOT = Path(__file__).parents[1]
 SIZES = {"dim": 64, "n-layers": 2, "n-heads": 4, "n-kv-heads": 2, "ffn-dim": 128}
@@ -62,10 +63,20 @@ def run(steps: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def paced(folder: Path) -> dict[str, Any]:
+def data_set(folder: Path) -> str:
+    """The sources of the standard library as a folder of eight files."""
+    folder.mkdir()
+    texts = list(open_data("stdlib").source.texts(None))
+    for number in range(8):
+        lines = (json.dumps({"text": text.decode(errors="replace")}) + "\n" for text in texts[number::8])
+        (folder / f"train-{number}.jsonl").write_text("".join(lines))
+    return f"hf-stream:{folder}"
+
+
+def paced(data: str, cache: Path) -> dict[str, Any]:
     """How long batches are waited for at a given rate, from the first on."""
-    bundle = open_data("stdlib", "bytes")
-    loader = PackedLoader(bundle.source, bundle.tokenizer, batch_size=BATCH, seq_len=SEQ_LEN, cache=folder)
+    bundle = open_data(data, "bytes")
+    loader = open_loader(bundle.source, bundle.tokenizer, batch_size=BATCH, seq_len=SEQ_LEN, cache=cache)
     each = BATCH * SEQ_LEN / TOKENS_PER_S
     waits, due = [], time.perf_counter()
     for _ in range(round(SECONDS / each)):
@@ -74,6 +85,7 @@ def paced(folder: Path) -> dict[str, Any]:
         next(loader)
         waits.append((time.perf_counter() - start) * 1e3)
         time.sleep(max(0.0, due - time.perf_counter()))
+    loader.tokens.close()
     rows = {"median": statistics.median(waits), "largest": max(waits), "first": waits[0], "batches": len(waits)}
     return {"tokens_per_s": TOKENS_PER_S, "batch": [BATCH, SEQ_LEN], "wait_ms": rows}
 
@@ -84,7 +96,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        record = {"run": run(options.steps, Path(folder)), "paced": paced(Path(folder) / "tokens")}
+        root = Path(folder)
+        record = {"run": run(options.steps, root), "paced": paced("stdlib", root / "tokens")}
+        record["streamed"] = paced(data_set(root / "set"), root / "tokens")
     print(json.dumps(record, indent=1))
     if options.json is not None:
         options.json.write_text(json.dumps({"environment": environment(), **record}, indent=1) + "\n")
