@@ -2,8 +2,8 @@
 
 A tiny Llama 3 on a CPU, `stepgraph train`. ``memory_mib``, ``files``: of its process after that many steps. ``save_s``:
 how long the loop waited for each save. ``data_ms``: for each batch. ``paced``: batches of 8 x 2048 tokens asked for at
-500,000 tokens/s, as a host of eight fast GPUs asks, from a cache of tokens that is still written at first; ``streamed``:
-of the same text as a data set of eight files, read as it comes (`--data hf-stream:FOLDER`).
+500,000 tokens/s, as a host of eight fast GPUs asks, from a cache of tokens that is still written at first. ``streamed``:
+so of the same text as a data set of eight files, read as it comes (`--data hf-stream:FOLDER`).
 
     python benchmarks/loop.py [--steps 1500] [--json FILE]
 """
