@@ -127,7 +127,7 @@ class Run:
         self.chat = data.source.chat
         self.loader, batches = start.open_batches(config, data, mesh)
         self.unigram = self.ranks.first(data.unigram_entropy)
-        self.loader.tokens.start()  # from here on, only its thread reads the source
+        self.loader.tokens.start(self.say)  # from here on, only its thread reads the source
 
         self.model = build.build_model(config, device, mesh)
         self.optimizer = build.build_optimizer(config, self.model)
@@ -428,8 +428,8 @@ class Run:
         """Say it once where the data was rewritten in place: a resumed run would not find the rows of this one."""
         if self.speaks and not self.rewritten and self.loader.tokens.rewritten():
             self.rewritten = True
-            self.say(f"warning: {self.config.data} was written to since the run began, which goes on with the tokens "
-                     "of then; without a copy of the old data it cannot be resumed")  # fmt: skip
+            self.say(f"warning: {self.config.data} was written to since the run began: without a copy of the "
+                     "old data it cannot be resumed")  # fmt: skip
 
     @property
     def compile_s(self) -> float | None:

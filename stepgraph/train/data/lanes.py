@@ -8,6 +8,7 @@ buffers of one size. A buffer begins at a `Mark`, from which it can be made agai
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from stepgraph.train.data.tokenizer import Tokenizer
 
 LEAST_BYTES, CHUNK_BYTES = 1 << 12, 1 << 20  # text that is tokenized at a time
 _POLL_S = 0.5
+NEWS_S = 30.0
 
 #: (epoch, place of its file in the lane's order, its row there) and the text.
 Document = tuple[tuple[int, int, int], bytes]
@@ -130,25 +132,30 @@ def _some(documents: Iterator[Document], size: int) -> list[Document]:
 
 class Reader:
     """The buffers of lanes, made by a thread: each while the one before it is in use. ``marks``: from which lanes that
-    are not read from their beginning are read."""
+    are not read from their beginning are read. ``waited``: called every ``NEWS_S`` seconds that are waited."""
 
-    def __init__(self, lane: Callable[[int], Lane], marks: dict[int, Mark]):
-        self._lane, self._marks = lane, marks
+    def __init__(self, lane: Callable[[int], Lane], marks: dict[int, Mark], waited: Callable[[], None]):
+        self._lane, self._marks, self._waited, self._waits_since = lane, marks, waited, time.monotonic()
         self._open: dict[int, Iterator[Buffer]] = {}
         self._made: dict[int, dict[int, Buffer]] = {}  # by lane and number
+        self._reached: dict[int, int] = {}  # of each lane, the last one made
         self._wanted: list[tuple[int, int]] = []
         self._changed, self._stop = threading.Condition(), threading.Event()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def ask(self, lane: int, number: int, *, first: bool = False) -> None:
-        """Have a buffer made, ``first`` of all."""
+        """Have a buffer made, ``first`` of all: then those of its lane before it are not needed any more."""
         with self._changed:
             one = (lane, number)
-            if number in self._made.setdefault(lane, {}) or (one in self._wanted and not first):
+            if number in self._made.setdefault(lane, {}):
                 return
-            self._wanted = [other for other in self._wanted if other != one]
-            self._wanted.insert(0 if first else len(self._wanted), one)
+            if not first and (one in self._wanted or number <= self._reached.get(lane, -1)):
+                return
+            if first:
+                self._wanted = [one, *(o for o in self._wanted if o[0] != lane or o[1] > number)]
+            else:
+                self._wanted.append(one)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="reader", daemon=True)
                 self._thread.start()
@@ -159,10 +166,15 @@ class Reader:
         self.ask(lane, number, first=True)
         with self._changed:
             made = self._made[lane]
+            if number in made:
+                self._waits_since = time.monotonic()
             while number not in made:
                 if self._failure is not None:
                     raise self._failure
                 self._changed.wait(_POLL_S)
+                if time.monotonic() >= self._waits_since + NEWS_S:
+                    self._waits_since = time.monotonic()
+                    self._waited()
             buffer = made[number]
         self.ask(lane, number + 1)
         return buffer
@@ -195,7 +207,7 @@ class Reader:
                     return
                 with self._changed:
                     self._wanted = [one for one in self._wanted if one != (lane, number)]
-                    self._made[lane][number] = buffer
+                    self._made[lane][number], self._reached[lane] = buffer, number
                     self._changed.notify_all()
         except BaseException as failure:  # raised by `buffer`, in the thread that needs it
             with self._changed:

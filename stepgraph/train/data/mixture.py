@@ -1,5 +1,6 @@
 """Batches whose rows come from several sources, each with its share."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,10 @@ class Caches:
     def __init__(self, caches: list[TokenCache | StreamedLoader]):
         self._caches = caches
 
-    def start(self) -> None:
-        """Begin to tokenize what is not there yet."""
+    def start(self, say: Callable[[str], None] | None = None) -> None:
+        """Of each, as `TokenCache.start`."""
         for cache in self._caches:
-            cache.start()
+            cache.start(say)
 
     def close(self) -> None:
         """End the threads; what they wrote stays."""

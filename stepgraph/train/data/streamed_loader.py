@@ -1,6 +1,8 @@
 """Batches of a data set that is read as training goes on."""
 
 import dataclasses
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,8 @@ class StreamedLoader:
         self.lanes = min(MOST_LANES, 1 << (source.files.bit_length() - 1))
         self._rows = max(1, BUFFER_TOKENS // seq_len // self.lanes)  # of a lane's buffer
         self._given = 0  # rows, to all ranks together
-        self._reader = Reader(self._lane, {})
+        self._say: Callable[[str], None] | None = None
+        self._reader = Reader(self._lane, {}, self._waited)
         self._marks: Marks = {}
         self._orders: dict[tuple[int, int], np.ndarray] = {}  # by lane and number
         self._identity = {
@@ -99,9 +102,10 @@ class StreamedLoader:
         """Of the lane that is furthest."""
         return max((self._marks[lane][self._newest(lane)][0].epoch for lane in self._marks), default=0)
 
-    def _own(self) -> list[int]:
-        """How many rows ahead of the next each row of this rank's part of the next batch is."""
-        rows = sorted(range(self._world_size * self._batch_size), key=lambda ahead: (self._given + ahead) % self.lanes)
+    def _own(self, batch: int = 0) -> list[int]:
+        """How many rows ahead of the next each row of this rank's part of a batch is, of the next or a later one."""
+        size = self._world_size * self._batch_size
+        rows = sorted(range(batch * size, (batch + 1) * size), key=lambda ahead: (self._given + ahead) % self.lanes)
         return rows[self._rank * self._batch_size :][: self._batch_size]
 
     def _aheads(self, rows: int | None) -> list[int] | range:
@@ -116,6 +120,10 @@ class StreamedLoader:
         """Of the buffers of a lane with a mark, the number of the newest that is not behind the lane's next row."""
         number = (self._given - lane + self.lanes - 1) // self.lanes // self._rows
         return max(one for one in self._marks[lane] if one <= number)
+
+    def _waited(self) -> None:
+        if self._say is not None:
+            self._say(f"tokens: waiting for {self._source.name}")
 
     def _lane(self, lane: int) -> Lane:
         files = np.arange(lane, self._source.files, self.lanes)
@@ -152,7 +160,7 @@ class StreamedLoader:
         """
         same_identity(state, ("rows", "marks"), self._identity)
         saved = {int(lane): (Mark(*mark), digest) for lane, (*mark, digest) in state["marks"].items()}
-        reader = Reader(self._lane, {lane: mark for lane, (mark, _) in saved.items()})
+        reader = Reader(self._lane, {lane: mark for lane, (mark, _) in saved.items()}, self._waited)
         before = self._given, self._reader
         self._given, self._reader = int(state["rows"]), reader
         try:
@@ -169,9 +177,15 @@ class StreamedLoader:
 
     # -- what of `TokenCache` the trainer needs
 
-    def start(self) -> None:
-        """Begin to read."""
-        for lane, number, _ in map(self._place, self._own()):
+    def start(self, say: Callable[[str], None] | None = None) -> None:
+        """Begin to read, the lanes that this rank needs by turns in their order; ``say`` is told of long waits."""
+        self._say = say or self._say
+        batches = range(self.lanes // math.gcd(self.lanes, self._world_size * self._batch_size))
+        firsts: dict[int, int] = {}  # by lane
+        for batch in batches:
+            for lane, number, _ in map(self._place, self._own(batch)):
+                firsts.setdefault(lane, number)
+        for lane, number in firsts.items():
             self._reader.ask(lane, number)
 
     def close(self) -> None:

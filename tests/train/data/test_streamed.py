@@ -19,6 +19,7 @@ from stepgraph.train.data import (
     ByteTokenizer,
     MixedLoader,
     joined_states,
+    lanes,
     open_data,
     open_loader,
     open_parts,
@@ -26,7 +27,7 @@ from stepgraph.train.data import (
 )
 from stepgraph.train.data import streamed_loader as module
 from stepgraph.train.data.formats import Streamed
-from stepgraph.train.data.lanes import Lane
+from stepgraph.train.data.lanes import Lane, Reader
 from stepgraph.train.data.loader import unigram_entropy, validation_batches
 
 datasets = pytest.importorskip("datasets")
@@ -107,6 +108,26 @@ def test_conversations_are_whole_within_rows():
         buffers(Conversations([[b"\x02\x02"]]), 1)
 
 
+def test_a_reader_leaves_out_what_is_not_needed_any_more_and_says_what_is_waited_for(monkeypatch):
+    gate, told = threading.Event(), []
+
+    class Gated(Texts):
+        def read(self, file, first=0):
+            gate.wait()
+            return super().read(file, first)
+
+    sources = [Gated([[b"slow" * 9]]), Texts([[b"fast" * 9]])]
+    reader = Reader(
+        lambda n: Lane(sources[n], ByteTokenizer(), np.arange(1), 1, 5, 0), {}, lambda: told.append(gate.set())
+    )
+    reader.ask(0, 0)
+    reader.ask(1, 1)
+    monkeypatch.setattr(lanes, "NEWS_S", 0)
+    assert reader.buffer(1, 3).mark.number == 3 and told
+    assert reader.buffer(0, 1).mark.number == 1 and reader.buffer(1, 4).mark.number == 4
+    reader.close()
+
+
 # --- data sets
 
 streamed = pytest.mark.usefixtures("offline")
@@ -159,6 +180,20 @@ def test_rows_of_a_step_are_those_of_any_number_of_ranks_which_share_the_files(d
     for _ in range(20):
         assert rows_of(next(whole)) == rows_of(*(next(rank) for rank in ranks))
     assert read == [{0, 4}, {1, 5}, {2}, {3}]
+    for one in (whole, *ranks):
+        one.close()
+
+
+@streamed
+@pytest.mark.parametrize("buffer, world", [(64, 3), (64, 5), (1024, 3)])  # of 1 row each lane: some are passed over
+def test_ranks_that_change_lanes_read_the_rows_of_one(data, monkeypatch, buffer, world):
+    monkeypatch.setattr(module, "BUFFER_TOKENS", buffer)
+    whole = loader(data, batch_size=world)
+    ranks = [loader(data, batch_size=1, rank=rank, world_size=world) for rank in range(world)]
+    for one in (whole, *ranks):
+        one.start()
+    for _ in range(25):
+        assert rows_of(next(whole)) == rows_of(*(next(rank) for rank in ranks))
     for one in (whole, *ranks):
         one.close()
 
