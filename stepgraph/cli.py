@@ -150,20 +150,24 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         raise unknown_name("preset", preset, PRESETS)
     default = PRESETS[preset]()
     file, options = _without_config(options)
+    given: set[str] = set()
     if file:
         from stepgraph.config.files import read_config
 
         if value_of("--resume", options):
             raise ValueError(f"--resume {value_of('--resume', options)} has the options of its run: drop --config")
-        default = read_config(Path(file), preset)
+        default, given = read_config(Path(file), preset)
         if named and default.preset != preset:
             raise ValueError(f"--config {file} is of preset {default.preset!r}, not {preset!r}: leave PRESET out")
     elif (folder := value_of("--init-from-hf", options)) and not named and Path(folder).is_dir():
         default = fine_tuning(Path(folder))
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
-    elif (steps := value_of("--steps", options)) and steps.isdecimal() and default.warmup_steps >= int(steps):
-        default = dataclasses.replace(default, warmup_steps=int(steps) // 10)  # the preset is for long runs
+    elif "warmup_steps" not in given:
+        words = value_of("--steps", options) or ""
+        steps = int(words) if words.isdecimal() else default.steps
+        if default.warmup_steps >= steps:
+            default = dataclasses.replace(default, warmup_steps=steps // 10)  # the preset is for long runs
 
     config = parse(
         default,
@@ -181,14 +185,16 @@ def _without_config(options: list[str]) -> tuple[str | None, list[str]]:
     """The value of ``--config``, and the options without it."""
     rest = list(options)
     for position, word in enumerate(options):
-        if word == "--config":
-            if position + 1 == len(options):
-                raise ValueError("--config lacks its value: it takes 1")
-            del rest[position : position + 2]
-            return options[position + 1], rest
-        if word.startswith("--config="):
-            del rest[position]
-            return word.removeprefix("--config="), rest
+        if word.split("=", 1)[0] != "--config":
+            continue
+        if word == "--config" and position + 1 == len(options):
+            raise ValueError("--config lacks its value: it takes 1")
+        width = 1 if "=" in word else 2
+        file = word.removeprefix("--config=") if width == 1 else options[position + 1]
+        del rest[position : position + width]
+        if any(other.split("=", 1)[0] == "--config" for other in rest):
+            raise ValueError("--config is given twice: put all options into one file")
+        return file, rest
     return None, rest
 
 
