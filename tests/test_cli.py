@@ -71,6 +71,14 @@ def test_a_bad_train_option_is_one_line(arguments, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("option", ["out", "resume", "step", "data", "tokenizer", "data-cache", "mesh", "steps"])
+def test_an_empty_value_is_refused(option):
+    for words in ([f"--{option}="], [f"--{option}", ""], ["--lr", "1", f"--{option}", "", "--lr", "1"]):
+        with pytest.raises(ValueError, match=rf"^--{option} is given an empty value: give one, or leave it out$"):
+            parse_train(words)
+    assert parse_train(["--sample-every", "50", "--sample-prompt", ""]).sample_prompt == ""
+
+
 def test_a_short_run_shortens_the_warmup_of_its_preset():
     assert parse_train(["llama3-1b", "--steps", "12"]).warmup_steps == 1
     assert parse_train(["llama3-1b", "--steps", "600"]).warmup_steps == 500

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import re
 import typing
@@ -39,6 +40,7 @@ def parse(default: T, options: list[str], *, usage: str, description: str) -> T:
     import tyro
 
     _check_names(options, default, usage)
+    _check_empty(options, default)
     with contextlib.redirect_stderr(io.StringIO()) as box:
         try:
             append = (tyro.conf.UseAppendAction,)  # a list grows by --name VALUE, given again and again
@@ -88,6 +90,17 @@ def _check_names(options: list[str], default: object, usage: str) -> None:
     for word in options:
         if (name := option_of(word)) is not None and name not in allowed:
             raise unknown_option(word.split("=", 1)[0], allowed, " ".join(w for w in usage.split() if w.islower()))
+
+
+def _check_empty(options: list[str], default: object) -> None:
+    """Refuses the first option that is given an empty text, as of a shell's variable that is not set, and whose own
+    default is not empty: an empty path would be the folder that this runs in."""
+    for word, behind in itertools.zip_longest(options, options[1:]):
+        name, given, value = word.partition("=")
+        if (plain := option_of(word)) is None or (value if given else behind) != "":
+            continue
+        if getattr(default, plain.lstrip("-").replace("-", "_"), None) != "":
+            raise ValueError(f"{name} is given an empty value: give one, or leave it out")
 
 
 def _names(config: object, prefix: str) -> typing.Iterator[str]:

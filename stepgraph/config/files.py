@@ -73,7 +73,9 @@ def _underscored(values: dict[str, Any]) -> dict[str, Any]:
 
 def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     """``base`` with ``values`` in it, of tables too."""
-    tables = {k: _merged(base[k], v) for k, v in values.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
+    tables = {
+        k: _merged(base[k], v) for k, v in values.items() if isinstance(v, dict) and isinstance(base.get(k), dict)
+    }
     return base | values | tables
 
 

@@ -1,7 +1,6 @@
 """Before a run begins: its folder, its data, and what it says of its options."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from stepgraph.train.data import (
     require_one_kind,
     validation_batches,
 )
+from stepgraph.train.records.files import is_finished
 from stepgraph.train.records.folder import require_unused
 from stepgraph.train.validation import ValidationSet
 
@@ -46,8 +46,7 @@ def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
 
 def require_work(config: TrainConfig, step: int) -> None:
     """Raise ``ValueError`` where a resumed run has no more steps to do, nor records or an export to write."""
-    summary = config.resumed_run / "summary.json"
-    finished = summary.exists() and json.loads(summary.read_text())["status"] == "finished"
+    finished = is_finished(config.resumed_run / "summary.json")
     if step > config.steps or (step == config.steps and finished and config.export_hf is None):
         raise ValueError(
             f"nothing is left to do: {config.resume} has {step} of {config.steps} steps; give more with --steps"

@@ -71,7 +71,11 @@ def test_the_config_of_a_run_starts_another_one_like_it(tmp_path):
         ("a.toml", "schedule = 'cos'", "schedule='cos' in a run's configuration must be one of cosine, wsd, constant"),
         ("a.toml", "betas = [0.9]", r"betas=\[0.9\] in a run's configuration must be a list of 2"),
         ("a.toml", "data = ['a.txt', 'b.txt']", "data=.* in a run's configuration must be str"),
-        ("a.toml", "[model]\nfamily = 'golf'", "the model of a run lacks dim, .*: give all of it, or use the stepgraph"),
+        (
+            "a.toml",
+            "[model]\nfamily = 'golf'",
+            "the model of a run lacks dim, .*: give all of it, or use the stepgraph",
+        ),
         ("a.toml", "preset = 'llama3-1b'\nsteps = 12\nwarmup_steps = 12", "warmup_steps=12 must be below steps=12"),
         ("a.json", "[]", "--config .*a.json must hold an object"),
         ("a.yaml", "steps: 3", r"--config .*a.yaml must be FILE.toml, or the config.json of a run"),

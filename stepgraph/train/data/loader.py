@@ -277,8 +277,13 @@ def same_identity(state: dict[str, Any], position: tuple[str, ...], identity: di
     ``identity``."""
     for key in (*position, *identity):
         if key not in state:
-            raise ValueError(f"the saved data position lacks {key!r}: it is not a state of this loader")
+            raise ValueError(f"the saved data position lacks {key!r}, of other --data: resume with the same")
     for key, here in identity.items():
+        if state[key] != here and key in ("data", "tokenizer"):  # their fingerprints say nothing to people
+            raise ValueError(
+                f"the saved data position is of another --{key}, or of what was there then: resume with the same "
+                f"{key}, or start a new run"
+            )
         if state[key] != here:
             raise ValueError(
                 f"the saved data position has {key}={state[key]!r}, this run has {key}={here!r}: "

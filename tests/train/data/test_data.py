@@ -177,7 +177,6 @@ def test_state_of_another_stream_is_refused_and_changes_nothing():
     before = packed.state_dict()
     same_shape = Documents([b"one two", b"three", b"FOUR FIVE", b"seven"])
     for other, key in [
-        (loader(same_shape), "data"),
         (loader(source, seq_len=9), "seq_len"),
         (loader(source, seed=1), "seed"),
         (loader(source, shuffle=False), "shuffle"),
@@ -185,8 +184,13 @@ def test_state_of_another_stream_is_refused_and_changes_nothing():
     ]:
         with pytest.raises(ValueError, match=rf"^the saved data position has {key}=.*this run has {key}=.*$"):
             packed.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match="lacks 'row'"):
-        packed.load_state_dict({"epoch": 0})
+    for state, message in [
+        (loader(same_shape).state_dict(), "is of another --data, or of what was there then"),
+        (before | {"tokenizer": "other"}, "is of another --tokenizer"),
+        ({"epoch": 0}, "lacks 'row', of other --data"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            packed.load_state_dict(state)
     assert packed.state_dict() == before and len(json.dumps(before)) < 400
 
 
