@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import pkgutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from triton.runtime import driver
 
 import stepgraph.kernels
 from stepgraph import compat
-from stepgraph.kernels import ahead
+from stepgraph.kernels import ahead, compile_worker
 from stepgraph.kernels.norm.triton import pair, plans, single, workspace
 from stepgraph.kernels.norm.triton.select import Hardware
 from stepgraph.passes.compile import ahead as beside
@@ -165,6 +166,18 @@ def test_what_is_compiled_ahead_is_found_on_disk(make, monkeypatch, tmp_path):
     assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == []
 
 
+@pytest.mark.parametrize("launchers", [True, False])
+def test_what_calls_a_kernel_is_built_too(monkeypatch, launchers):
+    """Triton 3.6 compiles C for each kernel. Without a GPU's driver there is nothing to link that with."""
+    compiled, built = SimpleNamespace(src="source", metadata="metadata"), []
+    nvidia = SimpleNamespace(make_launcher=None, CudaLauncher=lambda *given: built.append(given))
+    monkeypatch.setattr(compat, "triton_compiled", lambda source, target: compiled)
+    monkeypatch.setattr(importlib.import_module("triton.backends.nvidia"), "driver", nvidia)
+    source = compat.TritonSource(("module", "kernel"), {}, {}, {}, {})
+    assert compile_worker._compiled((source, H100, launchers)) == ("kernel", None)
+    assert built == [("source", "metadata")] * launchers
+
+
 def test_what_fails_is_a_line_of_the_report(make, monkeypatch, tmp_path):
     """An operator whose launches are not found, and a kernel that does not compile."""
 
@@ -207,7 +220,7 @@ def test_a_process_that_dies_is_a_line_of_the_report(make, monkeypatch, tmp_path
 def test_what_is_compiled_under_another_key_is_a_line_of_the_report(make, monkeypatch, tmp_path):
     program_that(tmp_path, monkeypatch, "cat > /dev/null", """echo '["add_slots_kernel", null]'""")
     running = beside.Ahead([graph_of(make, column_sum(make))])
-    assert running.finish() == ["not compiled ahead: 1 of our own kernels: this process has another key for them"]
+    assert running.finish() == ["not compiled ahead: add_slots_kernel: this process has another key for it"]
 
 
 def test_a_graph_without_our_kernels_starts_nothing(make, monkeypatch):
