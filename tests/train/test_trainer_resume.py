@@ -206,7 +206,7 @@ def test_what_cannot_be_resumed_is_refused_in_one_line_and_nothing_is_lost(train
     with pytest.warns(UserWarning, match="is skipped"):
         assert "every checkpoint" in refused(damaged, "--steps", 30)
     shutil.rmtree(damaged / "checkpoints")
-    assert "not a checkpoint" in refused(damaged, "--steps", 30)
+    assert "has no checkpoint" in refused(damaged, "--steps", 30)
 
 
 def test_a_truncated_newest_checkpoint_is_passed_over_for_the_one_before(trainer, whole, tmp_path):

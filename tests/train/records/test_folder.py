@@ -110,7 +110,7 @@ def test_a_damaged_line_is_named(tmp_path):
         read_metrics(file)
     for line in (b"[1]", b"{}", b'{"step": "3"}', b"5", b"null"):
         file.write_bytes(b'{"step": 1}\n' + line)
-        with pytest.raises(ValueError, match="metrics.jsonl line 2 has no step: repair or delete"):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 has no step: repair or delete"):
             read_metrics(file)
     file.write_bytes(b'{"step": 1}\n\xff\xfe\n{"step": 3}\n')
     with pytest.raises(ValueError, match="line 2 is not JSON"):
