@@ -89,20 +89,36 @@ def examples(t):
     yield "grouped_mm", (t(2048, 1024), t(16, 1024, 768), t(16, dtype=I32))
 
 
-def kernels_of(package):
-    """(module, name) of every Triton kernel in ``package`` that is launched: those named so."""
+def triton_functions(package):
+    """((module, name), function) of every Triton function in ``package``."""
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if ".comm" in info.name or ".attention" in info.name:  # several GPUs; another library's kernels
             continue
         for name, value in vars(importlib.import_module(info.name)).items():
-            if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel") and value.fn.__name__ == name:
-                yield value.fn.__module__, name
+            if isinstance(value, triton.runtime.JITFunction) and value.fn.__module__ == info.name:
+                yield (info.name, name), value
+
+
+def is_kernel(name):
+    """Whether a Triton function is launched: those named so."""
+    return name.endswith("_kernel")
 
 
 def test_every_kernel_is_found(make):
     found = {s.function for operator, args in examples(make) for s in ahead.sources_of(operator, args)}
-    assert found == set(kernels_of(stepgraph.kernels))
+    assert found == {at for at, _ in triton_functions(stepgraph.kernels) if is_kernel(at[1])}
     assert {operator for operator, _ in examples(make)} == set(ahead.LAUNCHING)
+
+
+def test_only_kernels_read_constants_of_their_module():
+    """Up to Triton 3.7 a constant that a function reads is part of its caller's key only if the function's key was
+    asked for before: what one process compiled, another, or the same in another order, does not find. Functions take
+    constants as arguments."""
+    functions = list(triton_functions(stepgraph.kernels))
+    for _, function in functions:
+        assert function.cache_key
+    read = {at: [name for name, _ in f.used_global_vals] for at, f in functions if not is_kernel(at[1])}
+    assert read and not any(read.values()), {at: names for at, names in read.items() if names}
 
 
 def test_nothing_stays_behind(make, monkeypatch):

@@ -30,10 +30,10 @@ def _bits(x):
 
 
 @triton.jit
-def _top(bits):
+def _top(bits, SMALLEST: tl.constexpr):
     """The magnitudes that ``bits`` stand for, or what stands for tiny ones; NaN stays."""
     amax = bits.to(tl.float32, bitcast=True)
-    return tl.where(amax < _SMALLEST, _SMALLEST, amax)
+    return tl.where(amax < SMALLEST, SMALLEST, amax)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _cast_kernel(
     value = tl.load(x + at, mask=inside, other=0.0)
     row_inside, column_inside = row < R, column < C
     if WHOLE:
-        whole = _top(tl.load(row_bits + tl.zeros([1], tl.int32)))
+        whole = _top(tl.load(row_bits + tl.zeros([1], tl.int32)), _SMALLEST)
         tl.store(row_scale + tl.zeros([1], tl.int32), _scale(whole, MOST), mask=tl.program_id(0) == 0)
         y = _rounded(value, whole[:, None], MOST, q.dtype.element_ty)
         if ROWS:
@@ -93,12 +93,12 @@ def _cast_kernel(
             tl.store(transposed + column[:, None] * R + row[None, :], tl.trans(y), mask=tl.trans(inside))
     else:
         if ROWS:
-            top = _top(tl.load(row_bits + row, mask=row_inside, other=0))
+            top = _top(tl.load(row_bits + row, mask=row_inside, other=0), _SMALLEST)
             y = _rounded(value, top[:, None], MOST, q.dtype.element_ty)
             tl.store(q + row[:, None] * C + column[None, :], y, mask=inside)
             tl.store(row_scale + row, _scale(top, MOST), mask=row_inside & (tl.program_id(0) % tl.cdiv(C, TILE) == 0))
         if COLUMNS:
-            top = _top(tl.load(column_bits + column, mask=column_inside, other=0))
+            top = _top(tl.load(column_bits + column, mask=column_inside, other=0), _SMALLEST)
             y = _rounded(value, top[None, :], MOST, transposed.dtype.element_ty)
             tl.store(transposed + column[:, None] * R + row[None, :], tl.trans(y), mask=tl.trans(inside))
             first = tl.program_id(0) < tl.cdiv(C, TILE)
@@ -111,7 +111,7 @@ def _row_kernel(x, q, scale, C, row_stride, column_stride, MOST: tl.constexpr, B
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     value = tl.load(x + row * row_stride + column.to(tl.int64) * column_stride, mask=column < C, other=0.0)
-    top = _top(tl.max(_bits(value)[None, :], 1))
+    top = _top(tl.max(_bits(value)[None, :], 1), _SMALLEST)
     y = _rounded(value[None, :], top[:, None], MOST, q.dtype.element_ty)
     tl.store(q + row * C + column[None, :], y, mask=(column < C)[None, :])
     tl.store(scale + row + tl.zeros([1], tl.int32), _scale(top, MOST))
