@@ -4,11 +4,14 @@ Errors of use end in one line on stderr and exit status 2, Ctrl-C in one and 130
 traceback.
 """
 
+import contextlib
 import dataclasses
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from stepgraph.config.option_names import check_options
 from stepgraph.errors import unknown_name, unknown_option
@@ -39,6 +42,8 @@ _READER_GONE = 141
 
 DEFAULT_PRESET = "llama3-debug"
 
+_HOUSE = Path(__file__).parent
+
 #: Where the options of a command are declared, and those that are declared nowhere.
 _OPTIONS = {
     "train": ("stepgraph.config.train", "TrainConfig", "--config"),
@@ -54,7 +59,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the command line ``argv`` (default: that of the process) and exits with its status."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        status = _status(arguments)
+        with _plain_warnings():
+            status = _status(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # of `stepgraph --help | head`
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -62,6 +68,23 @@ def main(argv: list[str] | None = None) -> NoReturn:
         os.dup2(nowhere, sys.stderr.fileno())
         status = _READER_GONE
     sys.exit(status)
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Inside, a warning of our own is one line without a place in our sources, as an error is."""
+    before = warnings.formatwarning
+
+    def plain(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> str:
+        if category is UserWarning and Path(filename).is_relative_to(_HOUSE):
+            return f"warning: {' '.join(str(message).split())}\n"
+        return before(message, category, filename, *where, **more)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _status(arguments: list[str]) -> int:

@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 
@@ -153,6 +154,22 @@ def test_the_public_names_are_there_and_importing_a_room_replaces_none():
 def test_version_and_help(arguments, shown, capsys):
     assert exit_status(*arguments) == 0
     assert capsys.readouterr().out.startswith(shown)
+
+
+def test_our_warnings_are_one_line_and_those_of_others_stay(monkeypatch):
+    said = []
+
+    def dispatch(_):
+        for place in (stepgraph.__file__, "/other/file.py"):
+            said.append(warnings.formatwarning("the step is\nnot saved", UserWarning, place, 3, "its source"))
+        return 0
+
+    before = warnings.formatwarning
+    monkeypatch.setattr(cli, "_dispatch", dispatch)
+    with pytest.raises(SystemExit):
+        cli.main([])
+    theirs = warnings.formatwarning("the step is\nnot saved", UserWarning, "/other/file.py", 3, "its source")
+    assert said == ["warning: the step is not saved\n", theirs] and warnings.formatwarning is before
 
 
 def test_an_interruption_is_one_line(monkeypatch, capsys):

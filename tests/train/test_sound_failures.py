@@ -55,7 +55,7 @@ def expected(trainer, tmp_path_factory):
 @pytest.mark.parametrize(
     ("do", "says", "records"),
     [
-        (full, "[Errno 28] No space left on device", False),
+        (full, "the records cannot be written ([Errno 28] No space left on device)", False),
         (gone, str(None), False),
         (nobody_reads, "the reader of this output is gone", True),
         (refuses, "[Errno 13] Permission denied", False),

@@ -12,6 +12,8 @@ import numpy as np
 from stepgraph.train.data.formats import STREAMED, WHOLE, Streamed, open_source
 from stepgraph.train.data.sources import Corpus, Source, megabytes
 
+_WEIGHTED = r"(.+):(\d+\.?\d*|\.\d+)"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -31,7 +33,7 @@ def open_parts(data: str, text_field: str = "text") -> list[Part]:
         `open_source` refuses.
     """
     words = [data] if Path(data).exists() else data.split(",")
-    found = [re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word) for word in words]
+    found = [re.fullmatch(_WEIGHTED, word) for word in words]
     if not any(found):
         return [Part(_joined(data, [file for word in words for file in _files(word)], text_field), "", 1.0)]
     if not all(found):
@@ -50,6 +52,8 @@ def open_validation(data: str, text_field: str = "text") -> list[Part]:
     words = [data] if Path(data).exists() else data.split(",")
     parts = []
     for word, name in zip(words, _names(words), strict=True):
+        if (weighted := re.fullmatch(_WEIGHTED, word)) and not Path(word).exists():
+            raise ValueError(f"val_data {word!r}: each set counts alike and has no weight: write {weighted[1]}")
         source = _joined(word, _files(word), text_field)
         source.only_validation()
         parts.append(Part(source, name, 1 / len(words)))
