@@ -6,6 +6,7 @@ traceback.
 
 import contextlib
 import dataclasses
+import io
 import os
 import sys
 import warnings
@@ -58,6 +59,9 @@ _OPTIONS = {
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the command line ``argv`` (default: that of the process) and exits with its status."""
     arguments = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # samples have letters that not every terminal knows
     try:
         with _plain_warnings():
             status = _status(arguments)
@@ -163,7 +167,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
-    from stepgraph.config.command_line import parse, refuse_idle, value_of
+    from stepgraph.config.command_line import parse, refuse_idle, refuse_unused, value_of
     from stepgraph.config.presets import PRESETS, fine_tuning
     from stepgraph.config.train import TrainConfig
 
@@ -201,6 +205,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
     )
     config.validate()
     refuse_idle(config, options)
+    refuse_unused(config, options)
     return config
 
 

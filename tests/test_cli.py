@@ -64,6 +64,10 @@ def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
         ("--memory budget=lots", "memory budget 'lots' is not a positive number"),
         ("--disable-pass cuda_grap", "unknown pass 'cuda_grap': did you mean 'cuda_graph'"),
         ("--resume no/such/run", "--resume no/such/run is not a run folder"),
+        ("--max-skipped 3", "max_skipped=3 changes nothing: add --on-nonfinite skip, or leave it out"),
+        ("--decay_fraction=0.1", "decay_fraction=0.1 changes nothing: add --schedule wsd, or leave it out"),
+        ("--schedule constant --min-lr-ratio 0.1", "min_lr_ratio=0.1 changes nothing: drop --schedule constant, or"),
+        ("deepseek-v3-debug --mesh fsdp=2 --expert-capacity 3", "expert_capacity=3.0 changes nothing: add ep=2 to"),
     ],
 )
 def test_a_bad_train_option_is_one_line(arguments, message):
@@ -154,6 +158,26 @@ def test_the_public_names_are_there_and_importing_a_room_replaces_none():
 def test_version_and_help(arguments, shown, capsys):
     assert exit_status(*arguments) == 0
     assert capsys.readouterr().out.startswith(shown)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_what_a_terminal_cannot_spell_is_no_error(encoding, monkeypatch, tmp_path):
+    """Frames of errors are others there, too."""
+    with (tmp_path / "said").open("w+", encoding=encoding) as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setattr(cli, "_dispatch", lambda words: parse_train(words) and print("é €"))
+        for words in ([], ["--lr"], ["--schedule", "cosin"], ["--lr", "x"]):
+            with pytest.raises(SystemExit):
+                cli.main(words)
+        stream.seek(0)
+        spelled, *errors = stream.read().splitlines()
+    assert spelled == "é €".encode(encoding, "backslashreplace").decode(encoding)
+    assert errors == [
+        "error: --lr lacks its value: it takes 1",
+        "error: bad value for --schedule: 'cosin' is not one of 'cosine', 'wsd', 'constant'",
+        "error: bad value for --lr: could not convert string to float: 'x'",
+    ]
 
 
 def test_our_warnings_are_one_line_and_those_of_others_stay(monkeypatch):

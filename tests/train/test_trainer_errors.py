@@ -250,6 +250,19 @@ def test_a_batch_that_cannot_be_kept_does_not_hide_why_the_run_ends(tmp_path):
             Finite(TrainConfig(), folder, Ranks()).require("the loss", math.nan, 4, {"tokens": torch.zeros(1)})
 
 
+def test_the_advice_is_a_checkpoint_whose_weights_gave_a_finite_loss(tmp_path):
+    for step in range(1, 9):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-old").mkdir()
+    stops, skips = (Finite(TrainConfig(on_nonfinite=on, max_skipped=3), tmp_path, Ranks()) for on in ("stop", "skip"))
+    batch = {"tokens": torch.zeros(1)}
+    with pytest.raises(NotFiniteError, match=r"--resume .*/step-00000006 with a lower --lr"):
+        stops.accepts(8, math.nan, 1.0, batch)
+    assert not skips.accepts(6, 1.0, math.inf, batch) and not skips.accepts(7, math.nan, 1.0, batch)
+    with pytest.raises(NotFiniteError, match=r"--resume .*/step-00000004 with a lower --lr"):
+        skips.accepts(8, 1.0, math.nan, batch)
+
+
 def test_a_validation_loss_that_is_not_finite_stops_the_run_before_the_save(trainer, tmp_path, capsys):
     options = ["--steps", 1, "--warmup-steps", 0, "--lr", "1e18"]
     assert trainer.here(*ONE_LAYER, *options, "--out", tmp_path / "run") == 1

@@ -423,5 +423,5 @@ def _told(differing: list[str]) -> str:
 def _first_difference(saved: str, now: str) -> str:
     for a, b in zip(saved.splitlines(), now.splitlines(), strict=False):
         if a != b:
-            return f"{b.strip()[:160]!r}, saved was {a.strip()[:160]!r}"
+            return f"{b.strip()[:60]!r}, saved was {a.strip()[:60]!r}"
     return "its end, or a number that the text leaves out"

@@ -52,7 +52,9 @@ class Finite:
         raise NotFiniteError(f"{what} is {value}; its batch {kept}; {self._again(step)} with a lower --lr")
 
     def _again(self, step: int) -> str:
-        """How to go on: from the newest checkpoint whose weights have given a finite loss in a step since."""
+        """How to go on: from the newest checkpoint whose weights have given a finite loss in a step since. Steps left
+        out have not, nor have they changed these."""
+        step -= max(0, self.in_a_row - 1)
         saved = {step_of(path): path for path in checkpoints(self.folder / "checkpoints") if not path.suffix}
         sound = [at for at in saved if at < step - 1]
         return f"--resume {saved[max(sound)]}" if sound else "start again"
