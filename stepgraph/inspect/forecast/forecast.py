@@ -153,6 +153,15 @@ def check_imbalance(imbalance: float, spec: parallel.MeshSpec) -> None:
         )
 
 
+def microbatches(given: int | None, mesh: str | None, preset: TrainConfig) -> int:
+    """``given`` microbatches of a step on ``mesh``; None: those of the ``preset``, or where a pipeline has more ranks
+    than that, twice these: enough for every schedule."""
+    if given is not None:
+        return given
+    ranks = parallel.MeshSpec.parse(mesh).pp if mesh is not None else 1
+    return preset.accumulate if preset.accumulate >= ranks else 2 * ranks
+
+
 def with_room(config: TrainConfig, imbalance: float) -> TrainConfig:
     """``config`` with the capacity for ``imbalance`` that training would have grown to: doubled until it fits."""
     while config.expert_capacity < imbalance:
