@@ -375,7 +375,9 @@ class Run:
             self.repeated_steps += repeats
             room = capacity_of(self.model).multiple
             with self.failures.noted():
-                progress.note(f"step {step} repeated with larger buffers for experts; --expert-capacity {room:g} has them")
+                progress.note(
+                    f"step {step} repeated with larger buffers for experts; --expert-capacity {room:g} has them"
+                )
         if not self.finite.accepts(step, loss, grad_norm, launched.batch):
             with self.failures.noted():
                 progress.note(f"step {step} left out: its loss is {loss}, its gradient norm {grad_norm}")
