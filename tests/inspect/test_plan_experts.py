@@ -13,6 +13,7 @@ from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.forecast.command import show
 from stepgraph.inspect.forecast.forecast import forecast
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline, simulated_stage
+from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
 from tests.models.moe_models import DEEPSEEK
 
 #: One layer with experts, 16 of which a token chooses 2, on 4 ranks with 4 each.
@@ -96,6 +97,17 @@ def test_imbalance_takes_room_and_time_of_the_stages_with_experts(stages):
     more = {kind: s - roomy[experts].seconds[kind] for kind, s in busy[experts].seconds.items()}
     assert more["forward"] == pytest.approx(added, rel=0.1)
     assert more["backward"] == pytest.approx(2 * added, rel=0.1)
+    # All of it in the region `compute`, which the forecast of each stage tells apart.
+    assert not any(region for region, _ in busy[dense].regions)
+    assert busy[experts].regions["dispatch", "forward"] == roomy[experts].regions["dispatch", "forward"] > 0
+    for phase, times in (("forward", 1), ("backward", 2)):
+        time_s = busy[experts].regions["compute", phase] - roomy[experts].regions["compute", phase]
+        assert time_s == pytest.approx(times * added, rel=0.1)
+    show_pipeline(loaded, console := Console(width=200, record=True))
+    assert "stage 1, the slowest" in console.export_text()
+    rows = loaded.to_json()["schedules"]["1f1b"]["stages"][experts]["regions"]
+    found = {(row["region"], row["phase"]): row["compute_s"] for row in rows}
+    assert found == busy[experts].regions and {"compute", "combine", ""} < {region for region, _ in found}
 
 
 def test_the_page_of_a_stage_costs_what_the_forecast_does():
