@@ -9,6 +9,7 @@ buffers of one size. A buffer begins at a `Mark`, from which it can be made agai
 import hashlib
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -60,6 +61,10 @@ class Lane:
         self._source, self._tokenizer, self._files, self._seed = source, tokenizer, files, seed
         self._where = f"files {', '.join(map(str, files[:8]))}{', ...' if len(files) > 8 else ''}"
         self._size, self._row = rows * seq_len, seq_len if source.chat else None
+        self._left_out = (
+            f"{source.name}: conversations longer than seq_len={seq_len} tokens are cut to these, and those without a "
+            "word of the assistant's in them are left out"
+        )
 
     def buffers(self, mark: Mark | None, stop: threading.Event) -> Iterator[Buffer]:
         """The buffers from the one at ``mark`` on, by default the first, until ``stop`` is set."""
@@ -83,6 +88,8 @@ class Lane:
                 filled = place[0] if len(piece) else filled
                 if place[0] > filled + 1:
                     raise ValueError(f"{self._source.name}: nothing of an epoch is to be learned in {self._where}")
+            if stream.told:
+                warnings.warn(self._left_out, stacklevel=2)  # told once
             if stream.there <= size:
                 continue
             tokens = np.concatenate(pieces)

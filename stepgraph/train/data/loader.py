@@ -207,7 +207,10 @@ def validation_batches(
         fitting = total // world_size  # tokens for each rank
         fits = (fitting // seq_len, seq_len) if fitting >= seq_len else (1, fitting)
         ranks = f" on {world_size} ranks" if world_size > 1 else ""
-        fix = f"batch_size={fits[0]}, seq_len={fits[1]} would fit" if fitting else "use fewer ranks or more text"
+        more = "give more text" if world_size == 1 else "use fewer ranks or more text"
+        fix = f"batch_size={fits[0]}, seq_len={fits[1]} would fit" if fitting else more
+        if source.chat and not total:
+            fix = f"no conversation has the assistant in its first {seq_len} tokens: give others or a larger seq_len"
         raise ValueError(
             f"the validation split of {source.name} has {total:,} tokens, too few for one batch of "
             f"batch_size={batch_size}, seq_len={seq_len}{ranks}: {fix}"

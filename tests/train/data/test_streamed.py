@@ -85,6 +85,7 @@ def test_each_epoch_is_the_files_in_some_order_document_by_document(files, rows,
     assert tokens[:epoch].tolist() in spelled and tokens[epoch : 2 * epoch].tolist() in spelled
 
 
+@pytest.mark.filterwarnings("ignore:texts. conversations longer")
 @given(files=texts, chat=st.booleans(), number=st.integers(0, 7), **sizes)
 @settings(max_examples=60, deadline=None)
 def test_a_buffer_is_made_again_from_its_mark(files, chat, number, rows, seq_len):
@@ -100,7 +101,8 @@ def test_a_buffer_is_made_again_from_its_mark(files, chat, number, rows, seq_len
 
 def test_conversations_are_whole_within_rows():
     chats = [[b"\x01" * length for length in (3, 4, 9, 1)]]  # the third is cut to a row
-    (buffer,) = buffers(Conversations(chats), 1, rows=3, seq_len=5)
+    with pytest.warns(UserWarning, match=r"^texts: conversations longer than seq_len=5 tokens are cut to these, and"):
+        (buffer,) = buffers(Conversations(chats), 1, rows=3, seq_len=5)
     fill = ~EOS
     rows = [1, 1, 1, fill, fill, 1, 1, 1, 1, fill, 1, 1, 1, 1, 1]
     assert buffer.tokens.tolist() == [*rows, 1] and np.flatnonzero(buffer.begins).tolist() == [0, 3, 5, 9, 10, 15]
