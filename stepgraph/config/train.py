@@ -21,7 +21,7 @@ from stepgraph.config.from_json import decode
 from stepgraph.errors import unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
 from stepgraph.parallel import SCHEDULES, MeshSpec, check_schedule
-from stepgraph.parallel.pipeline.layout import check_split
+from stepgraph.parallel.pipeline.layout import check_blocks, check_split
 from stepgraph.passes import StepOptions
 
 #: The shape of a model of any family; the command line has an option for each field of the one that is given.
@@ -324,15 +324,11 @@ class TrainConfig(StepOptions, _Training):
     def _validate_pipeline(self, spec: MeshSpec) -> None:
         if spec.pp == 1:
             return
-        check_schedule(self.pipeline_schedule, spec.pp, self.accumulate)
+        schedule, blocks = self.pipeline_schedule, self.model.n_layers
+        check_schedule(schedule, spec.pp, self.accumulate)
+        check_blocks(blocks, spec.pp, schedule)
         if self.stage_starts is not None:
-            check_split(
-                self.stage_starts,
-                self.model.n_layers,
-                spec.pp * SCHEDULES[self.pipeline_schedule].chunks,
-                self.pipeline_schedule,
-                spec.pp,
-            )
+            check_split(self.stage_starts, blocks, spec.pp * SCHEDULES[schedule].chunks, schedule, spec.pp)
         refused = {
             "verify": (self.verify, "compares with eager, which runs whole models"),
             "any_length": (self.any_length, "compiles whole steps"),

@@ -23,6 +23,7 @@ from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
+from stepgraph.parallel.experts import capacity_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.run.program import Waits
 from stepgraph.train import start
@@ -371,7 +372,13 @@ class Run:
         now = time.perf_counter()
         step_ms, self.last_time = (now - self.last_time) * 1e3, now
         self.finished += 1
-        self.repeated_steps += int(launched.metrics.get("repeated", 0))
+        if repeats := int(launched.metrics.get("repeated", 0)):
+            self.repeated_steps += repeats
+            room = capacity_of(self.model).multiple
+            with self.failures.noted():
+                progress.note(
+                    f"step {step} repeated with larger buffers for experts; --expert-capacity {room:g} has them"
+                )
         if not self.finite.accepts(step, loss, grad_norm, launched.batch):
             with self.failures.noted():
                 progress.note(f"step {step} left out: its loss is {loss}, its gradient norm {grad_norm}")
