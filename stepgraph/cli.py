@@ -120,6 +120,11 @@ def _status(arguments: list[str]) -> int:
     except ValueError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {error.strerror}: {str(error.filename)[:80]}...", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:  # training saves and ends by itself
         print("interrupted", file=sys.stderr)
         return 130

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 
-
 OUTPUT = "the output cannot be written"
 
 
