@@ -208,14 +208,14 @@ def test_no_configuration_spills(element, to):
     aligned = ("x", "q", "transposed", "R", "C", "row_stride")
     x = {"x": f"*{element}"}
     assert_no_spills(kernels._amax_kernel, x | bits | sizes, forms, kernels.WARPS, aligned)
-    assert_no_spills(
-        kernels._cast_kernel, x | bits | results | sizes, forms | {"WHOLE": False, "MOST": most}, kernels.WARPS, aligned
-    )
+    forms["TILE"] = kernels.CAST_TILE
+    kinds, constants = x | bits | results | sizes, forms | {"WHOLE": False, "MOST": most}
+    assert_no_spills(kernels._cast_kernel, kinds, constants, kernels.CAST_WARPS, aligned)
     whole = x | {"row_bits": "*i32", "row_scale": "*fp32"} | results | sizes
     nothing = {"column_bits": None, "column_scale": None}
     kinds = {name: kind for name, kind in whole.items() if name not in nothing}
     constants = forms | nothing | {"WHOLE": True, "MOST": most}
-    assert_no_spills(kernels._cast_kernel, kinds, constants, kernels.WARPS, aligned)
+    assert_no_spills(kernels._cast_kernel, kinds, constants, kernels.CAST_WARPS, aligned)
     for C in (256, 4096, kernels.LONGEST):
         block, warps = kernels.row_configuration(C)
         kinds = {"gate": f"*{element}", "up": f"*{element}", "y": f"*{element}", "q": f"*{to}", "scale": "*fp32"}

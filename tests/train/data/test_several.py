@@ -91,7 +91,7 @@ def test_other_weights_or_data_are_not_gone_on_with():
     with pytest.raises(ValueError, match="of one source, and --data is a mixture"):
         loader.load_state_dict({"epoch": 0})
     state["parts"][1]["data"] = "other"
-    with pytest.raises(ValueError, match=r"^b: the saved data position has data='other'"):
+    with pytest.raises(ValueError, match=r"^b: the saved data position is of another --data"):
         loader.load_state_dict(state)
 
 
@@ -136,6 +136,8 @@ def test_weights_and_names_of_a_mixture(tmp_path):
     parts = open_parts(f"{a}:3,{b}:1.")
     assert [(part.name, part.share) for part in parts] == [("text", 0.75), ("text_2", 0.25)]
     assert [len(part.source.val) for part in open_validation(f"{a},{b}")] == [2, 2]
+    with pytest.raises(ValueError, match="each set counts alike and has no weight: write "):
+        open_validation(f"{a}:0.5,{b}:0.5")
     bundle = open_data(f"{a}:3,{b}:1")
     assert bundle.description.startswith("75.0% ") and 0 < bundle.unigram_entropy() < 2
 
