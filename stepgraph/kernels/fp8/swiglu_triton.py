@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from stepgraph.kernels.fp8 import cast_triton
-from stepgraph.kernels.fp8.cast_triton import _bits, _rounded, _scale, _top
+from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _rounded, _scale, _top
 from stepgraph.kernels.fp8.formats import MOST
 
 
@@ -21,7 +21,7 @@ def _swiglu_kernel(gate, up, y, q, scale, C, gate_stride, up_stride, MOST: tl.co
     value = (silu.to(tl.float32) * u.to(tl.float32)).to(u.dtype)
     if y is not None:
         tl.store(y + row * C + column, value, mask=inside)
-    top = _top(tl.max(_bits(value), 1))
+    top = _top(tl.max(_bits(value), 1), _SMALLEST)
     tl.store(q + row * C + column, _rounded(value, top[:, None], MOST, q.dtype.element_ty), mask=inside)
     tl.store(scale + row + tl.zeros([1], tl.int32), _scale(top, MOST))
 
