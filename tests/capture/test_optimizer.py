@@ -226,6 +226,23 @@ def test_step_hooks_are_refused():
         capture(model, optimizer)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_converted_after_its_first_step(fused):
+    """As eager, in one line and without torch's log of a failed trace."""
+    model, batch = mlp(), pairs(1)[0]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    step = capture(model, optimizer)
+    step(batch)
+    model.double()
+    double = {name: value.double() for name, value in batch.items()}
+    mse(model, double).backward()
+    with pytest.raises(RuntimeError, match="dtype|expected scalar type"):
+        optimizer.step()
+    model.zero_grad()
+    with pytest.raises(ValueError, match=r"is torch.float64 and its state in AdamW torch.float32.*build the optimizer"):
+        step(double)
+
+
 def test_a_changed_option_is_captured_again(check_training):
     start, batches = mlp(), pairs()
     results = []

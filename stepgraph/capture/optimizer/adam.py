@@ -44,6 +44,12 @@ class AdamRule(Rule):
             state["step"] = torch.zeros((), **(on_device if group["fused"] else on_host))
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        elif "master" not in keys and state["exp_avg"].dtype != param.dtype:
+            raise ValueError(
+                f"a parameter of shape {list(param.shape)} is {param.dtype} and its state in "
+                f"{type(optimizer).__name__} {state['exp_avg'].dtype}, which eager refuses too: convert the model "
+                "before its first step, or build the optimizer again"
+            )
         return {key: state[key] for key in keys}
 
     def trace(
