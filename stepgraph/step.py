@@ -152,7 +152,7 @@ class CapturedStep:
         checks.check_microbatches(leaves, accumulate)
         self._largest = [size // accumulate for size in batch_sizes(leaves)]
         self._session, self._accumulators = Session(), Accumulators()
-        self._store = None if saved is None else store_of(saved)
+        self._store = None if saved is None else store_of(saved, dump is not None)
         self.saved = Outcome()
         self._current = self._bind(batch, self._signature(leaves, spec))
 
@@ -163,9 +163,9 @@ class CapturedStep:
 
     @property
     def saves(self) -> bool:
-        """Whether it looks for its forms among saved steps, and saves what it does not find; not where graphs are
-        dumped, which are those of passes that ran."""
-        return self._store is not None and not self.dump
+        """Whether it looks for its forms among saved steps, and saves what it does not find; not where a rank dumps
+        graphs, which are those of passes that ran."""
+        return self._store is not None
 
     @property
     def waits(self) -> Waits:

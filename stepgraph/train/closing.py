@@ -44,8 +44,8 @@ def _close(run: Any, status: str, error: str | None) -> None:
     if status == "finished":
         below = "below" if run.val_loss < run.unigram else "not below"
         run.say(
-            f"done: {run.step} steps in {format_seconds(summary.wall_s)}; validation loss {run.val_loss:.4f} "
-            f"nats, {below} the unigram entropy {run.unigram:.4f}"
+            f"done: {run.step} step{'s' * (run.step != 1)} in {format_seconds(summary.wall_s)}; "
+            f"validation loss {run.val_loss:.4f} nats, {below} the unigram entropy {run.unigram:.4f}"
         )
     names = [name for name in ("summary.json", "loss.png", "metrics.jsonl", "tb/") if (run.folder.path / name).exists()]
     run.say(f"records in {run.folder.path} ({', '.join(names)})" if names else f"no records in {run.folder.path}")

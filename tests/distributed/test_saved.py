@@ -56,8 +56,18 @@ def check_shared(folder, long):
         assert made.loaded == "graph" and made.notes == ["rank 0, which has the same graph, made the step"], made
     else:
         assert made.loaded is None and not made.notes
+    check_dumped(sharded(), mesh, folder)
     if long:
         check_pipeline(make_mesh("pp=2"), folder)
+
+
+def check_dumped(model, mesh, folder):
+    """Where one rank dumps its graphs, as the trainer's first does, none takes saved steps: they would wait for it."""
+    dump, saved = None if dist.get_rank() else folder / "graphs", folder / "unused"
+    batch, loss_fn = a_batch(mesh, 0), next_token_loss(mesh)
+    step = stepgraph.capture(model, loss_fn, batch, passes=["dead_code"], saved=saved, dump=dump)
+    assert not step.saves and not saved.exists()
+    assert dump is None or any(dump.iterdir())
 
 
 def check_pipeline(mesh, folder):

@@ -128,7 +128,9 @@ def test_conversations_are_kept_apart_unless_told_otherwise(example):
     assert config.document_mask == "on"
     chat, text = str(example / "chat.jsonl"), str(example / "make.jsonl")
     Path(text).write_text('{"text": "a"}\n{"text": "b"}\n')
-    found = {data: is_chat(TrainConfig(data=data)) for data in (chat, text, "stdlib")}
-    assert found == {chat: True, text: False, "stdlib": False}
+    capitals = str(Path(chat).rename(example / "CHAT.JSONL"))
+    found = {data: is_chat(TrainConfig(data=data)) for data in (capitals, text, "stdlib")}
+    Path(capitals).rename(chat)
+    assert found == {capitals: True, text: False, "stdlib": False}
     assert with_document_mask(TrainConfig(), chat=False).document_mask == "auto"
     assert with_document_mask(TrainConfig(document_mask="off"), chat=True).document_mask == "off"

@@ -94,8 +94,14 @@ def surroundings(start: Start) -> dict[str, Any]:
     }
 
 
-def store_of(where: Path | str) -> "Store | None":
-    """The store of a folder that a caller named, or of the user's cache (``"auto"``; None where that is off)."""
+def store_of(where: Path | str, dumps: bool) -> "Store | None":
+    """The store of a folder that a caller named, or of the user's cache (``"auto"``; None where that is off).
+
+    None where a rank ``dumps`` its graphs, which are those of passes that ran: of all ranks, as they share what they
+    save. Every rank asks.
+    """
+    if any(_gathered(dumps) if _several_ranks() else [dumps]):
+        return None
     if where != "auto":
         return Store(Folder(Path(where), given=True))
     path = cache_folder()
@@ -124,7 +130,7 @@ class Store:
         ``together``: every rank is here. Those that have one graph share it: the first makes it, the others load it.
         """
         began = time.perf_counter()
-        together = together and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+        together = together and _several_ranks()
         outcome = Outcome()
         parts = self._start_parts(start, outcome)
         traced = self._started(start, parts, outcome) if parts else None
@@ -406,6 +412,10 @@ def axes_of(entry: Entry) -> list[str]:
 
 def _distinct(calls: Sequence[PieceCall]) -> list[PieceCall]:
     return list({call.name: call for call in calls}.values())
+
+
+def _several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
 def _gathered(value: Any) -> list[Any]:

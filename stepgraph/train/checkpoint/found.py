@@ -75,7 +75,8 @@ class DamagedError(ValueError):
 
 def checkpoints(folder: Path) -> list[Path]:
     """Every step folder, newest first; a replaced one right after the one that replaces it."""
-    found = [(m, path) for path in (folder.iterdir() if folder.is_dir() else ()) if (m := _STEP.fullmatch(path.name))]
+    folders = [path for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()]
+    found = [(m, path) for path in folders if (m := _STEP.fullmatch(path.name))]
     return [path for _, path in sorted(found, key=lambda e: (int(e[0][1]), e[0][2] is None), reverse=True)]
 
 

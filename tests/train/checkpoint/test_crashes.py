@@ -47,8 +47,9 @@ def test_those_of_keep_every_stay_and_damaged_ones_take_no_place(tmp_path):
     os.truncate(tmp_path / "step-00000015/__0_0.distcp", 10)
     checkpointer.save(20, {"model": Tiny()})
     assert names(tmp_path) == ["step-00000010", *(f"step-000000{step}" for step in (12, 15, 20))]
+    (tmp_path / "step-00000099").touch()  # which is no checkpoint
     checkpointer.drop_after(12)
-    assert names(tmp_path) == ["step-00000010", "step-00000012"]
+    assert names(tmp_path) == ["step-00000010", "step-00000012", "step-00000099"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
