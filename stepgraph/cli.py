@@ -6,6 +6,7 @@ traceback.
 
 import contextlib
 import dataclasses
+import errno
 import io
 import os
 import sys
@@ -41,6 +42,9 @@ options:
 #: The exit status of a program that the signal of a broken pipe ends.
 _READER_GONE = 141
 
+#: What a disk or device without room for the output says.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 DEFAULT_PRESET = "llama3-debug"
 
 _HOUSE = Path(__file__).parent
@@ -59,6 +63,7 @@ _OPTIONS = {
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the command line ``argv`` (default: that of the process) and exits with its status."""
     arguments = sys.argv[1:] if argv is None else argv
+    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # samples have letters that not every terminal knows
@@ -66,12 +71,30 @@ def main(argv: list[str] | None = None) -> NoReturn:
         with _plain_warnings():
             status = _status(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # of `stepgraph --help | head`
+    except OSError as failure:
         nowhere = os.open(os.devnull, os.O_WRONLY)
+        if isinstance(failure, BrokenPipeError):  # of `stepgraph --help | head`
+            os.dup2(nowhere, sys.stderr.fileno())
+            status = _READER_GONE
+        elif failure.filename is None and failure.errno in _FULL:
+            print(f"error: the output cannot be written: {failure.strerror}", file=sys.stderr)
+            status = 1
+        else:
+            raise
         os.dup2(nowhere, sys.stdout.fileno())
-        os.dup2(nowhere, sys.stderr.fileno())
-        status = _READER_GONE
     sys.exit(status)
+
+
+def _open_streams() -> None:
+    """Give the null device to each of the three standard streams that this process was started without: the next file
+    would get its number, and what libraries print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 @contextlib.contextmanager
@@ -96,6 +119,11 @@ def _status(arguments: list[str]) -> int:
         return _dispatch(arguments)
     except ValueError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {error.strerror}: {str(error.filename)[:80]}...", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # training saves and ends by itself
         print("interrupted", file=sys.stderr)

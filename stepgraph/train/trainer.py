@@ -34,7 +34,7 @@ from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, 
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import memory_advice
 from stepgraph.train.faults.signals import StopSignals
-from stepgraph.train.faults.sound import SoundFailures, StoppedError
+from stepgraph.train.faults.sound import OUTPUT, SoundFailures, StoppedError
 from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder
@@ -305,7 +305,7 @@ class Run:
                 if validate:
                     loss = self._validate()
                     sample = self.samples.after(self.step)
-                    with self.failures.noted():
+                    with self.failures.noted(what=OUTPUT):
                         progress.note(f"step {self.step} | val_loss {loss:.4f}")
                         if sample is not None:
                             progress.note(f"step {self.step} | sample {config.sample_prompt + sample!r}")
@@ -318,8 +318,7 @@ class Run:
                 self._finish(launched, progress)
             if self.step < config.steps:
                 why = self.signals.received or self.failures.first or "a signal to another rank, or its failure"
-                note = f"{why}: stopping after step {self.step}; continue with --resume {self.folder.path}"
-                self.say(note)
+                self.say(f"{why}: stopping after step {self.step}; continue with --resume {self.folder.path}")
         if self.captured.pipeline is not None:
             self.watch.at("the share of bubbles", limited=False)
             self.say(self.bubble.measure(self.ranks, self.captured))
@@ -405,6 +404,7 @@ class Run:
             rest = {"lr": launched.lr, "tokens": launched.tokens, "data_ms": launched.data_ms}
             with self.failures.noted():
                 self.folder.log(step, **record, **repeated, **rest)
+            with self.failures.noted(what=OUTPUT):
                 progress.update(step, **record)
 
     def _show(self) -> None:

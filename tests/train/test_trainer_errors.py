@@ -77,6 +77,17 @@ def test_bad_input_is_one_line_and_leaves_no_run_folder(options, says, trainer, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "option", ["--out", "--data", "--tokenizer", "--data-cache", "--export-hf", "--resume", "--config"]
+)
+def test_a_name_that_is_too_long_is_one_line(option, trainer, tmp_path, capsys):
+    name = tmp_path / f"{'long' * 99}.json"
+    out = [] if option in ("--out", "--resume") else ["--out", tmp_path / "run"]
+    assert trainer.here(*ONE_LAYER, *out, option, name) == 2
+    assert re.search("too long|unknown data|is not a run folder", one_line(capsys))
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_refused(trainer, tmp_path, capsys):
     assert trainer.here("--device", "cuda", "--out", tmp_path / "run") == 2

@@ -280,7 +280,9 @@ def same_identity(state: dict[str, Any], position: tuple[str, ...], identity: di
     ``identity``."""
     for key in (*position, *identity):
         if key not in state:
-            raise ValueError(f"the saved data position lacks {key!r}, of other --data: resume with the same")
+            raise ValueError(
+                f"the saved data position lacks {key!r}: it is of another kind of --data, resume with that"
+            )
     for key, here in identity.items():
         if state[key] != here and key in ("data", "tokenizer"):  # their fingerprints say nothing to people
             raise ValueError(

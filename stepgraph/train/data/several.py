@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ def open_parts(data: str, text_field: str = "text") -> list[Part]:
         ValueError: one line; weights that are not above 0 or that some parts lack, a pattern that no file has, and what
         `open_source` refuses.
     """
-    words = [data] if Path(data).exists() else data.split(",")
+    words = [data] if os.path.exists(data) else data.split(",")
     found = [re.fullmatch(_WEIGHTED, word) for word in words]
     if not any(found):
         return [Part(_joined(data, [file for word in words for file in _files(word)], text_field), "", 1.0)]
@@ -49,10 +50,10 @@ def open_parts(data: str, text_field: str = "text") -> list[Part]:
 
 def open_validation(data: str, text_field: str = "text") -> list[Part]:
     """The sets of ``--val-data NAME,NAME,...``, each of equal weight and with all its documents for validation."""
-    words = [data] if Path(data).exists() else data.split(",")
+    words = [data] if os.path.exists(data) else data.split(",")
     parts = []
     for word, name in zip(words, _names(words), strict=True):
-        if (weighted := re.fullmatch(_WEIGHTED, word)) and not Path(word).exists():
+        if (weighted := re.fullmatch(_WEIGHTED, word)) and not os.path.exists(word):
             raise ValueError(f"val_data {word!r}: each set counts alike and has no weight: write {weighted[1]}")
         source = _joined(word, _files(word), text_field)
         source.only_validation()
@@ -120,7 +121,7 @@ def _joined(name: str, files: list[str], text_field: str) -> Corpus:
 
 def _files(word: str) -> list[str]:
     """``word``, or the files that it is a pattern of, by name."""
-    if Path(word).exists() or not glob.has_magic(word) or word.startswith((WHOLE, STREAMED)):
+    if os.path.exists(word) or not glob.has_magic(word) or word.startswith((WHOLE, STREAMED)):
         return [word]
     if not (files := sorted(glob.glob(word, recursive=True))):
         raise ValueError(f"no file is called {word}: check the pattern of --data")

@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+OUTPUT = "the output cannot be written"
+
 
 class StoppedError(RuntimeError):
     """The run was saved, and ends for an error that has nothing to do with its weights."""
@@ -53,7 +55,7 @@ class SoundFailures:
 
     def say(self, *text: object) -> None:
         """Print, at once: a pipe shows each line when it is said, and keeps it when the run is killed."""
-        with self.noted():
+        with self.noted(what=OUTPUT):
             print(*text, flush=True)
 
 

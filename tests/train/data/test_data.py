@@ -187,7 +187,7 @@ def test_state_of_another_stream_is_refused_and_changes_nothing():
     for state, message in [
         (loader(same_shape).state_dict(), "is of another --data, or of what was there then"),
         (before | {"tokenizer": "other"}, "is of another --tokenizer"),
-        ({"epoch": 0}, "lacks 'row', of other --data"),
+        ({"epoch": 0}, "lacks 'row': it is of another kind of --data, resume with that"),
     ]:
         with pytest.raises(ValueError, match=message):
             packed.load_state_dict(state)
