@@ -65,6 +65,7 @@ def make():
 def examples(t):
     """(operator, arguments), together with every kernel that our operators launch on one GPU."""
     yield "norm", (t(64, 1024), t(1024), None, t(64, 1024), *NORM, True)
+    yield "norm_cast", (t(64, 1024), t(1024), None, t(64, 1024), *NORM, True, True)
     yield (
         "norm_backward",
         (t(4096, 64), t(4096, 64), t(64), None, t(4096, dtype=FP32), None, *NORM, BF16, True, True, 0),

@@ -1,13 +1,16 @@
 """Casts to fp8 in the kernel that makes what they read.
 
-Matches: the casts of `fp8_matmul` by rows alone, in forward, of what a SwiGLU gives. Before -> after:
+Matches: casts of `fp8_matmul`, by rows alone or with one scale, of what a norm of our kernels or a SwiGLU gives. Before
+-> after:
+    y = norm(x); cast_scaled_rows(y)          ->  ``stepgraph::norm_cast``: y, its cast and the scales
+    y = norm(x); cast_scaled(y, amax(y))      ->  ``stepgraph::norm_cast``: y and its rows' magnitudes, cast_scaled(y,
+                                                  amax(magnitudes))
     y = silu(gate) * up; cast_scaled_rows(y)  ->  ``stepgraph::swiglu_cast_rows(gate, up)``
-A row is complete in one program, so its scale and its cast read nothing again. y stays for those that read it in bf16,
-as weight gradients do, and is not written where none does. The bits are those of the operators apart; what Inductor
-made of them rounded less often.
-Stay apart: casts with a transposed copy, whose scales by columns need all rows; casts with one scale, which needs all
-of the matrix (Inductor may find it beside what makes the matrix).
-Tier numerics, as `fp8_matmul`, without which it has nothing to do. Comes after recomputation, which copies operators.
+A row is complete in one program, so its magnitude, and with that its cast, reads nothing again. The bits are those of
+the operators apart; what Inductor made of a SwiGLU rounded less often. In bf16 y stays for those that read it, as
+weight gradients do; SwiGLU's is not written where none does.
+Stay apart: scales by columns, which need all rows; one scale of what Inductor makes, which may find it on the way.
+Tier numerics, as `fp8_matmul`, without which it has nothing to do. Comes after what makes copies and norms' kernels.
 """
 
 import operator
@@ -23,7 +26,8 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_view, packet
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.kernels.fp8 import swiglu  # noqa: F401  (defines an operator of torch.ops.stepgraph)
+from stepgraph.kernels.fp8 import swiglu  # noqa: F401  (these two define operators of torch.ops.stepgraph)
+from stepgraph.kernels.norm import cast as norm_cast  # noqa: F401
 from stepgraph.passes.contract import PassReport, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
@@ -43,7 +47,7 @@ class _SwiGLU(NamedTuple):
 @register(
     "fuse_casts",
     "numerics",
-    after=("fp8_matmul", "recompute"),
+    after=("fp8_matmul", "recompute", "fuse_norm"),
     from_options=lambda options: None if options.fp8 == "off" else {},
 )
 def fuse_casts(step: StepGraph, options: object, report: PassReport) -> None:
@@ -54,13 +58,21 @@ def fuse_casts(step: StepGraph, options: object, report: PassReport) -> None:
         return
     aliases, made = Aliases(step.graph), made_from(step.graph, set(step.placeholders("parameter")))
     alone: dict[str, list[fx.Node]] = defaultdict(list)
+    norms = swiglus = 0
     for cast in casts:
-        if found := _match(cast, aliases):
-            _rewrite(cast, found)
-            report.changed += 1
+        if norm := _norm_before(cast, aliases):
+            _cast_with_norm(cast, norm)
+            norms += 1
+        elif found := _swiglu_before(cast, aliases):
+            _cast_with_swiglu(cast, found)
+            swiglus += 1
         else:
             alone[_kind(cast, made[cast.args[0]])].append(cast)
-    report.summary = f"{report.changed} of {report.matched} casts to fp8 in the kernel of the SwiGLU before"
+    report.changed = norms + swiglus
+    report.summary = (
+        f"{report.changed} of {report.matched} casts to fp8 fed by the kernel before: {norms} of norms, {swiglus} of "
+        "SwiGLU"
+    )
     for kind, some in alone.items():
         elements = sum(cast.args[0].meta["val"].numel() for cast in some)
         report.notes.append(f"casts that stand alone, {kind}: {len(some)}, of {elements / 2**20:.1f} Mi elements")
@@ -88,7 +100,38 @@ def _made(node: fx.Node) -> list[fx.Node]:
     return chain
 
 
-def _match(cast: fx.Node, aliases: Aliases) -> _SwiGLU | None:
+def _norm_before(cast: fx.Node, aliases: Aliases) -> fx.Node | None:
+    """The norm whose kernel can give ``cast`` its scales."""
+    y = _made(cast.args[0])[-1]
+    if y.target is not operator.getitem or y.args[1] != 0 or y.args[0].target is not ours.norm.default:
+        return None
+    norm = y.args[0]
+    if cast.target is ours.cast_scaled.default:
+        amax = cast.args[1]
+        known = amax.target is aten.linalg_vector_norm.default and amax.args[:2] == (cast.args[0], float("inf"))
+    else:
+        known = cast.args[1:] == (torch.float8_e4m3fn, True, False)
+    written = aliases.written_between(y, aliases.position[norm], aliases.position[cast])
+    return norm if known and not written and phase_of(norm) == phase_of(cast) else None
+
+
+def _cast_with_norm(cast: fx.Node, norm: fx.Node) -> None:
+    """A norm with its cast, or with the magnitudes that the cast's scale is made of, in the place of the norm."""
+    whole = cast.target is ours.cast_scaled.default
+    new = Builder(norm, cast, before=norm)(ours.norm_cast.default, *norm.args, not whole)
+    norm.replace_all_uses_with(new)  # y, h, mean and rstd have the same places
+    norm.graph.erase_node(norm)
+    if whole:
+        amax = cast.args[1]
+        amax.update_arg(0, Builder(amax, before=amax)(operator.getitem, new, 5))
+        return
+    build, (rows, columns) = Builder(cast, before=cast), cast.args[0].meta["val"].shape
+    values = build.view(build(operator.getitem, new, 4), torch.Size((rows, columns)))
+    scale = build.view(build(operator.getitem, new, 5), torch.Size((rows,)))
+    _put(cast, values, scale)
+
+
+def _swiglu_before(cast: fx.Node, aliases: Aliases) -> _SwiGLU | None:
     """The SwiGLU whose kernel can make ``cast``."""
     if cast.target is not ours.cast_scaled_rows.default or cast.args[2:] != (True, False):
         return None
@@ -109,7 +152,7 @@ def _match(cast: fx.Node, aliases: Aliases) -> _SwiGLU | None:
     return None
 
 
-def _rewrite(cast: fx.Node, found: _SwiGLU) -> None:
+def _cast_with_swiglu(cast: fx.Node, found: _SwiGLU) -> None:
     """One operator in the place of the product and of its cast."""
     product = found.product
     chain = _made(cast.args[0])
@@ -117,9 +160,15 @@ def _rewrite(cast: fx.Node, found: _SwiGLU) -> None:
     keep = any(set(node.users) != {reader} for node, reader in readers)
     build = Builder(product, found.silu, cast, before=product)
     made = build(ours.swiglu_cast_rows.default, found.gate, found.up, cast.args[1], keep)
-    for i, old in getitem_users(cast).items():  # q and its scale: the copy by columns was not asked for
-        old.replace_all_uses_with(build(operator.getitem, made, 1 + i, like=old))
-        old.graph.erase_node(old)
+    values, scale = (build(operator.getitem, made, i, like=cast) for i in (1, 2))
     if keep:
         product.replace_all_uses_with(build(operator.getitem, made, 0, like=product))
-    erase_unread(cast, product)
+    _put(cast, values, scale)
+
+
+def _put(cast: fx.Node, values: fx.Node, scale: fx.Node) -> None:
+    """``values`` and ``scale`` in the place of a cast by rows, which goes with what only it read."""
+    for i, old in getitem_users(cast).items():
+        old.replace_all_uses_with((values, scale)[i])
+        old.graph.erase_node(old)
+    erase_unread(cast)

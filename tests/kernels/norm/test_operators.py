@@ -13,6 +13,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import stepgraph.kernels.norm.cast  # noqa: F401  (defines norm_cast)
 from stepgraph.kernels import RMSNorm, dequantize, layer_norm, layer_norm_fp8, qk_norm, rms_norm, rms_norm_fp8
 from tests.kernels.norm.cases import EPS, close, exact, rows
 
@@ -53,6 +54,26 @@ def test_opcheck_norm_to_fp8(norm):
     # `test_compiled_equals_eager` for that. Without gradients all four run.
     opcheck(ops.norm.default, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
     opcheck(ops.norm.default, tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("norm", [RMS, LAYER])
+def test_a_norm_with_a_cast_beside_is_the_norm_then_the_cast(norm, cast):
+    x, w, r = (leaf(*shape).detach() for shape in ((3, 4, 8), (8,), (3, 4, 8)))
+    arguments = (x, w, None, r, BF16, *norm[1:], True)
+    opcheck(ops.norm_cast.default, (*arguments, cast), test_utils="test_faketensor")
+    *same, values, scale = ops.norm_cast(*arguments, cast)
+    *expected, _, _ = ops.norm(*arguments)
+    assert all(mine is theirs is None or torch.equal(mine, theirs) for mine, theirs in zip(same, expected, strict=True))
+    y = expected[0].float()
+    top = y.abs().amax(-1)
+    if cast:
+        assert torch.equal(scale, top / torch.tensor(448.0))
+        assert torch.equal(values.float(), (y * (torch.tensor(448.0) / top)[..., None]).to(FP8).float())
+    else:
+        assert values is None and torch.equal(scale, top)
+    with pytest.raises(ValueError, match="allowed are rows, in a dtype that is not fp8: its cast comes beside it"):
+        ops.norm_cast(*arguments[:4], FP8, *arguments[5:], cast)
 
 
 @pytest.mark.parametrize("dh", [False, True])

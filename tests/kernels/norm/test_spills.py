@@ -132,6 +132,24 @@ def test_other_forms_do_not_spill(case, n, capsys):
     assert_no_spills(seen, capsys)
 
 
+CASTS = [("rms", n) for n in (768, 2880, 4096, 5120, 8192, 14336, 16384)]
+#: A layer norm of rows of 2880 with a residual spills one register.
+CASTS += [("layer", n) for n in (768, 4096, 5120, 8192, 16384)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "n"), [case if case == ("rms", 4096) else pytest.param(*case, marks=pytest.mark.long) for case in CASTS]
+)
+def test_norms_with_a_cast_beside_do_not_spill(kind, n, capsys):
+    rows, stream = (torch.empty((1 << 26) // n, n, dtype=dtype, device="meta") for dtype in (BF16, FP32))
+    w = torch.empty(n, dtype=BF16, device="meta")
+    with recorded_launches() as seen:
+        for cast, residual in ((True, None), (True, rows), (False, rows), (True, stream)):
+            triton_norm.forward_cast(Norm(kind, 1e-6, 0.0, BF16), rows, w, None, residual, True, cast)
+    assert_no_spills(seen, capsys)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["shared", "per head", "none"])
 def test_pairs_do_not_spill(weights, capsys):

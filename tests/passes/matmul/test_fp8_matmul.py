@@ -175,6 +175,26 @@ def test_casts_in_the_kernel_before_change_no_bit(name):
         )
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", RECIPES[2]])
+@pytest.mark.parametrize("name", ["ours", pytest.param("Qwen3", marks=pytest.mark.long)])
+def test_norms_give_the_scales_of_their_casts(recipe, name):
+    """By our norms, which a CPU takes where it is told to: with residual adds, kept, computed again."""
+    model, loss_fn, batch = (llama(), autocast_loss, tokens()) if name == "ours" else transformer(name)
+    for memory in ("none", "full"):
+        options = {"norm": "kernel", "memory": memory}
+        _, expected = captured(model, loss_fn, batch, passes(recipe, disable_pass=("fuse_casts",), **options))
+        step, found = captured(model, loss_fn, batch, passes(recipe, **options))
+        assert all(map(torch.equal, found, expected))
+        norms = step.graph.graph.find_nodes(op="call_function", target=ours.norm_cast.default)
+        assert len(norms) >= 2 and all(node.args[-1] == (recipe != "tensorwise") for node in norms)
+        assert any(node.args[3] is not None for node in norms)  # takes the residual add in
+        report = next(r for r in step.report if r.name == "fuse_casts")
+        assert f"{len(norms)} of norms, {int(recipe != 'tensorwise')} of SwiGLU" in report.summary
+        tops = step.graph.graph.find_nodes(op="call_function", target=aten.linalg_vector_norm.default)
+        of_rows = [top for top in tops if top.args[0].meta["val"].shape == norms[0].meta["val"][5].shape]
+        assert len(of_rows) == (len(norms) if recipe == "tensorwise" else 0)
+
+
 def test_a_product_whose_inputs_are_written_is_cast_apart(tools):
     """By hand: what is written between the SwiGLU and its cast is not what the cast reads."""
 

@@ -5,6 +5,8 @@
     layer                  rstd = 1 / sqrt(mean((h - mean)^2) + eps)   xhat = (h - mean) * rstd
     y = xhat * (weight + offset) + bias
     fp8                    scale = amax(|row of y|) / 448, or 1 for a row of zeros;  y8 = y / scale, clamped
+    fp8 beside y           values, scale = the cast by rows of y as it was rounded (see `kernels.fp8.cast`), or scale =
+                           amax(|row of y|) alone
 
 A row is ``PIECES`` tiles of ``BLOCK`` columns, a power of two: 5120 is 5 x 1024, with nothing wasted. A program takes
 one step of ``ROWS`` rows; only programs that share rows (see `wide`) stride over the steps. ``WEIGHT`` says when the
@@ -18,10 +20,13 @@ Source: Zhang and Sennrich 2019 (arXiv:1910.07467); Ba, Kiros and Hinton 2016 (a
 import triton
 import triton.language as tl
 
+from stepgraph.kernels.fp8.cast_triton import _bits, _rounded, _scale, _top
+from stepgraph.kernels.fp8.formats import SMALLEST
 from stepgraph.kernels.norm.triton.rows import hold, row_start, rows_of_step, tied, tile_mask
 from stepgraph.kernels.norm.triton.wide import collect, leave, publish, share_slot, words_of_group
 
 FP8_MAX = tl.constexpr(448.0)
+FP8_SMALLEST = tl.constexpr(SMALLEST)
 
 
 @triton.jit
@@ -73,21 +78,22 @@ def affine(h, mu, rs, w, b, OFFSET: tl.constexpr):
 
 @triton.jit
 def forward_step(
-    step, turn, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, words,
+    step, turn, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
     tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
-    FP8_MAX: tl.constexpr,
+    FP8_MAX: tl.constexpr, FP8_SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """The rows of one step; ``turn`` counts the steps of this program."""
     LAYER: tl.constexpr = mean is not None
-    QUANTIZED: tl.constexpr = scale is not None
+    QUANTIZED: tl.constexpr = scale is not None and y.dtype.element_ty.primitive_bitwidth == 8
+    BESIDE: tl.constexpr = scale is not None and not QUANTIZED
     SLICE: tl.constexpr = BLOCK * PIECES
     # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
     FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
-    KINDS: tl.constexpr = (2 if LAYER else 1) + (1 if QUANTIZED else 0)
+    KINDS: tl.constexpr = (2 if LAYER else 1) + (1 if scale is not None else 0)
 
     col = part * SLICE + tl.arange(0, BLOCK)
     row, valid = rows_of_step(step, tokens, head, H, ROWS, BH, BIG)
@@ -173,6 +179,8 @@ def forward_step(
         s = tl.where(amax > 0, amax / FP8_MAX, 1.0)
         tl.store(scale + row, s, mask=once)
 
+    tops = tl.zeros((ROWS, BLOCK), tl.int32)
+    ys = ()
     for k in tl.static_range(PIECES):
         at = (col + k * BLOCK)[None, :]
         mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
@@ -189,18 +197,43 @@ def forward_step(
         value = affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET)
         if QUANTIZED:
             value = tl.clamp(value / s[:, None], -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(y_row + at, value.to(y.dtype.element_ty), mask=mask)
+        rounded_y = value.to(y.dtype.element_ty)
+        tl.store(y_row + at, rounded_y, mask=mask)
+        if BESIDE:
+            bits = _bits(rounded_y)
+            if LAYER and k >= FULL:
+                bits = tl.where((col + k * BLOCK < N)[None, :], bits, 0)
+            tops = tl.maximum(tops, bits)
+            ys = ys + (rounded_y,)
+
+    if BESIDE:
+        top = tl.max(tops, 1)
+        if SPLIT > 1:
+            share = top.to(tl.float32, bitcast=True)
+            publish(share, share_slot(words, turn, KINDS - 1, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
+            top = tl.max(_bits(collect(words, turn, KINDS - 1, KINDS, SPLIT, ROWS, EXCHANGE)), 0)
+        if values is None:
+            tl.store(scale + row, top.to(tl.float32, bitcast=True), mask=once)
+        else:
+            amax = _top(top, FP8_SMALLEST)
+            tl.store(scale + row, _scale(amax, FP8_MAX), mask=once)
+            values_row = values + (row.to(tl.int64) * N)[:, None]
+            HOLD_Y: tl.constexpr = HOLD and y.dtype.element_ty.primitive_bitwidth == 16
+            for k in tl.static_range(PIECES):
+                mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
+                cast = _rounded(hold(ys[k], zero, HOLD_Y), amax[:, None], FP8_MAX, values.dtype.element_ty)
+                tl.store(values_row + (col + k * BLOCK)[None, :], cast, mask=mask)
 
 
 @triton.jit
 def forward_rows(
-    x, residual, weight, bias, y, h, mean, rstd, scale, words,
+    x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
     leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, program, programs,
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
-    FP8_MAX: tl.constexpr,
+    FP8_MAX: tl.constexpr, FP8_SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """All rows of one of ``programs`` programs: one step, or, where programs share rows, every ``P``-th step."""
     SLICE: tl.constexpr = BLOCK * PIECES
@@ -216,10 +249,10 @@ def forward_rows(
     bs = ()
     if SPLIT == 1 and WEIGHT != "before":
         forward_step(
-            first, 0, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, words,
+            first, 0, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
             tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
             N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-            ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX,
+            ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip
     else:
         P = programs // (SPLIT * HEAD_BLOCKS)
@@ -232,10 +265,10 @@ def forward_rows(
             ws, bs = load_weights(weight, bias, head, part * SLICE + tl.arange(0, BLOCK), N, H, BLOCK, PIECES, FULL)
         for step in tl.range(first, steps, P):
             forward_step(
-                step, (step - first) // P, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, words,
+                step, (step - first) // P, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
                 tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
                 N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-                ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX,
+                ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
             )  # fmt: skip
         if SPLIT > 1:
             leave(words, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
@@ -243,7 +276,7 @@ def forward_rows(
 
 @triton.jit
 def forward_kernel(
-    x, residual, weight, bias, y, h, mean, rstd, scale, words,
+    x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
     leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps,
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
@@ -252,10 +285,10 @@ def forward_kernel(
 ):  # fmt: skip
     """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``."""
     forward_rows(
-        x, residual, weight, bias, y, h, mean, rstd, scale, words,
+        x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
         leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, tl.program_id(0), tl.num_programs(0),
         N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-        ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX,
+        ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
     )  # fmt: skip
 
 
@@ -272,16 +305,16 @@ def forward_pair_kernel(
     program = tl.program_id(0)
     if program < programs_q:
         forward_rows(
-            q, None, wq, None, yq, None, None, rstd_q, None, None,
+            q, None, wq, None, yq, None, None, rstd_q, None, None, None,
             0, Mq, q_outer, q_inner, q_size, 0, 0, 1, eps, program, programs_q.to(tl.int32),
             N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
-            HOLD, HOLD_W, "before", "wait", FP8_MAX,
+            HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip
     else:
         forward_rows(
-            k, None, wk, None, yk, None, None, rstd_k, None, None,
+            k, None, wk, None, yk, None, None, rstd_k, None, None, None,
             0, Mk, k_outer, k_inner, k_size, 0, 0, 1, eps,
             (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
             N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
-            HOLD, HOLD_W, "before", "wait", FP8_MAX,
+            HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip

@@ -4,11 +4,12 @@ A call looks up its plan, allocates outputs, and makes one launch (two if a seco
 ``config`` replaces the configuration that `select` would choose: for tuning and for tests.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from stepgraph.kernels.norm.spec import Norm, check
+from stepgraph.kernels.fp8 import cast_triton
+from stepgraph.kernels.norm.spec import FP8, Norm, check
 from stepgraph.kernels.norm.triton import plans, tuning
 from stepgraph.kernels.norm.triton.backward import backward_kernel
 from stepgraph.kernels.norm.triton.forward import forward_kernel
@@ -19,10 +20,13 @@ from stepgraph.kernels.norm.triton.plans import Form, Place, allocate, form, lay
 from stepgraph.kernels.norm.triton.select import Config, Problem
 from stepgraph.kernels.norm.triton.workspace import zeros
 
-__all__ = ["backward", "backward_pair", "forward", "forward_pair"]
+__all__ = ["backward", "backward_pair", "forward", "forward_cast", "forward_pair"]
 
 Tensor = torch.Tensor
 Optional = Tensor | None
+
+#: What a forward gives beside y: the cast of its rows with their scales, or the largest magnitudes of its rows.
+Beside = Literal["cast", "amax"]
 
 PLANS = plans.Plans()
 tuning.on_change(PLANS.clear)
@@ -41,8 +45,9 @@ class ForwardPlan(NamedTuple):
 
 
 def _forward_plan(
-    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool, config: Config | None
-) -> ForwardPlan:
+    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool, config: Config | None,
+    beside: Beside | None,
+) -> ForwardPlan:  # fmt: skip
     check(norm, x, weight, bias, residual)
     heads = plans.heads_of(weight)
     loads, stores = (x.element_size(),), (norm.out_dtype.itemsize,)
@@ -59,7 +64,9 @@ def _forward_plan(
         raise ValueError(f"weight={config.weight} is for programs of one step, not programs={config.programs}; use 0")
     cover = plans.cover_of(problem, config, hw)
     x_place, r_place = plans.place_of(x, heads), plans.place_of(residual, heads)
-    words = plans.share_words(problem, config, cover)
+    # What is beside y changes no sum: its tile is that of the norm by itself, and so are its bits.
+    scaled = norm.quantized or beside is not None
+    words = plans.share_words(problem._replace(quantized=scaled), config, cover)
     numbers = (words, problem.M, *x_place.numbers, *r_place.numbers, float(norm.eps))
     constants = {
         "N": problem.N,
@@ -75,7 +82,7 @@ def _forward_plan(
         **plans.tiles(problem, config),
     }
     # fp8: the largest value of a row is known once its sum is.
-    rounds = 2 if norm.quantized else 1
+    rounds = 2 if scaled else 1
     found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1, rounds)
     shape, rows = x.shape, x.shape[:-1]
     outputs = (
@@ -83,7 +90,8 @@ def _forward_plan(
         None if residual is None else form(shape, residual.dtype, keep_h),
         form(rows, torch.float32, norm.kind == "layer"),
         form(rows, torch.float32),
-        form(rows, torch.float32, norm.quantized),
+        form(rows, torch.float32, scaled),
+        form(shape, FP8, beside == "cast"),
     )
     words = words + (cover.groups + 1) // 2 if words else 0
     copies = plans.copies((x_place, r_place), (weight, bias))
@@ -101,23 +109,46 @@ def forward(
     config: Config | None = None,
 ) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
     """``(y, h, mean, rstd, scale)`` as the contract in `spec` says. Raises ``ValueError`` as `check` does."""
+    return _forward(norm, x, weight, bias, residual, keep_h, config, None)[:5]
+
+
+def forward_cast(
+    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool, cast: bool,
+    *, config: Config | None = None,
+) -> tuple[Tensor, Optional, Optional, Tensor, Optional, Tensor]:  # fmt: skip
+    """``(y, h, mean, rstd, values, scale)`` as `stepgraph.kernels.norm.cast` says. Rows longer than a program of the
+    cast holds take the kernels of each by itself: registers are too few for both."""
+    if x.shape[-1] > cast_triton.LONGEST:
+        y, h, mean, rstd, _ = forward(norm, x, weight, bias, residual, keep_h, config=config)
+        if not cast:
+            return y, h, mean, rstd, None, y.abs().amax(-1).float()
+        values, scale, _, _ = cast_triton.launch_rows(y.view(-1, y.shape[-1]), FP8, True, False)
+        return y, h, mean, rstd, values.view(y.shape), scale.view(y.shape[:-1])
+    *results, scale, values = _forward(norm, x, weight, bias, residual, keep_h, config, "cast" if cast else "amax")
+    return *results, values, scale
+
+
+def _forward(
+    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool,
+    config: Config | None, beside: Beside | None,
+) -> tuple[Tensor, Optional, Optional, Tensor, Optional, Optional]:  # fmt: skip
     device = x.device
     if not INTERPRETED and device.index != current_device():
         with torch.cuda.device(device):
-            return forward(norm, x, weight, bias, residual, keep_h, config=config)
-    key = (norm, layout(x), layout(weight), layout(bias), layout(residual), keep_h, config)
+            return _forward(norm, x, weight, bias, residual, keep_h, config, beside)
+    key = (norm, layout(x), layout(weight), layout(bias), layout(residual), keep_h, config, beside)
     plan = PLANS.get(key)
     if plan is None:
-        plan = PLANS.make(key, _forward_plan, norm, x, weight, bias, residual, keep_h, config)
-    y, h, mean, rstd, scale = allocate(plan.outputs)
+        plan = PLANS.make(key, _forward_plan, norm, x, weight, bias, residual, keep_h, config, beside)
+    y, h, mean, rstd, scale, values = allocate(plan.outputs)
     stream = current_stream(device)
     words = zeros(device, stream, plan.words) if plan.words else None
     if plan.copies:
         x, residual = plan.x.ready(x), plan.residual.ready(residual)
         weight, bias = plans.dense(weight), plans.dense(bias)
     for launch in plan.launches:
-        launch(stream, x, residual, weight, bias, y, h, mean, rstd, scale, words)
-    return y, h, mean, rstd, scale
+        launch(stream, x, residual, weight, bias, y, h, mean, rstd, scale, values, words)
+    return y, h, mean, rstd, scale, values
 
 
 class BackwardPlan(NamedTuple):

@@ -6,6 +6,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.norm.spec import FP8, FP8_MAX, Norm
 from stepgraph.kernels.norm.triton import partials, plans
 from stepgraph.kernels.norm.triton import single as triton_norm
@@ -103,6 +104,29 @@ def test_quantized(shape, kind, config):
     error = (y8.double() * scale.double()[..., None] - y).abs()
     carries = torch.frexp(y / scale.double()[..., None]).mantissa.abs() > 0.965
     assert ((error <= y.abs() / 16 + scale.double()[..., None] * 2**-6) | carries)[clear].all()
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    shape=shapes, kind=st.sampled_from(("rms", "layer")), dtype=st.sampled_from(DTYPES), out=st.sampled_from(DTYPES),
+    streams=st.booleans(), weighted=st.booleans(), cast=st.booleans(), config=configs(False, True, WEIGHTS),
+)  # fmt: skip
+def test_casts_beside_have_the_bits_of_those_apart(shape, kind, dtype, out, streams, weighted, cast, config):
+    """And so have the norm's results: by the same configuration, whatever it is."""
+    x, residual = tensor(shape, dtype, "slice of columns", 0), tensor(shape, torch.float32, "contiguous", 1)
+    weight = tensor(shape[-1:], torch.float32, "contiguous", 2) if weighted else None
+    given = Norm(kind, EPS, 1.0, out), x, weight, weight, residual if streams else None, True
+    apart = triton_norm.forward(*given, config=config)
+    *beside, values, scale = triton_norm.forward_cast(*given, cast, config=config)
+    for mine, theirs in zip(beside, apart[:4], strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs)
+    y = apart[0]
+    if not cast:
+        assert values is None and torch.equal(scale, y.abs().amax(-1).float())
+        return
+    q, right, _, _ = cast_triton.launch_rows(y.view(-1, shape[-1]), FP8, True, False)
+    assert torch.equal(values.view(torch.uint8), q.view(y.shape).view(torch.uint8))
+    assert torch.equal(scale, right.view(shape[:-1]))
 
 
 @pytest.mark.parametrize("programs", [1, 3, 4, 5, 17])
