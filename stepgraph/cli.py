@@ -4,11 +4,16 @@ Errors of use end in one line on stderr and exit status 2, Ctrl-C in one and 130
 traceback.
 """
 
+import contextlib
 import dataclasses
+import errno
+import io
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from stepgraph.config.option_names import check_options
 from stepgraph.errors import unknown_name, unknown_option
@@ -37,7 +42,12 @@ options:
 #: The exit status of a program that the signal of a broken pipe ends.
 _READER_GONE = 141
 
+#: What a disk or device without room for the output says.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 DEFAULT_PRESET = "llama3-debug"
+
+_HOUSE = Path(__file__).parent
 
 #: Where the options of a command are declared, and those that are declared nowhere.
 _OPTIONS = {
@@ -53,15 +63,55 @@ _OPTIONS = {
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the command line ``argv`` (default: that of the process) and exits with its status."""
     arguments = sys.argv[1:] if argv is None else argv
+    _open_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # samples have letters that not every terminal knows
     try:
-        status = _status(arguments)
+        with _plain_warnings():
+            status = _status(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # of `stepgraph --help | head`
+    except OSError as failure:
         nowhere = os.open(os.devnull, os.O_WRONLY)
+        if isinstance(failure, BrokenPipeError):  # of `stepgraph --help | head`
+            os.dup2(nowhere, sys.stderr.fileno())
+            status = _READER_GONE
+        elif failure.filename is None and failure.errno in _FULL:
+            print(f"error: the output cannot be written: {failure.strerror}", file=sys.stderr)
+            status = 1
+        else:
+            raise
         os.dup2(nowhere, sys.stdout.fileno())
-        os.dup2(nowhere, sys.stderr.fileno())
-        status = _READER_GONE
     sys.exit(status)
+
+
+def _open_streams() -> None:
+    """Give the null device to each of the three standard streams that this process was started without: the next file
+    would get its number, and what libraries print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Inside, a warning of our own is one line without a place in our sources, as an error is."""
+    before = warnings.formatwarning
+
+    def plain(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> str:
+        if category is UserWarning and Path(filename).is_relative_to(_HOUSE):
+            return f"warning: {' '.join(str(message).split())}\n"
+        return before(message, category, filename, *where, **more)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _status(arguments: list[str]) -> int:
@@ -69,6 +119,11 @@ def _status(arguments: list[str]) -> int:
         return _dispatch(arguments)
     except ValueError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {error.strerror}: {str(error.filename)[:80]}...", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # training saves and ends by itself
         print("interrupted", file=sys.stderr)
@@ -140,7 +195,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
-    from stepgraph.config.command_line import parse, refuse_idle, value_of
+    from stepgraph.config.command_line import parse, refuse_idle, refuse_unused, value_of
     from stepgraph.config.presets import PRESETS, fine_tuning
     from stepgraph.config.train import TrainConfig
 
@@ -150,20 +205,24 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         raise unknown_name("preset", preset, PRESETS)
     default = PRESETS[preset]()
     file, options = _without_config(options)
+    given: set[str] = set()
     if file:
         from stepgraph.config.files import read_config
 
         if value_of("--resume", options):
             raise ValueError(f"--resume {value_of('--resume', options)} has the options of its run: drop --config")
-        default = read_config(Path(file), preset)
+        default, given = read_config(Path(file), preset)
         if named and default.preset != preset:
             raise ValueError(f"--config {file} is of preset {default.preset!r}, not {preset!r}: leave PRESET out")
     elif (folder := value_of("--init-from-hf", options)) and not named and Path(folder).is_dir():
         default = fine_tuning(Path(folder))
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
-    elif (steps := value_of("--steps", options)) and steps.isdecimal() and default.warmup_steps >= int(steps):
-        default = dataclasses.replace(default, warmup_steps=int(steps) // 10)  # the preset is for long runs
+    elif "warmup_steps" not in given:
+        words = value_of("--steps", options) or ""
+        steps = int(words) if words.isdecimal() else default.steps
+        if default.warmup_steps >= steps:
+            default = dataclasses.replace(default, warmup_steps=steps // 10)  # the preset is for long runs
 
     config = parse(
         default,
@@ -174,6 +233,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
     )
     config.validate()
     refuse_idle(config, options)
+    refuse_unused(config, options)
     return config
 
 
@@ -181,14 +241,16 @@ def _without_config(options: list[str]) -> tuple[str | None, list[str]]:
     """The value of ``--config``, and the options without it."""
     rest = list(options)
     for position, word in enumerate(options):
-        if word == "--config":
-            if position + 1 == len(options):
-                raise ValueError("--config lacks its value: it takes 1")
-            del rest[position : position + 2]
-            return options[position + 1], rest
-        if word.startswith("--config="):
-            del rest[position]
-            return word.removeprefix("--config="), rest
+        if word.split("=", 1)[0] != "--config":
+            continue
+        if word == "--config" and position + 1 == len(options):
+            raise ValueError("--config lacks its value: it takes 1")
+        width = 1 if "=" in word else 2
+        file = word.removeprefix("--config=") if width == 1 else options[position + 1]
+        del rest[position : position + width]
+        if any(other.split("=", 1)[0] == "--config" for other in rest):
+            raise ValueError("--config is given twice: put all options into one file")
+        return file, rest
     return None, rest
 
 

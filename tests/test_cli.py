@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 
@@ -63,12 +64,24 @@ def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
         ("--memory budget=lots", "memory budget 'lots' is not a positive number"),
         ("--disable-pass cuda_grap", "unknown pass 'cuda_grap': did you mean 'cuda_graph'"),
         ("--resume no/such/run", "--resume no/such/run is not a run folder"),
+        ("--max-skipped 3", "max_skipped=3 changes nothing: add --on-nonfinite skip, or leave it out"),
+        ("--decay_fraction=0.1", "decay_fraction=0.1 changes nothing: add --schedule wsd, or leave it out"),
+        ("--schedule constant --min-lr-ratio 0.1", "min_lr_ratio=0.1 changes nothing: drop --schedule constant, or"),
+        ("deepseek-v3-debug --mesh fsdp=2 --expert-capacity 3", "expert_capacity=3.0 changes nothing: add ep=2 to"),
     ],
 )
 def test_a_bad_train_option_is_one_line(arguments, message):
     with pytest.raises(ValueError) as error:
         parse_train(arguments.split())
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["out", "resume", "step", "data", "tokenizer", "data-cache", "mesh", "steps"])
+def test_an_empty_value_is_refused(option):
+    for words in ([f"--{option}="], [f"--{option}", ""], ["--lr", "1", f"--{option}", "", "--lr", "1"]):
+        with pytest.raises(ValueError, match=rf"^--{option} is given an empty value: give one, or leave it out$"):
+            parse_train(words)
+    assert parse_train(["--sample-every", "50", "--sample-prompt", ""]).sample_prompt == ""
 
 
 def test_a_short_run_shortens_the_warmup_of_its_preset():
@@ -145,6 +158,42 @@ def test_the_public_names_are_there_and_importing_a_room_replaces_none():
 def test_version_and_help(arguments, shown, capsys):
     assert exit_status(*arguments) == 0
     assert capsys.readouterr().out.startswith(shown)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8"])
+def test_what_a_terminal_cannot_spell_is_no_error(encoding, monkeypatch, tmp_path):
+    """Frames of errors are others there, too."""
+    with (tmp_path / "said").open("w+", encoding=encoding) as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setattr(cli, "_dispatch", lambda words: parse_train(words) and print("é €"))
+        for words in ([], ["--lr"], ["--schedule", "cosin"], ["--lr", "x"]):
+            with pytest.raises(SystemExit):
+                cli.main(words)
+        stream.seek(0)
+        spelled, *errors = stream.read().splitlines()
+    assert spelled == "é €".encode(encoding, "backslashreplace").decode(encoding)
+    assert errors == [
+        "error: --lr lacks its value: it takes 1",
+        "error: bad value for --schedule: 'cosin' is not one of 'cosine', 'wsd', 'constant'",
+        "error: bad value for --lr: could not convert string to float: 'x'",
+    ]
+
+
+def test_our_warnings_are_one_line_and_those_of_others_stay(monkeypatch):
+    said = []
+
+    def dispatch(_):
+        for place in (stepgraph.__file__, "/other/file.py"):
+            said.append(warnings.formatwarning("the step is\nnot saved", UserWarning, place, 3, "its source"))
+        return 0
+
+    before = warnings.formatwarning
+    monkeypatch.setattr(cli, "_dispatch", dispatch)
+    with pytest.raises(SystemExit):
+        cli.main([])
+    theirs = warnings.formatwarning("the step is\nnot saved", UserWarning, "/other/file.py", 3, "its source")
+    assert said == ["warning: the step is not saved\n", theirs] and warnings.formatwarning is before
 
 
 def test_an_interruption_is_one_line(monkeypatch, capsys):

@@ -91,6 +91,7 @@ from stepgraph.compat.tracing import (
 )
 from stepgraph.compat.triton import (
     TritonSource,
+    build_triton_launcher,
     misalignment,
     triton_cached,
     triton_compiled,

@@ -156,6 +156,15 @@ def triton_compiled(source: TritonSource, target: Any = None) -> Any:
     return triton.compile(_ast_source(source), target=target or triton_target(), options=source.options)
 
 
+def build_triton_launcher(compiled: Any) -> None:
+    """Build into Triton's cache what calls ``compiled``, a kernel for an NVIDIA GPU. Triton 3.6 has a C compiler make
+    a module of a kernel's own signature, 0.3 s each; later versions have one for all kernels."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(compiled.src, compiled.metadata)
+
+
 def triton_cached(source: TritonSource) -> bool:
     """Whether Triton's cache on disk has the kernel for the current GPU, under the key that a launch would use."""
     from triton.compiler.compiler import (

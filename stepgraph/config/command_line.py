@@ -3,10 +3,13 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import re
 import typing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from stepgraph.config.option_names import option_of
 from stepgraph.errors import unknown_option
@@ -39,6 +42,7 @@ def parse(default: T, options: list[str], *, usage: str, description: str) -> T:
     import tyro
 
     _check_names(options, default, usage)
+    _check_empty(options, default)
     with contextlib.redirect_stderr(io.StringIO()) as box:
         try:
             append = (tyro.conf.UseAppendAction,)  # a list grows by --name VALUE, given again and again
@@ -75,6 +79,23 @@ def refuse_idle(options: StepOptions, words: list[str], target: Target = ANY) ->
             raise ValueError(f"{name}={value} changes nothing {where}")
 
 
+#: Options that change nothing without another: what has to hold, and how to have it so.
+_NEEDED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_skipped": (lambda config: config.on_nonfinite == "skip", "add --on-nonfinite skip"),
+    "decay_fraction": (lambda config: config.schedule == "wsd", "add --schedule wsd"),
+    "min_lr_ratio": (lambda config: config.schedule != "constant", "drop --schedule constant"),
+    "expert_capacity": (lambda config: config.mesh_spec and config.mesh_spec.ep > 1, "add ep=2 to --mesh"),
+}
+
+
+def refuse_unused(config: object, words: list[str]) -> None:
+    """Raises ValueError for an option of a run that ``words`` give and that changes nothing with the others."""
+    given = {option_of(word) for word in words}
+    for name, (holds, fix) in _NEEDED.items():
+        if f"--{name.replace('_', '-')}" in given and not holds(config):
+            raise ValueError(f"{name}={getattr(config, name)} changes nothing: {fix}, or leave it out")
+
+
 def _same(options: StepOptions, passes: list[Pass], target: Target) -> bool:
     """Whether ``options`` lead to ``passes``, or to none because they do not go together."""
     with contextlib.suppress(ValueError):
@@ -88,6 +109,17 @@ def _check_names(options: list[str], default: object, usage: str) -> None:
     for word in options:
         if (name := option_of(word)) is not None and name not in allowed:
             raise unknown_option(word.split("=", 1)[0], allowed, " ".join(w for w in usage.split() if w.islower()))
+
+
+def _check_empty(options: list[str], default: object) -> None:
+    """Refuses the first option that is given an empty text, as of a shell's variable that is not set, and whose own
+    default is not empty: an empty path would be the folder that this runs in."""
+    for word, behind in itertools.zip_longest(options, options[1:]):
+        name, given, value = word.partition("=")
+        if (plain := option_of(word)) is None or (value if given else behind) != "":
+            continue
+        if getattr(default, plain.lstrip("-").replace("-", "_"), None) != "":
+            raise ValueError(f"{name} is given an empty value: give one, or leave it out")
 
 
 def _names(config: object, prefix: str) -> typing.Iterator[str]:
@@ -105,14 +137,12 @@ def _names(config: object, prefix: str) -> typing.Iterator[str]:
 
 
 def _one_line(box: str, usage: str) -> str:
-    """The message in tyro's boxed error, without its frame and its advice."""
+    """The message in tyro's boxed error, without its frame and its advice. A frame in ASCII has a rule below the title,
+    and no sides."""
     lines = [line.strip("│╭╮╰╯─ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
-    message = []
-    for line in lines[1:]:  # the first line is the box's title
-        if not line:  # a rule: the advice follows
-            break
-        message.append(line)
-    text = " ".join(message)
+    lines = ["" if set(line) == {"-"} else line for line in lines][1:]  # the first is the title
+    message = itertools.dropwhile(lambda line: not line, lines)
+    text = " ".join(itertools.takewhile(bool, message))  # up to a rule, behind which the advice is
     for pattern, plain in _PLAIN:
         text = re.sub(pattern, plain.replace("{usage}", f"{usage} [--option VALUE ...]"), text)
     return text

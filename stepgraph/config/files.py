@@ -10,11 +10,12 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.errors import unknown_name
 
 
-def read_config(path: Path, preset: str) -> TrainConfig:
-    """The options in ``path``, on top of those of the preset that it names, else of ``preset``.
+def read_config(path: Path, preset: str) -> tuple[TrainConfig, set[str]]:
+    """The options in ``path``, on top of those of the preset that it names, else of ``preset``; and the names of those
+    that it gives.
 
     A TOML file has options by their names, the model's in a table ``[model]``, and a ``preset``. A run's config.json
-    has all of them, of which the run's folder is left out.
+    has all of them, of which the run's folder is left out, and gives those that differ from its preset's.
 
     Raises:
         ValueError: one line; a file that cannot be read, an unknown option or preset, a bad value.
@@ -22,16 +23,20 @@ def read_config(path: Path, preset: str) -> TrainConfig:
     values = _parsed(path)
     try:
         name = values.pop("preset", preset)
+        if not isinstance(name, str):
+            raise ValueError(f"preset={name!r} must be a name in quotes")
         if name not in (*PRESETS, "custom"):
             raise unknown_name("preset", name, PRESETS)
         base = json.loads((TrainConfig() if name == "custom" else PRESETS[name]()).to_json())
-        model = values.pop("model", {})
+        values = _underscored(values)
+        model = values.get("model", {})
         if not isinstance(model, dict):
             raise ValueError(f"model={model!r} must be a table")
-        if model.get("family", base["model"]["family"]) == base["model"]["family"]:
-            model = base["model"] | _underscored(model)
-        return TrainConfig.from_json(json.dumps(base | _underscored(values) | {"model": model}))
-    except (ValueError, TypeError) as error:
+        if model.get("family", base["model"]["family"]) != base["model"]["family"]:
+            base["model"] = {}
+        given = {name for name, value in values.items() if path.suffix == ".toml" or value != base.get(name)}
+        return TrainConfig.from_json(json.dumps(_merged(base, values), default=_no_json)), given
+    except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from error
 
 
@@ -56,4 +61,23 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _underscored(values: dict[str, Any]) -> dict[str, Any]:
-    return {name.replace("-", "_"): value for name, value in values.items()}
+    """``values``, and the tables in them, by names as in Python. ValueError for a name that is there in both forms."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        plain = name.replace("-", "_")
+        if plain in found:
+            raise ValueError(f"{name} is given twice: drop one")
+        found[plain] = _underscored(value) if isinstance(value, dict) else value
+    return found
+
+
+def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``values`` in it, of tables too."""
+    tables = {
+        k: _merged(base[k], v) for k, v in values.items() if isinstance(v, dict) and isinstance(base.get(k), dict)
+    }
+    return base | values | tables
+
+
+def _no_json(value: object) -> None:
+    raise ValueError(f"{value} is a {type(value).__name__}, which no option is: write text in quotes")

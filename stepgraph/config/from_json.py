@@ -37,7 +37,16 @@ def decode(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if hint in (bool, int, str) and type(value) is hint:
         return value
-    raise ValueError(f"{where}={value!r} in a run's configuration must be {getattr(hint, '__name__', hint)}")
+    raise ValueError(f"{where}={value!r} in a run's configuration must be {_told(hint)}")
+
+
+def _told(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if origin is tuple:
+        return "a list" if args[-1] is Ellipsis else f"a list of {len(args)}"
+    return "str" if hint is Path else getattr(hint, "__name__", str(hint))
 
 
 def _dataclass(hint: type, value: Any, where: str) -> Any:
@@ -49,5 +58,6 @@ def _dataclass(hint: type, value: Any, where: str) -> Any:
         if name not in names:
             raise unknown_name(f"name in the {where} of a run", name, names)
     if missing := [name for name in names if name not in value]:
-        raise ValueError(f"the {where} of a run lacks {', '.join(missing)}: another version of stepgraph wrote it")
+        raise ValueError(f"the {where} of a run lacks {', '.join(missing)}: give all of it, or use the stepgraph that "
+                         "wrote it")  # fmt: skip
     return hint(**{name: decode(hints[name], value[name], name) for name in names})

@@ -103,7 +103,7 @@ def save_hf(
     Of a parallel model all ranks must call, and rank 0 writes: each parameter is gathered by itself, and rank 0 holds
     as many of them as one file takes. An error there is raised on every rank.
 
-    Raises ``ValueError`` for a folder that is taken and for a model on meta.
+    Raises ``ValueError`` for a folder that is taken and for a model on meta, ``OSError`` where it cannot be written.
     """
     folder, ranks = Path(folder), _ranks(model)
     theirs = _format_of(model, "save_hf")
@@ -154,7 +154,11 @@ def _make_folder(folder: Path) -> None:
 
 def _write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
     partial = path.with_name(f"{path.name}.part")
-    save_file(tensors, partial, metadata={"format": "pt"})
+    try:
+        save_file(tensors, partial, metadata={"format": "pt"})
+    except SafetensorError as error:  # of a full disk
+        partial.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
     partial.replace(path)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 import re
 import typing
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from stepgraph.config.from_json import decode
 from stepgraph.errors import unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
 from stepgraph.parallel import SCHEDULES, MeshSpec, check_schedule
-from stepgraph.parallel.pipeline.layout import check_split
+from stepgraph.parallel.pipeline.layout import check_blocks, check_split
 from stepgraph.passes import StepOptions
 
 #: The shape of a model of any family; the command line has an option for each field of the one that is given.
@@ -38,7 +39,7 @@ class _Training:
 
     # -- data ---------------------------------------------------------------------------------------------------------
     data: str = "stdlib"
-    """Text: stdlib, FILE.txt, FILE.jsonl (or .gz), FILE.parquet, hf:NAME; several, patterns; A:0.7,B:0.3 mixes."""
+    """stdlib, FILE.txt, FILE.jsonl (or .gz), FILE.parquet, hf:NAME, hf-stream:NAME; several, patterns; A:0.7,B:0.3."""
 
     text_field: str = "text"
     """Field or column that holds the text, in jsonl and parquet files and Hugging Face's data sets."""
@@ -242,10 +243,11 @@ class TrainConfig(StepOptions, _Training):
         ):
             self._require(name, lambda value: value > 0, "above 0")
         for name in (
-            *("seed", "warmup_steps", "weight_decay", "val_every", "checkpoint_every", "keep_every"),
+            *("warmup_steps", "weight_decay", "val_every", "checkpoint_every", "keep_every"),
             *("sample_every", "max_restarts"),
         ):
             self._require(name, lambda value: value >= 0, "0 or more")
+        self._require("seed", lambda value: 0 <= value < 1 << 63, "0 or more, and below 2^63")
         self._require("min_lr_ratio", lambda value: 0 <= value <= 1, "in [0, 1]")
         self._require("decay_fraction", lambda value: 0 < value <= 1, "in (0, 1]")
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
@@ -256,6 +258,9 @@ class TrainConfig(StepOptions, _Training):
         self._require_choice("document_mask")
         if self.document_mask == "on" and getattr(self.model, "attention", "sdpa") == "flex":
             raise ValueError("document_mask=on needs model.attention=sdpa, and it is flex: drop one (or say off)")
+        if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
+            raise ValueError(f"keep_every={self.keep_every} must be a multiple of checkpoint_every="
+                             f"{self.checkpoint_every}, of whose steps there are checkpoints")  # fmt: skip
         self._validate_length()
         self._validate_mesh()
         self._validate_optimizer()
@@ -319,15 +324,11 @@ class TrainConfig(StepOptions, _Training):
     def _validate_pipeline(self, spec: MeshSpec) -> None:
         if spec.pp == 1:
             return
-        check_schedule(self.pipeline_schedule, spec.pp, self.accumulate)
+        schedule, blocks = self.pipeline_schedule, self.model.n_layers
+        check_schedule(schedule, spec.pp, self.accumulate)
+        check_blocks(blocks, spec.pp, schedule)
         if self.stage_starts is not None:
-            check_split(
-                self.stage_starts,
-                self.model.n_layers,
-                spec.pp * SCHEDULES[self.pipeline_schedule].chunks,
-                self.pipeline_schedule,
-                spec.pp,
-            )
+            check_split(self.stage_starts, blocks, spec.pp * SCHEDULES[schedule].chunks, schedule, spec.pp)
         refused = {
             "verify": (self.verify, "compares with eager, which runs whole models"),
             "any_length": (self.any_length, "compiles whole steps"),
@@ -416,7 +417,7 @@ class TrainConfig(StepOptions, _Training):
         """The configuration as a JSON object, paths as they were given; ``model.family`` names the family of models."""
         values = dataclasses.asdict(self)
         values["model"] = {"family": family_of(self.model).name} | values["model"]
-        return json.dumps(values, indent=2, default=_path_text, allow_nan=False) + "\n"
+        return json.dumps(values, indent=2, default=os.fspath, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "TrainConfig":
@@ -442,9 +443,3 @@ def parse_steps(text: str) -> tuple[int, int]:
         least = PLAIN_STEP + 1
         raise ValueError(f"profile={text} is no range of steps from {least} on: write 10:13 for 10, 11 and 12")
     return first, end
-
-
-def _path_text(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"no JSON form for {value!r}")

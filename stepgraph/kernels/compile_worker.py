@@ -16,11 +16,13 @@ from stepgraph import compat
 
 
 class Request(NamedTuple):
-    """Compile ``sources`` for ``target``, a ``GPUTarget``, into the folder ``cache``."""
+    """Compile ``sources`` for ``target``, a ``GPUTarget``, into the folder ``cache``. ``launchers``: and what calls
+    them, which is linked with the GPU's driver."""
 
     cache: str
     target: Any
     sources: list[compat.TritonSource]
+    launchers: bool
 
 
 def main() -> int:
@@ -30,17 +32,19 @@ def main() -> int:
     except EOFError:  # the one who asks is gone
         return 0
     os.environ["TRITON_CACHE_DIR"] = request.cache
-    jobs = [(source, request.target) for source in request.sources]
+    jobs = [(source, request.target, request.launchers) for source in request.sources]
     with multiprocessing.get_context("fork").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
         for name, error in pool.imap_unordered(_compiled, jobs):
             print(json.dumps([name, error]), flush=True)
     return 0
 
 
-def _compiled(job: tuple[compat.TritonSource, Any]) -> tuple[str, str | None]:
-    source, target = job
+def _compiled(job: tuple[compat.TritonSource, Any, bool]) -> tuple[str, str | None]:
+    source, target, launchers = job
     try:
-        compat.triton_compiled(source, target)
+        compiled = compat.triton_compiled(source, target)
+        if launchers:
+            compat.build_triton_launcher(compiled)
     except Exception as failure:
         lines = str(failure).strip().splitlines() or [""]
         return source.function[1], f"{type(failure).__name__}: {lines[-1]}"

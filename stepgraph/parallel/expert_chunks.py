@@ -21,7 +21,7 @@ class ChunkedExchange:
     """``whole`` for each of ``chunks`` parts of the tokens. What the experts get and give is a tuple of parts."""
 
     def __init__(self, whole: ExpertExchange, chunks: int):
-        self.whole, self.chunks = whole, chunks
+        self.whole, self.chunks, self.capacity = whole, chunks, whole.capacity
 
     def dispatch(self, x: torch.Tensor, chosen: torch.Tensor, n_experts: int) -> tuple[Parts, Parts, tuple[Any, ...]]:
         """`ExpertExchange.dispatch` of each part of ``x`` (N, D) and ``chosen`` (N, K): rows, ends and states."""

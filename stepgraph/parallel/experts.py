@@ -13,6 +13,7 @@ in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe.exchang
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,11 @@ class Capacity:
             raise ValueError(f"expert_capacity={multiple} must be above 0: 2.0 makes room for twice the balanced load")
         self.multiple = multiple
 
-    def grow(self, level: float) -> None:
-        """Double until ``level`` times the present multiple is reached."""
-        while level > 1:
-            self.multiple, level = self.multiple * 2, level / 2
+    def grow(self, multiple: float, level: float) -> None:
+        """Double until ``level`` times ``multiple`` is reached: that of a capture's time, which may be smaller than the
+        present one."""
+        while self.multiple < multiple * level:
+            self.multiple *= 2
 
     def rows(self, tokens: int, slots: int, here: int, ranks: int) -> int:
         """For ``tokens`` of ``slots`` experts each, over ``ranks`` that have ``here`` experts each; at most what can
@@ -106,7 +108,7 @@ class ExpertExchange:
         room = self.capacity.rows(tokens, slots, here, self.ranks)
         if conditions.collecting():
             level = self.capacity.level(needed, tokens, slots, here, self.ranks)
-            conditions.require("expert_capacity", level, self.capacity.grow)
+            conditions.require("expert_capacity", level, partial(self.capacity.grow, self.capacity.multiple))
             return room
         needed = needed.clone()
         dist.all_reduce(needed, dist.ReduceOp.MAX, group=self.group)
@@ -166,6 +168,11 @@ def expert_splits(shape: torch.Size, axes: Axes) -> list[tuple[str, int]]:
         even = len(shape) < 2 or shape[0] // axes.sizes["ep"] % shards == 0
         splits.append(("ep_shard", 0 if even else 1))
     return splits
+
+
+def capacity_of(model: nn.Module) -> Capacity:
+    """The capacity that all layers of experts of ``model`` share, which is parallel with ``ep``."""
+    return next(layer.exchange.capacity for _, layer in expert_layers(model))
 
 
 def exchange_over(model: nn.Module, axes: Axes, multiple: float) -> None:

@@ -26,6 +26,7 @@ import stepgraph.passes.compile.tag
 import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
 import stepgraph.passes.matmul.fp8
+import stepgraph.passes.matmul.fuse_casts
 import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.moe.experts
@@ -54,6 +55,7 @@ ORDER = (
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
+    "fuse_casts",  # numerics: casts to fp8 in the kernel before
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
     "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor

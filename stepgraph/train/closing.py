@@ -47,7 +47,8 @@ def _close(run: Any, status: str, error: str | None) -> None:
             f"done: {run.step} steps in {format_seconds(summary.wall_s)}; validation loss {run.val_loss:.4f} "
             f"nats, {below} the unigram entropy {run.unigram:.4f}"
         )
-    run.say(f"records in {run.folder.path} (summary.json, loss.png, metrics.jsonl, tb/)")
+    names = [name for name in ("summary.json", "loss.png", "metrics.jsonl", "tb/") if (run.folder.path / name).exists()]
+    run.say(f"records in {run.folder.path} ({', '.join(names)})" if names else f"no records in {run.folder.path}")
 
 
 def summarize(run: Any, status: str, error: str | None) -> Summary:

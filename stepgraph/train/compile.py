@@ -18,6 +18,7 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS_PER_NODE
 from stepgraph.run.saved.store import Outcome
 from stepgraph.train.data import open_parts
+from stepgraph.train.data.formats import STREAMED, WHOLE
 from stepgraph.train.start import with_document_mask
 
 _print = partial(print, flush=True)
@@ -45,8 +46,10 @@ def main(config: TrainConfig) -> int:
 
 
 def is_chat(config: TrainConfig) -> bool:
-    """Whether the data is conversations, whose steps read more of a batch; only JSON lines hold these."""
-    return ".jsonl" in config.data and open_parts(config.data, config.text_field)[0].source.chat
+    """Whether the data is conversations, whose steps read more of a batch. A data set is not fetched to find out where
+    the tokenizer, of bytes, has no template for these."""
+    forms = (".jsonl", ".parquet") + (() if config.tokenizer == "bytes" else (WHOLE, STREAMED))
+    return any(form in config.data for form in forms) and open_parts(config.data, config.text_field)[0].source.chat
 
 
 def _rank(_: int, rank: int, config: TrainConfig, chat: bool) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from stepgraph.config.command_line import parse
 from stepgraph.config.hf_weights import save_hf
+from stepgraph.config.train import TrainConfig
 from stepgraph.models import FAMILIES, family_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
@@ -44,7 +45,10 @@ def main(argv: list[str]) -> int:
     check_export(options.out)
     TokenizerFiles(config.tokenizer)
     model, step = load_trained(run, config)
-    export(model, options.out, config.tokenizer)
+    try:
+        export(model, options.out, config.tokenizer)
+    except OSError as error:
+        raise ValueError(f"the export failed: {error}") from error
     print(f"model of step {step} and its tokenizer for Hugging Face in {options.out}")
     return 0
 
@@ -73,3 +77,13 @@ def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
     files = TokenizerFiles(tokenizer)
     Ranks().first(lambda: files.write(folder))
     save_hf(model, folder, tokens={"bos_token_id": files.bos_id, "eos_token_id": files.eos_id})
+
+
+def export_saved(model: nn.Module, config: TrainConfig, run: Path, step: int) -> None:
+    """`export` at the end of ``run``, whose checkpoint of ``step`` is written: OSError says how to do without it."""
+    try:
+        export(model, config.export_hf, config.tokenizer)
+    except OSError as error:
+        raise OSError(
+            f"the export failed: {error}; step {step} is saved: stepgraph export {run} --out FOLDER"
+        ) from error

@@ -1,6 +1,7 @@
 """``stepgraph train --nproc N``: starts ranks on this machine as torchrun does."""
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
     If one fails, the others are ended and all start again, at most ``max_restarts`` times. The error names the rank
     whose failure was the last.
     """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it is told in one line below
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     os.environ[LAUNCHER] = str(os.getpid())
     # This process and the ranks share the store, and the agent, which runs in this process too, its server.

@@ -55,6 +55,8 @@ class SampleOptions:
             raise ValueError(f"temperature={self.temperature} must be 0 or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
+        if abs(self.seed) >= 1 << 63:
+            raise ValueError(f"seed={self.seed} must be below 2^63")
 
 
 def main(argv: list[str]) -> int:
@@ -147,6 +149,10 @@ class Writer:
 
     def prompt(self, text: str) -> list[int]:
         """The tokens before those that the model writes. A document begins, as in training, behind an end of text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not UTF-8 ({error.reason}): write it as UTF-8") from error
         if isinstance(self.tokenizer, ChatTokenizer):
             return self.tokenizer.prompt([{"role": "user", "content": text}])
         return [self.tokenizer.eos_id, *self.tokenizer.encode(text).tolist()]

@@ -10,7 +10,8 @@ from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.checkpoint.background import BackgroundSaves
-from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_state, resolve
+from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_states, resolve
+from stepgraph.train.data import joined_states
 
 
 class Saving:
@@ -36,7 +37,7 @@ class Saving:
             self.checkpointer.load(path, state)
         else:
             self.checkpointer.load(path, {k: v for k, v in state.items() if k != "loader"}, rng=False)
-            state["loader"].load_state_dict(loader_state(path))
+            self.ranks.each(lambda: state["loader"].load_state_dict(joined_states(loader_states(path))))
         for group, given in zip(build.param_groups(state["optimizer"]), options, strict=True):
             group.update(given)  # --weight-decay and the like may be changed on --resume
 

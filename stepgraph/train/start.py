@@ -1,7 +1,6 @@
 """Before a run begins: its folder, its data, and what it says of its options."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,15 +12,17 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.data import (
     DataBundle,
+    Loader,
     MixedLoader,
-    PackedLoader,
     Part,
     default_folder,
     open_data,
+    open_loader,
     open_validation,
     require_one_kind,
     validation_batches,
 )
+from stepgraph.train.records.files import is_finished
 from stepgraph.train.records.folder import require_unused
 from stepgraph.train.validation import ValidationSet
 
@@ -45,8 +46,7 @@ def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
 
 def require_work(config: TrainConfig, step: int) -> None:
     """Raise ``ValueError`` where a resumed run has no more steps to do, nor records or an export to write."""
-    summary = config.resumed_run / "summary.json"
-    finished = summary.exists() and json.loads(summary.read_text())["status"] == "finished"
+    finished = is_finished(config.resumed_run / "summary.json")
     if step > config.steps or (step == config.steps and finished and config.export_hf is None):
         raise ValueError(
             f"nothing is left to do: {config.resume} has {step} of {config.steps} steps; give more with --steps"
@@ -71,7 +71,7 @@ def with_document_mask(config: TrainConfig, chat: bool) -> TrainConfig:
 
 def open_batches(
     config: TrainConfig, data: DataBundle, mesh: parallel.Mesh | None
-) -> tuple[PackedLoader | MixedLoader, list[ValidationSet]]:
+) -> tuple[Loader, list[ValidationSet]]:
     """What this rank trains on and what it validates on; ranks that differ in tp, ep or pp alone read the same."""
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "positions": config.document_mask == "on"}
     if mesh is not None:
@@ -87,7 +87,7 @@ def open_batches(
     sizes |= {"seed": config.seed, "cache": config.data_cache or default_folder()}
     if data.parts:
         return MixedLoader(list(data.parts), data.tokenizer, **sizes), validation
-    return PackedLoader(data.source, data.tokenizer, **sizes), validation
+    return open_loader(data.source, data.tokenizer, **sizes), validation
 
 
 def options_lines(config: TrainConfig, *, resumed: bool) -> str:

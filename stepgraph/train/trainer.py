@@ -23,17 +23,18 @@ from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
+from stepgraph.parallel.experts import capacity_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.run.program import Waits
 from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.closing import close
-from stepgraph.train.export import check_export, export
+from stepgraph.train.export import check_export, export_saved
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import memory_advice
 from stepgraph.train.faults.signals import StopSignals
-from stepgraph.train.faults.sound import SoundFailures, StoppedError
+from stepgraph.train.faults.sound import OUTPUT, SoundFailures, StoppedError
 from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder
@@ -127,7 +128,7 @@ class Run:
         self.chat = data.source.chat
         self.loader, batches = start.open_batches(config, data, mesh)
         self.unigram = self.ranks.first(data.unigram_entropy)
-        self.loader.tokens.start()  # from here on, only its thread reads the source
+        self.loader.tokens.start(self.say)  # from here on, only its thread reads the source
 
         self.model = build.build_model(config, device, mesh)
         self.optimizer = build.build_optimizer(config, self.model)
@@ -226,7 +227,7 @@ class Run:
             if self.failures.first:
                 raise StoppedError(f"{self.failures.first}; step {self.step} is saved: --resume {self.folder.path}")
             if finished and self.config.export_hf is not None:
-                export(self.model, self.config.export_hf, self.config.tokenizer)
+                export_saved(self.model, self.config, self.folder.path, self.step)
                 self.say(f"weights and tokenizer for Hugging Face in {self.config.export_hf}")
             status = "finished" if finished else "interrupted"
         except (NotFiniteError, NotExactError, StoppedError, OSError) as failure:
@@ -304,7 +305,7 @@ class Run:
                 if validate:
                     loss = self._validate()
                     sample = self.samples.after(self.step)
-                    with self.failures.noted():
+                    with self.failures.noted(what=OUTPUT):
                         progress.note(f"step {self.step} | val_loss {loss:.4f}")
                         if sample is not None:
                             progress.note(f"step {self.step} | sample {config.sample_prompt + sample!r}")
@@ -317,8 +318,7 @@ class Run:
                 self._finish(launched, progress)
             if self.step < config.steps:
                 why = self.signals.received or self.failures.first or "a signal to another rank, or its failure"
-                note = f"{why}: stopping after step {self.step}; continue with --resume {self.folder.path}"
-                self.say(note)
+                self.say(f"{why}: stopping after step {self.step}; continue with --resume {self.folder.path}")
         if self.captured.pipeline is not None:
             self.watch.at("the share of bubbles", limited=False)
             self.say(self.bubble.measure(self.ranks, self.captured))
@@ -328,9 +328,10 @@ class Run:
         """Whether a signal or a failure reached any rank: all must stop after the same step, or one would wait for
         ever."""
         began = time.perf_counter()
-        with self.failures.noted(ValueError):
+        with self.failures.noted():
             for line in self.saving.written():
                 self.say(line)
+        with self.failures.noted(ValueError, what="the data cannot be read"):
             self.loader.ready()
         self.waited_s = time.perf_counter() - began
         received = self.signals.received is not None or self.failures.first is not None
@@ -370,7 +371,13 @@ class Run:
         now = time.perf_counter()
         step_ms, self.last_time = (now - self.last_time) * 1e3, now
         self.finished += 1
-        self.repeated_steps += int(launched.metrics.get("repeated", 0))
+        if repeats := int(launched.metrics.get("repeated", 0)):
+            self.repeated_steps += repeats
+            room = capacity_of(self.model).multiple
+            with self.failures.noted():
+                progress.note(
+                    f"step {step} repeated with larger buffers for experts; --expert-capacity {room:g} has them"
+                )
         if not self.finite.accepts(step, loss, grad_norm, launched.batch):
             with self.failures.noted():
                 progress.note(f"step {step} left out: its loss is {loss}, its gradient norm {grad_norm}")
@@ -397,6 +404,7 @@ class Run:
             rest = {"lr": launched.lr, "tokens": launched.tokens, "data_ms": launched.data_ms}
             with self.failures.noted():
                 self.folder.log(step, **record, **repeated, **rest)
+            with self.failures.noted(what=OUTPUT):
                 progress.update(step, **record)
 
     def _show(self) -> None:
@@ -428,8 +436,8 @@ class Run:
         """Say it once where the data was rewritten in place: a resumed run would not find the rows of this one."""
         if self.speaks and not self.rewritten and self.loader.tokens.rewritten():
             self.rewritten = True
-            self.say(f"warning: {self.config.data} was written to since the run began, which goes on with the tokens "
-                     "of then; without a copy of the old data it cannot be resumed")  # fmt: skip
+            self.say(f"warning: {self.config.data} was written to since the run began: without a copy of the "
+                     "old data it cannot be resumed")  # fmt: skip
 
     @property
     def compile_s(self) -> float | None:

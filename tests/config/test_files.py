@@ -1,5 +1,7 @@
 """``--config``: options from a file, with the command line on top."""
 
+import dataclasses
+
 import pytest
 
 from stepgraph.cli import parse_train
@@ -29,6 +31,25 @@ def test_a_toml_file_lies_between_its_preset_and_the_command_line(tmp_path):
     assert parse_train(["llama3-1b", f"--config={file}"]).preset == "llama3-1b"
 
 
+def test_a_table_in_the_models_changes_what_it_names(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "deepseek-v3-debug"\n[model.moe]\nn-experts = 8\n')
+    preset, moe = PRESETS["deepseek-v3-debug"]().model.moe, parse_train(["--config", str(file)]).model.moe
+    assert moe == dataclasses.replace(preset, n_experts=8)
+
+
+def test_the_warm_up_of_a_preset_gives_way_to_a_short_run_and_that_of_a_file_does_not(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "llama3-1b"\nsteps = 40\n')
+    assert parse_train(["--config", str(file)]).warmup_steps == 4
+    assert parse_train(["--config", str(file), "--steps", "20"]).warmup_steps == 2
+    (tmp_path / "config.json").write_text(parse_train(["llama3-1b"]).to_json())
+    assert parse_train(["--config", str(tmp_path / "config.json"), "--steps", "20"]).warmup_steps == 2
+    file.write_text('preset = "llama3-1b"\nwarmup_steps = 30\n')
+    with pytest.raises(ValueError, match="warmup_steps=30 must be below steps=20"):
+        parse_train(["--config", str(file), "--steps", "20"])
+
+
 def test_the_config_of_a_run_starts_another_one_like_it(tmp_path):
     first = parse_train(["deepseek-v3-debug", "--steps", "77", "--out", "there", "--model.n-layers", "3"])
     (tmp_path / "config.json").write_text(first.to_json())
@@ -44,7 +65,18 @@ def test_the_config_of_a_run_starts_another_one_like_it(tmp_path):
         ("a.toml", "steps = ", "--config .*a.toml cannot be read: "),
         ("a.toml", "preset = 'golv'", "--config .*a.toml: unknown preset 'golv': did you mean 'golf'"),
         ("a.toml", "model = 3", "--config .*a.toml: model=3 must be a table"),
-        ("a.toml", "data = 2020-01-01", "--config .*a.toml: "),
+        ("a.toml", "data = 2020-01-01", "--config .*a.toml: 2020-01-01 is a date, which no option is: write text in"),
+        ("a.toml", "preset = ['golf']", r"--config .*a.toml: preset=\['golf'\] must be a name in quotes"),
+        ("a.toml", "lr = 1\nbatch-size = 2\nbatch_size = 3", "--config .*a.toml: batch_size is given twice"),
+        ("a.toml", "schedule = 'cos'", "schedule='cos' in a run's configuration must be one of cosine, wsd, constant"),
+        ("a.toml", "betas = [0.9]", r"betas=\[0.9\] in a run's configuration must be a list of 2"),
+        ("a.toml", "data = ['a.txt', 'b.txt']", "data=.* in a run's configuration must be str"),
+        (
+            "a.toml",
+            "[model]\nfamily = 'golf'",
+            "the model of a run lacks dim, .*: give all of it, or use the stepgraph",
+        ),
+        ("a.toml", "preset = 'llama3-1b'\nsteps = 12\nwarmup_steps = 12", "warmup_steps=12 must be below steps=12"),
         ("a.json", "[]", "--config .*a.json must hold an object"),
         ("a.yaml", "steps: 3", r"--config .*a.yaml must be FILE.toml, or the config.json of a run"),
     ],
@@ -62,6 +94,7 @@ def test_what_does_not_go_together_is_one_line(tmp_path):
         (["llama3-1b", "--config", str(tmp_path / "a.toml")], "is of preset 'golf', not 'llama3-1b': leave PRESET out"),
         (["--config", "none.toml"], "cannot read --config none.toml: No such file"),
         (["--config"], "--config lacks its value"),
+        (["--config", str(tmp_path / "a.toml"), "--config=b.toml"], "--config is given twice"),
         (
             ["--config", str(tmp_path / "a.toml"), "--resume", "x"],
             "--resume x has the options of its run: drop --config",

@@ -75,6 +75,7 @@ def _check(text, tied, all_forms=True):
         pytest.param("hsdp=2x2", 4, False, True, marks=pytest.mark.long),
         ("fsdp=2,tp=2", 4, False, False),
         pytest.param("fsdp=2,tp=2", 4, False, True, marks=pytest.mark.long),
+        pytest.param("ddp=2,tp=2", 4, False, True, marks=pytest.mark.long),
     ],
 )
 def test_bitwise(text, world, tied, all_forms):
@@ -142,6 +143,17 @@ def test_two_dtypes_and_tensor_parallelism(graph):
     assert counts(step)["gather", "backward"] == counts(plain)["gather", "backward"]
     assert counts(step)["reduce", "backward"] == LAYERS + 1
     assert counts(step)["scatter", "backward"] == LAYERS + 2 + norms
+
+
+@pytest.mark.parametrize("delay", (0, 1, 2))
+def test_gradients_that_are_reduced_twice(graph, delay):
+    """Of norm weights: over tp, then over ddp. Neither bucket waits for what the other makes."""
+    step = graph("ddp=2,tp=2", passes(delay=delay))
+    step.graph.lint()
+    # Over tp of the blocks' pairs of norms and the last norm alone; over ddp of matrices, and again of norms.
+    assert counts(step)["reduce", "backward"] == (LAYERS + 1) + (LAYERS + 2) + (LAYERS + 1)
+    reduced = [c for c in collectives.reductions(step) if c.node.args[1] == "avg"]
+    assert len(reduced) == 2 * LAYERS + 3
 
 
 def test_sums_of_more_than_two_ranks(graph):

@@ -15,7 +15,7 @@ from stepgraph.graph.collectives import ALL_REDUCE, group_of
 from stepgraph.graph.facts import upstream
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.parallel import next_token_loss
-from stepgraph.parallel.experts import expert_layers
+from stepgraph.parallel.experts import capacity_of
 from stepgraph.run import PipelinedLoss
 from tests.distributed.ranks import global_batch, in_fake_world, make_mesh, on_ranks, own_batch
 from tests.distributed.test_pipeline import CLIP, EXPERTS, alone_model, pipelined
@@ -41,10 +41,6 @@ def captured(mesh, model, n=N):
         accumulate=n,
         passes="exact",
     )
-
-
-def capacity_of(model):
-    return next(layer.exchange.capacity for _, layer in expert_layers(model))
 
 
 def check():

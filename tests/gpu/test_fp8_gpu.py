@@ -8,7 +8,7 @@ import torch
 
 import stepgraph
 from stepgraph.bench.norm.timing import copy_gbps, graph_ms
-from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product
+from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product, swiglu_cast_rows
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured
 from tests.passes.matmul.eager_fp8 import swap
@@ -83,6 +83,25 @@ def test_casts_repeat_themselves():
         )
 
 
+@hopper
+@pytest.mark.parametrize("shape", [(3, 48), (2, 5, 256), (1000, 14336), (7, 20000)], ids=str)
+def test_swiglu_with_its_cast_is_swiglu_then_cast(shape):
+    """The product is eager's but for the last place of some silu, by another exponential; its cast has every bit."""
+    torch.manual_seed(0)
+    both = 4 * torch.randn(*shape[:-1], 2 * shape[-1], device=DEVICE).to(BF16)
+    for gate, up in (both.chunk(2, -1), [half.contiguous() for half in both.chunk(2, -1)]):
+        y, q, scale = swiglu_cast_rows(gate, up, E4M3, True)
+        right = torch.nn.functional.silu(gate) * up
+        assert y.shape == right.shape and y.is_contiguous()
+        torch.testing.assert_close(y, right, rtol=2**-6, atol=1e-30)
+        assert (y == right).float().mean() > 0.99
+        apart = cast_scaled_rows(y.view(-1, shape[-1]), E4M3, True, False)[:2]
+        nothing, *alone = swiglu_cast_rows(gate, up, E4M3, False)
+        assert nothing.shape == (0,)
+        for found in ((q, scale), alone):
+            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, apart, strict=True))
+
+
 # Products
 
 
@@ -154,6 +173,7 @@ def test_gradients_are_those_of_eager_fp8_layers(recipe, inductor):
     step = stepgraph.capture(model, next_token_loss, batch, passes=passes(recipe, inductor=inductor))
     loss = step(batch)
     assert report_of(step, "fp8_matmul").changed == 21
+    assert report_of(step, "fuse_casts").changed == (3 if recipe == RECIPES[2] else 0)
     torch.testing.assert_close(loss, next_token_loss(eager, batch).detach().float(), rtol=3e-3, atol=0)
     by_name, in_bf16 = dict(eager.named_parameters()), dict(plain.named_parameters())
     for name, p in model.named_parameters():
@@ -191,7 +211,7 @@ def test_training_is_one_cuda_graph_and_repeats_itself(recipe, memory):
 @pytest.mark.parametrize("shape", [(16384, 2048), (16384, 8192), (8192, 4096), (8192, 14336), (8192, 2048)], ids=str)
 def test_casts_are_near_the_speed_of_a_copy(shape, capsys):
     """By graph replay: bytes that a cast must move over the time that it takes, beside a copy's."""
-    x = torch.randn(shape, device=DEVICE).to(BF16)
+    x, up = (torch.randn(shape, device=DEVICE).to(BF16) for _ in range(2))
     amax, n = amax_of(x), x.numel()
     calls = {
         "one scale, rows": (3 * n, lambda: cast_scaled(x, amax, E4M3, True, False)),
@@ -199,6 +219,8 @@ def test_casts_are_near_the_speed_of_a_copy(shape, capsys):
         "rows": (3 * n, lambda: cast_scaled_rows(x, E4M3, True, False)),
         "rows and columns": (6 * n, lambda: cast_scaled_rows(x, E4M3, True, True)),
         "columns": (5 * n, lambda: cast_scaled_rows(x, E4M3, False, True)),
+        "rows, with SwiGLU": (7 * n, lambda: swiglu_cast_rows(x, up, E4M3, True)),
+        "rows, with SwiGLU alone": (5 * n, lambda: swiglu_cast_rows(x, up, E4M3, False)),
     }
     copied = copy_gbps(torch.device(DEVICE))
     flush = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)

@@ -9,9 +9,11 @@ from rich.console import Console
 from stepgraph import cli
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS, GROUPED_REACHED
+from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.forecast.command import show
 from stepgraph.inspect.forecast.forecast import forecast
-from stepgraph.inspect.forecast.pipeline import forecast_pipeline
+from stepgraph.inspect.forecast.pipeline import forecast_pipeline, simulated_stage
+from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
 from tests.models.moe_models import DEEPSEEK
 
 #: One layer with experts, 16 of which a token chooses 2, on 4 ranks with 4 each.
@@ -95,6 +97,30 @@ def test_imbalance_takes_room_and_time_of_the_stages_with_experts(stages):
     more = {kind: s - roomy[experts].seconds[kind] for kind, s in busy[experts].seconds.items()}
     assert more["forward"] == pytest.approx(added, rel=0.1)
     assert more["backward"] == pytest.approx(2 * added, rel=0.1)
+    # All of it in the region `compute`, which the forecast of each stage tells apart.
+    assert not any(region for region, _ in busy[dense].regions)
+    assert busy[experts].regions["dispatch", "forward"] == roomy[experts].regions["dispatch", "forward"] > 0
+    for phase, times in (("forward", 1), ("backward", 2)):
+        time_s = busy[experts].regions["compute", phase] - roomy[experts].regions["compute", phase]
+        assert time_s == pytest.approx(times * added, rel=0.1)
+    show_pipeline(loaded, console := Console(width=200, record=True))
+    assert "stage 1, the slowest" in console.export_text()
+    rows = loaded.to_json()["schedules"]["1f1b"]["stages"][experts]["regions"]
+    found = {(row["region"], row["phase"]): row["compute_s"] for row in rows}
+    assert found == busy[experts].regions and {"compute", "combine", ""} < {region for region, _ in found}
+
+
+def test_the_page_of_a_stage_costs_what_the_forecast_does():
+    """Backward's products too, whose tokens were routed in another graph."""
+    chosen = dataclasses.replace(
+        config(mesh="pp=2,fsdp=4,ep=4", pipeline="zero-bubble", accumulate=2, batch_size=1, passes="exact"),
+        model=dataclasses.replace(MODEL, n_dense_layers=0),
+    )
+    with simulated_stage(chosen, GPUS["h200"]) as (program, groups, costs):
+        account = account_of(program, chosen, GPUS["h200"], groups, device=None, stages=costs)
+    found = {graph["name"]: graph["step_ns"] for graph in account["graphs"]}
+    for kind in ("forward", "backward_input", "backward_weight"):
+        assert found[f"{kind}.0"] == pytest.approx(1e9 * costs[0].seconds[kind], rel=1e-3), kind
 
 
 @pytest.mark.parametrize(

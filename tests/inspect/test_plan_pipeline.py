@@ -11,9 +11,11 @@ from stepgraph import cli
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS
 from stepgraph.inspect.forecast import pipeline
+from stepgraph.inspect.forecast.forecast import microbatches
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline
 from stepgraph.inspect.forecast.plot import schedule_figure
-from stepgraph.parallel.pipeline import SCHEDULES
+from stepgraph.parallel import MeshSpec
+from stepgraph.parallel.pipeline import SCHEDULES, check_schedule
 from tests.distributed.ranks import TINY
 
 FOUR = dataclasses.replace(TINY, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=128, vocab_size=256, n_layers=4)
@@ -117,6 +119,17 @@ def test_the_command_and_its_json(tmp_path, capsys):
     assert max(end for *_, end in spans) == pytest.approx(
         found["schedules"]["zbv"]["step_s"] - found["schedules"]["zbv"]["update_s"]
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "mesh", "preset", "expected"),
+    [(3, "pp=8", 1, 3), (None, None, 1, 1), (None, "fsdp=8", 4, 4), (None, "pp=8", 8, 8), (None, "pp=8,tp=2", 7, 16)],
+)
+def test_without_a_number_there_are_microbatches_for_every_schedule(given, mesh, preset, expected):
+    assert microbatches(given, mesh, TrainConfig(accumulate=preset)) == expected
+    if mesh is not None and given is None and expected != preset:
+        for name in SCHEDULES:
+            check_schedule(name, MeshSpec.parse(mesh).pp, expected)
 
 
 def test_a_pipeline_without_pp_is_refused(capsys):

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import pkgutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from triton.runtime import driver
 
 import stepgraph.kernels
 from stepgraph import compat
-from stepgraph.kernels import ahead
+from stepgraph.kernels import ahead, compile_worker
 from stepgraph.kernels.norm.triton import pair, plans, single, workspace
 from stepgraph.kernels.norm.triton.select import Hardware
 from stepgraph.passes.compile import ahead as beside
@@ -80,6 +81,7 @@ def examples(t):
     yield "cast_scaled", (t(512, 1024), t(dtype=FP32), FP8, True, True)
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, True)
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, False)
+    yield "swiglu_cast_rows", (t(8, 64, 1024), t(8, 64, 1024), FP8, True)
     yield "sort_by_expert", (t(512, 4, dtype=I64), 16)
     places, order = t(512, 4, dtype=I32), t(2048, dtype=I32)
     yield "gather_rows", (t(512, 1024), places, order, 2048)
@@ -88,20 +90,36 @@ def examples(t):
     yield "grouped_mm", (t(2048, 1024), t(16, 1024, 768), t(16, dtype=I32))
 
 
-def kernels_of(package):
-    """(module, name) of every Triton kernel in ``package`` that is launched: those named so."""
+def triton_functions(package):
+    """((module, name), function) of every Triton function in ``package``."""
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if ".comm" in info.name or ".attention" in info.name:  # several GPUs; another library's kernels
             continue
         for name, value in vars(importlib.import_module(info.name)).items():
-            if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel") and value.fn.__name__ == name:
-                yield value.fn.__module__, name
+            if isinstance(value, triton.runtime.JITFunction) and value.fn.__module__ == info.name:
+                yield (info.name, name), value
+
+
+def is_kernel(name):
+    """Whether a Triton function is launched: those named so."""
+    return name.endswith("_kernel")
 
 
 def test_every_kernel_is_found(make):
     found = {s.function for operator, args in examples(make) for s in ahead.sources_of(operator, args)}
-    assert found == set(kernels_of(stepgraph.kernels))
+    assert found == {at for at, _ in triton_functions(stepgraph.kernels) if is_kernel(at[1])}
     assert {operator for operator, _ in examples(make)} == set(ahead.LAUNCHING)
+
+
+def test_only_kernels_read_constants_of_their_module():
+    """Up to Triton 3.7 a constant that a function reads is part of its caller's key only if the function's key was
+    asked for before: what one process compiled, another, or the same in another order, does not find. Functions take
+    constants as arguments."""
+    functions = list(triton_functions(stepgraph.kernels))
+    for _, function in functions:
+        assert function.cache_key
+    read = {at: [name for name, _ in f.used_global_vals] for at, f in functions if not is_kernel(at[1])}
+    assert read and not any(read.values()), {at: names for at, names in read.items() if names}
 
 
 def test_nothing_stays_behind(make, monkeypatch):
@@ -165,6 +183,18 @@ def test_what_is_compiled_ahead_is_found_on_disk(make, monkeypatch, tmp_path):
     assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == []
 
 
+@pytest.mark.parametrize("launchers", [True, False])
+def test_what_calls_a_kernel_is_built_too(monkeypatch, launchers):
+    """Triton 3.6 compiles C for each kernel. Without a GPU's driver there is nothing to link that with."""
+    compiled, built = SimpleNamespace(src="source", metadata="metadata"), []
+    nvidia = SimpleNamespace(make_launcher=None, CudaLauncher=lambda *given: built.append(given))
+    monkeypatch.setattr(compat, "triton_compiled", lambda source, target: compiled)
+    monkeypatch.setattr(importlib.import_module("triton.backends.nvidia"), "driver", nvidia)
+    source = compat.TritonSource(("module", "kernel"), {}, {}, {}, {})
+    assert compile_worker._compiled((source, H100, launchers)) == ("kernel", None)
+    assert built == [("source", "metadata")] * launchers
+
+
 def test_what_fails_is_a_line_of_the_report(make, monkeypatch, tmp_path):
     """An operator whose launches are not found, and a kernel that does not compile."""
 
@@ -207,7 +237,7 @@ def test_a_process_that_dies_is_a_line_of_the_report(make, monkeypatch, tmp_path
 def test_what_is_compiled_under_another_key_is_a_line_of_the_report(make, monkeypatch, tmp_path):
     program_that(tmp_path, monkeypatch, "cat > /dev/null", """echo '["add_slots_kernel", null]'""")
     running = beside.Ahead([graph_of(make, column_sum(make))])
-    assert running.finish() == ["not compiled ahead: 1 of our own kernels: this process has another key for them"]
+    assert running.finish() == ["not compiled ahead: add_slots_kernel: this process has another key for it"]
 
 
 def test_a_graph_without_our_kernels_starts_nothing(make, monkeypatch):

@@ -1,6 +1,7 @@
 """Errors that leave the weights sound: the run saves, ends with one line, and goes on bitwise when it is resumed."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def expected(trainer, tmp_path_factory):
 @pytest.mark.parametrize(
     ("do", "says", "records"),
     [
-        (full, "[Errno 28] No space left on device", False),
+        (full, "the records cannot be written ([Errno 28] No space left on device)", False),
         (gone, str(None), False),
         (nobody_reads, "the reader of this output is gone", True),
         (refuses, "[Errno 13] Permission denied", False),
@@ -120,7 +121,10 @@ def test_data_rewritten_in_place_is_told_once_and_never_trained_on(trainer, expe
     assert out.count("corpus.txt was written to since the run began") == 1
     assert trainer.metrics(tmp_path / "run", "loss") == trainer.metrics(expected, "loss")
     assert trainer.resume(tmp_path / "run", "--steps", 9) == 2
-    assert "the saved data position has data=" in capsys.readouterr().err
+    assert (
+        "the saved data position is of another --data, or of what was there then: resume with the same"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--lrr", "1"]])
@@ -134,3 +138,34 @@ def test_a_command_whose_reader_is_gone_ends_silently(words):
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_an_output_without_room_or_without_a_stream_is_no_traceback():
+    def ended(redirect, *words):
+        line = shlex.join([sys.executable, "-m", "stepgraph", *words])
+        return subprocess.run(f"{line} {redirect}", shell=True, capture_output=True, text=True, check=False)
+
+    full = ended(">/dev/full", "--help")
+    assert (full.returncode, full.stderr) == (1, "error: the output cannot be written: No space left on device\n")
+    for redirect in (">&-", ">&- 2>&- <&-"):
+        assert (closed := ended(redirect, "--help")).returncode == 0 and not closed.stderr
+    assert ended(">&-", "trian").stderr == "error: unknown command 'trian': did you mean 'train'?\n"
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_stream_that_is_closed_at_the_start_takes_no_others_number(number, tmp_path):
+    """Else what libraries print would go to the first file that is opened."""
+    code = f"""
+import os, sys
+from stepgraph import cli
+cli._dispatch = lambda words: os.write(2 if {number} == 2 else 1, b"said") and 0
+os.close({number})
+setattr(sys, ("stdin", "stdout", "stderr")[{number}], None)
+cli._open_streams()
+with open({str(tmp_path / "file")!r}, "w") as file:
+    assert file.fileno() > 2
+    cli.main(["train"])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "file").read_text() == "" and ended.stdout == ("said" if number == 0 else "")

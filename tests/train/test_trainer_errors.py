@@ -1,6 +1,7 @@
 """Runs that cannot begin and runs that fail: one clear line, and nothing lost."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -12,7 +13,9 @@ import torch
 from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import next_token_loss
+from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
+from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.trainer import Run
 
 ONE_LAYER = ["--model.n-layers", 1]
@@ -72,6 +75,17 @@ def test_bad_input_is_one_line_and_leaves_no_run_folder(options, says, trainer, 
     assert trainer.here(*ONE_LAYER, *options(tmp_path / "in"), "--out", tmp_path / "run") == 2
     assert says in one_line(capsys)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "option", ["--out", "--data", "--tokenizer", "--data-cache", "--export-hf", "--resume", "--config"]
+)
+def test_a_name_that_is_too_long_is_one_line(option, trainer, tmp_path, capsys):
+    name = tmp_path / f"{'long' * 99}.json"
+    out = [] if option in ("--out", "--resume") else ["--out", tmp_path / "run"]
+    assert trainer.here(*ONE_LAYER, *out, option, name) == 2
+    assert re.search("too long|unknown data|is not a run folder", one_line(capsys))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -238,6 +252,26 @@ def test_steps_that_are_not_finite_are_left_out_until_too_many_come_in_a_row(tra
     modulus = 1
     assert trainer.here(*ONE_LAYER, *skip, "--steps", 9, "--out", tmp_path / "all") == 1
     assert "the loss of step 5 (5 steps in a row left out) is inf; its batch is kept" in one_line(capsys)
+
+
+def test_a_batch_that_cannot_be_kept_does_not_hide_why_the_run_ends(tmp_path):
+    (tmp_path / "bad-batch-step-4.pt").mkdir()
+    for folder in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(NotFiniteError, match=r"^the loss is nan; its batch could not be kept \(.*\); start again"):
+            Finite(TrainConfig(), folder, Ranks()).require("the loss", math.nan, 4, {"tokens": torch.zeros(1)})
+
+
+def test_the_advice_is_a_checkpoint_whose_weights_gave_a_finite_loss(tmp_path):
+    for step in range(1, 9):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-old").mkdir()
+    stops, skips = (Finite(TrainConfig(on_nonfinite=on, max_skipped=3), tmp_path, Ranks()) for on in ("stop", "skip"))
+    batch = {"tokens": torch.zeros(1)}
+    with pytest.raises(NotFiniteError, match=r"--resume .*/step-00000006 with a lower --lr"):
+        stops.accepts(8, math.nan, 1.0, batch)
+    assert not skips.accepts(6, 1.0, math.inf, batch) and not skips.accepts(7, math.nan, 1.0, batch)
+    with pytest.raises(NotFiniteError, match=r"--resume .*/step-00000004 with a lower --lr"):
+        skips.accepts(8, 1.0, math.nan, batch)
 
 
 def test_a_validation_loss_that_is_not_finite_stops_the_run_before_the_save(trainer, tmp_path, capsys):

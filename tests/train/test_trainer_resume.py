@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.config import build
+from stepgraph.config import build, hf_weights
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.records.folder import RunFolder
 from stepgraph.train.trainer import Run
@@ -206,7 +207,7 @@ def test_what_cannot_be_resumed_is_refused_in_one_line_and_nothing_is_lost(train
     with pytest.warns(UserWarning, match="is skipped"):
         assert "every checkpoint" in refused(damaged, "--steps", 30)
     shutil.rmtree(damaged / "checkpoints")
-    assert "not a checkpoint" in refused(damaged, "--steps", 30)
+    assert "has no checkpoint" in refused(damaged, "--steps", 30)
 
 
 def test_a_truncated_newest_checkpoint_is_passed_over_for_the_one_before(trainer, whole, tmp_path):
@@ -228,6 +229,31 @@ def test_records_and_export_of_a_run_killed_after_its_last_checkpoint_are_writte
     assert_went_on(trainer, whole, folder)
     assert (folder / "loss.png").exists()
     assert trainer.resume(folder, "--export-hf", hf) == 0 and (hf / "model.safetensors").exists()
+
+
+def test_an_export_that_fails_says_what_is_saved(trainer, whole, tmp_path, monkeypatch, capsys):
+    folder, hf, original = tmp_path / "run", tmp_path / "hf", hf_weights.save_file
+
+    def full(tensors, file, **more):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # the kernel refuses what lies beyond
+        try:
+            original(tensors, file, **more)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    shutil.copytree(whole, folder)
+    monkeypatch.setattr(hf_weights, "save_file", full)
+    assert trainer.resume(folder, "--export-hf", hf) == 1
+    error = capsys.readouterr().err
+    assert (
+        error.startswith(f"error: the export failed: cannot write {hf}/model.safetensors: ") and error.count("\n") == 1
+    )
+    assert "File too large" in error and f"; step 24 is saved: stepgraph export {folder} --out FOLDER" in error
+    assert trainer.main(["export", str(folder), "--out", str(tmp_path / "again")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the export failed: cannot write") and error.count("\n") == 1
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(trainer, whole, tmp_path, capsys):

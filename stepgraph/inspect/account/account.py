@@ -15,6 +15,7 @@ from stepgraph.costs.hardware import Gpu
 from stepgraph.costs.links import Group
 from stepgraph.costs.memory import HELD, KINDS
 from stepgraph.graph.program import StepProgram
+from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inspect.account.graph import PHASES, WORK, graph_account
 from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.inspect.forecast.forecast import SETTINGS, model_flops
@@ -45,8 +46,9 @@ def account_of(
     kind. ``passes``: a report each, with its excerpts. ``phases``, ``kinds``, ``work``: names that graphs count.
     ``pipeline``: see `pipeline_account`.
     """
+    options = {"fused": config.compiles_all, "ran": device is not None}
     graphs = [
-        graph_account(step, name, n, gpu, groups, fused=config.compiles_all, ran=device is not None)
+        graph_account(step, name, n, gpu, groups, routed=_routed(program, name), **options)
         for name, (step, n) in zip(program.graphs, program.counted(), strict=True)
     ]
     _state_beside(graphs)
@@ -92,6 +94,12 @@ def account_of(
         "profile": None,
         "pipeline": pipeline,
     }
+
+
+def _routed(program: StepProgram, name: str) -> StepGraph | None:
+    """The graph of ``program`` in which the tokens of the graph ``name`` were routed, where it is not that itself."""
+    kind, _, stage = name.partition(".")
+    return program.graphs.get(f"forward.{stage}") if kind.startswith("backward") else None
 
 
 def peak_of(graph: Mapping[str, Any]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from stepgraph.errors import unknown_name
 from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import PAGE, read_page, write_page
-from stepgraph.inspect.forecast.forecast import SETTINGS, simulated
+from stepgraph.inspect.forecast.forecast import SETTINGS, microbatches, simulated
 from stepgraph.inspect.forecast.pipeline import simulated_stage
 from stepgraph.inspect.ranks import graphs_of_ranks, report
 from stepgraph.passes import StepOptions, Target
@@ -59,8 +59,8 @@ class InspectOptions(StepOptions):
     batch_size: int = 8
     """Sequences in a microbatch of one data-parallel rank."""
 
-    accumulate: int = 1
-    """Microbatches in a step."""
+    accumulate: int | None = None
+    """Microbatches in a step. None: the preset's; with pp, if these are too few for it, twice its ranks."""
 
     reduce_dtype: str = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     what, words = (argv[0], argv[1:]) if named else ("llama3-debug", argv)
     config = PRESETS[what]() if what in PRESETS else TrainConfig()
     options = parse(
-        InspectOptions(**{key: getattr(config, key) for key in SETTINGS}),
+        InspectOptions(**{key: getattr(config, key) for key in SETTINGS if key != "accumulate"}),
         words,
         usage="stepgraph inspect RUN|PRESET",
         description=f"{InspectOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {config.preset}.",
@@ -135,6 +135,7 @@ def _run_config(folder: Path) -> TrainConfig:
 def _preset(name: str, options: InspectOptions, words: list[str]) -> TrainConfig:
     """The configuration of a preset with ``options``."""
     chosen = {key: getattr(options, key) for key in SETTINGS}
+    chosen["accumulate"] = microbatches(options.accumulate, options.mesh, PRESETS[name]())
     given = {"mesh": options.mesh, "pipeline": options.pipeline, "split": options.split}
     config = dataclasses.replace(PRESETS[name](), **given, **chosen)
     config.validate()

@@ -48,12 +48,21 @@ class _Strings:
 
 
 def graph_account(
-    step: StepGraph, name: str, calls: int, gpu: Gpu, groups: Mapping[str, Group], *, fused: bool, ran: bool
+    step: StepGraph,
+    name: str,
+    calls: int,
+    gpu: Gpu,
+    groups: Mapping[str, Group],
+    *,
+    fused: bool,
+    ran: bool,
+    routed: StepGraph | None = None,
 ) -> dict[str, Any]:
     """The account of ``step``, which a step calls ``calls`` times, forecast for ``gpu``.
 
     ``groups``: see `links.groups`. ``fused``: whether a compiler makes kernels of several nodes. ``ran``: the graph is
-    the one that runs here; False: it stands for one on ``gpu``.
+    the one that runs here; False: it stands for one on ``gpu``. ``routed``: of a stage's backward, the graph in which
+    its tokens were routed.
 
     - ``nodes``: columns, each a list as long as the graph. ``name``; ``call``: place in ``calls_text``, its text with a
       ``$`` for each of the node's ``inputs`` (numbers of nodes, in that order); ``type``, ``path``, ``source``,
@@ -72,7 +81,7 @@ def graph_account(
     """
     aliases = Aliases(step.graph)
     fusion = Fusion(step.graph, aliases, fused)
-    roofline = Roofline(step.graph, aliases, fusion, gpu)
+    roofline = Roofline(step.graph, aliases, fusion, gpu, whole=None if routed is None else routed.graph)
     timeline = simulate(step.graph, roofline.seconds, gpu, groups)
     order = list(step.graph.nodes)
     number = {node: i for i, node in enumerate(order)}

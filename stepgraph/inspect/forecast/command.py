@@ -17,7 +17,7 @@ from stepgraph.costs.hardware import ATTENTION_REACHED, GPUS, MEMORY_REACHED, PR
 from stepgraph.costs.memory import KINDS
 from stepgraph.costs.timeline import Collective, Timeline
 from stepgraph.errors import unknown_name
-from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, check_imbalance, forecast
+from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, check_imbalance, forecast, microbatches
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline
 from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
 from stepgraph.inspect.forecast.tables import new_console, new_table, size_text, time_text
@@ -49,8 +49,9 @@ class PlanOptions(StepOptions):
     batch_size: int = 8
     """Sequences in a microbatch of one data-parallel rank."""
 
-    accumulate: int = 1
-    """Microbatches in a step."""
+    accumulate: int | None = None
+    """Microbatches in a step. None: the preset's; with pp, if these are too few for it, the fewest for all schedules:
+    twice its ranks."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
@@ -84,14 +85,15 @@ def main(argv: list[str]) -> int:
         raise unknown_name("preset", name, PRESETS)
     config = PRESETS[name]()
     options = parse(
-        PlanOptions(**{key: getattr(config, key) for key in SETTINGS}),
+        PlanOptions(**{key: getattr(config, key) for key in SETTINGS if key != "accumulate"}),
         words,
         usage="stepgraph plan PRESET",
         description=f"{PlanOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {name}.",
     )
     if value_of("--mesh", words) is None:
         raise ValueError("plan lacks its mesh: add --mesh fsdp=8, for example")
-    options = dataclasses.replace(options, gpu=options.gpu.lower())
+    accumulate = microbatches(options.accumulate, options.mesh, config)
+    options = dataclasses.replace(options, gpu=options.gpu.lower(), accumulate=accumulate)
     if options.gpu not in GPUS:
         raise ValueError(f"unknown gpu {options.gpu!r}: choose one of {', '.join(sorted(GPUS))}")
     require_folder(options.json)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,10 +85,7 @@ class Forecast:
             "overlapped_step_s": self.overlapped_seconds,
             "tokens_per_s": self.tokens / self.timeline.step_seconds,
             "mfu": self.mfu,
-            "regions": [
-                {"region": region, "phase": phase, "compute_s": seconds}
-                for (region, phase), seconds in self.timeline.regions.items()
-            ],
+            "regions": region_rows(self.timeline.regions),
             "flops": self.flops,
             "model_flops": self.model_flops,
             "collectives": [dataclasses.asdict(collective) for collective in self.timeline.collectives],
@@ -153,6 +150,15 @@ def check_imbalance(imbalance: float, spec: parallel.MeshSpec) -> None:
         )
 
 
+def microbatches(given: int | None, mesh: str | None, preset: TrainConfig) -> int:
+    """``given`` microbatches of a step on ``mesh``; None: those of the ``preset``, or where a pipeline has more ranks
+    than that, twice these: enough for every schedule."""
+    if given is not None:
+        return given
+    ranks = parallel.MeshSpec.parse(mesh).pp if mesh is not None else 1
+    return preset.accumulate if preset.accumulate >= ranks else 2 * ranks
+
+
 def with_room(config: TrainConfig, imbalance: float) -> TrainConfig:
     """``config`` with the capacity for ``imbalance`` that training would have grown to: doubled until it fits."""
     while config.expert_capacity < imbalance:
@@ -195,6 +201,11 @@ def fake_world(config: TrainConfig, rank: int = 0) -> Iterator[parallel.Mesh | N
     finally:
         if spec is not None:
             dist.destroy_process_group()
+
+
+def region_rows(regions: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+    """Seconds of computing by region and phase, as JSON has them."""
+    return [{"region": region, "phase": phase, "compute_s": s} for (region, phase), s in regions.items()]
 
 
 def model_flops(config: TrainConfig) -> float:

@@ -7,7 +7,7 @@ form are rewritten and costed once.
 
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -33,6 +33,7 @@ from stepgraph.inspect.forecast.forecast import (
     check_imbalance,
     fake_world,
     model_flops,
+    region_rows,
     rewrite,
     with_room,
 )
@@ -49,7 +50,7 @@ class StageCost:
     """One stage. ``seconds``: of each kind of call. ``state``: bytes of parameters, their gradients and optimizer
     state, and of parameters that are gathered and gradients that are reduced once a step. ``kept``: bytes that forward
     keeps for one microbatch's backward. ``working``: bytes of the fullest call beside state. ``message``: bytes to the
-    next stage, forward."""
+    next stage, forward. ``regions``: seconds of computing for one microbatch, by the user's regions and phase."""
 
     blocks: tuple[int, int]
     seconds: dict[str, float]
@@ -57,6 +58,7 @@ class StageCost:
     kept: int
     working: int
     message: int
+    regions: dict[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class PipelineForecast:
                     "tokens_per_s": self.config.tokens_per_step / found.step_s,
                     "mfu": self.mfu(found),
                     "peak_bytes": found.ranks,
-                    "stages": [asdict(stage) for stage in found.stages],
+                    "stages": [asdict(stage) | {"regions": region_rows(stage.regions)} for stage in found.stages],
                     "spans": [[span.rank, *span.work, span.start, span.end] for span in found.time.spans],
                 }
                 for name, found in self.schedules.items()
@@ -259,17 +261,20 @@ def _stages(
         gathered = {spec.name for graph in step.once.values() for spec in graph.outputs}
         state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter")) + _named_bytes(step, gathered)
         seconds, working, kept = {}, 0, 0
+        regions: dict[tuple[str, str], float] = defaultdict(float)
         for kind, piece in (pieces_of(step, str(stage), halves=True) | step.once).items():
             groups = links.groups_of(piece.graph.nodes)
             cost = graph_cost(piece, gpu, groups, fused=config.compiles_all, load=load, whole=step)
             seconds[kind] = cost.timeline.step_seconds
+            for key, time_s in cost.timeline.regions.items() if kind not in step.once else ():
+                regions[key] += time_s
             peak = max((moment.total for moment in cost.moments), default=0)
             working = max(working, peak - _bytes(piece, *_STATE) - _named_bytes(piece, gathered))
             if kind == "forward":
                 kept = _kept(piece, str(stage))
         seconds["backward"] = seconds["backward_input"] + seconds["backward_weight"]
         message = sum(map(tensor_bytes, cut.message(stage + 1, True))) if stage + 1 < len(starts) else 0
-        known[form] = StageCost((starts[stage], ends[stage]), seconds, state, kept, working, message)
+        known[form] = StageCost((starts[stage], ends[stage]), seconds, state, kept, working, message, dict(regions))
         found.append(known[form])
     return found
 

@@ -20,6 +20,8 @@ def show_pipeline(result: PipelineForecast, console: Console) -> None:
     )
     console.print(f"microbatch captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
     console.print(_stage_table(result, chosen))
+    if any(region for stage in chosen.stages for region, _ in stage.regions):
+        console.print(_region_table(chosen))
     console.print(_schedule_table(result))
     for name, reason in result.refused.items():
         console.print(f"{name} is left out: {reason}")
@@ -52,6 +54,15 @@ def _stage_table(result: PipelineForecast, chosen: ScheduleForecast) -> Table:
             str(chosen.time.most_in_flight(number)),
             size_text(stage.message) if stage.message else "",
         )
+    return table
+
+
+def _region_table(chosen: ScheduleForecast) -> Table:
+    slowest = max(chosen.stages, key=lambda stage: stage.seconds["forward"] + stage.seconds["backward"])
+    columns = [f"stage {chosen.stages.index(slowest)}, the slowest"]
+    table = new_table("computing for a microbatch, by region", ["region", "phase"], columns)
+    for (region, phase), seconds in sorted(slowest.regions.items(), key=lambda item: item[0][0] == ""):
+        table.add_row(region or "elsewhere", phase, time_text(seconds))
     return table
 
 

@@ -157,12 +157,27 @@ def plan_pipeline(
     return Pipeline(mesh, schedule, starts, readers)
 
 
+def check_blocks(blocks: int, ranks: int, schedule: str) -> None:
+    """``ValueError``, in one line, where ``blocks`` are too few for ``schedule`` on so many ``ranks``."""
+    chunks = schedule_named(schedule).chunks
+    if blocks >= ranks * chunks:
+        return
+    most = blocks // chunks
+    fixes = ["1f1b, which has one on each rank"] if blocks >= ranks else []
+    fixes += [f"pp={most}"] if most > 1 else []
+    raise ValueError(
+        f"the model has {blocks} block{'s' * (blocks > 1)} and the schedule {schedule} on pp={ranks} has "
+        f"{ranks * chunks} stages: " + ("try " + " or ".join(fixes) if fixes else "drop pp from the mesh")
+    )
+
+
 def check_split(starts: Sequence[int], blocks: int, stages: int, schedule: str, ranks: int) -> None:
     """``ValueError``, in one line, unless ``starts`` cut so many blocks into so many stages."""
     given = ",".join(map(str, starts))
     if len(starts) != stages:
+        count = f"{len(starts)} stage{'s' * (len(starts) > 1)}"
         raise ValueError(
-            f"split={given} has {len(starts)} stages and the schedule {schedule} on pp={ranks} has {stages}: "
+            f"split={given} has {count} and the schedule {schedule} on pp={ranks} has {stages}: "
             f"give the first block of each of the {stages} stages, or leave split out"
         )
     if starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts)) or starts[-1] >= blocks:
@@ -175,12 +190,7 @@ def even_starts(step: StepGraph, ranks: int, schedule: str) -> tuple[int, ...]:
     """The first block of each stage of ``schedule`` such that the slowest stage is as fast as can be. ``step``: the
     graph of the whole model. ``ValueError`` where the model has fewer blocks than stages."""
     blocks, stages = len(step.blocks), ranks * schedule_named(schedule).chunks
-    if blocks < stages:
-        chunks = f", {stages // ranks} on each rank" if stages > ranks else ""
-        raise ValueError(
-            f"the model has {blocks} blocks and the schedule {schedule} on pp={ranks} has {stages} stages{chunks}: "
-            f"try pp={max(1, blocks // (stages // ranks))} or less"
-        )
+    check_blocks(blocks, ranks, schedule)
     costs, before, after = _block_seconds(step)
     costs[0] += before
     costs[-1] += after

@@ -67,8 +67,9 @@ def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], 
     counts: dict[str, list[int]] = defaultdict(list)
     # Gradients are finished behind the last reduction of their region, where the bucket will be.
     sink(step, reductions, distance=0)
+    rounds = _rounds(step)
     for found in (gathers, reductions):
-        for members in _buckets([c for c in found if wanted(c)]):
+        for members in _buckets([c for c in found if wanted(c)], rounds):
             _BUILD[members[0].node.target](step, members)
             counts[members[0].node.target.name()].append(sum(c.wait.meta["val"].nbytes for c in members))
             report.changed += len(members)
@@ -85,13 +86,23 @@ def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], 
     return [*gathers, *reductions]
 
 
-def _buckets(found: list[Collective]) -> list[list[Collective]]:
-    """Collectives that become one; none of them reads another's result."""
+def _rounds(step: StepGraph) -> dict[fx.Node, int]:
+    """For what finishes gradients, how many reductions it comes after: with ``ddp=2,tp=2`` the gradient of a norm is
+    summed over tp, then averaged over ddp, where that of a matrix is averaged at once."""
+    rounds: dict[fx.Node, int] = {}
+    tail = collectives.tail(step)
+    for node in (n for n in step.graph.nodes if n in tail):
+        rounds[node] = max((rounds.get(n, 0) for n in node.all_input_nodes), default=0) + (node.target is WAIT)
+    return rounds
+
+
+def _buckets(found: list[Collective], rounds: dict[fx.Node, int]) -> list[list[Collective]]:
+    """Collectives that become one; none of them waits for another's result, nor for what one of another round gives."""
     buckets = []
     for region in by_region(found):
         forms: dict[tuple, list[Collective]] = defaultdict(list)
         for c in region:
-            forms[c.form].append(c)
+            forms[rounds.get(c.node, 0), *c.form].append(c)
         buckets += [members for members in forms.values() if len(members) > 1]
     return buckets
 
@@ -122,7 +133,7 @@ def _gather(step: StepGraph, members: list[Collective]) -> None:
 
 def _reduce(step: StepGraph, members: list[Collective]) -> None:
     graph, build = step.graph, Builder(*(c.node for c in members))
-    last = members[-1].node
+    last = max(c.node for c in members)
     scatters = last.target is REDUCE_SCATTER
     inputs = [c.node.args[0] for c in members]
     with graph.inserting_before(last):

@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -63,7 +64,8 @@ class Ahead:
             env=self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         try:
-            self._worker.stdin.write(pickle.dumps(Request(cache, compat.triton_target(), self._asked)))
+            request = Request(cache, compat.triton_target(), self._asked, launchers=torch.cuda.is_available())
+            self._worker.stdin.write(pickle.dumps(request))
             self._worker.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended already: `finish` says why
@@ -86,12 +88,12 @@ class Ahead:
         if missing := len(self._asked) - len(results):
             last = (errors.decode(errors="replace").strip().splitlines() or [f"not done within {_LIMIT_S} s"])[-1]
             self._missed(f"{missing} of our own kernels", last)
-        made = len(results) - len(failed)
-        found = sum(map(compat.triton_cached, self._asked)) if made else 0
-        if found < made:
-            self._missed(f"{made - found} of our own kernels", "this process has another key for them")
+        made = Counter(name for name, error in results if error is None)
+        found = [source.function[1] for source in self._asked if compat.triton_cached(source)] if made else []
+        for name in made - Counter(found):
+            self._missed(name, "this process has another key for it")
         if found:
-            self.notes.append(f"{found} of our own kernels compiled ahead")
+            self.notes.append(f"{len(found)} of our own kernels compiled ahead")
         return self.notes
 
     def _missed(self, what: str, why: str) -> None:

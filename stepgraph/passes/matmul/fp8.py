@@ -112,13 +112,13 @@ def _matches(layer: Layer, pattern: str) -> bool:
 
 
 def _cast_notes(casts: Iterable[Cast]) -> list[str]:
-    """A line for each kind of cast, all of which are kernels of their own."""
+    """A line for each kind of cast. Which of them stand alone is known once `fuse_casts` has run."""
     kinds: dict[str, list[Cast]] = defaultdict(list)
     for cast in casts:
         copies = {(True, False): "by rows", (False, True): "transposed", (True, True): "by rows and transposed"}
         kinds[f"{cast.kind}s {copies[cast.rows, cast.columns]}"].append(cast)
     return [
-        f"casts that stand alone, {kind}: {len(some)}, of {sum(c.elements for c in some) / 2**20:.1f} Mi elements, for "
+        f"casts of {kind}: {len(some)}, of {sum(c.elements for c in some) / 2**20:.1f} Mi elements, for "
         f"{sum(len(c.products) for c in some)} products"
         for kind, some in kinds.items()
     ]

@@ -6,8 +6,7 @@ memory traffic. Before -> after: backward reads ``silu(g)`` that forward wrote -
 again (matrix products, attention, random numbers) to what backward reads is cut at results whose bytes sum to the
 least. Exact, since the same operators run on the same values. Kept in any case: reductions, whose kernels are not free
 to fuse, what backward hands to a matrix product or attention, which would have to be written anyway, and what leaves a
-repeated block. Preconditions: Inductor comes after it, on a GPU, and forward has no wide product of ragged rows (see
-`_ragged`).
+repeated block. Preconditions: Inductor comes after it, on a GPU.
 Source: the idea of torch's min-cut partitioner (He and Yu, Transcending Runtime-Memory Tradeoffs in Checkpointing by
 being Fusion Aware, 2023), here on the step's own phases.
 """
@@ -19,7 +18,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.graph.facts import is_launch, packet, tensor_bytes
+from stepgraph.graph.facts import is_launch, tensor_bytes
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import region_of, tag
@@ -27,8 +26,6 @@ from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.memory.recompute import Plan
 
 aten = torch.ops.aten
-_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-_ALIGNED, _PADDED_FROM = 16, 1024  # bytes; elements
 
 
 @dataclass(frozen=True)
@@ -51,30 +48,12 @@ class RematerializeOptions:
 )
 def carry_least(step: StepGraph, options: RematerializeOptions, report: PassReport) -> None:
     """Carry the fewest bytes from forward to backward, and compute the rest again inside backward's kernels."""
-    if ragged := next(filter(_ragged, step.nodes("forward")), None):
-        value = ragged.meta["val"]
-        report.skipped = (
-            f"{ragged.name} has rows of {value.shape[-1]} x {value.element_size()} bytes, no multiple of {_ALIGNED}, "
-            "behind which Inductor gave wrong gradients; a width that is one is faster and takes less memory"
-        )
-        return
     again, before, after = rematerialize(step, regions=options.regions)
     report.matched = report.changed = again
     report.summary = (
         f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
         f"{after / 2**20:.0f} of {before / 2**20:.0f} MiB"
     )
-
-
-def _ragged(node: fx.Node) -> bool:
-    """Whether ``node`` is a product so wide that Inductor pads its rows (``padding_stride_threshold``), which are not
-    aligned. Gradients behind such a product were wrong where backward computed what follows it again: GPT-2 of
-    width 1155 in bf16 on an H100, torch 2.11, whose readers of a buffer took its rows for padded and whose writer did
-    not. The pass `inductor` lets it pad no more, with which that piece was right; this guard stays until whole models
-    have run so on a GPU (tests/gpu/test_head_gpu.py)."""
-    value = node.meta.get("val")
-    wide = packet(node) in _PRODUCTS and value.shape[-1] > _PADDED_FROM
-    return wide and value.shape[-1] * value.element_size() % _ALIGNED != 0
 
 
 def rematerialize(step: StepGraph, *, regions: bool = False) -> tuple[int, int, int]:

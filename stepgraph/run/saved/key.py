@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,19 @@ def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         a, b = saved.get(name), now.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             keys = [key for key in {**b, **a} if a.get(key) != b.get(key)]
-            shown = [f"{key} was {_short(a.get(key))}, is {_short(b.get(key))}" for key in keys[:2]]
+            shown = [_shown(f"{key} was {{}}, is {{}}", key, a.get(key), b.get(key)) for key in keys[:2]]
             more = f" and {len(keys) - 2} more" if len(keys) > 2 else ""
             found.append(f"{name} ({'; '.join(shown)}{more})")
         else:
-            found.append(f"{name} ({_short(a)}, now {_short(b)})")
+            found.append(_shown(f"{name} ({{}}, now {{}})", name, a, b))
     return found
+
+
+def _shown(text: str, name: str, a: Any, b: Any) -> str:
+    """``text`` with both values, or ``name`` alone where they are hashes, which say nothing to people."""
+    if all(isinstance(value, str) and re.fullmatch("[0-9a-f]{32,}", value) for value in (a, b)):
+        return name
+    return text.format(_short(a), _short(b))
 
 
 def _short(value: Any) -> str:

@@ -1,5 +1,6 @@
 """The key of a start: all that a capture reads. Where it is the same, the capture would be, and is left out."""
 
+import functools
 import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -117,17 +118,20 @@ def record_of(start: Start, traced: Traced, sources: Sources, graph: str) -> byt
     return json.dumps(record).encode()
 
 
-def _place_of(repair: Repair, model: nn.Module, level: str) -> list[str]:
-    """[path of a module, attributes from there]: where a loaded step finds ``repair``, a method of what a module holds
-    or of what that holds. The key of a start tells their classes. Raises `Indescribable`."""
-    owner = getattr(repair, "__self__", None)
-    for path, module in model.named_modules():
+def _place_of(repair: Repair, model: nn.Module, level: str) -> list[Any]:
+    """[path of a module, attributes from there, first arguments]: where a loaded step finds ``repair``, a method of
+    what a module or its attribute holds, with numbers given. The key tells their classes. Raises `Indescribable`."""
+    given = repair.args if isinstance(repair, functools.partial) and not repair.keywords else ()
+    method = repair.func if given else repair
+    owner = getattr(method, "__self__", None)
+    plain = all(isinstance(number, int | float) for number in given)
+    for path, module in model.named_modules() if plain and owner is not None else ():
         for name, value in vars(module).items():
-            if value is owner and owner is not None:
-                return [path, f"{name}.{repair.__name__}"]
+            if value is owner:
+                return [path, f"{name}.{method.__name__}", given]
             for inner, held in getattr(value, "__dict__", {}).items():
-                if held is owner and owner is not None:
-                    return [path, f"{name}.{inner}.{repair.__name__}"]
+                if held is owner:
+                    return [path, f"{name}.{inner}.{method.__name__}", given]
     raise Indescribable(f"what repairs an unfit step ({level}), which is no method of what a module holds")
 
 
@@ -201,8 +205,10 @@ def traced_of(start: Start, record: Mapping[str, Any], program: StepProgram) -> 
     modules = dict(start.model.named_modules())
     for path, names in record["reads"].items():
         reads.names[id(modules[path])] = set(names)
-    places = record["repairs"].items()
-    repairs = {name: operator.attrgetter(attributes)(modules[path]) for name, (path, attributes) in places}
+    repairs = {
+        name: functools.partial(operator.attrgetter(attributes)(modules[path]), *given)
+        for name, (path, attributes, given) in record["repairs"].items()
+    }
     return Traced(program, landing, start.slots, record["leaves"], reads, repairs)
 
 

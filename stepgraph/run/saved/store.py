@@ -157,7 +157,7 @@ class Store:
         if entry is None:
             if name not in self.damaged and (nearest := self.nearest("start", parts)):
                 outcome.notes.append(
-                    f"captured, as no saved start is this one; the nearest differs in {', '.join(nearest[1])}"
+                    f"captured, as no saved start is this one; the nearest differs in {_told(nearest[1])}"
                 )
             return None
         record = json.loads(entry.files["start.json"])
@@ -310,7 +310,7 @@ class Store:
         name, differing = nearest
         if len(differing) == 1 and differing[0].startswith("graph"):
             differing = [f"the graph, first at {_first_difference(self._text(name), text)}"]
-        return [f"no saved step fits; the nearest differs in {', '.join(differing)}"]
+        return [f"no saved step fits; the nearest differs in {_told(differing)}"]
 
     def nearest(self, kind: str, parts: dict[str, Any]) -> tuple[str, list[str]] | None:
         """(the saved entry that differs in the fewest parts, what differs); None where there is none."""
@@ -415,8 +415,13 @@ def _gathered(value: Any) -> list[Any]:
     return found
 
 
+def _told(differing: list[str]) -> str:
+    """What differs, as `key.difference` found it: one thing in full, of several, which make another step, the names."""
+    return ", ".join(differing if len(differing) == 1 else [part.partition(" (")[0] for part in differing])
+
+
 def _first_difference(saved: str, now: str) -> str:
     for a, b in zip(saved.splitlines(), now.splitlines(), strict=False):
         if a != b:
-            return f"{b.strip()[:160]!r}, saved was {a.strip()[:160]!r}"
+            return f"{b.strip()[:60]!r}, saved was {a.strip()[:60]!r}"
     return "its end, or a number that the text leaves out"

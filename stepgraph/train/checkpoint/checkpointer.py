@@ -226,10 +226,11 @@ class Checkpointer:
         shutil.rmtree(away)
 
 
-def loader_state(path: Path) -> dict:
-    """The data position in the checkpoint ``path``, which is the same of every rank."""
+def loader_states(path: Path) -> list[dict]:
+    """The data position of each rank in the checkpoint ``path``."""
     with of_this_form(path):
-        return decode(json.loads((path / _rank_file(0)).read_bytes())["loader"])
+        ranks = range(json.loads((path / MANIFEST).read_bytes())["ranks"])
+        return [decode(json.loads((path / _rank_file(rank)).read_bytes())["loader"]) for rank in ranks]
 
 
 # ---- what goes in, what comes out ----

@@ -39,6 +39,11 @@ def resolve(path: str | os.PathLike) -> Path:
         raise ValueError(
             f"every checkpoint in {folder} is damaged ({', '.join(p.name for p in damaged)}); start a new run"
         )
+    if folder == path and (path / "config.json").is_file():
+        raise ValueError(
+            f"the run {path} has no checkpoint, and one is written every --checkpoint-every steps and at the end: give "
+            "another run, or start a new one"
+        )
     if folder != path or folder.name == "checkpoints" or not names:
         raise ValueError(f"{folder} holds no checkpoint yet; give the folder of a run that has saved one")
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

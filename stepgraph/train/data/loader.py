@@ -3,12 +3,13 @@
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from stepgraph.models.loss import IGNORE
-from stepgraph.train.data.sources import Source
+from stepgraph.train.data.sources import Corpus, Source
 from stepgraph.train.data.split import hash64, shuffled
 from stepgraph.train.data.stream import begun, inputs_and_targets, positions_in_documents, stream_of
 from stepgraph.train.data.token_cache import TokenCache
@@ -16,7 +17,6 @@ from stepgraph.train.data.tokenizer import Tokenizer
 
 Batch = dict[str, torch.Tensor]
 BUFFER_TOKENS = 1 << 24  # that the first epoch shuffles at a time
-ENTROPY_MAX_TOKENS = 20_000_000
 
 
 class PackedLoader:
@@ -57,7 +57,7 @@ class PackedLoader:
         cache: Path | None = None,
         positions: bool = False,
     ):
-        _check_sizes(batch_size, seq_len, rank, world_size)
+        check_sizes(batch_size, seq_len, rank, world_size)
         documents = source.documents(split)
         documents = source.order(documents, 0, 0) if shuffle else documents
         self.tokens = TokenCache(source, tokenizer, documents, cache, seq_len if source.chat else None)
@@ -154,15 +154,7 @@ class PackedLoader:
         Raises:
             ValueError: the state is of another stream (data, tokenizer, sequence length, ...); nothing is changed.
         """
-        for key in ("epoch", "row", "last_row", *self._identity):
-            if key not in state:
-                raise ValueError(f"the saved data position lacks {key!r}: it is not a state of this loader")
-        for key, here in self._identity.items():
-            if state[key] != here:
-                raise ValueError(
-                    f"the saved data position has {key}={state[key]!r}, this run has {key}={here!r}: "
-                    f"resume with the saved {key}, or start a new run"
-                )
+        same_identity(state, ("epoch", "row", "last_row"), self._identity)
         epoch, row = int(state["epoch"]), int(state["row"])
         # The fingerprint does not cover every byte.
         if self._digest(epoch, row) != state["last_row"]:
@@ -180,7 +172,7 @@ class PackedLoader:
 
 
 def validation_batches(
-    source: Source,
+    source: Corpus,
     tokenizer: Tokenizer,
     *,
     batch_size: int,
@@ -199,15 +191,15 @@ def validation_batches(
     Raises:
         ValueError: too little text for one batch per rank.
     """
-    _check_sizes(batch_size, seq_len, rank, world_size)
+    check_sizes(batch_size, seq_len, rank, world_size)
     if n < 1:
         raise ValueError(f"n={n} validation batches: ask for at least 1")
     stream = stream_of(tokenizer.eos_id, seq_len if source.chat else None)
     pieces, size = [stream.open()], batch_size * seq_len
-    for index in source.order(source.documents("val"), 0, 0):
+    for text in source.texts("val"):
+        pieces.append(stream.add(tokenizer.encode_batch([text])))
         if stream.there > n * world_size * size:
             break
-        pieces.append(stream.add(tokenizer.encode_batch([source.read(int(index))])))
     tokens = np.concatenate([*pieces, stream.close()]).astype(np.int64)
     total = max(0, len(tokens) - 1)
     whole = min(n, total // (size * world_size))
@@ -215,7 +207,10 @@ def validation_batches(
         fitting = total // world_size  # tokens for each rank
         fits = (fitting // seq_len, seq_len) if fitting >= seq_len else (1, fitting)
         ranks = f" on {world_size} ranks" if world_size > 1 else ""
-        fix = f"batch_size={fits[0]}, seq_len={fits[1]} would fit" if fitting else "use fewer ranks or more text"
+        more = "give more text" if world_size == 1 else "use fewer ranks or more text"
+        fix = f"batch_size={fits[0]}, seq_len={fits[1]} would fit" if fitting else more
+        if source.chat and not total:
+            fix = f"no conversation has the assistant in its first {seq_len} tokens: give others or a larger seq_len"
         raise ValueError(
             f"the validation split of {source.name} has {total:,} tokens, too few for one batch of "
             f"batch_size={batch_size}, seq_len={seq_len}{ranks}: {fix}"
@@ -234,7 +229,7 @@ def validation_batches(
     return batches
 
 
-def unigram_entropy(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_TOKENS) -> float:
+def unigram_entropy(source: Corpus, tokenizer: Tokenizer, max_tokens: int | None = None) -> float:
     """Entropy in nats of the token distribution of both splits: the loss of a model that knows only frequencies."""
     return entropy(unigram(source, tokenizer, max_tokens))
 
@@ -248,20 +243,20 @@ def entropy(p: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def unigram(source: Source, tokenizer: Tokenizer, max_tokens: int = ENTROPY_MAX_TOKENS) -> np.ndarray:
+def unigram(source: Corpus, tokenizer: Tokenizer, max_tokens: int | None = None) -> np.ndarray:
     """The share of each token (V,) in both splits.
 
     End-of-text tokens count, as they do in the loss; of conversations, what the assistant says. Documents are read in a
-    fixed mixed order until ``max_tokens`` are counted: a larger corpus is estimated from a sample of whole documents.
+    fixed mixed order until ``max_tokens`` are counted, by default as many as ``source`` says: a larger corpus is
+    estimated from a sample of whole documents.
     """
-    documents = np.concatenate([source.train, source.val])
     counts, total = np.zeros(tokenizer.vocab_size, dtype=np.int64), 0
-    for index in source.order(documents, 0, 0):
-        tokens = tokenizer.encode(source.read(int(index)))
+    for text in source.texts(None):
+        tokens = tokenizer.encode(text)
         counted = tokens[tokens >= 0] if source.chat else np.append(tokens, tokenizer.eos_id)
         counts += np.bincount(counted, minlength=len(counts))
         total += len(counted)
-        if total >= max_tokens:
+        if total >= (max_tokens or source.most_sampled):
             break
     if not total:
         raise ValueError(f"{source.name}: nothing in it is the assistant's: there is nothing to learn")
@@ -280,7 +275,28 @@ def to_batch(rows: np.ndarray, chat: bool = False) -> Batch:
     return batch
 
 
-def _check_sizes(batch_size: int, seq_len: int, rank: int, world_size: int) -> None:
+def same_identity(state: dict[str, Any], position: tuple[str, ...], identity: dict[str, Any]) -> None:
+    """Raise ``ValueError`` where a saved ``state`` lacks a key, of ``position`` or ``identity``, or is not of
+    ``identity``."""
+    for key in (*position, *identity):
+        if key not in state:
+            raise ValueError(
+                f"the saved data position lacks {key!r}: it is of another kind of --data, resume with that"
+            )
+    for key, here in identity.items():
+        if state[key] != here and key in ("data", "tokenizer"):  # their fingerprints say nothing to people
+            raise ValueError(
+                f"the saved data position is of another --{key}, or of what was there then: resume with the same "
+                f"{key}, or start a new run"
+            )
+        if state[key] != here:
+            raise ValueError(
+                f"the saved data position has {key}={state[key]!r}, this run has {key}={here!r}: "
+                f"resume with the saved {key}, or start a new run"
+            )
+
+
+def check_sizes(batch_size: int, seq_len: int, rank: int, world_size: int) -> None:
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("world_size", world_size)):
         if value < 1:
             raise ValueError(f"{name}={value} is too small: give at least 1")

@@ -1,12 +1,14 @@
 """Batches whose rows come from several sources, each with its share."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stepgraph.train.data.loader import Batch, PackedLoader, to_batch
+from stepgraph.train.data.loader import Batch, to_batch
 from stepgraph.train.data.several import Part
+from stepgraph.train.data.streamed_loader import StreamedLoader, open_loader
 from stepgraph.train.data.token_cache import TokenCache
 from stepgraph.train.data.tokenizer import Tokenizer
 
@@ -37,7 +39,7 @@ class MixedLoader:
         self._parts, self._batch_size, self._rank, self._world_size = parts, batch_size, rank, world_size
         self._shares = np.array([part.share for part in parts])
         self._loaders = [
-            PackedLoader(
+            open_loader(
                 part.source, tokenizer, batch_size=1, seq_len=seq_len, seed=seed, cache=cache, positions=positions
             )
             for part in parts
@@ -108,15 +110,15 @@ class MixedLoader:
 
 
 class Caches:
-    """The token caches of a mixture, as one."""
+    """The token caches of a mixture, and what is read without one, as one."""
 
-    def __init__(self, caches: list[TokenCache]):
+    def __init__(self, caches: list[TokenCache | StreamedLoader]):
         self._caches = caches
 
-    def start(self) -> None:
-        """Begin to tokenize what is not there yet."""
+    def start(self, say: Callable[[str], None] | None = None) -> None:
+        """Of each, as `TokenCache.start`."""
         for cache in self._caches:
-            cache.start()
+            cache.start(say)
 
     def close(self) -> None:
         """End the threads; what they wrote stays."""

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
-from stepgraph.train.data.formats import open_source
-from stepgraph.train.data.sources import Source, megabytes
+from stepgraph.train.data.formats import STREAMED, WHOLE, Streamed, open_source
+from stepgraph.train.data.sources import Corpus, Source, megabytes
+
+_WEIGHTED = r"(.+):(\d+\.?\d*|\.\d+)"
 
 
 @dataclass(frozen=True)
 class Part:
     """A source of a mixture, the name that its losses have, and its share of the rows, in (0, 1]."""
 
-    source: Source
+    source: Corpus
     name: str
     share: float
 
@@ -30,8 +33,8 @@ def open_parts(data: str, text_field: str = "text") -> list[Part]:
         ValueError: one line; weights that are not above 0 or that some parts lack, a pattern that no file has, and what
         `open_source` refuses.
     """
-    words = [data] if Path(data).exists() else data.split(",")
-    found = [re.fullmatch(r"(.+):(\d+\.?\d*|\.\d+)", word) for word in words]
+    words = [data] if os.path.exists(data) else data.split(",")
+    found = [re.fullmatch(_WEIGHTED, word) for word in words]
     if not any(found):
         return [Part(_joined(data, [file for word in words for file in _files(word)], text_field), "", 1.0)]
     if not all(found):
@@ -47,11 +50,13 @@ def open_parts(data: str, text_field: str = "text") -> list[Part]:
 
 def open_validation(data: str, text_field: str = "text") -> list[Part]:
     """The sets of ``--val-data NAME,NAME,...``, each of equal weight and with all its documents for validation."""
-    words = [data] if Path(data).exists() else data.split(",")
+    words = [data] if os.path.exists(data) else data.split(",")
     parts = []
     for word, name in zip(words, _names(words), strict=True):
+        if (weighted := re.fullmatch(_WEIGHTED, word)) and not os.path.exists(word):
+            raise ValueError(f"val_data {word!r}: each set counts alike and has no weight: write {weighted[1]}")
         source = _joined(word, _files(word), text_field)
-        source.val = np.sort(np.concatenate([source.train, source.val]))
+        source.only_validation()
         parts.append(Part(source, name, 1 / len(words)))
     return parts
 
@@ -95,7 +100,7 @@ class Joined(Source):
         )
 
 
-def require_one_kind(sources: Sequence[Source]) -> None:
+def require_one_kind(sources: Sequence[Corpus]) -> None:
     """Raise ``ValueError`` where some of ``sources`` are conversations and others text."""
     for source in sources:
         if source.chat != sources[0].chat:
@@ -103,14 +108,20 @@ def require_one_kind(sources: Sequence[Source]) -> None:
             raise ValueError(f"{one.name} holds conversations and {other.name} text: train on one kind at a time")
 
 
-def _joined(name: str, files: list[str], text_field: str) -> Source:
+def _joined(name: str, files: list[str], text_field: str) -> Corpus:
     sources = [open_source(file, text_field) for file in files]
-    return sources[0] if len(sources) == 1 else Joined(name, sources)
+    if len(sources) == 1:
+        return sources[0]
+    if streamed := next((one for one in sources if isinstance(one, Streamed)), None):
+        raise ValueError(
+            f"data {name}: {streamed.name} joins no others, as its end is far: give weights, as in A:1,B:1"
+        )
+    return Joined(name, sources)
 
 
 def _files(word: str) -> list[str]:
     """``word``, or the files that it is a pattern of, by name."""
-    if Path(word).exists() or not glob.has_magic(word) or word.startswith("hf:"):
+    if os.path.exists(word) or not glob.has_magic(word) or word.startswith((WHOLE, STREAMED)):
         return [word]
     if not (files := sorted(glob.glob(word, recursive=True))):
         raise ValueError(f"no file is called {word}: check the pattern of --data")
@@ -121,7 +132,10 @@ def _names(words: list[str]) -> list[str]:
     """Short, different names for metrics: ``code`` for ``data/code.jsonl.gz``."""
     names: list[str] = []
     for word in words:
-        stem = re.sub(r"\W+", "_", Path(word.removeprefix("hf:")).name.split(".")[0]).strip("_") or "part"
+        stem = (
+            re.sub(r"\W+", "_", Path(word.removeprefix(WHOLE).removeprefix(STREAMED)).name.split(".")[0]).strip("_")
+            or "part"
+        )
         number = 2
         name = stem
         while name in names:

@@ -9,6 +9,7 @@ import os
 import platform
 import sysconfig
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -20,25 +21,52 @@ from stepgraph.train.data.split import cut_sections, hash64, hash_names, mix64, 
 SPLITS = ("train", "val")
 
 
-class Source(ABC):
-    """Documents by index, and which of them are train and which validation.
+class Corpus(ABC):
+    """Documents that are read in one order, some of them for training and some for validation.
 
     Attributes:
         name: what the user asked for, for messages.
         unit: what a document is, in the plural ("files").
-        size: bytes of the whole, for messages.
-        train, val: document indices, int64; disjoint, together all documents, neither empty.
-        blocks: the block of each document where documents are loaded a block at a time (parquet row groups), or None.
         chat: a document is a conversation, the JSON of a list of messages.
+        most_sampled: tokens at most of which a statistic of all is taken.
     """
 
     name: str
     unit = "documents"
+    chat: bool = False
+    most_sampled = 20_000_000
+    fingerprint: str
+
+    @abstractmethod
+    def texts(self, split: str | None) -> Iterator[bytes]:
+        """The documents of split "train" or "val", or of both, in a fixed mixed order, one after the other."""
+
+    @abstractmethod
+    def only_validation(self) -> None:
+        """From now on all documents are for validation."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for people: how much there is and how it is split."""
+
+    def stamp(self) -> str:
+        """What changes when the data is written again in place: times of its files. Empty where nothing tells."""
+        return ""
+
+
+class Source(Corpus):
+    """Documents by index.
+
+    Attributes:
+        size: bytes of the whole, for messages.
+        train, val: document indices, int64; disjoint, together all documents, neither empty.
+        blocks: the block of each document where documents are loaded a block at a time (parquet row groups), or None.
+    """
+
     size: int
     train: np.ndarray
     val: np.ndarray
     blocks: np.ndarray | None = None
-    chat: bool = False
 
     def __len__(self) -> int:
         return len(self.train) + len(self.val)
@@ -51,15 +79,18 @@ class Source(ABC):
         """What distinguishes this data from other data with as many documents and bytes: names, or offsets."""
         return b""
 
-    def stamp(self) -> str:
-        """What changes when the data is written again in place: times of its files. Empty where nothing tells."""
-        return ""
-
     def documents(self, split: str) -> np.ndarray:
         """The document indices of split "train" or "val", ascending."""
         if split not in SPLITS:
             raise unknown_name("split", split, SPLITS)
         return self.train if split == "train" else self.val
+
+    def texts(self, split: str | None) -> Iterator[bytes]:
+        documents = np.concatenate([self.train, self.val]) if split is None else self.documents(split)
+        return (self.read(int(index)) for index in self.order(documents, 0, 0))
+
+    def only_validation(self) -> None:
+        self.val = np.sort(np.concatenate([self.train, self.val]))
 
     def order(self, documents: np.ndarray, seed: int, epoch: int) -> np.ndarray:
         """``documents`` in the shuffled order of ``(seed, epoch)``, the same on every machine."""

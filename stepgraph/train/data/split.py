@@ -43,13 +43,18 @@ def hash_names(names: Iterable[str]) -> np.ndarray:
     return np.array([hash64(name) for name in names], dtype=np.uint64)
 
 
+def are_validation(hashes: np.ndarray) -> np.ndarray:
+    """Whether documents with these hashes (N,) are validation, by the hash alone: bool (N,), true of about 5%."""
+    return hashes < np.uint64(int(VALIDATION_FRACTION * 2**64))
+
+
 def split_by_hash(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Indices (train, val) of documents with these hashes: about 5% are validation, and neither side is empty.
 
     Whether a document is validation depends on its own hash only, so adding documents does not move the others (but
     for the one document that is moved where a side would be empty). Needs at least two documents.
     """
-    is_val = hashes < np.uint64(int(VALIDATION_FRACTION * 2**64))
+    is_val = are_validation(hashes)
     if not is_val.any():
         is_val[hashes.argmin()] = True
     elif is_val.all():

@@ -69,16 +69,19 @@ class Rows(Text):
     def __init__(self, eos_id: int, seq_len: int, there: int = 0):
         super().__init__(eos_id, there)
         self._seq_len, self._fill = seq_len, ~np.int32(eos_id)
-        self.cut = self.left_out = 0
+        self.cut = self.cut_out = self.silent = 0  # of those left out: by the cut, and without an assistant at all
 
     @property
     def told(self) -> str:
-        if not self.cut + self.left_out:
-            return ""
-        return (
-            f"{self.cut:,} conversations are cut to seq_len={self._seq_len} tokens, and {self.left_out:,} left out, "
-            "which have nothing of the assistant's in these: a larger --seq-len keeps them"
-        )
+        found = []
+        if self.cut + self.cut_out:
+            found.append(
+                f"{self.cut:,} conversations are cut to seq_len={self._seq_len} tokens, and {self.cut_out:,} left out, "
+                "which have nothing of the assistant's in these: a larger --seq-len keeps them"
+            )
+        if self.silent:
+            found.append(f"{self.silent:,} conversations are left out, in which the assistant says nothing")
+        return "; ".join(found)
 
     def open(self) -> np.ndarray:
         return self._counted([])
@@ -88,7 +91,8 @@ class Rows(Text):
         for ids in documents:
             kept = ids[: self._seq_len]
             if not (kept >= 0).any():
-                self.left_out += 1
+                nothing = not (ids >= 0).any()
+                self.silent, self.cut_out = self.silent + nothing, self.cut_out + (not nothing)
                 continue
             self.cut += len(kept) < len(ids)
             if at % self._seq_len + len(kept) > self._seq_len:

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +31,7 @@ from stepgraph.train.data.stream import begun, stream_of
 from stepgraph.train.data.tokenizer import Tokenizer
 
 CHUNK_BYTES = 4 << 20  # text that is tokenized at a time
+NEWS_S = 30.0  # between two lines about how far it is
 _POLL_S = 0.02
 
 
@@ -82,7 +84,8 @@ class TokenCache:
         self._begins, self._begins_of = np.empty(0, np.int64), 0  # of so many tokens
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._stop, self._news = threading.Event(), threading.Event()
+        self._stop, self._grown = threading.Event(), threading.Event()
+        self._say: Callable[[str], None] | None = None
 
     def _key(self) -> str:
         facts = [self._source.fingerprint, self._stamp, self._tokenizer.fingerprint, str(self._dtype), "begins"]
@@ -91,8 +94,9 @@ class TokenCache:
         digest.update(self._documents.tobytes())
         return digest.hexdigest()
 
-    def start(self) -> None:
-        """Begin to tokenize what is not there yet."""
+    def start(self, say: Callable[[str], None] | None = None) -> None:
+        """Begin to tokenize what is not there yet; ``say`` is told every ``NEWS_S`` seconds how far that is."""
+        self._say = say or self._say
         if self._thread is None and not self._progress()["whole"]:
             self._thread = threading.Thread(target=self._write, name="tokenizer", daemon=True)
             self._thread.start()
@@ -115,8 +119,8 @@ class TokenCache:
                 return found["tokens"], found["whole"]
             if self._failure is not None:
                 raise self._failure
-            self._news.wait(_POLL_S)  # another process tells nothing
-            self._news.clear()
+            self._grown.wait(_POLL_S)  # another process tells nothing
+            self._grown.clear()
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` to ``stop`` of the stream, int64; they must be there."""
@@ -164,6 +168,7 @@ class TokenCache:
         return all(file.exists() and file.stat().st_size >= size for file, size in files.items())
 
     def _write(self) -> None:
+        self._told_at, self._told = time.monotonic(), False
         try:
             with (self.folder / "lock").open("rb") as lock:
                 while not self._stop.is_set() and not self._progress()["whole"]:
@@ -171,9 +176,17 @@ class TokenCache:
                         self._append()
                     else:
                         self._stop.wait(_POLL_S * 10)
+                        self._tell()
         except BaseException as failure:  # raised by `wait`, in the thread that needs the tokens
             self._failure = failure
-            self._news.set()
+            self._grown.set()
+
+    def _tell(self) -> None:
+        """Say how far it is: now and then, and at the end where that was said before."""
+        due = time.monotonic() >= self._told_at + NEWS_S
+        if self._say is not None and (due or (self._told and self._progress()["whole"])):
+            self._told_at, self._told = time.monotonic(), True
+            self._say(f"tokens: {self.describe()}")
 
     def _append(self) -> None:
         """Tokenize the documents that are not there yet. The lock is this process's."""
@@ -234,7 +247,8 @@ class TokenCache:
         aside = self.folder / "progress.tmp"
         aside.write_text(json.dumps(content))
         aside.replace(self.folder / "progress.json")
-        self._news.set()
+        self._grown.set()
+        self._tell()
 
     def _cannot_write(self, error: OSError) -> str:
         return f"cannot write the token cache {self.folder}: {error.strerror}; choose another folder by --data-cache"

@@ -26,6 +26,7 @@ class TokenizerFiles:
     """
 
     def __init__(self, name: str):
+        opened = open_tokenizer(name)
         self._path = None if name == "bytes" else Path(name)
         self._tokenizer = byte_level() if self._path is None else tokenizers.Tokenizer.from_file(str(self._path))
         self.settings: dict[str, Any] = {}
@@ -36,12 +37,13 @@ class TokenizerFiles:
         self.bos_id = next((found for found in ids if found is not None), None)
         eos = self._named("eos_token")
         found = None if eos is None else self._tokenizer.token_to_id(eos)
-        self.eos_id = open_tokenizer(name).eos_id if found is None else found
+        self.eos_id = opened.eos_id if found is None else found
 
     def _named(self, key: str) -> str | None:
         """The text of a special token in tokenizer_config.json, where it is a string or an object."""
         value = self.settings.get(key)
-        return value.get("content") if isinstance(value, dict) else value
+        text = value.get("content") if isinstance(value, dict) else value
+        return text if isinstance(text, str) else None
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -49,7 +51,7 @@ class TokenizerFiles:
         known = {"bos_token": self.bos_id, "eos_token": self.eos_id}
         tokens = {key: self._tokenizer.id_to_token(i) for key, i in known.items() if i is not None}
         named = {key: self._named(key) for key in self.settings if key.endswith("_token")}
-        return tokens | {key: text for key, text in named.items() if isinstance(text, str)}
+        return tokens | {key: text for key, text in named.items() if text is not None}
 
     @property
     def chat_template(self) -> str | None:
@@ -59,8 +61,9 @@ class TokenizerFiles:
             return beside.read_text(encoding="utf-8")
         given = self.settings.get("chat_template")
         if isinstance(given, list):
-            given = next((one["template"] for one in given if one.get("name") == "default"), None)
-        return given
+            named = [one for one in given if isinstance(one, dict)]
+            given = next((one.get("template") for one in named if one.get("name") == "default"), None)
+        return given if isinstance(given, str) else None
 
     def write(self, folder: Path) -> None:
         """Write the files to ``folder``, which is made if needed. Raises OSError."""

@@ -1,5 +1,6 @@
 """Losses and gradient norms that are not finite: they end the run, or their steps are left out and counted."""
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from stepgraph.config.train import TrainConfig
 from stepgraph.parallel.ranks import Ranks
+from stepgraph.train.checkpoint.found import checkpoints, step_of
 
 
 class NotFiniteError(RuntimeError):
@@ -40,11 +42,19 @@ class Finite:
             return
         rank = f"-rank-{self.ranks.rank}" if self.ranks.world > 1 else ""
         path = self.folder / f"bad-batch-step-{step}{rank}.pt"
-        torch.save({k: v.cpu() for k, v in batch.items()}, path)
-        raise NotFiniteError(f"{what} is {value}; its batch is kept in {path}; {self._again(step)} with a lower --lr")
+        try:
+            torch.save({k: v.cpu() for k, v in batch.items()}, path)
+            kept = f"is kept in {path}"
+        except (OSError, RuntimeError) as failure:  # torch has its own error for a full disk
+            with contextlib.suppress(OSError):
+                path.unlink()
+            kept = f"could not be kept ({' '.join(str(failure).split())[:100]})"
+        raise NotFiniteError(f"{what} is {value}; its batch {kept}; {self._again(step)} with a lower --lr")
 
     def _again(self, step: int) -> str:
-        """How to go on: from the newest checkpoint whose weights have given a finite loss in a step since."""
-        saved = {int(path.name[5:]): path for path in (self.folder / "checkpoints").glob("step-*") if not path.suffix}
+        """How to go on: from the newest checkpoint whose weights have given a finite loss in a step since. Steps left
+        out have not, nor have they changed these."""
+        step -= max(0, self.in_a_row - 1)
+        saved = {step_of(path): path for path in checkpoints(self.folder / "checkpoints") if not path.suffix}
         sound = [at for at in saved if at < step - 1]
         return f"--resume {saved[max(sound)]}" if sound else "start again"

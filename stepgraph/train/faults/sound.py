@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+OUTPUT = "the output cannot be written"
+
 
 class StoppedError(RuntimeError):
     """The run was saved, and ends for an error that has nothing to do with its weights."""
@@ -21,15 +23,18 @@ class SoundFailures:
         self.first: str | None = None
 
     @contextlib.contextmanager
-    def noted(self, *kinds: type[Exception]) -> Iterator[None]:
-        """Keep an OSError, or one of ``kinds``, that is raised inside, and go on behind the block."""
+    def noted(self, *kinds: type[Exception], what: str = "the records cannot be written") -> Iterator[None]:
+        """Keep an OSError, or one of ``kinds``, that is raised inside, and go on behind the block. ``what``: said of an
+        error of the system that names no file."""
         try:
             yield
         except BrokenPipeError:
             silence()
             self.first = self.first or "the reader of this output is gone"
         except (OSError, *kinds) as failure:
-            self.first = self.first or " ".join(str(failure).split())
+            text = " ".join(str(failure).split())
+            nameless = isinstance(failure, OSError) and failure.errno is not None and failure.filename is None
+            self.first = self.first or (f"{what} ({text})" if nameless else text)
 
     @contextlib.contextmanager
     def of_threads(self) -> Iterator[None]:
@@ -50,7 +55,7 @@ class SoundFailures:
 
     def say(self, *text: object) -> None:
         """Print, at once: a pipe shows each line when it is said, and keeps it when the run is killed."""
-        with self.noted():
+        with self.noted(what=OUTPUT):
             print(*text, flush=True)
 
 

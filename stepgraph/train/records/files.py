@@ -10,17 +10,30 @@ from typing import Any
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a ``metrics.jsonl``. A last line cut off by a crash is left out.
 
-    Raises ValueError for a damaged line before the last.
+    Raises ValueError for a damaged line before the last, and for one without its step.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            record = json.loads(line)
+        except ValueError as error:  # of JSON, or of UTF-8
             if number < len(lines):
                 raise ValueError(f"{path} line {number} is not JSON: repair or delete that line") from error
+            break
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise ValueError(f"{path} line {number} has no step: repair or delete that line")
+        records.append(record)
     return records
+
+
+def is_finished(summary: Path) -> bool:
+    """Whether ``summary``, the summary.json of a run, is there and says so."""
+    try:
+        found = json.loads(summary.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("status") == "finished"
 
 
 def json_line(record: dict[str, Any]) -> str:

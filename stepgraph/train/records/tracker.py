@@ -1,9 +1,11 @@
 """``--log wandb``: the metrics of a run also in Weights & Biases, which is an optional package."""
 
+import contextlib
 import importlib
 import json
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,16 +37,33 @@ class Wandb:
                 config=options,
             )
         except Exception as failure:  # its own kinds of error, and those of its service
-            reason = " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
-            raise ValueError(f"wandb does not start ({reason}): log in, or set WANDB_MODE=offline") from failure
+            raise ValueError(f"wandb does not start ({_told(failure)}): log in, or set WANDB_MODE=offline") from failure
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        """Record ``scalars`` by their TensorBoard tags. A step that was recorded before a resume is not again."""
-        self._run.log(scalars, step=step)
+        """Record ``scalars`` by their TensorBoard tags. A step that was recorded before a resume is not again. OSError,
+        in one line, where the package fails."""
+        with _failing():
+            self._run.log(scalars, step=step)
 
     def close(self) -> None:
-        """Send what is left."""
-        self._run.finish()
+        """Send what is left. OSError as of `log`."""
+        with _failing():
+            self._run.finish()
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Makes any error of the package, which has kinds of its own, an OSError in one line."""
+    try:
+        yield
+    except Exception as failure:
+        raise OSError(
+            f"wandb failed ({_told(failure)}): go on without --log wandb, or with WANDB_MODE=offline"
+        ) from failure
+
+
+def _told(failure: Exception) -> str:
+    return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
 
 
 def package() -> ModuleType:

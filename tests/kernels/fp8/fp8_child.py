@@ -10,7 +10,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from stepgraph.kernels.fp8 import cast_triton
+from stepgraph.kernels.fp8 import cast_triton, swiglu_triton
 from tests.kernels.triton_tools import interpret_masks
 
 interpret_masks()
@@ -20,5 +20,12 @@ for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
     cast_triton.LONGEST = longest
     amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
     whole = cast_triton.launch(x, amax, dtype, rows, columns)
-    results.append((whole, cast_triton.launch_rows(x, dtype, rows, columns)))
+    y, q, scale = swiglu_triton.launch(x, x.flip(0), dtype, True)
+    fused = (
+        y,
+        (q, scale),
+        cast_triton.launch_rows(y, dtype, True, False)[:2],
+        swiglu_triton.launch(x, x.flip(0), dtype, False),
+    )
+    results.append((whole, cast_triton.launch_rows(x, dtype, rows, columns), fused))
 torch.save(results, sys.argv[2])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product
+from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product, swiglu_cast_rows
 from tests.kernels.triton_tools import assert_no_spills, interpreted
 
 CHILD = Path(__file__).with_name("fp8_child.py")
@@ -111,6 +111,8 @@ def test_operators_follow_their_schemas():
     for op, args in (
         (ops.cast_scaled, (x.t(), amax_of(x), E5M2, True, True)),
         (ops.cast_scaled_rows, (x[::2], E4M3, False, True)),
+        (ops.swiglu_cast_rows, (x.view(2, 8, 32), x.view(2, 8, 32), E4M3, True)),
+        (ops.swiglu_cast_rows, (x[:, ::2], x[:, 1::2], E4M3, False)),
         (ops.scaled_product, (q, q, scale, scale, None, False)),
         (ops.scaled_product, (row, row, row_scale, row_scale, torch.ones(16).bfloat16(), True)),
     ):
@@ -126,6 +128,8 @@ def test_bad_input_is_refused():
         cast_scaled(x, amax_of(x), torch.float16, True, False)
     with pytest.raises(ValueError, match="allowed is a floating-point matrix"):
         cast_scaled_rows(x[0], E4M3, True, False)
+    with pytest.raises(ValueError, match="allowed are floating-point tensors of one shape and dtype"):
+        swiglu_cast_rows(x, x.float(), E4M3, True)
     for args in ((q, q.t(), one, one, None), (q, q, one, rows, None), (q, q, one, one, torch.ones(3))):
         with pytest.raises(ValueError, match="transpose b, or cast both sides in one way"):
             scaled_product(*args, False)
@@ -164,8 +168,10 @@ def test_kernels_give_the_reference_bits(tmp_path):
         (odd, E4M3, True, True, 16384),
         (rough, E5M2, True, True, 16384),
     ]
-    for case, (whole, rowwise) in zip(cases, interpreted(CHILD, tmp_path, cases), strict=True):
+    for case, (whole, rowwise, fused) in zip(cases, interpreted(CHILD, tmp_path, cases), strict=True):
         x, dtype, rows, columns, _ = case
+        y, own, apart, alone = fused
+        check_swiglu(x, dtype, y, apart, own, alone)
         for found, right in (
             (whole, cast_scaled(x, amax_of(x), dtype, rows, columns)),
             (rowwise, cast_scaled_rows(x, dtype, rows, columns)),
@@ -176,11 +182,24 @@ def test_kernels_give_the_reference_bits(tmp_path):
                     torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
 
+def check_swiglu(x, dtype, y, apart, fused, alone):
+    """The product of SwiGLU is the reference's but for the last place, its cast what the cast apart makes of it."""
+    right, _, _ = swiglu_cast_rows(x, x.flip(0), dtype, True)
+    if x.dtype == torch.bfloat16:  # rounded twice, by an interpreter that rounds in its own way
+        torch.testing.assert_close(y, right, rtol=2**-6, atol=1e-30, equal_nan=True)
+    else:
+        torch.testing.assert_close(y, right, equal_nan=True)
+    assert alone[0].shape == (0,)
+    for mine, theirs in (*zip(fused, apart, strict=True), *zip(alone[1:], apart, strict=True)):
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("element", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
 @pytest.mark.parametrize("to", ["fp8e4nv", pytest.param("fp8e5", marks=pytest.mark.long)])
 def test_no_configuration_spills(element, to):
     kernels = pytest.importorskip("stepgraph.kernels.fp8.cast_triton")
+    swiglu_triton = pytest.importorskip("stepgraph.kernels.fp8.swiglu_triton")
     most = {"fp8e4nv": 448.0, "fp8e5": 57344.0}[to]
     sizes = {"R": "i32", "C": "i32", "row_stride": "i32"}
     bits = {"row_bits": "*i32", "column_bits": "*i32"}
@@ -189,16 +208,20 @@ def test_no_configuration_spills(element, to):
     aligned = ("x", "q", "transposed", "R", "C", "row_stride")
     x = {"x": f"*{element}"}
     assert_no_spills(kernels._amax_kernel, x | bits | sizes, forms, kernels.WARPS, aligned)
-    assert_no_spills(
-        kernels._cast_kernel, x | bits | results | sizes, forms | {"WHOLE": False, "MOST": most}, kernels.WARPS, aligned
-    )
+    forms["TILE"] = kernels.CAST_TILE
+    kinds, constants = x | bits | results | sizes, forms | {"WHOLE": False, "MOST": most}
+    assert_no_spills(kernels._cast_kernel, kinds, constants, kernels.CAST_WARPS, aligned)
     whole = x | {"row_bits": "*i32", "row_scale": "*fp32"} | results | sizes
     nothing = {"column_bits": None, "column_scale": None}
     kinds = {name: kind for name, kind in whole.items() if name not in nothing}
     constants = forms | nothing | {"WHOLE": True, "MOST": most}
-    assert_no_spills(kernels._cast_kernel, kinds, constants, kernels.WARPS, aligned)
+    assert_no_spills(kernels._cast_kernel, kinds, constants, kernels.CAST_WARPS, aligned)
     for C in (256, 4096, kernels.LONGEST):
         block, warps = kernels.row_configuration(C)
+        kinds = {"gate": f"*{element}", "up": f"*{element}", "y": f"*{element}", "q": f"*{to}", "scale": "*fp32"}
+        kinds |= {"C": "i32", "gate_stride": "i32", "up_stride": "i32"}
+        constants, divisible = {"MOST": most, "BLOCK": block}, (*kinds.keys(),)
+        assert_no_spills(swiglu_triton._swiglu_kernel, kinds, constants, warps, divisible)
         kinds = x | {"q": f"*{to}", "scale": "*fp32", "C": "i32", "row_stride": "i32"}
         constants = {"column_stride": 1, "MOST": most, "BLOCK": block}
         assert_no_spills(kernels._row_kernel, kinds, constants, warps, aligned)

@@ -7,6 +7,7 @@ import pytest
 
 from stepgraph.config.presets import PRESETS
 
+ONE_BLOCK = dataclasses.replace(PRESETS["llama3-debug"]().model, n_layers=1)
 GOOD = {"mesh": "pp=2", "accumulate": 4}
 
 
@@ -23,6 +24,11 @@ def config(**options):
         ({"pipeline": "gpipe"}, r"unknown schedule 'gpipe'"),
         ({"split": "0,9"}, r"split=0,9 does not fit 4 blocks"),
         ({"split": "0,1,2"}, r"split=0,1,2 has 3 stages and the schedule 1f1b on pp=2 has 2"),
+        ({"split": "0"}, r"split=0 has 1 stage and the schedule 1f1b on pp=2 has 2"),
+        ({"mesh": "pp=8", "accumulate": 8}, r"has 4 blocks and the schedule 1f1b on pp=8 has 8 stages: try pp=4$"),
+        ({"mesh": "pp=3", "pipeline": "zbv"}, r"4 blocks .* pp=3 has 6 stages: try 1f1b, which .* or pp=2$"),
+        ({"mesh": "pp=4", "pipeline": "zbv"}, r"4 blocks .* pp=4 has 8 stages: try 1f1b, which .* or pp=2$"),
+        ({"model": ONE_BLOCK}, r"the model has 1 block and the schedule 1f1b on pp=2 has 2 stages: drop pp from the"),
         ({"split": "0;2"}, r"split=0;2 must be the first block of each stage"),
         ({"verify": True}, r"verify compares with eager.*drop pp"),
         ({"export_hf": Path("there")}, r"export_hf writes whole models"),

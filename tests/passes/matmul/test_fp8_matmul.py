@@ -86,7 +86,9 @@ def test_llama_has_the_bits_of_eager_fp8_layers(precision, recipe):
     bf16_weight_gradients = recipe.endswith("bf16-weight-gradients")
     assert count(step, ours.scaled_product.default) == 7 * (2 if bf16_weight_gradients else 3)
     cast = ours.cast_scaled if recipe == "tensorwise" else ours.cast_scaled_rows
-    assert count(step, cast.default) == 4 + 7 + 7
+    fused = bf16_weight_gradients  # the input of the MLP's last layer, by rows alone
+    assert count(step, ours.swiglu_cast_rows.default) == fused
+    assert count(step, cast.default) == 4 + 7 + 7 - fused
     assert count(step, aten.mm.default) == 3 + 7 * bf16_weight_gradients
     notes = "\n".join(report_of(step).notes)
     assert "left in bf16, the loss reads it: head" in notes and "no linear layer" not in notes
@@ -129,8 +131,8 @@ def test_biases_shared_layers_and_transposed_weights(recipe, linear):
     assert count(step, casts) == 3 + 2 + (3 if recipe in RECIPES[:2] else 2)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", pytest.param("GPT2", marks=pytest.mark.long)])
-def test_transformers(name):
+def transformer(name):
+    """(a tiny model of transformers, its loss, a batch)."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 37, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 1,
              "num_attention_heads": 2}  # fmt: skip
@@ -144,7 +146,53 @@ def test_transformers(name):
     def loss_fn(model, batch):
         return model(input_ids=batch["ids"], labels=batch["ids"], use_cache=False).loss
 
+    return model, loss_fn, batch
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", pytest.param("GPT2", marks=pytest.mark.long)])
+def test_transformers(name):
+    model, loss_fn, batch = transformer(name)
     check_as_eager(model, loss_fn, batch, "rowwise", ["lm_head"], 4 if name == "GPT2" else 7)
+
+
+@pytest.mark.parametrize("name", ["ours", "Qwen3", pytest.param("Llama", marks=pytest.mark.long)])
+def test_casts_in_the_kernel_before_change_no_bit(name):
+    """The bf16 product is written where the weight gradient reads it, and not where that computes it again."""
+    model, loss_fn, batch = (llama(), autocast_loss, tokens()) if name == "ours" else transformer(name)
+    recipe = "rowwise-bf16-weight-gradients"
+    apart, expected = captured(model, loss_fn, batch, passes(recipe, disable_pass=("fuse_casts",)))
+    for memory in ("none", "full"):
+        step, found = captured(model, loss_fn, batch, passes(recipe, memory=memory))
+        assert all(map(torch.equal, found, expected))
+        (fused,) = step.graph.graph.find_nodes(op="call_function", target=ours.swiglu_cast_rows.default)
+        assert fused.args[3] == (memory == "none")
+        report = next(r for r in step.report if r.name == "fuse_casts")
+        again = (0, 3)[memory == "full"]  # of queries, keys and values, of attention's result, of gate and up
+        assert any(f"casts that stand alone, activations by rows: {3 + again}," in note for note in report.notes)
+        assert any("casts that stand alone, output gradients by rows: 7," in note for note in report.notes)
+        assert report.changed == 1 and (
+            memory == "full" or report.matched == count(apart, ours.cast_scaled_rows.default)
+        )
+
+
+def test_a_product_whose_inputs_are_written_is_cast_apart(tools):
+    """By hand: what is written between the SwiGLU and its cast is not what the cast reads."""
+
+    def function(gate, up, w):
+        y = F.silu(gate) * up
+        up.mul_(2)
+        return y @ w.t(), gate, up, w
+
+    inputs = [torch.randn(32, 16).bfloat16(), torch.randn(32, 16).bfloat16(), torch.randn(48, 16).bfloat16()]
+    for form, fused in ((function, 0), (lambda gate, up, w: ((F.silu(gate) * up) @ w.t(), gate, up, w), 1)):
+        step = tools.by_hand(form, *inputs)
+        step.inputs[:2] = [dataclasses.replace(i, kind="batch") for i in step.inputs[:2]]
+        options = {"recipe": "rowwise-bf16-weight-gradients", "unprofitable": True}
+        _, report = run_passes(step, [get("fp8_matmul", **options), get("fuse_casts")])
+        assert (report.matched, report.changed) == (2, fused)
+        y, *_ = step.module(*(t.clone() for t in inputs))
+        x = F.silu(inputs[0]) * inputs[1]
+        assert torch.equal(y, product(quantized(x, "rowwise"), quantized(inputs[2], "rowwise")))
 
 
 # What stays

@@ -106,6 +106,17 @@ def test_a_change_of_what_is_captured_is_a_miss(change):
     assert part in [found.partition(" ")[0] for found in key.difference(before, case.parts())]
 
 
+def test_hashes_are_not_told():
+    one, other = "0f" * 32, "1e" * 32
+    saved = {"graph": one, "optimizer": {"state": one, "lr": 1, "eps": None}, "loss": "a"}
+    now = {"graph": other, "optimizer": {"state": other, "lr": 1, "eps": one}, "loss": "b"}
+    assert key.difference(saved, now) == [
+        "graph",
+        f"optimizer (state; eps was nothing, is {one[:57]}...)",
+        "loss (a, now b)",
+    ]
+
+
 def test_values_of_parameters_and_the_rate_are_no_part():
     case = Case()
     before = case.parts()

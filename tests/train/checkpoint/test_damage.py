@@ -214,10 +214,13 @@ def test_resolve_says_what_is_there(tmp_path):
         folder.mkdir(parents=True)
     for name in "abcdefg":
         (other / name).touch()
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "config.json").touch()
     for path, match in [
         (tmp_path / "nowhere", "nowhere is not there; give a run folder"),
         (other / "a", "a is a file"),
         (empty, "empty holds no checkpoint yet"),
+        (tmp_path / "killed", "the run .*killed has no checkpoint, and one is written every --checkpoint-every"),
         (run, "checkpoints holds no checkpoint yet"),
         (run / "checkpoints", "checkpoints holds no checkpoint yet"),
         (other, r"other is not a checkpoint: it holds a, b, c, d, e and 2 more; give a run folder .* manifest\.json"),

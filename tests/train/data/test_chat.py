@@ -114,7 +114,8 @@ def test_rows_hold_whole_conversations(documents, seq_len, data):
     stream = np.concatenate([*pieces, rows.close()]).astype(np.int64)
     assert rows.there == len(stream)
     kept = [ids[:seq_len].tolist() for ids in documents if (ids[:seq_len] >= 0).any()]
-    assert rows.left_out == len(documents) - len(kept)
+    assert rows.cut_out + rows.silent == len(documents) - len(kept)
+    assert rows.silent == sum(not (ids >= 0).any() for ids in documents)
     assert rows.cut == sum(len(ids) > seq_len and (ids[:seq_len] >= 0).any() for ids in documents)
     if not kept:
         assert not len(stream)
@@ -150,6 +151,16 @@ def test_long_conversations_are_told(folder, tmp_path):
         "are cut to seq_len=44"
         in PackedLoader(data.source, data.tokenizer, cache=tmp_path, **options).tokens.describe()
     )
+    rows = [{"messages": conversation([("hi", "")])[:1]}] * 20
+    silent = open_data(write(tmp_path / "b.jsonl", rows), str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match="no conversation has the assistant in its first 44 tokens: give others or a"):
+        validation_batches(silent.source, silent.tokenizer, n=1, **options)
+    with pytest.warns(
+        UserWarning, match=r"b.jsonl: 1\d conversations are left out, in which the assistant says nothing$"
+    ):
+        loader = PackedLoader(silent.source, silent.tokenizer, **options)
+        loader.tokens.wait(10**9)
+        loader.tokens.close()
     (batch,) = validation_batches(data.source, data.tokenizer, n=1, batch_size=1, seq_len=44)
     assert (batch["targets"] >= 0).any() and (batch["targets"] == -100).any()
 

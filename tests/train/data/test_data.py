@@ -34,11 +34,11 @@ class Documents(Source):
     name = "documents"
 
     def __init__(self, texts: list[bytes]):
-        self.texts, self.size = texts, sum(map(len, texts))
+        self.held, self.size = texts, sum(map(len, texts))
         self.split_by_index(len(texts))
 
     def read(self, index: int) -> bytes:
-        return self.texts[index]
+        return self.held[index]
 
 
 texts = st.lists(st.binary(max_size=40), min_size=2, max_size=12)
@@ -177,7 +177,6 @@ def test_state_of_another_stream_is_refused_and_changes_nothing():
     before = packed.state_dict()
     same_shape = Documents([b"one two", b"three", b"FOUR FIVE", b"seven"])
     for other, key in [
-        (loader(same_shape), "data"),
         (loader(source, seq_len=9), "seq_len"),
         (loader(source, seed=1), "seed"),
         (loader(source, shuffle=False), "shuffle"),
@@ -185,8 +184,13 @@ def test_state_of_another_stream_is_refused_and_changes_nothing():
     ]:
         with pytest.raises(ValueError, match=rf"^the saved data position has {key}=.*this run has {key}=.*$"):
             packed.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match="lacks 'row'"):
-        packed.load_state_dict({"epoch": 0})
+    for state, message in [
+        (loader(same_shape).state_dict(), "is of another --data, or of what was there then"),
+        (before | {"tokenizer": "other"}, "is of another --tokenizer"),
+        ({"epoch": 0}, "lacks 'row': it is of another kind of --data, resume with that"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            packed.load_state_dict(state)
     assert packed.state_dict() == before and len(json.dumps(before)) < 400
 
 
@@ -195,7 +199,7 @@ def test_documents_changed_under_a_saved_position_are_noticed():
     packed = loader(source, batch_size=1, seq_len=40)
     next(packed)
     state = packed.state_dict()
-    source.texts[1:5] = [b"FIRST DOCUMENT"] * 4
+    source.held[1:5] = [b"FIRST DOCUMENT"] * 4
     with pytest.raises(ValueError, match="changed since the data position was saved"):
         loader(source, batch_size=1, seq_len=40).load_state_dict(state)
 

@@ -17,11 +17,11 @@ class Documents(Source):
     name = "documents"
 
     def __init__(self, texts: list[bytes]):
-        self.texts, self.size = texts, sum(map(len, texts))
+        self.held, self.size = texts, sum(map(len, texts))
         self.split_by_index(len(texts))
 
     def read(self, index: int) -> bytes:
-        return self.texts[index]
+        return self.held[index]
 
 
 class Ambiguous(ByteTokenizer):
@@ -117,7 +117,7 @@ def test_a_killed_writer_leaves_begins_that_the_next_one_goes_on_with(tmp_path, 
                 raise OSError("killed")
             return super().read(index)
 
-    first = TokenCache(Stops(source.texts), ByteTokenizer(), source.train, tmp_path)
+    first = TokenCache(Stops(source.held), ByteTokenizer(), source.train, tmp_path)
     with pytest.raises(OSError, match="killed"):
         first.wait(10**9)
     first.close()

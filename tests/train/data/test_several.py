@@ -91,7 +91,7 @@ def test_other_weights_or_data_are_not_gone_on_with():
     with pytest.raises(ValueError, match="of one source, and --data is a mixture"):
         loader.load_state_dict({"epoch": 0})
     state["parts"][1]["data"] = "other"
-    with pytest.raises(ValueError, match=r"^b: the saved data position has data='other'"):
+    with pytest.raises(ValueError, match=r"^b: the saved data position is of another --data"):
         loader.load_state_dict(state)
 
 
@@ -127,7 +127,7 @@ def test_a_packed_file_is_unpacked_once_and_its_stamp_is_its_own(tmp_path):
         open_data(str(path))
 
 
-def test_weights_and_names_of_a_mixture(tmp_path):
+def test_weights_and_names_of_a_mixture(tmp_path, monkeypatch):
     a, b = (
         write_lines(tmp_path / folder / "text.jsonl", ["x", "y"])
         for folder in ("a", "b")
@@ -136,6 +136,14 @@ def test_weights_and_names_of_a_mixture(tmp_path):
     parts = open_parts(f"{a}:3,{b}:1.")
     assert [(part.name, part.share) for part in parts] == [("text", 0.75), ("text_2", 0.25)]
     assert [len(part.source.val) for part in open_validation(f"{a},{b}")] == [2, 2]
+    many = [tmp_path / f"{'many' * 20}{i}.jsonl" for i in range(4)]
+    for file in many:
+        write_lines(file, ["x", "y"])
+    monkeypatch.chdir(tmp_path)  # where their names together are longer than one may be
+    (part,) = open_parts(",".join(file.name for file in many))
+    assert part.source.describe().startswith(many[0].name) and "4 files" in part.source.describe()
+    with pytest.raises(ValueError, match="each set counts alike and has no weight: write "):
+        open_validation(f"{a}:0.5,{b}:0.5")
     bundle = open_data(f"{a}:3,{b}:1")
     assert bundle.description.startswith("75.0% ") and 0 < bundle.unigram_entropy() < 2
 

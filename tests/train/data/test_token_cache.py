@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 
@@ -50,6 +51,22 @@ def test_a_second_cache_reads_what_the_first_wrote(source, tmp_path, monkeypatch
     (again.folder / "tokens.bin").unlink()
     assert everything(opened(source, tmp_path / "c")) == wanted
     assert again.describe() == f"{len(wanted):,} tokens in {again.folder}"
+
+
+def test_it_is_told_now_and_then_how_far_it_is(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_cache, "CHUNK_BYTES", 4000)
+    quiet, told = opened(source, tmp_path / "quiet"), []
+    quiet.start(told.append)
+    everything(quiet)
+    assert told == []  # 30 s have not gone by
+    monkeypatch.setattr(token_cache, "NEWS_S", 0)
+    cache = opened(source, tmp_path / "c")
+    cache.start(told.append)
+    count = len(everything(cache))
+    cache.close()
+    assert re.fullmatch(rf"tokens: tokenizing in the background, [1-9]\d% done, into {cache.folder}", told[0])
+    assert told[-1] == f"tokens: {count:,} tokens in {cache.folder}"
+    opened(source, tmp_path / "c").start(lambda _: pytest.fail("it is there"))
 
 
 def test_data_or_tokens_that_differ_have_caches_of_their_own(source, tmp_path):

@@ -51,6 +51,17 @@ def test_settings_beside_the_tokenizer_are_kept(folder, tmp_path):
     files.write(tmp_path / "out")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+    for odd in ({"eos_token": 5}, {"eos_token": ["<|eot_id|>"]}, {"eos_token": {"content": 2}}, {"bos_token": 7}):
+        templates = [{"name": "default"}, "default", {"name": "other", "template": "x"}]
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        (folder / "tokenizer_config.json").write_text(json.dumps(odd | {"chat_template": templates}))
+        files = TokenizerFiles(str(folder / "tokenizer.json"))
+        assert (files.bos_id, files.eos_id, files.chat_template) == (1, 0, None)
     (folder / "tokenizer_config.json").write_text("[")
     with pytest.raises(ValueError, match=r"tokenizer_config.json is not valid JSON"):
         TokenizerFiles(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        TokenizerFiles(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"cannot read tokenizer .*: No such file or directory"):
+        TokenizerFiles(str(folder / "none.json"))

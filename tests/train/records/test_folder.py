@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from stepgraph.config.environment import environment
 from stepgraph.config.train import TrainConfig
 from stepgraph.train.records import files, folder
-from stepgraph.train.records.files import read_metrics
+from stepgraph.train.records.files import is_finished, read_metrics
 from stepgraph.train.records.folder import RunFolder, Summary
 
 
@@ -108,6 +108,25 @@ def test_a_damaged_line_is_named(tmp_path):
     file.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         read_metrics(file)
+    for line in (b"[1]", b"{}", b'{"step": "3"}', b"5", b"null"):
+        file.write_bytes(b'{"step": 1}\n' + line)
+        with pytest.raises(ValueError, match=r"metrics\.jsonl line 2 has no step: repair or delete"):
+            read_metrics(file)
+    file.write_bytes(b'{"step": 1}\n\xff\xfe\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read_metrics(file)
+    file.write_bytes(b'{"step": 1}\n\0\0\0')
+    assert read_metrics(file) == [{"step": 1}]
+
+
+def test_a_damaged_summary_is_no_end(tmp_path):
+    file = tmp_path / "summary.json"
+    assert not is_finished(file)
+    for content, finished in [(b"{", False), (b"[]", False), (b"{}", False), (b"\xff\xfe", False),
+                              (b'{"status": "failed"}', False), (b'{"status": "finished"}', True)]:  # fmt: skip
+        file.write_bytes(content)
+        assert is_finished(file) == finished
+    assert not is_finished(tmp_path)
 
 
 def test_json_stays_strict_when_a_loss_is_not_finite(tmp_path):

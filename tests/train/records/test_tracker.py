@@ -40,6 +40,22 @@ def test_metrics_go_there_too_and_a_resumed_run_goes_on_in_the_same_one(wandb, t
     assert first.finished and second.finished
 
 
+def test_a_package_that_fails_in_the_middle_ends_the_run_after_a_save(wandb, trainer, tmp_path, capsys):
+    original = wandb.init
+
+    def init(**options):
+        run = original(**options)
+        run.log = lambda values, step: None if step < 3 else {}["no\nsuch service"]
+        return run
+
+    wandb.init = init
+    assert trainer.here(*WORDS, "--out", tmp_path / "run") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(r"error: wandb failed (KeyError: 'no\nsuch service'): go on without --log wandb")
+    assert "; step 3 is saved: --resume" in error and error.count("\n") == 1
+    assert trainer.resume(tmp_path / "run", "--log", "tensorboard") == 0
+
+
 def test_a_missing_package_or_one_that_does_not_start_is_one_line(wandb, trainer, tmp_path, monkeypatch, capsys):
     def refuses(**_):
         raise RuntimeError("api_key not configured\n(no-tty)")

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from stepgraph.kernels.norm.triton.forward import load_weight
-from stepgraph.kernels.norm.triton.partials import counters_of, grid, tree
+from stepgraph.kernels.norm.triton.partials import FANIN, counters_of, grid, tree
 from stepgraph.kernels.norm.triton.rows import hold, row_start, rows_of_step, tile_mask
 from stepgraph.kernels.norm.triton.wide import collect, leave, publish, share_slot, words_of_group
 
@@ -77,6 +77,7 @@ def backward_rows(
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr, HOLD_W: tl.constexpr, SUM: tl.constexpr,
     EXCHANGE: tl.constexpr, FINISH: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr,
+    FANIN: tl.constexpr,
 ):  # fmt: skip
     """All rows of one of ``programs`` programs, and its contribution to the sums over rows."""
     LAYER: tl.constexpr = mean is not None
@@ -223,7 +224,7 @@ def backward_rows(
         if FINISH == "tree":
             tree(
                 partials, counters + (head_block * SPLIT + part) * counters_of(P), first, db,
-                p, P, head_block, part, size, pitch, N, H, BH, SLICE, PLANES, SUM_WIDTH,
+                p, P, head_block, part, size, pitch, N, H, BH, SLICE, PLANES, SUM_WIDTH, FANIN,
             )  # fmt: skip
         if FINISH == "grid":
             grid(partials, counters, first, db, program, programs, P, size, pitch, PLANES, SUM_ROWS, SUM_WIDTH)
@@ -247,6 +248,7 @@ def backward_kernel(
         tl.program_id(0), tl.num_programs(0),
         N, H, OFFSET, D_ALIGN, D_TWO, H_ALIGN, H_TWO, G_ALIGN, G_TWO, BIG,
         ROWS, BH, BLOCK, PIECES, SPLIT, STAGES, HOLD_D, HOLD_H, HOLD_W, SUM, EXCHANGE, FINISH, SUM_ROWS, SUM_WIDTH,
+        FANIN,
     )  # fmt: skip
 
 
@@ -270,7 +272,7 @@ def backward_pair_kernel(
             dyq, q, wq, None, rstd_q, None, dq, dwq, None, partials_q, words,
             0, 0, Mq, dq_outer, dq_inner, dq_size, q_outer, q_inner, q_size, 0, 0, 1, program, programs_q.to(tl.int32),
             N, HQ, OFFSET, DQ_ALIGN, DQ_TWO, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
-            STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_Q, "wait", FINISH_Q, 1, SUM_WIDTH,
+            STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_Q, "wait", FINISH_Q, 1, SUM_WIDTH, FANIN,
         )  # fmt: skip
     else:
         backward_rows(
@@ -278,5 +280,5 @@ def backward_pair_kernel(
             0, counters_k_at, Mk, dk_outer, dk_inner, dk_size, k_outer, k_inner, k_size, 0, 0, 1,
             (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
             N, HK, OFFSET, DK_ALIGN, DK_TWO, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
-            STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_K, "wait", FINISH_K, 1, SUM_WIDTH,
+            STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_K, "wait", FINISH_K, 1, SUM_WIDTH, FANIN,
         )  # fmt: skip

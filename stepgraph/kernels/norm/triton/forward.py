@@ -79,6 +79,7 @@ def forward_step(
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """The rows of one step; ``turn`` counts the steps of this program."""
     LAYER: tl.constexpr = mean is not None
@@ -199,6 +200,7 @@ def forward_rows(
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
 ):  # fmt: skip
     """All rows of one of ``programs`` programs: one step, or, where programs share rows, every ``P``-th step."""
     SLICE: tl.constexpr = BLOCK * PIECES
@@ -217,7 +219,7 @@ def forward_rows(
             first, 0, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, words,
             tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
             N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-            ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE,
+            ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX,
         )  # fmt: skip
     else:
         P = programs // (SPLIT * HEAD_BLOCKS)
@@ -233,7 +235,7 @@ def forward_rows(
                 step, (step - first) // P, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, words,
                 tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
                 N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-                ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE,
+                ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX,
             )  # fmt: skip
         if SPLIT > 1:
             leave(words, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
@@ -253,7 +255,7 @@ def forward_kernel(
         x, residual, weight, bias, y, h, mean, rstd, scale, words,
         leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, tl.program_id(0), tl.num_programs(0),
         N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-        ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE,
+        ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX,
     )  # fmt: skip
 
 
@@ -273,7 +275,7 @@ def forward_pair_kernel(
             q, None, wq, None, yq, None, None, rstd_q, None, None,
             0, Mq, q_outer, q_inner, q_size, 0, 0, 1, eps, program, programs_q.to(tl.int32),
             N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
-            HOLD, HOLD_W, "before", "wait",
+            HOLD, HOLD_W, "before", "wait", FP8_MAX,
         )  # fmt: skip
     else:
         forward_rows(
@@ -281,5 +283,5 @@ def forward_pair_kernel(
             0, Mk, k_outer, k_inner, k_size, 0, 0, 1, eps,
             (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
             N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
-            HOLD, HOLD_W, "before", "wait",
+            HOLD, HOLD_W, "before", "wait", FP8_MAX,
         )  # fmt: skip

@@ -51,7 +51,7 @@ def write_gradients(value, first, second, at, mask, size, pitch, PLANES: tl.cons
 def tree(
     partials, counters, first, second, p, P, head_block, part, size, pitch,
     N: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, SLICE: tl.constexpr, PLANES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, FANIN: tl.constexpr,
 ):  # fmt: skip
     """Add the slots of ``P`` programs (this one is ``p``) over the columns and heads of this program."""
     stride = pitch * PLANES

@@ -1,0 +1,60 @@
+"""What the fields of data hold: the text of a document, or the messages of a conversation."""
+
+import importlib
+import json
+from collections.abc import Iterable
+from types import ModuleType
+
+MESSAGES = "messages"  # the field of a conversation
+
+
+def field_of(names: Iterable[str], text_field: str, where: str) -> tuple[str, bool, str]:
+    """Of columns: the one with the documents, whether these are conversations, and what they are called.
+
+    Raises ``ValueError`` where there is neither ``text_field`` nor ``messages``.
+    """
+    names = list(names)
+    if text_field not in names and MESSAGES in names:
+        return MESSAGES, True, "conversations"
+    if text_field not in names:
+        raise no_field(where, text_field, names)
+    return text_field, False, "documents"
+
+
+def optional(package: str, purpose: str) -> ModuleType:
+    """An optional package, or a ValueError that says how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ValueError(f"{purpose} needs the package {package}: pip install 'stepgraph[data]'") from error
+
+
+def encoded(value: object, where: str, field: str) -> bytes:
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {field!r} is {type(value).__name__}, not a string: put each document's text there")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+        raise ValueError(f"{where}: {field!r} is not valid Unicode ({error.reason}): fix the text") from error
+
+
+def conversation(value: object, where: str, field: str) -> bytes:
+    """The messages of a conversation as JSON. ``ValueError`` for anything but a list of roles with what they say.
+
+    Keys without a value are left out: a column of messages has those of all its messages in each.
+    """
+    messages = value if isinstance(value, list) else []
+    messages = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in messages]
+    for message in messages or [None]:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(
+                f'{where}: {field!r} must be a list of messages such as {{"role": "user", "content": "Hello"}}'
+            )
+    return encoded(json.dumps(messages, ensure_ascii=False), where, field)
+
+
+def no_field(where: str, field: str, names: Iterable[str]) -> ValueError:
+    has = ", ".join(list(names)[:8]) or "none"
+    return ValueError(f"{where}: no field {field!r} (it has {has}): name the one with the text by --text-field")

@@ -1,0 +1,185 @@
+"""Text, JSON lines and parquet, all read lazily.
+
+Whatever is wrong with a file raises a one-line ValueError that names the file, the place and a fix.
+"""
+
+import array
+import codecs
+import importlib
+import itertools
+import json
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepgraph.train.data.formats.fields import MESSAGES, conversation, encoded, field_of, no_field, optional
+from stepgraph.train.data.sources import Source, describe_sections
+from stepgraph.train.data.split import cut_sections
+
+TEXT_SEPARATOR = b"<|endoftext|>"
+
+
+class TextFile(Source):
+    """A UTF-8 text file. The marker ``<|endoftext|>`` ends a document, as in the files that corpora are published in.
+
+    Without that marker the file is one document (blank lines separate paragraphs, not documents), cut by position
+    as in ``Sections``. The file stays on disk; only the document positions are in memory.
+    """
+
+    def __init__(self, path: Path):
+        self.name, self.size, self._path = str(path), path.stat().st_size, path
+        self._file = path.open("rb")
+        with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            _check_utf8(path, text)
+            spans = _text_spans(text)
+            if not spans:
+                raise ValueError(f"{path} holds no text, only white space: give a file with text")
+            self._one_document = len(spans) == 1
+            if self._one_document:
+                start, end = spans[0]
+                if end - start < 2:
+                    raise ValueError(f"{path} holds one document of 1 byte: too little to split; give more text")
+                bounds, self.train, self.val = cut_sections(text, start, end)
+                self._starts, self._ends = bounds[:-1], bounds[1:]
+                self.unit = "sections"
+            else:
+                self._starts, self._ends = np.array(spans, dtype=np.int64).T
+                self.split_by_index(len(spans))
+
+    def stamp(self) -> str:
+        return str(self._path.stat().st_mtime_ns)
+
+    def read(self, index: int) -> bytes:
+        self._file.seek(self._starts[index])
+        return self._file.read(self._ends[index] - self._starts[index])
+
+    def identity(self) -> bytes:
+        return self._starts.tobytes()
+
+    def describe(self) -> str:
+        return describe_sections(self) if self._one_document else super().describe()
+
+
+class JsonLines(Source):
+    """A file with a JSON object per line, the document in one field of it; blank lines are passed over.
+
+    Where the first line has ``messages`` and no such field, each line is a conversation.
+
+    Only the byte offset and number of each line are in memory. Lines are parsed when they are read, so a bad line far
+    into a large file raises only when the run reaches it.
+    """
+
+    def __init__(self, path: Path, text_field: str):
+        self.name, self.size, self._path, self._field = str(path), path.stat().st_size, path, text_field
+        offsets, numbers, position = array.array("q"), array.array("q"), 0
+        self._file = path.open("rb")
+        for number, line in enumerate(self._file, 1):
+            if not line.isspace():
+                offsets.append(position)
+                numbers.append(number)
+            position += len(line)
+        if not offsets:
+            raise ValueError(f"{path} holds no documents, only blank lines: give a JSON object per line")
+        self._offsets, self._numbers = np.array(offsets), np.array(numbers)
+        first, _ = self._record(0)
+        self.chat = self._field not in first and MESSAGES in first
+        if self.chat:
+            self._field, self.unit = MESSAGES, "conversations"
+        self.split_by_index(len(offsets))
+
+    def stamp(self) -> str:
+        return str(self._path.stat().st_mtime_ns)
+
+    def read(self, index: int) -> bytes:
+        record, where = self._record(index)
+        if self._field not in record:
+            raise no_field(where, self._field, record)
+        return (conversation if self.chat else encoded)(record[self._field], where, self._field)
+
+    def _record(self, index: int) -> tuple[dict[str, Any], str]:
+        """The object in a line, and where that is."""
+        where = f"{self._path}:{self._numbers[index]}"
+        self._file.seek(self._offsets[index])
+        line = self._file.readline().rstrip()
+        try:
+            record = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{where}: not UTF-8 (byte 0x{line[error.start]:02x}): convert the file to UTF-8"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: not valid JSON ({error}): give a JSON object per line") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object with the field {self._field!r}")
+        return record, where
+
+    def identity(self) -> bytes:
+        return self._offsets.tobytes()
+
+
+class Parquet(Source):
+    """One column of a parquet file, text or conversations; one row group at a time is in memory, and shuffling respects
+    row groups."""
+
+    def __init__(self, path: Path, text_field: str):
+        self.name, self.size, self._path = str(path), path.stat().st_size, path
+        self._pa = optional("pyarrow", f"reading {path}")
+        parquet = importlib.import_module("pyarrow.parquet")
+        try:
+            self._file = parquet.ParquetFile(path)
+        except (self._pa.ArrowException, OSError) as error:
+            raise self._corrupt(error) from error
+        self._field, self.chat, self.unit = field_of(self._file.schema_arrow.names, text_field, str(path))
+        metadata = self._file.metadata
+        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        if not sum(rows):
+            raise ValueError(f"{path} holds no rows: give a file with text in the column {text_field!r}")
+        self.blocks = np.repeat(np.arange(len(rows)), rows)
+        self._first_row = np.concatenate(([0], np.cumsum(rows)))
+        self._group: tuple[int, Any] = (-1, None)  # the row group in memory: its number, its column
+        self.split_by_index(sum(rows))
+
+    def stamp(self) -> str:
+        return str(self._path.stat().st_mtime_ns)
+
+    def read(self, index: int) -> bytes:
+        group = int(self.blocks[index])
+        if self._group[0] != group:
+            try:
+                self._group = (group, self._file.read_row_group(group, columns=[self._field]).column(self._field))
+            except (self._pa.ArrowException, OSError) as error:
+                raise self._corrupt(error) from error
+        value = self._group[1][int(index - self._first_row[group])].as_py()
+        return (conversation if self.chat else encoded)(value, f"{self._path}, row {index}", self._field)
+
+    def _corrupt(self, error: Exception) -> ValueError:
+        reason = str(error).splitlines()[0]
+        return ValueError(f"{self._path} is not a readable parquet file ({reason}): copy or download it again")
+
+
+def _check_utf8(path: Path, text: mmap.mmap) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    step = 1 << 20
+    for start in range(0, len(text), step):
+        held = len(decoder.getstate()[0])  # bytes of a character that began in the chunk before
+        try:
+            decoder.decode(text[start : start + step], final=start + step >= len(text))
+        except UnicodeDecodeError as error:
+            at = start - held + error.start
+            raise ValueError(f"{path}: not UTF-8 at byte {at} (0x{text[at]:02x}): convert the file to UTF-8") from error
+
+
+def _text_spans(text: mmap.mmap) -> list[tuple[int, int]]:
+    """(start, end) of each document, without the white space around it; documents of white space only are dropped."""
+    edges = [(0, 0), *(match.span() for match in re.finditer(re.escape(TEXT_SEPARATOR), text)), (len(text), 0)]
+    spans = []
+    for (_, start), (end, _) in itertools.pairwise(edges):
+        first = re.compile(rb"\S").search(text, start, end)
+        if first:
+            while text[end - 1] in b" \t\r\n\f\v":
+                end -= 1
+            spans.append((first.start(), end))
+    return spans
