@@ -236,7 +236,7 @@ def test_a_model_converted_after_its_first_step(fused):
     model.double()
     double = {name: value.double() for name, value in batch.items()}
     mse(model, double).backward()
-    with pytest.raises(RuntimeError, match="dtype|expected scalar type"):
+    with pytest.raises(RuntimeError, match=r"dtype|expected scalar type"):
         optimizer.step()
     model.zero_grad()
     with pytest.raises(ValueError, match=r"is torch.float64 and its state in AdamW torch.float32.*build the optimizer"):

@@ -1,6 +1,7 @@
 """Saved steps on ranks: those of one graph share what the first makes, and pipelines are saved graph by graph."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,13 +10,19 @@ import torch.distributed as dist
 import stepgraph
 from stepgraph.models.llama3.llama3 import TP_PLAN
 from stepgraph.parallel import next_token_loss, parallelize
-from tests.distributed.ranks import make_mesh, on_ranks, own_batch, whole_model
-from tests.distributed.test_pipeline import pipelined
+from tests.distributed.expert_model import parallel_model
+from tests.distributed.ranks import TINY, make_mesh, on_ranks, own_batch, whole_model
+from tests.distributed.test_experts import own_batch as expert_batch_of
+from tests.distributed.test_pipeline import DEEP, pipelined
 
 
 def a_batch(mesh, seed):
     """In storage of its own: where a view of a larger one begins differs from rank to rank, and so do graphs."""
     return {key: value.clone() for key, value in own_batch(mesh, seed).items()}
+
+
+def expert_batch(mesh, seed):
+    return {key: value.clone() for key, value in expert_batch_of(mesh, seed).items()}
 
 
 def steps_of(step, mesh, model, n=2):
@@ -50,6 +57,7 @@ def check_shared(folder, long):
         parallelize(model, mesh, TP_PLAN)
         return model
 
+    check_experts(make_mesh("fsdp=2,ep=2"), folder / "experts")
     made, loaded = compared(sharded, mesh, folder, long)
     assert loaded.loaded == "start" and made.kept
     if dist.get_rank():
@@ -57,8 +65,8 @@ def check_shared(folder, long):
     else:
         assert made.loaded is None and not made.notes
     check_dumped(sharded(), mesh, folder)
-    if long:
-        check_pipeline(make_mesh("pp=2"), folder)
+    config = DEEP if long else dataclasses.replace(TINY, n_layers=2, tie_embeddings=True)
+    check_pipeline(make_mesh("pp=2"), folder, config, long)
 
 
 def check_dumped(model, mesh, folder):
@@ -70,9 +78,42 @@ def check_dumped(model, mesh, folder):
     assert dump is None or any(dump.iterdir())
 
 
-def check_pipeline(mesh, folder):
-    model, _ = pipelined(mesh, "1f1b")
-    made, loaded = compared(lambda: copy.deepcopy(model), mesh, folder, True, accumulate=2)
+def experts(mesh, saved, capacity):
+    """(how the step came about at first, how in the end, everything that two steps leave, the capacity in the end):
+    every token chooses the same experts, so that a small ``capacity`` must grow."""
+    model = parallel_model(mesh, collapsed=True, expert_capacity=capacity)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = [expert_batch(mesh, i) for i in range(2)]
+    step = stepgraph.capture(
+        model, next_token_loss(mesh), batches[0], optimizer, max_grad_norm=0.5, passes="exact", saved=saved
+    )
+    first, left = step.saved, []
+    for batch in batches:
+        left += [step(batch), *step.metrics.values()]
+    left += [t.to_local() if hasattr(t, "to_local") else t for t in (*model.parameters(), *model.buffers())]
+    return first, step.saved, [t.detach().clone() for t in left], model.layers[0].moe.exchange.capacity.multiple
+
+
+def check_experts(mesh, folder):
+    """A step that was too small is loaded, found too small and repeated with a larger one, which is loaded too."""
+    _, _, expected, grown = experts(mesh, None, 0.5)
+    assert grown > 0.5
+    made, repaired, first, _ = experts(mesh, folder, 0.5)
+    assert made.kept and repaired.kept and made.kept != repaired.kept
+    loaded, larger, second, _ = experts(mesh, folder, 0.5)
+    assert [o.loaded for o in (loaded, larger)] == ["start", "start"], (loaded, larger)
+    assert all(map(torch.equal, expected, first)) and all(map(torch.equal, expected, second))
+    assert len(expected) == len(first) == len(second)
+    other, _, _, _ = experts(mesh, folder, 0.75)
+    assert other.loaded != "start", other
+    if not dist.get_rank():  # the others load what this rank makes
+        told = "captured, as no saved start is this one; the nearest differs in model (layers.0.moe.exchange was"
+        assert repaired.loaded is None and other.notes[0].startswith(told), other
+
+
+def check_pipeline(mesh, folder, config, plain):
+    model, _ = pipelined(mesh, "1f1b", config)
+    made, loaded = compared(lambda: copy.deepcopy(model), mesh, folder, plain, accumulate=2)
     assert made.kept and loaded.loaded == "start", loaded
 
 

@@ -60,7 +60,7 @@ class Pipeline:
         found = None
         beside = self.mesh.spec.size // self.ranks
         for first in range(beside):
-            group = dist.new_group([first + place * beside for place in holders], group_desc="pp.tied")
+            group = dist.new_group([first + place * beside for place in holders], group_desc=tied_name(holders))
             if dist.get_rank() % beside == first and self.rank in holders:
                 found = group
         return found
@@ -91,6 +91,7 @@ class Pipeline:
     def named_groups(self) -> dict[str, dist.ProcessGroup]:
         """Its process groups by the names that graphs give them, where no other pipeline has these."""
         named = {channel_name(forward, up): group for (forward, up), group in self.channels.items()}
+        named |= {tied_name(holders): group for holders, group in self.tied.items() if group is not None}
         return {"pp": self.group} | named
 
     def __str__(self) -> str:
@@ -112,6 +113,11 @@ class Pipeline:
 def channel_name(forward: bool, up: bool) -> str:
     """What graphs call the group for messages of one kind that go one way; it is also in the group's description."""
     return f"pp.{'forward' if forward else 'backward'}.{'up' if up else 'down'}"
+
+
+def tied_name(holders: Sequence[int]) -> str:
+    """What graphs call the group of the ``holders`` of tied parameters; it is also the group's description."""
+    return f"pp.tied.{'-'.join(map(str, holders))}"
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:

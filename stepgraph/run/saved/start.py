@@ -1,6 +1,8 @@
 """The key of a start: all that a capture reads. Where it is the same, the capture would be, and is left out."""
 
+import functools
 import json
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import Traced, flatten_batch
+from stepgraph.capture.guard.conditions import Repair
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.roles import groups_by_axis
@@ -95,8 +98,6 @@ def record_of(start: Start, traced: Traced, sources: Sources, graph: str) -> byt
     """What a start needs beside its graph's entry. Raises `Indescribable`."""
     paths = {id(module): path for path, module in start.model.named_modules()}
     names = {id(slot.tensor): slot.name for slot in traced.slots}
-    if traced.repairs:
-        raise Indescribable(f"what repairs an unfit step ({', '.join(traced.repairs)})")
     groups = start.groups()
     for name in {name for step in traced.program.graphs.values() for name in step.axes}:
         if name not in groups:
@@ -112,8 +113,26 @@ def record_of(start: Start, traced: Traced, sources: Sources, graph: str) -> byt
         "state": [names[id(p)] for o in start.update.optimizers for p in o.state if id(p) in names]
         if start.update
         else [],
+        "repairs": {name: _place_of(repair, start.model, name) for name, repair in traced.repairs.items()},
     }
     return json.dumps(record).encode()
+
+
+def _place_of(repair: Repair, model: nn.Module, level: str) -> list[Any]:
+    """[path of a module, attributes from there, first arguments]: where a loaded step finds ``repair``, a method of
+    what a module or its attribute holds, with numbers given. The key tells their classes. Raises `Indescribable`."""
+    given = repair.args if isinstance(repair, functools.partial) and not repair.keywords else ()
+    method = repair.func if given else repair
+    owner = getattr(method, "__self__", None)
+    plain = all(isinstance(number, int | float) for number in given)
+    for path, module in model.named_modules() if plain and owner is not None else ():
+        for name, value in vars(module).items():
+            if value is owner:
+                return [path, f"{name}.{method.__name__}", given]
+            for inner, held in getattr(value, "__dict__", {}).items():
+                if held is owner:
+                    return [path, f"{name}.{inner}.{method.__name__}", given]
+    raise Indescribable(f"what repairs an unfit step ({level}), which is no method of what a module holds")
 
 
 def changed_since(record: Mapping[str, Any]) -> str | None:
@@ -186,7 +205,11 @@ def traced_of(start: Start, record: Mapping[str, Any], program: StepProgram) -> 
     modules = dict(start.model.named_modules())
     for path, names in record["reads"].items():
         reads.names[id(modules[path])] = set(names)
-    return Traced(program, landing, start.slots, record["leaves"], reads, {})
+    repairs = {
+        name: functools.partial(operator.attrgetter(attributes)(modules[path]), *given)
+        for name, (path, attributes, given) in record["repairs"].items()
+    }
+    return Traced(program, landing, start.slots, record["leaves"], reads, repairs)
 
 
 def name_groups(groups: Mapping[str, dist.ProcessGroup], names: Iterable[str]) -> None:
