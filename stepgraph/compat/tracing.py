@@ -133,14 +133,23 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
         yield
 
 
-def inline_compiled() -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def inline_compiled() -> Iterator[None]:
     """Inside, functions and modules that ``torch.compile`` made run what they were made from, so that a trace sees it.
 
-    Without it they refuse to be traced.
+    Without it they refuse to be traced. One made with ``fullgraph=True`` leaves behind, in torch 2.11, that Dynamo
+    compiles nothing after a graph break: for the rest of the process, were that not put back.
     """
-    from torch._dynamo import config  # a second to load, which only a trace needs
+    from torch._dynamo import config, eval_frame  # a second to load, which only a trace needs
 
-    return config.patch(error_on_nested_fx_trace=False)
+    put = getattr(eval_frame, "set_eval_frame_override", None)
+    before = put(eval_frame._EvalFrameOverride.NONE) if put else None
+    try:
+        with config.patch(error_on_nested_fx_trace=False):
+            yield
+    finally:
+        if put:
+            put(before)
 
 
 def uncompiled_path(path: str) -> str:

@@ -101,6 +101,21 @@ def test_a_compiled_model_still_compiles_after_the_capture():
     assert seen
 
 
+def test_dynamo_still_compiles_behind_a_graph_break_after_the_capture():
+    """Not so in torch 2.11 after a trace through what was compiled with ``fullgraph=True``."""
+    model, loss_fn = child(network())
+    stepgraph.capture(model, loss_fn, batches()[0], passes="exact")
+    seen = []
+
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    torch.compile(broken, backend=lambda graph, _: seen.append(graph) or graph.forward)(torch.ones(3))
+    assert len(seen) == 2
+
+
 def test_the_optimizer_that_accelerate_prepared(monkeypatch):
     accelerate = pytest.importorskip("accelerate")
     given = batches()
