@@ -19,11 +19,11 @@ TOLD_S = 3.0  # ranks tell every 2 s where they are
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_a_killed_and_a_hung_stage_are_named_with_their_microbatch(corpus, tmp_path, number):  # noqa: F811
     words = [*TINY_RUN, "--data", corpus, "--mesh", "pp=2", "--batch-size", 1, "--model.n-layers", 2, "--nproc", 2]
-    words += ["--steps", 100000, "--checkpoint-every", 0, "--val-every", 0, "--accumulate", 128, "--passes", "exact"]
+    words += ["--steps", 100000, "--checkpoint-every", 0, "--val-every", 0, "--accumulate", 384, "--passes", "exact"]
     with Job([], tmp_path, *words, "--comm-timeout", 16, "--out", tmp_path / "run") as job:
-        job.wait_for(job.out, "\nstep 4/")
+        job.wait_for(job.out, "\nstep 2/")
         # The first stage stops amid its microbatches and the last one waits for it: every rank tells where it is.
-        time.sleep(0.15)  # of 0.4 s and more that a step takes
+        time.sleep(0.3)  # of 1.2 s and more that a step takes
         first = job.kill(0, signal.SIGSTOP)
         time.sleep(TOLD_S)
         last = job.kill(1, number)
