@@ -8,7 +8,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 def quantized(x, recipe, dtype=E4M3):
     """(values, scale) of a matrix whose rows a product sums over, both fp32."""
-    most = torch.tensor(torch.finfo(dtype).max)
+    most = torch.tensor(torch.finfo(dtype).max, device=x.device)
     wide = x.float()
     top = wide.abs().amax() if recipe == "tensorwise" else wide.abs().amax(1, keepdim=True)
     top = top.clamp_min(2.0**-100)

@@ -76,6 +76,12 @@ def affine(h, mu, rs, w, b, OFFSET: tl.constexpr):
     return y
 
 
+@triton.constexpr_function
+def at_a_time(x, residual, y):
+    """The most elements of x, the residual stream and y that 16 bytes hold."""
+    return max(128 // t.dtype.element_ty.primitive_bitwidth for t in (x, residual, y) if t is not None)
+
+
 @triton.jit
 def forward_step(
     step, turn, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
@@ -217,7 +223,10 @@ def forward_step(
         else:
             amax = _top(top, FP8_SMALLEST)
             tl.store(scale + row, _scale(amax, FP8_MAX), mask=once)
-            values_row = values + (row.to(tl.int64) * N)[:, None]
+            # Bytes would be stored 16 at a time, and the rows read so too, by other threads: their sums would have other
+            # bits. Added is a 0 that the compiler only knows to be a multiple of the elements that are stored at a time.
+            WIDTH: tl.constexpr = at_a_time(x, residual, y)
+            values_row = values + (row.to(tl.int64) * N)[:, None] + zero * WIDTH
             HOLD_Y: tl.constexpr = HOLD and y.dtype.element_ty.primitive_bitwidth == 16
             for k in tl.static_range(PIECES):
                 mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
