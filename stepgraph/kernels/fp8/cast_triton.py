@@ -3,11 +3,17 @@
 A column's scale is known once all rows are read, so a matrix that is cast by its columns is read twice: once for the
 largest magnitudes, once for both copies. Rows alone are read once.
 
+A tile is transposed in shared memory, as it was read or as the fp8 that it becomes: Triton chooses. Of bytes, ptxas of
+CUDA 12.8, which Triton 3.6 and 3.7 bring, puts a fourth to a half in wrong places, in tiles of any size; that of CUDA
+13.0 does not (one kernel, PTX and all, on an H100). Where it would come to that, a copy is transposed before and cast
+by its rows.
+
 Magnitudes are compared as the integers that their bits are. These are in the order of the numbers, with every NaN above
 infinity, and a maximum of integers is the same in whatever order programs contribute to it.
 """
 
 import contextlib
+import functools
 
 import torch
 import triton
@@ -82,13 +88,6 @@ def _cast_kernel(
     """Both copies of a tile. ``WHOLE``: ``row_bits`` has one magnitude, which serves all rows and columns."""
     row, column, inside = _tile(R, C, TILE)
     at = row[:, None] * row_stride + column[None, :] * column_stride
-    across = column[:, None] * R + row[None, :]
-    if COLUMNS and x.dtype.element_ty.primitive_bitwidth == 32:
-        # Triton transposes these once they are fp8. Where it read and wrote several at a time, bytes came out in wrong
-        # places (Triton 3.6, an H100; its PTX is right). A number of which it does not know that it is 0 keeps it from
-        # that. Values of 16 bits are transposed before they are rounded.
-        at += R >> 31
-        across += R >> 31
     value = tl.load(x + at, mask=inside, other=0.0)
     row_inside, column_inside = row < R, column < C
     if WHOLE:
@@ -98,7 +97,7 @@ def _cast_kernel(
         if ROWS:
             tl.store(q + row[:, None] * C + column[None, :], y, mask=inside)
         if COLUMNS:
-            tl.store(transposed + across, tl.trans(y), mask=tl.trans(inside))
+            tl.store(transposed + column[:, None] * R + row[None, :], tl.trans(y), mask=tl.trans(inside))
     else:
         if ROWS:
             top = _top(tl.load(row_bits + row, mask=row_inside, other=0), _SMALLEST)
@@ -108,7 +107,7 @@ def _cast_kernel(
         if COLUMNS:
             top = _top(tl.load(column_bits + column, mask=column_inside, other=0), _SMALLEST)
             y = _rounded(value, top[None, :], MOST, transposed.dtype.element_ty)
-            tl.store(transposed + across, tl.trans(y), mask=tl.trans(inside))
+            tl.store(transposed + column[:, None] * R + row[None, :], tl.trans(y), mask=tl.trans(inside))
             first = tl.program_id(0) < tl.cdiv(C, TILE)
             tl.store(column_scale + column, _scale(top, MOST), mask=column_inside & first)
 
@@ -135,10 +134,15 @@ def launch(
     x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `cast.cast_scaled`."""
-    scale = torch.empty_like(amax)
+    scale, bits = torch.empty_like(amax), amax.view(torch.int32)
     q, transposed = _copies(x, dtype, rows, columns)
     with _on(x):
-        _cast(x, amax.view(torch.int32), None, q, transposed, scale, None, WHOLE=True, ROWS=rows, COLUMNS=columns)
+        if _transposed_before(x):
+            for side, copy, wanted in ((x, q, rows), (x.t(), transposed, columns)):
+                if wanted:
+                    _cast(_contiguous(side), bits, None, copy, copy, scale, None, WHOLE=True, ROWS=True, COLUMNS=False)
+        else:
+            _cast(x, bits, None, q, transposed, scale, None, WHOLE=True, ROWS=rows, COLUMNS=columns)
     return scale, q, transposed
 
 
@@ -149,19 +153,50 @@ def launch_rows(
     q, transposed = _copies(x, dtype, rows, columns)
     scales = [x.new_empty(len(side), dtype=torch.float32) for side in (q, transposed)]
     with _on(x):
-        if rows and not columns and x.shape[1] <= LONGEST:
-            block, warps = row_configuration(x.shape[1])
-            most = MOST[dtype]
-            _row_kernel[(x.shape[0],)](
-                x, q, scales[0], x.shape[1], *x.stride(), MOST=most, BLOCK=block, num_warps=warps
-            )
-        else:
+        if _transposed_before(x):
+            for side, copy, scale, wanted in ((x, q, scales[0], rows), (x.t(), transposed, scales[1], columns)):
+                if wanted:
+                    _cast_rows(_contiguous(side), copy, scale)
+        elif columns:
             bits = [torch.zeros(s.shape, dtype=torch.int32, device=x.device) for s in scales]
-            _amax_kernel[_tiles(x, TILE)](
-                x, *bits, *x.shape, *x.stride(), ROWS=rows, COLUMNS=columns, TILE=TILE, num_warps=WARPS
-            )
-            _cast(x, *bits, q, transposed, *scales, WHOLE=False, ROWS=rows, COLUMNS=columns)
+            _amax(x, *bits, ROWS=rows, COLUMNS=True)
+            _cast(x, *bits, q, transposed, *scales, WHOLE=False, ROWS=rows, COLUMNS=True)
+        else:
+            _cast_rows(x, q, scales[0])
     return q, scales[0], transposed, scales[1]
+
+
+def _transposed_before(x: torch.Tensor) -> bool:
+    """Whether the kernel may not transpose. Triton 3.6 transposes values of 16 bits before it rounds them."""
+    return _mixes_up_bytes() and (x.element_size() > 2 or triton.__version__ >= "3.7")
+
+
+@functools.cache
+def _mixes_up_bytes() -> bool:
+    """12.9, of Triton 3.8 and 3.9, was not tried."""
+    return int(triton.knobs.nvidia.ptxas.version.split(".")[0]) < 13
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    # `contiguous` asks a fake tensor's device for streams.
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+
+def _cast_rows(x, q, scale) -> None:
+    """Rows alone: read once where a program holds one."""
+    if x.shape[1] <= LONGEST:
+        block, warps = row_configuration(x.shape[1])
+        _row_kernel[(x.shape[0],)](
+            x, q, scale, x.shape[1], *x.stride(), MOST=MOST[q.dtype], BLOCK=block, num_warps=warps
+        )
+    else:
+        bits = torch.zeros(scale.shape, dtype=torch.int32, device=x.device)
+        _amax(x, bits, bits, ROWS=True, COLUMNS=False)
+        _cast(x, bits, None, q, q, scale, None, WHOLE=False, ROWS=True, COLUMNS=False)
+
+
+def _amax(x, row_bits, column_bits, **forms) -> None:
+    _amax_kernel[_tiles(x, TILE)](x, row_bits, column_bits, *x.shape, *x.stride(), **forms, TILE=TILE, num_warps=WARPS)
 
 
 def _cast(x, row_bits, column_bits, q, transposed, row_scale, column_scale, **forms) -> None:

@@ -19,7 +19,11 @@ results = []
 for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
     cast_triton.LONGEST = longest
     amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
-    whole = cast_triton.launch(x, amax, dtype, rows, columns)
+    casts = []
+    for before in (False, True):  # transposed by the kernel, and before it
+        cast_triton._transposed_before = lambda x, before=before: before
+        casts.append(cast_triton.launch(x, amax, dtype, rows, columns))
+        casts.append(cast_triton.launch_rows(x, dtype, rows, columns))
     y, q, scale = swiglu_triton.launch(x, x.flip(0), dtype, True)
     fused = (
         y,
@@ -27,5 +31,5 @@ for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
         cast_triton.launch_rows(y, dtype, True, False)[:2],
         swiglu_triton.launch(x, x.flip(0), dtype, False),
     )
-    results.append((whole, cast_triton.launch_rows(x, dtype, rows, columns), fused))
+    results.append((casts, fused))
 torch.save(results, sys.argv[2])

@@ -7,7 +7,7 @@ traffic to memory in the inner loop of a kernel whose only virtue is the traffic
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from stepgraph.kernels.norm.triton import launch, plans
 from stepgraph.kernels.norm.triton import pair as triton_pair
 from stepgraph.kernels.norm.triton import single as triton_norm
 from stepgraph.kernels.norm.triton.select import Hardware
-from tests.kernels.triton_tools import spills_allowed
+from tests.kernels.triton_tools import exchanged_bytes, spills_allowed
 
 H200 = Hardware(132, 228 * 1024 - 4096)
 GRID = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384,
@@ -86,7 +86,8 @@ def spilled_bytes(compilation: Compilation, capsys: pytest.CaptureFixture[str]) 
         triton.knobs.nvidia.dump_ptxas_log = True
         triton.knobs.compilation.always_compile = True
         source = launch.source_of(what.kernel, kinds, (), what.constants, **what.options)
-        compat.triton_compiled(source, GPUTarget("cuda", 90, 32))
+        compiled = compat.triton_compiled(source, GPUTarget("cuda", 90, 32))
+    assert not exchanged_bytes(compiled)
     return int(re.search(r"(\d+) bytes spill stores", capsys.readouterr().out).group(1))
 
 
@@ -148,6 +149,32 @@ def test_norms_with_a_cast_beside_do_not_spill(kind, n, capsys):
         for cast, residual in ((True, None), (True, rows), (False, rows), (True, stream)):
             triton_norm.forward_cast(Norm(kind, 1e-6, 0.0, BF16), rows, w, None, residual, True, cast)
     assert_no_spills(seen, capsys)
+
+
+def layouts_of_sums(forward: Callable[[], object]) -> list[str]:
+    """How threads hold the rows that the one kernel of ``forward`` adds up."""
+    with recorded_launches() as seen:
+        forward()
+    ((what, kinds),) = seen.values()
+    source = launch.source_of(what.kernel, kinds, (), what.constants, **what.options)
+    text = compat.triton_compiled(source, GPUTarget("cuda", 90, 32)).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.MULTILINE))
+    sums = re.findall(r'"tt.reduce".*?\}\) : \(tensor<\w+xf32, (#\w+)>\)', text, re.DOTALL)
+    return [layouts[name] for name in sums]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("x", [BF16, pytest.param(FP32, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [4096, *(pytest.param(n, marks=pytest.mark.long) for n in (768, 2880, 8192, 16384))])
+def test_a_cast_beside_leaves_sums_as_they_are(n, x, kind):
+    """Added up in another order, they would have other bits than those of the norm by itself."""
+    rows, w = torch.empty(8192, n, dtype=x, device="meta"), torch.empty(n, dtype=BF16, device="meta")
+    given = (Norm(kind, 1e-6, 0.0, BF16), rows, w, None, None, True)
+    alone = layouts_of_sums(lambda: triton_norm.forward(*given))
+    assert len(alone) == (2 if kind == "layer" else 1)
+    for cast in (True, False):
+        assert layouts_of_sums(lambda cast=cast: triton_norm.forward_cast(*given, cast)) == alone
 
 
 @pytest.mark.slow

@@ -223,8 +223,8 @@ def forward_step(
         else:
             amax = _top(top, FP8_SMALLEST)
             tl.store(scale + row, _scale(amax, FP8_MAX), mask=once)
-            # Bytes would be stored 16 at a time, and the rows read so too, by other threads: their sums would have other
-            # bits. Added is a 0 that the compiler only knows to be a multiple of the elements that are stored at a time.
+            # Bytes would be stored 16 at a time, and the rows read so too, by other threads: their sums would have
+            # other bits. Added is a 0 of which the compiler knows only that it is a multiple of WIDTH.
             WIDTH: tl.constexpr = at_a_time(x, residual, y)
             values_row = values + (row.to(tl.int64) * N)[:, None] + zero * WIDTH
             HOLD_Y: tl.constexpr = HOLD and y.dtype.element_ty.primitive_bitwidth == 16
