@@ -43,8 +43,11 @@ from stepgraph.run.saved.start import Start
 from stepgraph.run.saved.store import Outcome, store_of
 from stepgraph.verify import Case, VerifyReport, verify
 
-#: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
-MAX_CAPTURES = 8
+#: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first. Their CUDA
+#: graphs share one pool of memory.
+MAX_CAPTURES = 64
+#: So many captures are no cause for a warning.
+FEW_CAPTURES = 8
 
 T = TypeVar("T")
 
@@ -334,13 +337,16 @@ class CapturedStep:
         return count
 
     def _bind(self, batch: Any, signature: tuple) -> BoundStep:
-        if len(self._bound) >= MAX_CAPTURES:
+        captured = len(self._bound)
+        if captured in (FEW_CAPTURES, MAX_CAPTURES):
+            dropping = "; dropping the least recently used" if captured == MAX_CAPTURES else ""
             warnings.warn(
-                f"{MAX_CAPTURES} forms of the step are captured already; dropping the least recently used. Pad batches "
-                "to few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
+                f"{captured} forms of the step are captured already{dropping}. Each costs a capture: pad batches to "
+                "few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
                 "constants.",
                 stacklevel=4,
             )
+        if captured == MAX_CAPTURES:
             self._bound.popitem(last=False)
         accumulate, first = self._microbatches(batch), not self._bound
         capture = partial(self._capture, batch, accumulate)

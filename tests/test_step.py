@@ -116,6 +116,18 @@ def test_the_number_of_captures_is_bounded(traces, monkeypatch):
     assert len(traces) == 4
 
 
+def test_many_captures_are_told_once_and_kept(traces, monkeypatch):
+    monkeypatch.setattr(step_module, "FEW_CAPTURES", 1)
+    both = Pair(nn.Linear(6, 6), pair(1))
+    with pytest.warns(UserWarning, match="1 forms of the step are captured already. Each costs a capture"):
+        both.check(pair(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (3, 4, 1, 2, 3, 4):
+            both.check(pair(rows))
+    assert len(traces) == 4
+
+
 def test_plain_values_in_the_batch(traces):
     def loss_fn(model, batch):
         scale = batch["scale"] if batch["on"] else 1
