@@ -30,7 +30,19 @@ def launched() -> bool:
 
 def world_size() -> int:
     """Ranks that were started; 1 for a process that stands alone."""
-    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+    return _number("WORLD_SIZE", 1) if launched() else 1
+
+
+def _number(name: str, least: int = 0) -> int:
+    """An environment variable of torchrun's. Raises ``ValueError``, in one line, where it is missing or no number."""
+    text = os.environ.get(name)
+    if text is None or not text.isdecimal() or int(text) < least:
+        found = "is not set" if text is None else f"is {text!r}"
+        raise ValueError(
+            f"the environment's {name} {found}; allowed is a number from {least} on: start ranks by torchrun or "
+            "--nproc, or unset RANK and WORLD_SIZE for one process"
+        )
+    return int(text)
 
 
 def job_store() -> dist.Store | None:
@@ -44,7 +56,7 @@ def job_store() -> dist.Store | None:
 
 
 def _agent_store(timeout_s: float) -> dist.Store:
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
     return dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
 
@@ -52,7 +64,9 @@ def _init_process_group(backend: str, timeout_s: float) -> None:
     if not launched():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    rank, world = int(os.environ["RANK"]), world_size()
+    rank, world = _number("RANK"), world_size()
+    if rank >= world:
+        raise ValueError(f"the environment's RANK is {rank} of WORLD_SIZE {world}: ranks count from 0 to {world - 1}")
     with _said_if_long(f"rank {rank} waits for the other ranks of {world} at {_place()}, {timeout_s:g} s at most"):
         store = _meet(rank, world, timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
@@ -89,7 +103,11 @@ def _own_store(rank: int, timeout_s: float) -> dist.Store:
     """The store of ranks that no elastic agent started; rank 0 has its server."""
     timeout = datetime.timedelta(seconds=timeout_s)
     server = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout, **server)
+    if "MASTER_ADDR" not in os.environ:
+        raise ValueError(
+            "the environment's MASTER_ADDR is not set: give the address of rank 0's machine, or use torchrun"
+        )
+    return dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), timeout=timeout, **server)
 
 
 def _place() -> str:
@@ -160,7 +178,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _take_gpu() -> None:
-    local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    local, there = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0, torch.cuda.device_count()
     if local >= there:
         raise ValueError(
             f"local rank {local} has no GPU, this machine has {there}: start at most {there} processes on it"

@@ -164,6 +164,25 @@ def test_what_parallelize_leaves(world):
     assert torch.equal(found["norm.weight"].own(torch.arange(12)), torch.arange(12))
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"RANK": "x"}, "the environment's RANK is 'x'; allowed is a number from 0 on"),
+        ({"RANK": "2"}, "the environment's RANK is 2 of WORLD_SIZE 2: ranks count from 0 to 1"),
+        ({"WORLD_SIZE": "0"}, "the environment's WORLD_SIZE is '0'; allowed is a number from 1 on"),
+        ({"MASTER_PORT": None}, "the environment's MASTER_PORT is not set; allowed is"),
+        ({"MASTER_ADDR": None}, "the environment's MASTER_ADDR is not set: give the address of rank 0's machine"),
+    ],
+    ids=str,
+)
+def test_an_environment_that_starts_no_rank_is_one_line(changed, says, monkeypatch):
+    there = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29999"}
+    for name, value in (there | changed).items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{says}"):
+        parallel.started(MeshSpec.parse("fsdp=2"), "cpu").__enter__()
+
+
 def _meet_where_another_listens(_):
     with socket.socket() as held:
         held.bind(("localhost", 0))
