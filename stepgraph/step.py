@@ -43,10 +43,9 @@ from stepgraph.run.saved.start import Start
 from stepgraph.run.saved.store import Outcome, store_of
 from stepgraph.verify import Case, VerifyReport, verify
 
-#: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first. Their CUDA
-#: graphs share one pool of memory.
+#: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
 MAX_CAPTURES = 64
-#: So many captures are no cause for a warning.
+#: So many are no cause for a warning. With CUDA graphs, whose memory each capture has for itself, no more are kept.
 FEW_CAPTURES = 8
 
 T = TypeVar("T")
@@ -72,7 +71,8 @@ def capture(
         model: any ``nn.Module``. It is not changed; calling the step updates its tensors in place.
         loss_fn: ``loss_fn(model, batch)`` returns a floating-point scalar.
         batch: an example: tensors and plain values in dicts, lists and tuples. Another batch of the same form runs
-            the same graph; one of another form is captured again (at most ``MAX_CAPTURES`` are kept).
+            the same graph; one of another form is captured again (``MAX_CAPTURES`` are kept, or
+            ``FEW_CAPTURES`` with CUDA graphs).
         optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Muon`` or ``Adafactor``, ``stepgraph.MasterAdamW``, or a
             list of them: clipping and the update become part of the graph, and learning rates are read from
             ``param_groups`` at every step. Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.
@@ -338,15 +338,17 @@ class CapturedStep:
 
     def _bind(self, batch: Any, signature: tuple) -> BoundStep:
         captured = len(self._bound)
-        if captured in (FEW_CAPTURES, MAX_CAPTURES):
-            dropping = "; dropping the least recently used" if captured == MAX_CAPTURES else ""
+        recorded = captured and any(graph.recording is not None for graph in self.program.graphs.values())
+        most = FEW_CAPTURES if recorded else MAX_CAPTURES
+        if captured in (FEW_CAPTURES, most):
+            dropping = "; dropping the least recently used" if captured == most else ""
             warnings.warn(
                 f"{captured} forms of the step are captured already{dropping}. Each costs a capture: pad batches to "
                 "few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
                 "constants.",
                 stacklevel=4,
             )
-        if captured == MAX_CAPTURES:
+        if captured == most:
             self._bound.popitem(last=False)
         accumulate, first = self._microbatches(batch), not self._bound
         capture = partial(self._capture, batch, accumulate)

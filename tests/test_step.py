@@ -128,6 +128,18 @@ def test_many_captures_are_told_once_and_kept(traces, monkeypatch):
     assert len(traces) == 4
 
 
+def test_few_captures_with_cuda_graphs_are_kept(traces, monkeypatch):
+    monkeypatch.setattr(step_module, "FEW_CAPTURES", 2)
+    both = Pair(nn.Linear(6, 6), pair(1))
+    both.check(pair(2))
+    both.step.graph.recording = "of a GPU"
+    with pytest.warns(UserWarning, match="2 forms of the step are captured already; dropping the least recently used"):
+        both.check(pair(3))
+    with pytest.warns(UserWarning, match="2 forms"):
+        both.check(pair(1))
+    assert len(traces) == 4
+
+
 def test_plain_values_in_the_batch(traces):
     def loss_fn(model, batch):
         scale = batch["scale"] if batch["on"] else 1
