@@ -76,7 +76,7 @@ def stepper(kind: str, options: argparse.Namespace, first: dict[str, torch.Tenso
     if kind in ("stepgraph", "any_length"):
         passes = stepgraph.StepOptions(any_length=kind == "any_length")
         step = stepgraph.capture(model, loss_of, first, optimizer, max_grad_norm=CLIP, passes=passes)
-        return step, lambda: len(step._bound)
+        return step, lambda: len(step._forms)
     dynamic = {"dynamic": True, "static": False, "automatic": None}
     loss_fn = loss_of if kind == "eager" else torch.compile(loss_of, dynamic=dynamic[kind])
 

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,15 +37,11 @@ from stepgraph.passes import (
 )
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.run.bound import UnfitStepError
+from stepgraph.run.forms import Forms
 from stepgraph.run.program import Waits
 from stepgraph.run.saved.start import Start
 from stepgraph.run.saved.store import Outcome, store_of
 from stepgraph.verify import Case, VerifyReport, verify
-
-#: Batches of other shapes are captured again; so many captures are kept, the least recently used goes first.
-MAX_CAPTURES = 64
-#: So many are no cause for a warning. With CUDA graphs, whose memory each capture has for itself, no more are kept.
-FEW_CAPTURES = 8
 
 T = TypeVar("T")
 
@@ -71,8 +66,7 @@ def capture(
         model: any ``nn.Module``. It is not changed; calling the step updates its tensors in place.
         loss_fn: ``loss_fn(model, batch)`` returns a floating-point scalar.
         batch: an example: tensors and plain values in dicts, lists and tuples. Another batch of the same form runs
-            the same graph; one of another form is captured again (``MAX_CAPTURES`` are kept, or
-            ``FEW_CAPTURES`` with CUDA graphs).
+            the same graph; one of another form is captured again (64 forms are kept, or 8 with CUDA graphs).
         optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Muon`` or ``Adafactor``, ``stepgraph.MasterAdamW``, or a
             list of them: clipping and the update become part of the graph, and learning rates are read from
             ``param_groups`` at every step. Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.
@@ -150,7 +144,7 @@ class CapturedStep:
             check_schedule(self.pipeline.name, self.pipeline.ranks, accumulate)
         self._modules = list(model.modules())
         self._update = Update(optimizer) if optimizer is not None else None
-        self._bound: OrderedDict[tuple, BoundStep] = OrderedDict()
+        self._forms = Forms()
         leaves, spec = flatten_batch(batch)
         checks.check_microbatches(leaves, accumulate)
         self._largest = [size // accumulate for size in batch_sizes(leaves)]
@@ -231,10 +225,8 @@ class CapturedStep:
                 return run(), repeated
             except UnfitStepError as unfit:
                 unfit.repair()
-                stale = [key for key, bound in self._bound.items() if bound.traced.repairs.keys() & unfit.levels]
+                self._forms.drop_unfit(unfit.levels)
             self._current = None  # its memory is free for what is captured next
-            for signature in stale:
-                del self._bound[signature]
 
     def verify(self, batch: Any, *, locate: bool = False) -> VerifyReport:
         """Compare the step with eager on ``batch``, both from the state of now, which is put back afterwards.
@@ -260,8 +252,8 @@ class CapturedStep:
         try:
             return self._until_fit(lambda: self._verify(batch, locate))[0]
         finally:
-            kept = any(bound is current for bound in self._bound.values())
-            self._current, self.metrics = current if kept else next(reversed(self._bound.values())), metrics
+            self._current = current if current in self._forms else self._forms.latest
+            self.metrics = metrics
 
     def _verify(self, batch: Any, locate: bool) -> VerifyReport:
         bound = self._bound_to(batch, *flatten_batch(batch))
@@ -285,7 +277,7 @@ class CapturedStep:
 
         ``on_node(graph, node)`` is called before each node runs; a piece that Inductor compiled is one node.
         """
-        runners = [bound.runner for bound in self._bound.values()]
+        runners = [bound.runner for bound in self._forms]
         for runner in runners:
             runner.on_node = on_node
         try:
@@ -297,18 +289,7 @@ class CapturedStep:
     def _bound_to(self, batch: Any, leaves: Sequence[Any], spec: Any) -> BoundStep:
         """The form of the step for ``batch``, captured anew where what it was specialized on has changed."""
         signature = self._signature(leaves, spec)
-        bound = self._bound.get(signature)
-        if bound is not None:
-            replaced, change = bound.watch.sees_change(), bound.plain.change()
-            if change:
-                warnings.warn(f"{change}: the step is captured again", stacklevel=3)
-            if replaced or change:
-                del self._bound[signature]
-                bound = None
-        if bound is None:
-            bound = self._bind(batch, signature)
-        self._bound.move_to_end(signature)
-        return bound
+        return self._forms.of(signature) or self._bind(batch, signature)
 
     def _signature(self, leaves: Sequence[Any], spec: Any) -> tuple:
         """Everything outside the tensors' values that the graph was specialized on."""
@@ -332,25 +313,13 @@ class CapturedStep:
             warnings.warn(
                 f"accumulate={self.accumulate} does not divide a batch of {sizes[0]}: it is captured by itself, as "
                 f"{count} microbatches of {sizes[0] // count}; drop_last=True in the data loader leaves it out",
-                stacklevel=4,
+                stacklevel=8,
             )
         return count
 
     def _bind(self, batch: Any, signature: tuple) -> BoundStep:
-        captured = len(self._bound)
-        recorded = captured and any(graph.recording is not None for graph in self.program.graphs.values())
-        most = FEW_CAPTURES if recorded else MAX_CAPTURES
-        if captured in (FEW_CAPTURES, most):
-            dropping = "; dropping the least recently used" if captured == most else ""
-            warnings.warn(
-                f"{captured} forms of the step are captured already{dropping}. Each costs a capture: pad batches to "
-                "few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
-                "constants.",
-                stacklevel=4,
-            )
-        if captured == most:
-            self._bound.popitem(last=False)
-        accumulate, first = self._microbatches(batch), not self._bound
+        self._forms.make_room()
+        accumulate, first = self._microbatches(batch), not self._forms
         capture = partial(self._capture, batch, accumulate)
         rewrite = partial(self._rewrite_program, accumulate=accumulate)
         if self.saves:
@@ -359,7 +328,8 @@ class CapturedStep:
         else:
             traced = capture()
             rewrite(traced)
-        bound = self._bound[signature] = BoundStep(traced, self._update, self._session, self._accumulators)
+        bound = BoundStep(traced, self._update, self._session, self._accumulators)
+        self._forms.keep(signature, bound)
         return bound
 
     def _start(self, batch: Any, accumulate: int) -> Start:
@@ -374,7 +344,7 @@ class CapturedStep:
 
     def _capture(self, batch: Any, accumulate: int) -> Traced:
         prepare(self.passes, self.disable, _device_of(self.model))
-        if not self._bound:
+        if not self._forms:
             self._rehearse(batch, accumulate)
         return self._trace(batch, accumulate)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import stepgraph
 import stepgraph.step as step_module
+from stepgraph.run import forms
 
 
 def mlp():
@@ -101,12 +102,13 @@ def test_train_and_eval(traces):
 
 
 def test_the_number_of_captures_is_bounded(traces, monkeypatch):
-    monkeypatch.setattr(step_module, "MAX_CAPTURES", 2)
+    monkeypatch.setattr(forms, "MAX_CAPTURES", 2)
     both = Pair(nn.Linear(6, 6), pair(1))
     both.check(pair(2))
     both.check(pair(1))
-    with pytest.warns(UserWarning, match="2 forms of the step are captured already"):
+    with pytest.warns(UserWarning, match="2 forms of the step are captured already") as told:
         both.check(pair(3))  # drops the form with two rows
+    assert told[0].filename == __file__, "the caller's line is named"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         both.check(pair(1))
@@ -117,7 +119,7 @@ def test_the_number_of_captures_is_bounded(traces, monkeypatch):
 
 
 def test_many_captures_are_told_once_and_kept(traces, monkeypatch):
-    monkeypatch.setattr(step_module, "FEW_CAPTURES", 1)
+    monkeypatch.setattr(forms, "FEW_CAPTURES", 1)
     both = Pair(nn.Linear(6, 6), pair(1))
     with pytest.warns(UserWarning, match="1 forms of the step are captured already. Each costs a capture"):
         both.check(pair(2))
@@ -129,7 +131,7 @@ def test_many_captures_are_told_once_and_kept(traces, monkeypatch):
 
 
 def test_few_captures_with_cuda_graphs_are_kept(traces, monkeypatch):
-    monkeypatch.setattr(step_module, "FEW_CAPTURES", 2)
+    monkeypatch.setattr(forms, "FEW_CAPTURES", 2)
     both = Pair(nn.Linear(6, 6), pair(1))
     both.check(pair(2))
     both.step.graph.recording = "of a GPU"

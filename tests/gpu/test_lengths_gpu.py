@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import stepgraph
-import stepgraph.step as step_module
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions
+from stepgraph.run import forms
 
 DEVICE, VOCAB = "cuda", 512
 
@@ -63,7 +63,7 @@ def test_forms_that_take_turns_are_right(deterministic):
 
 
 def test_forms_that_go_and_come_back(monkeypatch):
-    monkeypatch.setattr(step_module, "FEW_CAPTURES", 1)
+    monkeypatch.setattr(forms, "FEW_CAPTURES", 1)
     model = llama(2)
     lengths = [128, 128, 128, 192, 192, 192, 128, 128, 128]
     with pytest.warns(UserWarning, match="captured already"):

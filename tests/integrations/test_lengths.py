@@ -231,7 +231,7 @@ def test_a_run_of_many_lengths_is_captured_twice():
         optimizers[0].step()
         optimizers[0].zero_grad()
         assert step(padded).item() == pytest.approx(loss.item(), rel=1e-6)
-    assert len(step._bound) == 2
+    assert len(step._forms) == 2
     for p, q in zip(captured.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
@@ -264,6 +264,6 @@ def test_graph_trainer_beside_the_plain_trainer_without_padding(tmp_path):
         trainer = kind(model=qwen(), args=arguments, train_dataset=data, data_collator=collator, **own)
         trainer.train()
         logs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history[:-1]])
-    assert len(trainer.captured._bound) == 2
+    assert len(trainer.captured._forms) == 2
     for ours, plain in zip(*reversed(logs), strict=True):
         assert ours == pytest.approx(plain, rel=1e-4)

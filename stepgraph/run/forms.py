@@ -1,0 +1,69 @@
+"""The forms in which a step was captured: one for each form of batch, options and training flags."""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from stepgraph.run.bound import BoundStep
+
+#: So many forms are kept; the least recently used goes first.
+MAX_CAPTURES = 64
+#: So many are no cause for a warning. With CUDA graphs, whose memory each form has for itself, no more are kept.
+FEW_CAPTURES = 8
+
+
+class Forms:
+    """A step's captured forms by signature, the one used last at the end."""
+
+    def __init__(self):
+        self._bound: OrderedDict[tuple, BoundStep] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._bound)
+
+    def __iter__(self) -> Iterator[BoundStep]:
+        return iter(self._bound.values())
+
+    @property
+    def latest(self) -> BoundStep:
+        """The form that was used last."""
+        return next(reversed(self._bound.values()))
+
+    def of(self, signature: tuple) -> BoundStep | None:
+        """The form with this signature; None if there is none, or if what it was specialized on has changed since."""
+        bound = self._bound.get(signature)
+        if bound is None:
+            return None
+        replaced, change = bound.watch.sees_change(), bound.plain.change()
+        if change:
+            warnings.warn(f"{change}: the step is captured again", stacklevel=7)
+        if replaced or change:
+            del self._bound[signature]
+            return None
+        self._bound.move_to_end(signature)
+        return bound
+
+    def make_room(self) -> None:
+        """Before another form is captured: drop one if no more are kept, and say what many forms cost."""
+        captured = len(self._bound)
+        recorded = captured and any(graph.recording is not None for graph in self.latest.traced.program.graphs.values())
+        most = FEW_CAPTURES if recorded else MAX_CAPTURES
+        if captured in (FEW_CAPTURES, most):
+            dropping = "; dropping the least recently used" if captured == most else ""
+            warnings.warn(
+                f"{captured} forms of the step are captured already{dropping}. Each costs a capture: pad batches to "
+                "few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
+                "constants.",
+                stacklevel=8,
+            )
+        if captured == most:
+            self._bound.popitem(last=False)
+
+    def keep(self, signature: tuple, bound: BoundStep) -> None:
+        """Keep a form, as the one used last."""
+        self._bound[signature] = bound
+
+    def drop_unfit(self, levels: Iterable[str]) -> None:
+        """Drop the forms that have any of the conditions ``levels``, which made a step unfit, as they were."""
+        for signature in [key for key, bound in self._bound.items() if bound.traced.repairs.keys() & set(levels)]:
+            del self._bound[signature]
