@@ -1,13 +1,19 @@
 #!/usr/bin/env bash
 # Makes this folder's records of a GPU again, as the README quotes them; each file is written as it is measured.
 #
-#   benchmarks/records.sh [NAME ...]    without a name: all that one GPU can make (about 25 minutes on an H200)
-#   OUT=FOLDER PYTHON=PROGRAM           where the files go (benchmarks), and what runs them (.venv/bin/python, or python3)
+#   benchmarks/records.sh [NAME ...]              without a name: all that one GPU can make (about 25 minutes on an H200)
+#   benchmarks/records.sh --forecast [NAME ...]   what `stepgraph plan` says of the rows over several GPUs, without one
+#   benchmarks/records.sh --dry [NAME ...]        the same rows in small, on gloo ranks of a CPU: that they run
+#   OUT=FOLDER PYTHON=PROGRAM GPU=h100            where the files go (benchmarks), what runs them (.venv/bin/python, or
+#                                                 python3), the kind of GPU (h200)
 #
 # QuACK and Liger (for norms) and torchtitan (for train) are measured where they can be imported.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-benchmarks}
+GPU=${GPU:-h200}
+MODE=measure
+case ${1:-} in --dry | --forecast) MODE=${1#--} && shift ;; esac
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
@@ -24,22 +30,51 @@ TUNED_SHAPES+=,4096x131072
 RULES=compile,compile-no-mix-order,compile-guard,compile-tuned,stepgraph
 NORMS=stepgraph,stepgraph-norm-kernel,stepgraph-norm-inductor,stepgraph-norm-eager
 
+# Batches of a data-parallel rank: of llama3-1b, llama3-8b and deepseek-v3-16b.
+B1="--batch-size 4 --seq-len 4096"
+B8="--batch-size 1 --seq-len 8192 --steps 12"
+B16="--batch-size 4 --seq-len 4096 --steps 12"
+
 stepgraph() { "$PYTHON" -m stepgraph "$@"; }
 
 norm() { # FILE [OPTION ...]
-  stepgraph bench norm "${@:2}" --json "$OUT/h200_$1.json"
+  stepgraph bench norm "${@:2}" --json "$OUT/${GPU}_$1.json"
 }
 
 step() { # FILE PRESET [OPTION ...]
-  stepgraph bench step "${@:2}" --json "$OUT/h200_$1.json"
+  stepgraph bench step "${@:2}" --json "$OUT/${GPU}_$1.json"
 }
 
-train() { # FILE PRESET [OPTION ...]
-  stepgraph bench train "${@:2}" --json "$OUT/h200_train_$1.json"
+train() { # FILE PRESET [OPTION ...]: torchtitan's launcher sets expandable segments, so stepgraph has them too
+  case $MODE in
+    measure)
+      PYTORCH_ALLOC_CONF=expandable_segments:True stepgraph bench train "${@:2}" --precision bf16 --timeout 900 \
+        --json "$OUT/${GPU}_train_$1.json" ;;
+    forecast)
+      without "--steps --providers" "${@:2}"
+      stepgraph plan "${WORDS[@]}" --precision bf16 --memory none --gpu "$GPU" --json "$OUT/forecast_$1.json" ;;
+    dry)
+      case $2 in deepseek*) preset=deepseek-v3-debug ;; *) preset=llama3-debug ;; esac
+      without "--model.n-layers --batch-size --seq-len --steps" "${@:3}"
+      stepgraph bench train $preset "${WORDS[@]}" --precision bf16 --batch-size 1 --seq-len 64 --steps 2 \
+        --model.n-layers 4 --device cpu --timeout 900 --json "$OUT/dry_$1.json" ;;
+  esac
+}
+
+balanced() { # FILE PRESET [OPTION ...]: what a forecast assumes
+  if [ $MODE = forecast ]; then train "$@"; else train "$@" --balanced-routing; fi
+}
+
+without() { # OPTIONS WORD ...: WORDS are the words without these options and their values
+  local left=" $1 " && shift
+  WORDS=()
+  while [ $# -gt 0 ]; do
+    case $left in *" $1 "*) shift 2 ;; *) WORDS+=("$1") && shift ;; esac
+  done
 }
 
 plot() { # FILE
-  stepgraph bench report "$OUT/h200_$1.json" --plot "$OUT/h200_$1.png"
+  [ $MODE != measure ] || stepgraph bench report "$OUT/${GPU}_$1.json" --plot "$OUT/${GPU}_$1.png"
 }
 
 record() {
@@ -65,22 +100,38 @@ record() {
     golf_norms) step golf_norms golf --precision bf16-autocast --providers "$NORMS" ;;
     llama3-1b) step llama3-1b llama3-1b --providers eager,compile,compile-max-autotune,stepgraph --steps 6 --repeats 3 ;;
     llama3-1b_norms) step llama3-1b_norms llama3-1b --providers "$NORMS" --steps 6 --repeats 3 ;;
-    1b_fsdp1) train 1b_fsdp1 llama3-1b --mesh fsdp=1 --batch-size 4 --seq-len 4096 --providers stepgraph --steps 40 ;;
-    1b_fsdp2) train 1b_fsdp2 llama3-1b --mesh fsdp=2 --batch-size 4 --seq-len 4096 --providers stepgraph --steps 40 ;;
-    1b_fsdp2_copies)
-      train 1b_fsdp2_copies llama3-1b --mesh fsdp=2 --copy-engines --batch-size 4 --seq-len 4096 --providers stepgraph \
-        --steps 40 ;;
-    8b_fsdp2)
-      train 8b_fsdp2 llama3-8b --mesh fsdp=2 --batch-size 1 --seq-len 8192 --steps 12
-      plot train_8b_fsdp2 ;;
-    8b_fsdp2_reshard)
-      train 8b_fsdp2_reshard llama3-8b --mesh fsdp=2 --reshard always --batch-size 1 --seq-len 8192 --steps 12 ;;
-    8b_fsdp2_tp2)
-      PYTORCH_ALLOC_CONF=expandable_segments:True train 8b_fsdp2_tp2 llama3-8b --mesh fsdp=2,tp=2 --async-tp --copy-engines \
-        --batch-size 1 --seq-len 8192 --steps 12
-      plot train_8b_fsdp2_tp2 ;;
-    8b_fsdp2_tp2_nccl)
-      train 8b_fsdp2_tp2_nccl llama3-8b --mesh fsdp=2,tp=2 --batch-size 1 --seq-len 8192 --steps 12 ;;
+    1b_fsdp1) train 1b_fsdp1 llama3-1b --mesh fsdp=1 $B1 --providers stepgraph --steps 40 ;;
+    1b_fsdp[248]) train "$1" llama3-1b --mesh "fsdp=${1#1b_fsdp}" $B1 --providers stepgraph --steps 40 ;;
+    1b_fsdp[248]_copies)
+      n=${1#1b_fsdp}
+      train "$1" llama3-1b --mesh "fsdp=${n%_copies}" --copy-engines $B1 --providers stepgraph --steps 40 ;;
+    8b_fsdp2_reshard) train "$1" llama3-8b --mesh fsdp=2 --reshard always $B8 ;;
+    8b_fsdp2 | 8b_fsdp8)
+      train "$1" llama3-8b --mesh "fsdp=${1#8b_fsdp}" --copy-engines $B8
+      plot "train_$1" ;;
+    8b_fsdp2_tp2_nccl) train "$1" llama3-8b --mesh fsdp=2,tp=2 $B8 ;;
+    8b_fsdp[24]_tp2)
+      n=${1#8b_fsdp}
+      train "$1" llama3-8b --mesh "fsdp=${n%_tp2},tp=2" --async-tp --copy-engines $B8
+      plot "train_$1" ;;
+    8b_fsdp[28]_fp8)
+      n=${1#8b_fsdp}
+      train "$1" llama3-8b --mesh "fsdp=${n%_fp8}" --fp8 tensorwise $B8 ;;
+    8b_fsdp[24]_tp2_fp8)
+      n=${1#8b_fsdp}
+      train "$1" llama3-8b --mesh "fsdp=${n%_tp2_fp8},tp=2" --fp8 tensorwise $B8 ;;
+    16b10_ep2) train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16 ;; # 10 of 27 layers
+    16b10_ep2_balanced) balanced "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16 ;;
+    16b_ep[48]) train "$1" deepseek-v3-16b --mesh "fsdp=${1#16b_ep},ep=${1#16b_ep}" $B16 ;;
+    16b_ep[48]_balanced)
+      n=${1#16b_ep} && n=${n%_balanced}
+      balanced "$1" deepseek-v3-16b --mesh "fsdp=$n,ep=$n" $B16 ;;
+    1b_pp2) train "$1" llama3-1b --model.no-tie-embeddings --mesh pp=2 --accumulate 8 --seq-len 4096 --batch-size 1 --steps 12 ;;
+    8b_pp4) train "$1" llama3-8b --mesh pp=4 --accumulate 8 $B8 ;;
+    8b_pp2_fsdp2) train "$1" llama3-8b --mesh pp=2,fsdp=2 --accumulate 8 $B8 ;;
+    8b_pp2_fsdp2_tp2) train "$1" llama3-8b --mesh pp=2,fsdp=2,tp=2 --accumulate 8 $B8 ;;
+    ranks) # the tests of ranks and of their faults with NCCL, on all GPUs that there are
+      [ $MODE = measure ] && "$PYTHON" -m pytest -q tests/gpu -k "ranks or faults or pipeline" ;;
     *)
       echo "error: no record is called $1; there are: $ONE_GPU $MORE_GPUS" >&2
       exit 2 ;;
@@ -89,8 +140,11 @@ record() {
 
 ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
 ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor"
-MORE_GPUS="1b_fsdp2 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl"
-[ $# -gt 0 ] || set -- $ONE_GPU
+TWO="1b_fsdp2 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_balanced 1b_pp2"
+FOUR="1b_fsdp4 1b_fsdp4_copies 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl 8b_fsdp2_tp2_fp8 16b_ep4 16b_ep4_balanced 8b_pp4 8b_pp2_fsdp2"
+EIGHT="1b_fsdp8 1b_fsdp8_copies 8b_fsdp4_tp2 8b_fsdp8 8b_fsdp4_tp2_fp8 8b_fsdp8_fp8 16b_ep8 16b_ep8_balanced 8b_pp2_fsdp2_tp2"
+MORE_GPUS="$TWO $FOUR $EIGHT ranks"
+[ $# -gt 0 ] || set -- $([ $MODE = measure ] && echo "$ONE_GPU" || echo "$TWO $FOUR $EIGHT")
 for name in "$@"; do
   record "$name"
 done

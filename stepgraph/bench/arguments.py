@@ -101,10 +101,10 @@ def provider_names(text: str, known: Collection[str]) -> list[str]:
 
 
 def random_batch(config: TrainConfig, place: int = 0) -> dict[str, torch.Tensor]:
-    """``tokens`` and ``targets``, int64 (B, T) on the CPU, of the data-parallel rank at ``place``: the same in every
-    process. They are random, so a step always has something to learn."""
+    """``tokens`` and ``targets``, int64 (accumulate * B, T) on the CPU, of the data-parallel rank at ``place``: the
+    same in every process. They are random, so a step always has something to learn."""
     generator = torch.Generator().manual_seed(BATCH_SEED + place)
-    shape = (config.batch_size, config.seq_len)
+    shape = (config.accumulate * config.batch_size, config.seq_len)
     return {k: torch.randint(config.model.vocab_size, shape, generator=generator) for k in ("tokens", "targets")}
 
 

@@ -21,6 +21,7 @@ from stepgraph.bench.train.providers import PROVIDERS
 from stepgraph.bench.train.rank import TRACED_STEPS, WARMUP_STEPS
 from stepgraph.bench.train.results import TrainRow, check_losses
 from stepgraph.bench.train.table import train_section
+from stepgraph.config.command_line import refuse_unused
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
 from stepgraph.config.train import TrainConfig
@@ -28,6 +29,10 @@ from stepgraph.models import flops_per_token
 
 #: What torchrun starts as each rank.
 RANK = ["-m", "stepgraph.bench.train.rank"]
+
+
+#: Options of a run, besides those that all benchmarks share, that are what is measured.
+CHOSEN = ("mesh", "reduce_dtype", "accumulate", "pipeline", "split", "expert_capacity", "expert_chunks")
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,25 @@ class TrainBench(BenchOptions):
     """
 
     mesh: str = "fsdp=1"
-    """Ranks, all on this machine, as in fsdp=2,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, and tp=N."""
+    """Ranks, all on this machine, as in fsdp=2,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, pp=N, ep=N."""
+
+    accumulate: int = 1
+    """Microbatches in a step, of --batch-size sequences each."""
+
+    pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
+    """With pp in the mesh, the order of the --accumulate microbatches. None: 1f1b."""
+
+    split: str | None = None
+    """With pp, the first block of each of stepgraph's stages, as in 0,9,17,25. None: by the cost model."""
+
+    expert_capacity: float = 2.0
+    """With ep: room of stepgraph's exchanges, as a multiple of balanced load."""
+
+    expert_chunks: int = 1
+    """With ep: stepgraph's layers take their tokens in so many parts: one travels while experts compute another."""
+
+    balanced_routing: bool = False
+    """Every expert gets as many tokens, whatever the routers say: both providers' speed without imbalance."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: fp32 shards and AdamW state, gathered and computed in bf16."""
@@ -69,7 +92,10 @@ class TrainBench(BenchOptions):
             raise ValueError(f"timeout={self.timeout} must be above 0")
         if self.traces is not None and not self.traces.is_dir():
             raise ValueError(f"traces={self.traces} is no folder; make it first")
-        return self.run("mesh", "reduce_dtype", "steps", schedule="constant", warmup_steps=0)
+        config = self.run(*CHOSEN, "steps", schedule="constant", warmup_steps=0, step="off")
+        if self.balanced_routing and not hasattr(config.model, "moe"):
+            raise ValueError(f"balanced_routing is about experts and {self.preset} has none: drop --balanced-routing")
+        return config
 
 
 def main(argv: list[str]) -> int:
@@ -82,7 +108,8 @@ def main(argv: list[str]) -> int:
     if device.type == "cuda" and ranks > there:
         raise ValueError(f"mesh {config.mesh} has {ranks} ranks, this machine {there} GPUs: choose a smaller --mesh")
     env = environment()
-    chosen = describe(config, env) | {"mesh": config.mesh, "reduce_dtype": config.reduce_dtype}
+    chosen = describe(config, env) | {name: getattr(config, name) for name in CHOSEN}
+    chosen["balanced_routing"] = options.balanced_routing
     settings: dict[str, Any] = {
         "benchmark": "train",
         "device": device.type,
@@ -97,7 +124,9 @@ def main(argv: list[str]) -> int:
     rows: list[TrainRow] = []
     for name in options.names():
         rows.append(measure(name, config, options, device, chosen["peak_flops"]))
-        settings["models"][config.preset]["losses"] = check_losses(rows, config.precision)
+        settings["models"][config.preset]["losses"] = check_losses(
+            rows, config.precision if config.fp8 == "off" else "fp8"
+        )
         if options.json is not None:  # after every provider, so that an interruption keeps those measured
             write(options.json, env, settings, rows)
     print(train_section(config.preset, env, settings, rows))
@@ -110,7 +139,9 @@ def parse_train(argv: list[str]) -> TrainBench:
     named = bool(argv) and not argv[0].startswith("-")
     preset, words = (argv[0], argv[1:]) if named else (DEFAULT_PRESET, argv)
     default = of_preset(TrainBench, preset, "inductor")
-    return parse_options(default, words, "stepgraph bench train [PRESET]", PROVIDERS)
+    options = parse_options(default, words, "stepgraph bench train [PRESET]", PROVIDERS)
+    refuse_unused(options.config(), words)
+    return options
 
 
 def measure(
@@ -152,6 +183,7 @@ def run_ranks(
     variables = threads | os.environ | caches | PROVIDERS[name].environment
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     values = {"provider": name, "config": config.to_json(), "device": str(device), "trace": trace}
+    values["balanced"] = options.balanced_routing
     with log.open("w") as output:
         job.write_text(json.dumps(values | {"started": time.time()}), encoding="utf-8")
         process = subprocess.Popen([*torchrun, *RANK, str(job)], stdout=output, stderr=output, env=variables)

@@ -1,23 +1,28 @@
 """Who can train a preset over a mesh: stepgraph, and torchtitan where it is installed.
 
 Each is a context manager that opens the process groups and yields a `Training`. Both do the same work: one model, one
-mesh, random tokens from the host in every step, bf16 compute with fp32 shards at rest, AdamW, clipping.
+mesh, random tokens from the host in every step, bf16 compute with fp32 shards at rest, AdamW, clipping. ``balanced``:
+every expert of a layer gets as many tokens, whatever its router says.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from stepgraph import parallel, passes
 from stepgraph.bench.arguments import fused_adamw, random_batch
-from stepgraph.bench.train import titan
+from stepgraph.bench.train.titan import job as titan
+from stepgraph.bench.train.titan import trainer as titan_trainer
 from stepgraph.config import build
 from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import TrainConfig
+from stepgraph.models.moe.router import Router
 
 
 class Training(Protocol):
@@ -38,11 +43,15 @@ class Training(Protocol):
 class CapturedTraining:
     """``stepgraph.capture`` of the whole step, as ``stepgraph train`` builds and feeds it."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, mesh: parallel.Mesh, begun: float):
+    def __init__(
+        self, config: TrainConfig, device: torch.device, mesh: parallel.Mesh, begun: float, balanced: bool = False
+    ):
         self.device, self.batch = device, random_batch(config, mesh.dp_place)
         if device.type == "cuda":
             self.batch = {name: tokens.pin_memory() for name, tokens in self.batch.items()}
         model = build.build_model(config, device, mesh)
+        if balanced:
+            balance(model)
         loss_fn = build.build_loss(config, device, mesh)
         optimizer = fused_adamw(config, model)
         self.build_s = time.perf_counter() - begun
@@ -64,29 +73,42 @@ class CapturedTraining:
         return loss.item() if read else None
 
 
+def balance(model: nn.Module) -> None:
+    """Every expert gets as many of a rank's tokens: their places in turn, weighted by their scores, as torchtitan's
+    ``moe_force_load_balance`` has it."""
+
+    def in_turn(scores: torch.Tensor, slots: int, experts: int) -> torch.Tensor:  # (N, E) -> (N, K)
+        places = torch.arange(scores.shape[0] * slots, device=scores.device)
+        return (places % experts).view(-1, slots)
+
+    for router in model.modules():
+        if isinstance(router, Router):
+            router.choose = partial(in_turn, slots=router.config.top_k, experts=router.config.n_experts)
+
+
 @contextlib.contextmanager
-def stepgraph(config: TrainConfig, device: torch.device) -> Iterator[Training]:
+def stepgraph(config: TrainConfig, device: torch.device, balanced: bool = False) -> Iterator[Training]:
     """Ours, on any device."""
     if device.type == "cpu":
         keep_freed_memory()
     begun = time.perf_counter()
     with parallel.started(config.mesh_spec, device.type) as mesh:
-        yield CapturedTraining(config, device, mesh, begun)
+        yield CapturedTraining(config, device, mesh, begun, balanced)
 
 
 @contextlib.contextmanager
-def torchtitan(config: TrainConfig, device: torch.device) -> Iterator[Training]:
+def torchtitan(config: TrainConfig, device: torch.device, balanced: bool = False) -> Iterator[Training]:
     """Its public ``Trainer``, each block compiled by ``torch.compile``."""
-    with titan.started(config, lambda place: random_batch(config, place)) as training:
+    with titan_trainer.started(config, lambda place: random_batch(config, place), balanced) as training:
         yield training
 
 
 @dataclass(frozen=True)
 class Provider:
-    """``open(config, device)``: called in every rank. ``unavailable(config, device)``: why it cannot do this work here,
-    in one line, None if it can. ``environment``: variables that its own launcher sets."""
+    """``open(config, device, balanced)``: called in every rank. ``unavailable(config, device)``: why it cannot do this
+    work here, in one line, None if it can. ``environment``: variables that its own launcher sets."""
 
-    open: Callable[[TrainConfig, torch.device], contextlib.AbstractContextManager[Training]]
+    open: Callable[[TrainConfig, torch.device, bool], contextlib.AbstractContextManager[Training]]
     unavailable: Callable[[TrainConfig, torch.device], str | None] = lambda config, device: None
     environment: Mapping[str, str] = field(default_factory=dict)
 

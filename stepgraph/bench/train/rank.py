@@ -1,8 +1,8 @@
 """One rank of one provider of ``stepgraph bench train``, started by torchrun with a job's path.
 
-The job is a JSON file with ``provider``, ``config``, ``device``, ``started`` (Unix time) and ``trace`` (path or null).
-Rank 0 writes ``answer.json`` beside it, once when the steps are timed and again when some are profiled; a rank that
-fails leaves ``error-RANK.json``.
+The job is a JSON file with ``provider``, ``config``, ``device``, ``balanced``, ``started`` (Unix time) and ``trace``
+(path or null). Rank 0 writes ``answer.json`` beside it, once when the steps are timed and again when some are profiled;
+a rank that fails leaves ``error-RANK.json``.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def main() -> None:
         config, device = TrainConfig.from_json(job["config"]), torch.device(job["device"])
         provider = PROVIDERS[job["provider"]]
         answer: dict[str, Any] = {"start_s": time.time() - job["started"]}
-        training = stack.enter_context(provider.open(config, device))
+        training = stack.enter_context(provider.open(config, device, job["balanced"]))
         answer |= {"build_s": training.build_s, "versions": _versions(device)}
         answer |= timed(training, config, device, job["started"])
         _write(path.with_name("answer.json"), answer, rank)

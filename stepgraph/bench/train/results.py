@@ -7,8 +7,9 @@ from typing import Any
 OURS, PEER = "stepgraph", "torchtitan"
 
 #: Largest relative difference of two providers' first losses, and of their last, by precision. They start from the same
-#: weights; what rounds differently, in bf16 RoPE's tables among them, grows from update to update.
-TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-3, 2e-2)}
+#: weights; what rounds differently, in bf16 RoPE's tables among them, grows from update to update. In fp8 the scales
+#: are not the same: torchao rounds those of rows to powers of two.
+TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-3, 2e-2), "fp8": (5e-3, 5e-2)}
 
 
 @dataclass(kw_only=True)

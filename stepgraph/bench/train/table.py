@@ -17,8 +17,15 @@ def train_section(model: str, env: dict[str, Any], settings: dict[str, Any], row
 def train_title(model: str, settings: dict[str, Any]) -> str:
     """The model, its mesh and batch, such as ``llama3-8b, fsdp=2,tp=2, batch 1 x 8192 a data-parallel rank, bf16``."""
     chosen = settings["models"][model]
-    batch = f"batch {chosen['batch_size']} x {chosen['seq_len']} a data-parallel rank"
-    return f"{model}, {chosen['mesh']}, {batch}, {chosen['precision']}"
+    microbatches = f"{chosen['accumulate']} x " if chosen.get("accumulate", 1) > 1 else ""
+    parts = [
+        f"batch {microbatches}{chosen['batch_size']} x {chosen['seq_len']} a data-parallel rank",
+        chosen["precision"],
+        "" if chosen.get("fp8", "off") == "off" else f"fp8 {chosen['fp8']}",
+        f"pipeline {chosen['pipeline']}" if chosen.get("pipeline") else "",
+        "balanced routing" if chosen.get("balanced_routing") else "",
+    ]
+    return ", ".join([model, chosen["mesh"], *filter(None, parts)])
 
 
 def train_where(env: dict[str, Any], settings: dict[str, Any]) -> str:

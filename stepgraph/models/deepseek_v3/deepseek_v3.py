@@ -19,7 +19,8 @@ from stepgraph.models.moe.layer import MoE
 from stepgraph.models.rope import YarnScaling, apply_rope_interleaved
 from stepgraph.models.swiglu import SwiGLU
 
-_LATENT_EPS = 1e-6  # of the norms of the latents, in the checkpoints whatever the others' is
+#: Eps of the norms of the latents, in the checkpoints whatever the others' is.
+LATENT_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,10 @@ class LatentAttention(nn.Module):
             self.q_proj = nn.Linear(dim, heads * config.qk_head_dim, bias=False)
         else:
             self.q_a_proj = nn.Linear(dim, rank, bias=False)
-            self.q_a_norm = nn.RMSNorm(rank, eps=_LATENT_EPS)
+            self.q_a_norm = nn.RMSNorm(rank, eps=LATENT_EPS)
             self.q_b_proj = nn.Linear(rank, heads * config.qk_head_dim, bias=False)
         self.kv_a_proj = nn.Linear(dim, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
-        self.kv_a_norm = nn.RMSNorm(config.kv_lora_rank, eps=_LATENT_EPS)
+        self.kv_a_norm = nn.RMSNorm(config.kv_lora_rank, eps=LATENT_EPS)
         self.kv_b_proj = nn.Linear(
             config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
         )

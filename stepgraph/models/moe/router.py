@@ -40,7 +40,7 @@ class Router(nn.Module):
             logits = F.linear(x.float(), self.weight.float())  # (N, E)
             scores = logits.sigmoid() if self.config.scoring == "sigmoid" else logits.softmax(dim=-1)
             with torch.no_grad():
-                chosen = self._choose(scores)  # (N, K)
+                chosen = self.choose(scores)  # (N, K)
                 # A comparison rather than a scatter: no additions whose order is open, and it fuses with what is near.
                 experts = torch.arange(self.config.n_experts, device=x.device)
                 counts = (chosen.unsqueeze(-1) == experts).sum(dim=(0, 1))  # (E,)
@@ -49,7 +49,7 @@ class Router(nn.Module):
                 weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
             return chosen, _Counted.apply(weights * self.config.scale, counts, self.tokens_per_expert)
 
-    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
         """(N, E) -> (N, K): the best experts by score and bias, out of the best groups."""
         config = self.config
         ranked = scores if self.expert_bias is None else scores + self.expert_bias

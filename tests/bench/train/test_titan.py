@@ -1,24 +1,32 @@
-"""What torchtitan is told, as far as it can be checked without it: names, sizes, and the initial weights."""
+"""What torchtitan is told: names, sizes, and initial weights with which its own models compute what ours do."""
 
+import dataclasses
+import importlib
 import importlib.machinery
 import importlib.metadata
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from stepgraph import compat
 from stepgraph.bench.train import command as train
-from stepgraph.bench.train import titan
+from stepgraph.bench.train.titan import job, models, weights
 from stepgraph.config.presets import PRESETS
-from stepgraph.models import Llama3, Llama3Config
-from stepgraph.models.rope import apply_rope, rope_tables
+from stepgraph.models import Llama3Config, family_of, next_token_loss
+from stepgraph.models.deepseek_v3.deepseek_v3 import DeepSeekV3Config
+from stepgraph.models.moe.config import MoEConfig
+from stepgraph.models.rope import RopeScaling, YarnScaling
 
 CUDA = torch.device("cuda")
-TINY = Llama3Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=88, vocab_size=64, max_seq_len=16)
+SHAPE = {"dim": 32, "n_layers": 3, "n_heads": 4, "vocab_size": 64, "max_seq_len": 48}
+TINY = Llama3Config(**SHAPE, n_kv_heads=2, ffn_dim=88)
+EXPERTS = {"n_experts": 8, "top_k": 3, "ffn_dim": 24, "n_shared": 1, "selection_bias": True}
+HEADS = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
 
 
 def config(preset="llama3-8b", *words):
@@ -29,120 +37,154 @@ def config(preset="llama3-8b", *words):
 def installed(monkeypatch):
     """A torchtitan of the right version, as far as the checks look."""
     spec = importlib.machinery.ModuleSpec("torchtitan", None)
-    monkeypatch.setattr(titan.importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(titan.importlib.metadata, "version", lambda name: titan.VERSION)
+    monkeypatch.setattr(job.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(job.importlib.metadata, "version", lambda name: job.VERSION)
 
 
 def test_not_installed(monkeypatch):
-    monkeypatch.setattr(titan.importlib.util, "find_spec", lambda name: None)
-    assert titan.unavailable(config(), CUDA) == "not installed: pip install torchtitan==0.2.2"
+    monkeypatch.setattr(job.importlib.util, "find_spec", lambda name: None)
+    assert job.unavailable(config(), CUDA) == "not installed: pip install torchtitan==0.2.2"
 
 
 def test_what_it_can_do(installed):
     for words in (["--memory", "selective"], ["--memory", "full"], ["--precision", "fp32"], ["--reshard", "never"]):
-        assert titan.unavailable(config("llama3-8b", *words), CUDA) is None
+        assert job.unavailable(config("llama3-8b", *words), CUDA) is None
 
 
 @pytest.mark.parametrize(
     ("preset", "words", "reason"),
     [
-        ("golf", [], "it has no such model: choose a llama3 preset"),
+        ("qwen3-30b-a3b", [], "it has no such model: choose a llama3 or deepseek-v3 preset"),
+        ("deepseek-v3-16b", ["--model.moe.n-groups", "8"], "it ranks groups by their best two scores"),
+        ("golf", [], "it has no such model: choose a llama3 or deepseek-v3 preset"),
         ("llama3-1b", [], "it cannot tie the head to the embedding: add --model.no-tie-embeddings"),
         ("llama3-8b", ["--memory", "budget=0.5"], "it has no counterpart to --memory budget=0.5"),
         ("llama3-8b", ["--reduce-dtype", "bf16"], "it reduces gradients in fp32 alone: add --reduce-dtype fp32"),
     ],
 )
 def test_what_it_cannot_do(preset, words, reason, installed):
-    assert titan.unavailable(config(preset, *words), CUDA).startswith(reason)
+    assert job.unavailable(config(preset, *words), CUDA).startswith(reason)
     if "--model" in reason:
-        assert titan.unavailable(config(preset, "--model.no-tie-embeddings"), CUDA) is None
+        assert job.unavailable(config(preset, "--model.no-tie-embeddings"), CUDA) is None
 
 
 def test_it_needs_a_gpu_and_its_version(installed, monkeypatch):
-    assert titan.unavailable(config(), torch.device("cpu")) == "it needs a GPU"
-    monkeypatch.setattr(titan.importlib.metadata, "version", lambda name: "0.1.0")
-    assert titan.unavailable(config(), CUDA) == "0.1.0 is installed: pip install torchtitan==0.2.2"
+    assert job.unavailable(config(), torch.device("cpu")) == "it needs a GPU"
+    monkeypatch.setattr(job.importlib.metadata, "version", lambda name: "0.1.0")
+    assert job.unavailable(config(), CUDA) == "0.1.0 is installed: pip install torchtitan==0.2.2"
 
 
 def test_the_job_says_the_same_work():
-    job = titan.job_sections(config("llama3-8b", "--memory", "selective"), "folder")
-    training, mesh = job["training"], job["parallelism"]
+    sections = job.job_sections(config("llama3-8b", "--memory", "selective"), "folder")
+    training, mesh = sections["training"], sections["parallelism"]
     assert (training["seq_len"], training["local_batch_size"], training["max_norm"]) == (8192, 1, 1.0)
     assert training["mixed_precision_param"] == "bfloat16" and "dtype" not in training  # fp32 at rest, its default
     assert (mesh["data_parallel_shard_degree"], mesh["tensor_parallel_degree"]) == (2, 2)
     assert mesh["data_parallel_replicate_degree"] == 1
-    assert job["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
-    assert job["compile"]["enable"] and not job["checkpoint"]["enable"]
-    assert job["optimizer"]["lr"] == 1e-4 and job["optimizer"]["implementation"] == "fused"
+    assert (training["global_batch_size"], mesh["expert_parallel_degree"], mesh["pipeline_parallel_degree"]) == (
+        2,
+        1,
+        1,
+    )
+    assert sections["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
+    assert sections["compile"]["enable"] and not sections["checkpoint"]["enable"]
+    assert sections["optimizer"]["lr"] == 1e-4 and sections["optimizer"]["implementation"] == "fused"
+    assert sections["model"]["converters"] == [] and job.float8(config()) == {}
+
+
+def test_the_job_of_a_pipeline_and_of_microbatches():
+    words = ["--mesh", "pp=2,fsdp=2", "--accumulate", "8", "--pipeline", "zbv"]
+    sections = job.job_sections(config("llama3-8b", *words), "folder")
+    assert sections["training"]["local_batch_size"] == 8 and sections["training"]["global_batch_size"] == 16
+    mesh = sections["parallelism"]
+    assert (mesh["pipeline_parallel_degree"], mesh["pipeline_parallel_microbatch_size"]) == (2, 1)
+    assert mesh["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    training = job.job_sections(config("llama3-8b", "--accumulate", "8"), "folder")["training"]
+    assert training["local_batch_size"] == 1 and training["global_batch_size"] == 16
+
+
+def test_the_job_of_experts_and_of_fp8(installed):
+    words = ["--mesh", "fsdp=4,ep=2", "--balanced-routing"]
+    options = train.parse_train(["deepseek-v3-16b", *words])
+    sections = job.job_sections(options.config(), "folder", options.balanced_routing)
+    assert sections["parallelism"]["expert_parallel_degree"] == 2 and sections["debug"]["moe_force_load_balance"]
+    fp8 = config("llama3-8b", "--fp8", "tensorwise", "--precision", "bf16")
+    assert job.job_sections(fp8, "folder")["model"]["converters"] == ["float8"]
+    assert job.float8(fp8)["enable_fsdp_float8_all_gather"] and job.float8(fp8)["filter_fqns"] == ["output"]
 
 
 @pytest.mark.parametrize("preset", ["llama3-debug", "llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b"])
 def test_the_feed_forward_comes_out_as_wide(preset):
     """torchtitan's own rule for the width, applied to what it is given."""
     model = PRESETS[preset]().model
-    sizes = titan.model_sizes(model)
+    sizes = models.llama3_sizes(model)
     width = int(sizes["ffn_dim_multiplier"] * int(2 * 4 * sizes["dim"] / 3))
     assert sizes["multiple_of"] * -(-width // sizes["multiple_of"]) == model.ffn_dim
 
 
-class Block(nn.Module):
-    """torchtitan's names; the attention inside as if it were compiled."""
+SHAPES = {
+    "llama": TINY,
+    "llama-scaled": Llama3Config(
+        **SHAPE, n_kv_heads=4, ffn_dim=64, rope_scaling=RopeScaling(8.0, original_max_seq_len=16)
+    ),
+    "deepseek": DeepSeekV3Config(
+        **SHAPE,
+        **HEADS,
+        n_dense_layers=1,
+        ffn_dim=40,
+        q_lora_rank=None,
+        moe=MoEConfig(**EXPERTS, normalize=False),
+        norm_eps=1e-5,
+        rope_scaling=YarnScaling(40.0, 16, mscale=0.707, mscale_all_dim=0.707),
+    ),
+    "deepseek-groups": DeepSeekV3Config(
+        **SHAPE,
+        **HEADS,
+        n_dense_layers=0,
+        ffn_dim=40,
+        q_lora_rank=24,
+        moe=MoEConfig(**EXPERTS, scoring="sigmoid", scale=2.5, n_groups=4, top_groups=2),
+    ),
+}
 
-    def __init__(self, c: Llama3Config):
-        super().__init__()
-        kv = c.n_kv_heads * c.head_dim
-        shapes = {"wq": (c.dim, c.dim), "wk": (kv, c.dim), "wv": (kv, c.dim), "wo": (c.dim, c.dim)}
-        self.attention = nn.ModuleDict(
-            {"_orig_mod": nn.ModuleDict({k: nn.Linear(n, m, bias=False) for k, (m, n) in shapes.items()})}
-        )
-        widths = {"w1": (c.ffn_dim, c.dim), "w2": (c.dim, c.ffn_dim), "w3": (c.ffn_dim, c.dim)}
-        self.feed_forward = nn.ModuleDict({k: nn.Linear(n, m, bias=False) for k, (m, n) in widths.items()})
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
 
-
-class Model(nn.Module):
-    def __init__(self, c: Llama3Config):
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(c.vocab_size, c.dim)
-        self.layers = nn.ModuleDict({str(i): Block(c) for i in range(c.n_layers)})
-        self.norm, self.output = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_starts_from_our_weights(precision):
-    run = PRESETS["llama3-debug"]()
-    run = type(run)(**{**vars(run), "model": TINY, "seed": 3, "precision": precision})
-    theirs, ours = Model(TINY), Llama3(TINY)
-    titan.fill(theirs, run)
+@pytest.mark.parametrize("name", SHAPES)
+def test_its_model_computes_what_ours_does(name, monkeypatch):
+    """torchtitan's own classes, from the arguments and the weights that they are given: loss and norm of gradients."""
+    count = torch.histc  # which on a CPU knows no integers
+    monkeypatch.setattr(torch, "histc", lambda values, **options: count(values.float(), **options).to(values.dtype))
+    config = SHAPES[name]
+    run = dataclasses.replace(PRESETS["llama3-debug"](), model=config, seed=3)
+    family = family_of(config)
+    peer = models.PEERS[family.name]
+    arguments = peer.arguments(config)
+    arguments.max_seq_len, arguments.moe_impl = config.max_seq_len, "standard"
+    if hasattr(arguments, "moe_args"):
+        arguments.moe_args.use_grouped_mm = False  # fp32
+    spec = importlib.import_module(peer.module).get_train_spec()
+    theirs, ours = spec.model_cls(arguments), family.model(config)
+    with torch.no_grad():
+        theirs.init_weights()
+    weights.fill(theirs, run)
     ours.init_weights(3)
-    if precision == "bf16":
-        ours.bfloat16()
-    layer, block = theirs.layers["1"], ours.layers[1]
-    attention = layer.attention["_orig_mod"]
-    for got, expected in [
-        *((theirs.tok_embeddings, ours.embed), (theirs.output, ours.head), (attention["wv"], block.attn.v_proj)),
-        *((attention["wo"], block.attn.o_proj), (layer.feed_forward["w1"], block.mlp.gate_proj)),
-        *((layer.feed_forward["w2"], block.mlp.down_proj), (layer.feed_forward["w3"], block.mlp.up_proj)),
-    ]:
-        assert torch.equal(got.weight, expected.weight.float())
+    generator = torch.Generator().manual_seed(0)
+    batch = {k: torch.randint(config.vocab_size, (2, 48), generator=generator) for k in ("tokens", "targets")}
+    loss = next_token_loss(ours, batch)
+    theirs_loss = F.cross_entropy(theirs(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
+    torch.testing.assert_close(theirs_loss, loss)
+    loss.backward()
+    theirs_loss.backward()
+    norms = [torch.stack([p.grad.norm() for p in model.parameters()]).norm() for model in (ours, theirs)]
+    torch.testing.assert_close(*norms, rtol=1e-4, atol=0)
 
-    # Rotated neighbours there and rotated halves here: the same scores between positions.
-    x = torch.randn(1, 16, TINY.dim, generator=torch.Generator().manual_seed(0))
-    tables = rope_tables(16, TINY.head_dim, TINY.rope_theta, TINY.rope_scaling)
-    turns = torch.complex(tables[0], tables[1].neg())[..., : TINY.head_dim // 2]  # (T, 1, head_dim / 2)
 
-    def neighbours(weight):
-        heads = torch.view_as_complex((x @ weight.T).view(1, 16, -1, TINY.head_dim // 2, 2).contiguous())
-        return torch.view_as_real(heads * turns).flatten(3)
-
-    def halves(weight):
-        return apply_rope((x @ weight.float().T).view(1, 16, -1, TINY.head_dim), *tables)
-
-    def scores(q, k):
-        return torch.einsum("bthd,bshd->bhts", q[:, :, :2], k)
-
-    got = scores(neighbours(attention["wq"].weight), neighbours(attention["wk"].weight))
-    torch.testing.assert_close(got, scores(halves(block.attn.q_proj.weight), halves(block.attn.k_proj.weight)))
+def test_it_starts_from_our_weights_rounded():
+    run = dataclasses.replace(PRESETS["llama3-debug"](), model=TINY, precision="bf16")
+    theirs = nn.ModuleDict({"tok_embeddings": nn.Embedding(TINY.vocab_size, TINY.dim)})
+    weights.fill(theirs, run)
+    ours = family_of(TINY).model(TINY)
+    ours.init_weights(run.seed)
+    assert torch.equal(theirs["tok_embeddings"].weight, ours.embed.weight.bfloat16().float())
 
 
 @pytest.mark.parametrize(
@@ -162,18 +204,17 @@ def test_what_a_rank_holds(rank, split, expected):
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
         local = torch.empty([stop - start for start, stop in expected])
-        param = DTensor.from_local(local, mesh, (Shard(0), Shard(split)), run_check=False)
-        assert titan.held(param, torch.Size((22, 8)), split) == expected
+        places = (Shard(0), Shard(split))
+        param = DTensor.from_local(local, mesh, places, run_check=False, shape=torch.Size((22, 8)), stride=(8, 1))
+        assert weights.held(param) == expected
     finally:
         dist.destroy_process_group()
 
 
 def test_its_own_configuration_has_every_field():
-    pytest.importorskip("torchtitan")
     from torchtitan.config import JobConfig
-    from torchtitan.models.llama3 import TransformerModelArgs
 
-    job = JobConfig()
-    for section, fields in titan.job_sections(config(), "folder").items():
-        assert all(hasattr(getattr(job, section), name) for name in fields), section
-    TransformerModelArgs(**titan.model_sizes(TINY))
+    theirs, run = JobConfig(), config("llama3-8b", "--mesh", "pp=2", "--accumulate", "2", "--fp8", "rowwise")
+    for section, fields in job.job_sections(run, "folder").items():
+        assert all(hasattr(getattr(theirs, section), name) for name in fields), section
+    assert all(hasattr(theirs.quantize.linear.float8, name) for name in job.float8(run))

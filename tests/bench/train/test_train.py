@@ -13,9 +13,11 @@ import torch
 from stepgraph import bench
 from stepgraph.bench.arguments import random_batch
 from stepgraph.bench.train import command as train
-from stepgraph.bench.train.providers import Provider
+from stepgraph.bench.train.providers import Provider, balance
 from stepgraph.bench.train.results import TrainRow, check_losses, ratio
 from stepgraph.bench.train.table import summary, train_section
+from stepgraph.models.moe.config import MoEConfig
+from stepgraph.models.moe.layer import MoE
 
 SIZES = {
     "model.dim": 32,
@@ -146,6 +148,41 @@ def test_data_parallel_ranks_have_batches_of_their_own():
     assert torch.equal(one["tokens"], random_batch(config, 0)["tokens"])
 
 
+def test_microbatches_are_rows_of_one_batch():
+    config = train.parse_train([*TINY, "--accumulate", "3"]).config()
+    assert random_batch(config)["targets"].shape == (6, 32) and config.tokens_per_step == 6 * 32
+
+
+def test_a_bench_of_experts_can_balance_them():
+    shape = MoEConfig(n_experts=8, top_k=2, ffn_dim=4, selection_bias=True)
+    layer = MoE(16, shape)
+    balance(layer)
+    x = torch.randn(2, 12, 16)
+    chosen, weights = layer.router(x.flatten(0, 1))
+    assert torch.equal(chosen.flatten().bincount(), torch.full((8,), 6)) and weights.shape == (24, 2)
+    scores = (x.flatten(0, 1) @ layer.router.weight.T).softmax(-1).gather(1, chosen)
+    torch.testing.assert_close(weights, scores / scores.sum(-1, keepdim=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("deepseek-v3-debug", "--mesh fsdp=2,ep=2 --balanced-routing"),
+        ("llama3-debug", "--mesh pp=2 --accumulate 4 --pipeline interleaved"),
+    ],
+)
+def test_experts_and_pipelines_can_be_measured(preset, words, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = tmp_path / "train.json"
+    sizes = ["--model.n-layers=4", "--batch-size=2", "--seq-len=32", "--steps=2", "--device=cpu"]
+    assert bench.main(["train", preset, *sizes, *words.split(), "--providers", "stepgraph", "--json", str(path)]) == 0
+    _, settings, (row,) = bench.results.read(path)
+    assert row.error is None and row.losses[1] < row.losses[0]
+    title = train_section(preset, {"cpu": "CPU"} | json.loads(path.read_text())["environment"], settings, [row])
+    assert ("balanced routing" if "ep" in words else "pipeline interleaved") in title.splitlines()[0]
+
+
 def test_presets_bring_their_own_sizes():
     options = train.parse_train(["llama3-8b", "--mesh", "fsdp=2,tp=2"])
     config = options.config()
@@ -165,6 +202,10 @@ def test_presets_bring_their_own_sizes():
         ("train --precision bf16-autocast", "bad value for --precision"),
         ("train --json no/such/folder/x.json", "json=no/such/folder/x.json: the folder no/such/folder does not exist"),
         ("train --traces no/such", "traces=no/such is no folder; make it first"),
+        ("train --mesh pp=2", "accumulate=1 is too small for the schedule 1f1b on pp=2"),
+        ("train --pipeline zbv", "pipeline=zbv is about stages and there are none"),
+        ("train --expert-capacity 4", "expert_capacity=4.0 changes nothing: add ep=2 to --mesh"),
+        ("train --balanced-routing", "balanced_routing is about experts and llama3-debug has none"),
     ],
 )
 def test_an_error_of_use_is_one_line(arguments, message):
