@@ -31,5 +31,9 @@ for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
         cast_triton.launch_rows(y, dtype, True, False)[:2],
         swiglu_triton.launch(x, x.flip(0), dtype, False),
     )
+    dgate, dup, *both = swiglu_triton.launch_backward(x.flip(1), x, x.flip(0), dtype, True)
+    apart = [t for y in (dgate, dup) for t in cast_triton.launch_rows(y, dtype, True, False)[:2]]
+    alone = swiglu_triton.launch_backward(x.flip(1), x, x.flip(0), dtype, False)
+    fused += ((dgate, dup), both, apart, alone)
     results.append((casts, fused))
 torch.save(results, sys.argv[2])
