@@ -10,6 +10,8 @@ those that read them.
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from stepgraph.kernels.ahead import launching
@@ -26,16 +28,13 @@ def reference(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple
     return y if keep else y.new_empty(0), q, scale
 
 
-def gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(of gate, of up), contiguous."""
+def backward_reference(
+    dy: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool, cast_rows: Callable = rows_reference
+) -> tuple[Tensor, ...]:
+    """`swiglu_backward_cast_rows` in plain torch, which casts by ``cast_rows``."""
     dgate = torch.ops.aten.silu_backward(dy * up, gate)
-    return dgate.contiguous(), (dy * torch.nn.functional.silu(gate)).contiguous()
-
-
-def backward_reference(dy: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, ...]:
-    """`swiglu_backward_cast_rows` in plain torch."""
-    both = gradients(dy, gate, up)
-    casts = [rows_reference(t.view(-1, t.shape[-1]), dtype, True, False)[:2] for t in both]
+    both = dgate.contiguous(), (dy * torch.nn.functional.silu(gate)).contiguous()
+    casts = [cast_rows(t.view(-1, t.shape[-1]), dtype, True, False)[:2] for t in both]
     return *(t if keep else t.new_empty(0) for t in both), *casts[0], *casts[1]
 
 
@@ -90,9 +89,13 @@ def swiglu_backward_cast_rows(
     """
     _check("swiglu_backward_cast_rows", dtype, dy=dy, gate=gate, up=up)
     if gate.is_cuda:
-        from stepgraph.kernels.fp8 import swiglu_triton
+        from stepgraph.kernels.fp8 import cast_triton, swiglu_triton
 
-        return swiglu_triton.launch_backward(dy, gate, up, dtype, keep)
+        if gate.shape[-1] > cast_triton.LONGEST:  # no program holds a row
+            return backward_reference(dy, gate, up, dtype, keep, cast_triton.launch_rows)
+        results = empty_results(gate, dtype, keep)
+        swiglu_triton.launch_backward(dy, gate, up, results, keep)
+        return results
     return backward_reference(dy, gate, up, dtype, keep)
 
 

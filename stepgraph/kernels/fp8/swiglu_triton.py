@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.kernels.fp8 import cast_triton, swiglu
+from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _rounded, _scale, _top
 from stepgraph.kernels.fp8.formats import MOST
 
@@ -87,24 +87,18 @@ def launch(
 
 
 def launch_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype, keep: bool
-) -> tuple[torch.Tensor, ...]:
-    """As `swiglu.swiglu_backward_cast_rows`. A row that no program holds takes the kernels of each operator."""
-    columns = gate.shape[-1]
-    if columns > cast_triton.LONGEST:
-        gradients = swiglu.gradients(dy, gate, up)
-        casts = [cast_triton.launch_rows(t.view(-1, columns), dtype, True, False)[:2] for t in gradients]
-        return *(t if keep else t.new_empty(0) for t in gradients), *casts[0], *casts[1]
-    results = swiglu.empty_results(gate, dtype, keep)
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, results: tuple[torch.Tensor, ...], keep: bool
+) -> None:
+    """As `swiglu.swiglu_backward_cast_rows`, into ``results``. Rows of up to `cast_triton.LONGEST`."""
     dgate, dup, q_gate, scale_gate, q_up, scale_up = results
+    columns = gate.shape[-1]
     dy, gate, up = (_rows(t) for t in (dy, gate, up))
     block, warps = backward_configuration(columns, gate.element_size())
     with cast_triton._on(gate):
         _swiglu_backward_kernel[(len(q_gate),)](
             dy, gate, up, *((dgate, dup) if keep else (None, None)), q_gate, q_up, scale_gate, scale_up,
-            columns, dy.stride(0), gate.stride(0), up.stride(0), MOST=MOST[dtype], BLOCK=block, num_warps=warps,
+            columns, dy.stride(0), gate.stride(0), up.stride(0), MOST=MOST[q_up.dtype], BLOCK=block, num_warps=warps,
         )  # fmt: skip
-    return results
 
 
 def backward_configuration(C: int, itemsize: int) -> tuple[int, int]:
