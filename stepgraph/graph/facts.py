@@ -33,7 +33,7 @@ _PURE_HIGHER_ORDER = {higher_order.flex_attention, higher_order.flex_attention_b
 #: Operators of ours that only compute.
 _PURE = {
     ours.cast_scaled.default, ours.cast_scaled_rows.default, ours.scaled_product.default,
-    ours.swiglu_cast_rows.default,
+    ours.swiglu_cast_rows.default, ours.swiglu_backward_cast_rows.default,
     ours.sort_by_expert.default, ours.gather_rows.default, ours.combine_rows.default,
     ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
     ours.flash4_attention.default, ours.flash4_attention_backward.default,

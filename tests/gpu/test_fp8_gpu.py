@@ -8,7 +8,13 @@ import torch
 
 import stepgraph
 from stepgraph.bench.norm.timing import copy_gbps, graph_ms
-from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product, swiglu_cast_rows
+from stepgraph.kernels.fp8 import (
+    cast_scaled,
+    cast_scaled_rows,
+    scaled_product,
+    swiglu_backward_cast_rows,
+    swiglu_cast_rows,
+)
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured
 from tests.passes.matmul.eager_fp8 import swap
@@ -100,6 +106,25 @@ def test_swiglu_with_its_cast_is_swiglu_then_cast(shape):
         nothing, *alone = swiglu_cast_rows(gate, up, E4M3, False)
         assert nothing.shape == (0,)
         for found in ((q, scale), alone):
+            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, apart, strict=True))
+
+
+@hopper
+@pytest.mark.parametrize("shape", [(3, 48), (2, 5, 256), (1000, 14336), (7, 20000)], ids=str)
+def test_gradients_of_swiglu_with_their_casts_are_gradients_then_casts(shape):
+    """The gradients are eager's but for the last places, by another exponential; their casts have every bit."""
+    torch.manual_seed(0)
+    dy, gate, up = (4 * torch.randn(shape, device=DEVICE).to(BF16) for _ in range(3))
+    *gradients, q_gate, scale_gate, q_up, scale_up = swiglu_backward_cast_rows(dy, gate, up, E4M3, True)
+    expected = torch.ops.aten.silu_backward(dy * up, gate), dy * torch.nn.functional.silu(gate)
+    casts = ((q_gate, scale_gate), (q_up, scale_up))
+    alone = swiglu_backward_cast_rows(dy, gate, up, E4M3, False)
+    assert alone[0].shape == alone[1].shape == (0,)
+    for mine, right, cast, other in zip(gradients, expected, casts, (alone[2:4], alone[4:]), strict=True):
+        torch.testing.assert_close(mine, right, rtol=2**-6, atol=2**-12)  # silu' crosses zero
+        assert (mine == right).float().mean() > 0.98
+        apart = cast_scaled_rows(mine.view(-1, shape[-1]), E4M3, True, False)[:2]
+        for found in (cast, other):
             assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, apart, strict=True))
 
 
@@ -237,7 +262,7 @@ def test_training_is_one_cuda_graph_and_repeats_itself(recipe, memory):
 @pytest.mark.parametrize("shape", [(16384, 2048), (16384, 8192), (8192, 4096), (8192, 14336), (8192, 2048)], ids=str)
 def test_casts_are_near_the_speed_of_a_copy(shape, capsys):
     """By graph replay: bytes that a cast must move over the time that it takes, beside a copy's."""
-    x, up = (torch.randn(shape, device=DEVICE).to(BF16) for _ in range(2))
+    x, up, dy = (torch.randn(shape, device=DEVICE).to(BF16) for _ in range(3))
     amax, n = amax_of(x), x.numel()
     calls = {
         "one scale, rows": (3 * n, lambda: cast_scaled(x, amax, E4M3, True, False)),
@@ -247,6 +272,7 @@ def test_casts_are_near_the_speed_of_a_copy(shape, capsys):
         "columns": (5 * n, lambda: cast_scaled_rows(x, E4M3, False, True)),
         "rows, with SwiGLU": (7 * n, lambda: swiglu_cast_rows(x, up, E4M3, True)),
         "rows, with SwiGLU alone": (5 * n, lambda: swiglu_cast_rows(x, up, E4M3, False)),
+        "rows, with SwiGLU's backward": (12 * n, lambda: swiglu_backward_cast_rows(dy, x, up, E4M3, True)),
     }
     copied = copy_gbps(torch.device(DEVICE))
     flush = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)

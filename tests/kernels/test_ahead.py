@@ -85,6 +85,7 @@ def examples(t):
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, True)
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, False)
     yield "swiglu_cast_rows", (t(8, 64, 1024), t(8, 64, 1024), FP8, True)
+    yield "swiglu_backward_cast_rows", (t(8, 64, 1024), t(8, 64, 1024), t(8, 64, 1024), FP8, True)
     yield "sort_by_expert", (t(512, 4, dtype=I64), 16)
     places, order = t(512, 4, dtype=I32), t(2048, dtype=I32)
     yield "gather_rows", (t(512, 1024), places, order, 2048)

@@ -2,6 +2,6 @@
 
 from stepgraph.kernels.fp8.cast import cast_scaled, cast_scaled_rows
 from stepgraph.kernels.fp8.product import scaled_product
-from stepgraph.kernels.fp8.swiglu import swiglu_cast_rows
+from stepgraph.kernels.fp8.swiglu import swiglu_backward_cast_rows, swiglu_cast_rows
 
-__all__ = ["cast_scaled", "cast_scaled_rows", "scaled_product", "swiglu_cast_rows"]
+__all__ = ["cast_scaled", "cast_scaled_rows", "scaled_product", "swiglu_backward_cast_rows", "swiglu_cast_rows"]

@@ -1,11 +1,16 @@
-"""SwiGLU with its cast to fp8 in one kernel.
+"""SwiGLU, and its backward, with their casts to fp8 in one kernel.
 
-    y     = silu(gate) * up, rounded to the inputs' dtype after each of the two, as apart
-    q, s  = y by rows in fp8, and their scales: `cast.cast_scaled_rows` of y
+    y      = silu(gate) * up, rounded to the inputs' dtype after each of the two, as apart
+    dup    = dy * silu(gate)
+    dgate  = silu'(gate) * (dy * up), rounded in the same way
+    q, s   = by rows in fp8, and their scales: `cast.cast_scaled_rows` of y, or of both gradients
 
-A row of y is complete in one program, so its cast reads nothing again; y itself is written only for those that read it.
+A row is complete in one program, so its cast reads nothing again; y and the gradients themselves are written only for
+those that read them.
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -21,6 +26,16 @@ def reference(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple
     y = (torch.nn.functional.silu(gate) * up).contiguous()
     q, scale, _, _ = rows_reference(y.view(-1, y.shape[-1]), dtype, True, False)
     return y if keep else y.new_empty(0), q, scale
+
+
+def backward_reference(
+    dy: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool, cast_rows: Callable = rows_reference
+) -> tuple[Tensor, ...]:
+    """`swiglu_backward_cast_rows` in plain torch, which casts by ``cast_rows``."""
+    dgate = torch.ops.aten.silu_backward(dy * up, gate)
+    both = dgate.contiguous(), (dy * torch.nn.functional.silu(gate)).contiguous()
+    casts = [cast_rows(t.view(-1, t.shape[-1]), dtype, True, False)[:2] for t in both]
+    return *(t if keep else t.new_empty(0) for t in both), *casts[0], *casts[1]
 
 
 @torch.library.custom_op("stepgraph::swiglu_cast_rows", mutates_args=())
@@ -39,7 +54,7 @@ def swiglu_cast_rows(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -
 
     Raises ``ValueError`` for other shapes and dtypes.
     """
-    _check(gate, up, dtype)
+    _check("swiglu_cast_rows", dtype, gate=gate, up=up)
     if gate.is_cuda:
         from stepgraph.kernels.fp8 import swiglu_triton
 
@@ -49,18 +64,62 @@ def swiglu_cast_rows(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -
 
 @swiglu_cast_rows.register_fake
 def _(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    _check(gate, up, dtype)
-    columns = gate.shape[-1]
-    rows = gate.numel() // columns
-    y = gate.new_empty(gate.shape if keep else (0,))
-    return y, gate.new_empty(rows, columns, dtype=dtype), gate.new_empty(rows, dtype=torch.float32)
+    _check("swiglu_cast_rows", dtype, gate=gate, up=up)
+    y, _, q, scale, _, _ = empty_results(gate, dtype, keep)
+    return y, q, scale
 
 
-def _check(gate: Tensor, up: Tensor, dtype: torch.dtype) -> None:
-    alike = gate.shape == up.shape and gate.dtype == up.dtype and gate.is_floating_point()
-    if not alike or not gate.ndim or dtype not in MOST:
+@torch.library.custom_op("stepgraph::swiglu_backward_cast_rows", mutates_args=())
+@launching("swiglu_backward_cast_rows")
+def swiglu_backward_cast_rows(
+    dy: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of ``silu(gate) * up``, cast to fp8 with a scale for each row.
+
+    Args:
+        dy, gate, up: (..., C), not empty; all bf16, fp16 or fp32, in any strides. ``dy``: the gradient of the product.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        keep: whether to return the gradients too.
+
+    Returns:
+        The gradients of ``gate`` and ``up``, contiguous, in the shape and dtype of ``gate``, empty without ``keep``;
+        of each in turn (R, C) in ``dtype``, R the number of rows, and its scales, (R,) fp32.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    _check("swiglu_backward_cast_rows", dtype, dy=dy, gate=gate, up=up)
+    if gate.is_cuda:
+        from stepgraph.kernels.fp8 import cast_triton, swiglu_triton
+
+        if gate.shape[-1] > cast_triton.LONGEST:  # no program holds a row
+            return backward_reference(dy, gate, up, dtype, keep, cast_triton.launch_rows)
+        results = empty_results(gate, dtype, keep)
+        swiglu_triton.launch_backward(dy, gate, up, results, keep)
+        return results
+    return backward_reference(dy, gate, up, dtype, keep)
+
+
+@swiglu_backward_cast_rows.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, ...]:
+    _check("swiglu_backward_cast_rows", dtype, dy=dy, gate=gate, up=up)
+    return empty_results(gate, dtype, keep)
+
+
+def empty_results(like: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, ...]:
+    """Tensors for two results in the form of ``like``, then for their casts and scales in turn."""
+    columns = like.shape[-1]
+    rows = like.numel() // columns
+    kept = [like.new_empty(like.shape if keep else (0,)) for _ in range(2)]
+    casts = [(like.new_empty(rows, columns, dtype=dtype), like.new_empty(rows, dtype=torch.float32)) for _ in range(2)]
+    return *kept, *casts[0], *casts[1]
+
+
+def _check(name: str, dtype: torch.dtype, **tensors: Tensor) -> None:
+    forms = {(t.shape, t.dtype) for t in tensors.values()}
+    gate = tensors["gate"]
+    if len(forms) > 1 or not gate.is_floating_point() or not gate.ndim or dtype not in MOST:
+        given = ", ".join(f"{of} {t.dtype} {tuple(t.shape)}" for of, t in tensors.items())
         raise ValueError(
-            f"swiglu_cast_rows got a gate {gate.dtype} {tuple(gate.shape)}, an up {up.dtype} {tuple(up.shape)} and "
-            f"{dtype}; allowed are floating-point tensors of one shape and dtype, to float8_e4m3fn or float8_e5m2: "
-            "convert one of them, or choose one of the two"
+            f"{name} got {given} and {dtype}; allowed are floating-point tensors of one shape and dtype, to "
+            "float8_e4m3fn or float8_e5m2: convert one of them, or choose one of the two"
         )

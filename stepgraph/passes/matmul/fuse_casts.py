@@ -6,15 +6,17 @@ Matches: casts of `fp8_matmul`, by rows alone or with one scale, of what a norm 
     y = norm(x); cast_scaled(y, amax(y))      ->  ``stepgraph::norm_cast``: y and its rows' magnitudes, cast_scaled(y,
                                                   amax(magnitudes))
     y = silu(gate) * up; cast_scaled_rows(y)  ->  ``stepgraph::swiglu_cast_rows(gate, up)``
+    both gradients of a SwiGLU and their casts, as in rows above  ->  ``stepgraph::swiglu_backward_cast_rows``
 A row is complete in one program, so its magnitude, and with that its cast, reads nothing again. The bits are those of
 the operators apart; what Inductor made of a SwiGLU rounded less often. In bf16 y stays for those that read it, as
-weight gradients do; SwiGLU's is not written where none does.
+weight gradients do; SwiGLU's, and its gradients, are not written where none does.
 Stay apart: scales by columns, which need all rows; one scale of what Inductor makes, which may find it on the way.
 Tier numerics, as `fp8_matmul`, without which it has nothing to do. Comes after what makes copies and norms' kernels.
 """
 
 import operator
 from collections import defaultdict
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from torch import fx
 from stepgraph.capture.lineage import MIXED, made_from
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import getitem_users, is_view, packet
+from stepgraph.graph.facts import getitem_users, is_pointwise, is_view, packet
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.fp8 import swiglu  # noqa: F401  (these two define operators of torch.ops.stepgraph)
@@ -44,6 +46,15 @@ class _SwiGLU(NamedTuple):
     up: fx.Node
 
 
+class _Gradients(NamedTuple):
+    """``dup`` = dy * silu(gate), ``dgate`` = silu'(gate) * (dy * up); ``casts``: of dgate and dup."""
+
+    dgate: fx.Node
+    dup: fx.Node
+    casts: tuple[fx.Node, fx.Node]
+    inputs: tuple[fx.Node, fx.Node, fx.Node]  # dy, gate, up
+
+
 @register(
     "fuse_casts",
     "numerics",
@@ -58,7 +69,11 @@ def fuse_casts(step: StepGraph, options: object, report: PassReport) -> None:
         return
     aliases, made = Aliases(step.graph), made_from(step.graph, set(step.placeholders("parameter")))
     alone: dict[str, list[fx.Node]] = defaultdict(list)
-    norms = swiglus = 0
+    norms = swiglus = gradients = 0
+    for both in _gradients(casts, aliases):
+        _cast_with_gradients(both)
+        casts = [cast for cast in casts if cast not in both.casts]
+        gradients += 2
     for cast in casts:
         if norm := _norm_before(cast, aliases):
             _cast_with_norm(cast, norm)
@@ -68,14 +83,26 @@ def fuse_casts(step: StepGraph, options: object, report: PassReport) -> None:
             swiglus += 1
         else:
             alone[_kind(cast, made[cast.args[0]])].append(cast)
-    report.changed = norms + swiglus
+    report.changed = norms + swiglus + gradients
     report.summary = (
         f"{report.changed} of {report.matched} casts to fp8 fed by the kernel before: {norms} of norms, {swiglus} of "
-        "SwiGLU"
+        f"SwiGLU, {gradients} of its gradients"
     )
     for kind, some in alone.items():
         elements = sum(cast.args[0].meta["val"].numel() for cast in some)
         report.notes.append(f"casts that stand alone, {kind}: {len(some)}, of {elements / 2**20:.1f} Mi elements")
+    if on_the_way := sum(_is_of_elements(cast) for some in alone.values() for cast in some):
+        report.notes.append(
+            f"{on_the_way} of these with one scale, of what Inductor makes: it finds the largest magnitude on the way, "
+            "and a kernel of ours would save nothing"
+        )
+
+
+def _is_of_elements(cast: fx.Node) -> bool:
+    """Whether ``cast`` has one scale, and reads what is computed element by element."""
+    source = _made(cast.args[0])[-1]
+    computed = is_pointwise(source) or source.target is aten.silu_backward.default
+    return cast.target is ours.cast_scaled.default and computed
 
 
 def _kind(cast: fx.Node, parameter: fx.Node | None) -> str:
@@ -155,15 +182,77 @@ def _swiglu_before(cast: fx.Node, aliases: Aliases) -> _SwiGLU | None:
 def _cast_with_swiglu(cast: fx.Node, found: _SwiGLU) -> None:
     """One operator in the place of the product and of its cast."""
     product = found.product
-    chain = _made(cast.args[0])
-    readers = zip(chain, (cast, *chain), strict=False)
-    keep = any(set(node.users) != {reader} for node, reader in readers)
+    keep = _is_read(cast)
     build = Builder(product, found.silu, cast, before=product)
     made = build(ours.swiglu_cast_rows.default, found.gate, found.up, cast.args[1], keep)
     values, scale = (build(operator.getitem, made, i, like=cast) for i in (1, 2))
     if keep:
         product.replace_all_uses_with(build(operator.getitem, made, 0, like=product))
+        erase_unread(product)
     _put(cast, values, scale)
+
+
+def _gradients(casts: list[fx.Node], aliases: Aliases) -> Iterator[_Gradients]:
+    """Where a kernel can make both gradients of a SwiGLU and their casts."""
+    cast_of = {
+        _made(cast.args[0])[-1]: cast
+        for cast in casts
+        if cast.target is ours.cast_scaled_rows.default and cast.args[2:] == (True, False)
+    }
+    for dgate, cast in cast_of.items():
+        if dgate.target is not aten.silu_backward.default or dgate.args[0].target is not aten.mul.Tensor:
+            continue
+        dsilu, gate = dgate.args
+        for dy, up in (dsilu.args, dsilu.args[::-1]):
+            dup, silu = _times_silu(dy, gate, cast_of)
+            if dup is None or not isinstance(up, fx.Node):
+                continue
+            found = _Gradients(dgate, dup, (cast, cast_of[dup]), (dy, gate, up))
+            if _is_one_kernel(found, (silu, dsilu), aliases):
+                yield found
+                break
+
+
+def _times_silu(dy: object, gate: fx.Node, among: Container[fx.Node]) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
+    """(the one ``among`` the readers of ``dy`` that is dy * silu(gate), that silu), or None twice."""
+    for reader in dy.users if isinstance(dy, fx.Node) else ():
+        if reader in among and reader.target is aten.mul.Tensor:
+            for silu in reader.args:
+                if silu is not dy and getattr(silu, "target", None) is aten.silu.default and silu.args == (gate,):
+                    return reader, silu
+    return None, None
+
+
+def _is_one_kernel(found: _Gradients, between: tuple[fx.Node, fx.Node], aliases: Aliases) -> bool:
+    """Whether the operator of both gradients can stand where the first is made. ``between``: silu(gate), dy * up."""
+    gradients, values = (found.dgate, found.dup), [node.meta["val"] for node in (*found.inputs, found.dgate, found.dup)]
+    alike = all((v.shape, v.dtype) == (values[0].shape, values[0].dtype) for v in values)
+    position = aliases.position
+    ready = max(position[node] for node in found.inputs) < min(position[node] for node in gradients)
+    first, last = min(position[node] for node in between), max(position[cast] for cast in found.casts)
+    reads = (*found.inputs, *between, *gradients)
+    unwritten = not any(aliases.written_between(node, first, last) for node in reads)
+    return alike and ready and unwritten and all(node.meta["val"].is_contiguous() for node in gradients)
+
+
+def _cast_with_gradients(found: _Gradients) -> None:
+    """One operator in the place of both gradients and their casts."""
+    gradients, (cast, _) = (found.dgate, found.dup), found.casts
+    keep = any(map(_is_read, found.casts))
+    build = Builder(*gradients, *found.casts, before=min(gradients))
+    made = build(ours.swiglu_backward_cast_rows.default, *found.inputs, cast.args[1], keep)
+    for i, (gradient, own) in enumerate(zip(gradients, found.casts, strict=True)):
+        values, scale = (build(operator.getitem, made, 2 + 2 * i + j, like=own) for j in (0, 1))
+        if keep:
+            gradient.replace_all_uses_with(build(operator.getitem, made, i, like=gradient))
+            erase_unread(gradient)
+        _put(own, values, scale)
+
+
+def _is_read(cast: fx.Node) -> bool:
+    """Whether anything else reads what ``cast`` reads, or what that is a view of."""
+    chain = _made(cast.args[0])
+    return any(set(node.users) != {reader} for node, reader in zip(chain, (cast, *chain), strict=False))
 
 
 def _put(cast: fx.Node, values: fx.Node, scale: fx.Node) -> None:

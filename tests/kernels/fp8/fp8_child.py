@@ -10,12 +10,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from stepgraph.kernels.fp8 import cast_triton, swiglu_triton
+from stepgraph.kernels.fp8 import cast_triton, swiglu, swiglu_triton
 from tests.kernels.triton_tools import interpret_masks
 
 interpret_masks()
 
-results = []
+everything = []
 for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
     cast_triton.LONGEST = longest
     amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
@@ -31,5 +31,11 @@ for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
         cast_triton.launch_rows(y, dtype, True, False)[:2],
         swiglu_triton.launch(x, x.flip(0), dtype, False),
     )
-    results.append((casts, fused))
-torch.save(results, sys.argv[2])
+    kept, alone = (swiglu.empty_results(x, dtype, keep) for keep in (True, False))
+    for results, keep in ((kept, True), (alone, False)):
+        swiglu_triton.launch_backward(x.flip(1), x, x.flip(0), results, keep)
+    dgate, dup, *both = kept
+    apart = [t for y in (dgate, dup) for t in cast_triton.launch_rows(y, dtype, True, False)[:2]]
+    fused += ((dgate, dup), both, apart, alone)
+    everything.append((casts, fused))
+torch.save(everything, sys.argv[2])

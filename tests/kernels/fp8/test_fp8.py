@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product, swiglu_cast_rows
+from stepgraph.kernels.fp8 import (
+    cast_scaled,
+    cast_scaled_rows,
+    scaled_product,
+    swiglu_backward_cast_rows,
+    swiglu_cast_rows,
+)
 from tests.kernels.triton_tools import assert_no_spills, interpreted
 
 CHILD = Path(__file__).with_name("fp8_child.py")
@@ -113,6 +119,8 @@ def test_operators_follow_their_schemas():
         (ops.cast_scaled_rows, (x[::2], E4M3, False, True)),
         (ops.swiglu_cast_rows, (x.view(2, 8, 32), x.view(2, 8, 32), E4M3, True)),
         (ops.swiglu_cast_rows, (x[:, ::2], x[:, 1::2], E4M3, False)),
+        (ops.swiglu_backward_cast_rows, (x[:, ::2], x[:, ::2], x[:, 1::2], E4M3, True)),
+        (ops.swiglu_backward_cast_rows, (x.view(2, 8, 32),) * 3 + (E5M2, False)),
         (ops.scaled_product, (q, q, scale, scale, None, False)),
         (ops.scaled_product, (row, row, row_scale, row_scale, torch.ones(16).bfloat16(), True)),
     ):
@@ -170,8 +178,7 @@ def test_kernels_give_the_reference_bits(tmp_path):
     ]
     for case, (casts, fused) in zip(cases, interpreted(CHILD, tmp_path, cases), strict=True):
         x, dtype, rows, columns, _ = case
-        y, own, apart, alone = fused
-        check_swiglu(x, dtype, y, apart, own, alone)
+        check_swiglu(x, dtype, *fused)
         whole, rowwise = cast_scaled(x, amax_of(x), dtype, rows, columns), cast_scaled_rows(x, dtype, rows, columns)
         for found, right in zip(casts, (whole, rowwise) * 2, strict=True):
             for mine, theirs in zip(found, right, strict=True):
@@ -180,15 +187,18 @@ def test_kernels_give_the_reference_bits(tmp_path):
                     torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def check_swiglu(x, dtype, y, apart, fused, alone):
-    """The product of SwiGLU is the reference's but for the last place, its cast what the cast apart makes of it."""
+def check_swiglu(x, dtype, y, fused, apart, alone, gradients, both, both_apart, both_alone):
+    """The product of SwiGLU and its gradients are the reference's but for the last places, their casts what the cast
+    apart makes of them."""
     right, _, _ = swiglu_cast_rows(x, x.flip(0), dtype, True)
-    if x.dtype == torch.bfloat16:  # rounded twice, by an interpreter that rounds in its own way
-        torch.testing.assert_close(y, right, rtol=2**-6, atol=1e-30, equal_nan=True)
-    else:
-        torch.testing.assert_close(y, right, equal_nan=True)
-    assert alone[0].shape == (0,)
-    for mine, theirs in (*zip(fused, apart, strict=True), *zip(alone[1:], apart, strict=True)):
+    expected = swiglu_backward_cast_rows(x.flip(1), x, x.flip(0), dtype, True)[:2]
+    # bf16 is rounded twice, by an interpreter that rounds in its own way.
+    close = {"rtol": 2**-6, "atol": 1e-30} if x.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-30}
+    for mine, theirs in ((y, right), *zip(gradients, expected, strict=True)):
+        torch.testing.assert_close(mine, theirs, **close, equal_nan=True)
+    assert alone[0].shape == both_alone[0].shape == both_alone[1].shape == (0,)
+    pairs = ((fused, apart), (alone[1:], apart), (both, both_apart), (both_alone[2:], both_apart))
+    for mine, theirs in (pair for found, right in pairs for pair in zip(found, right, strict=True)):
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -222,6 +232,11 @@ def test_no_configuration_spills(element, to):
         kinds |= {"C": "i32", "gate_stride": "i32", "up_stride": "i32"}
         constants, divisible = {"MOST": most, "BLOCK": block}, (*kinds.keys(),)
         assert_no_spills(swiglu_triton._swiglu_kernel, kinds, constants, warps, divisible)
+        kinds = {name: f"*{element}" for name in ("dy", "gate", "up", "dgate", "dup")} | {"C": "i32"}
+        kinds |= {"q_gate": f"*{to}", "q_up": f"*{to}", "scale_gate": "*fp32", "scale_up": "*fp32"}
+        kinds |= dict.fromkeys(("dy_stride", "gate_stride", "up_stride"), "i32")
+        _, most_warps = swiglu_triton.backward_configuration(C, 2 if element == "bf16" else 4)
+        assert_no_spills(swiglu_triton._swiglu_backward_kernel, kinds, constants, most_warps, (*kinds,))
         kinds = x | {"q": f"*{to}", "scale": "*fp32", "C": "i32", "row_stride": "i32"}
         constants = {"column_stride": 1, "MOST": most, "BLOCK": block}
         assert_no_spills(kernels._row_kernel, kinds, constants, warps, aligned)

@@ -11,6 +11,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.costs.fp8 import cast_seconds, product_seconds
+from stepgraph.graph.provenance import provenance, set_provenance
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions, configured, run_passes
 from stepgraph.passes.contract import get
@@ -86,9 +87,9 @@ def test_llama_has_the_bits_of_eager_fp8_layers(precision, recipe):
     bf16_weight_gradients = recipe.endswith("bf16-weight-gradients")
     assert count(step, ours.scaled_product.default) == 7 * (2 if bf16_weight_gradients else 3)
     cast = ours.cast_scaled if recipe == "tensorwise" else ours.cast_scaled_rows
-    fused = bf16_weight_gradients  # the input of the MLP's last layer, by rows alone
-    assert count(step, ours.swiglu_cast_rows.default) == fused
-    assert count(step, cast.default) == 4 + 7 + 7 - fused
+    fused = bf16_weight_gradients  # the input of the MLP's last layer, by rows alone, and two output gradients
+    assert count(step, ours.swiglu_cast_rows.default) == count(step, ours.swiglu_backward_cast_rows.default) == fused
+    assert count(step, cast.default) == 4 + 7 + 7 - 3 * fused
     assert count(step, aten.mm.default) == 3 + 7 * bf16_weight_gradients
     notes = "\n".join(report_of(step).notes)
     assert "left in bf16, the loss reads it: head" in notes and "no linear layer" not in notes
@@ -169,8 +170,11 @@ def test_casts_in_the_kernel_before_change_no_bit(name):
         report = next(r for r in step.report if r.name == "fuse_casts")
         again = (0, 3)[memory == "full"]  # of queries, keys and values, of attention's result, of gate and up
         assert any(f"casts that stand alone, activations by rows: {3 + again}," in note for note in report.notes)
-        assert any("casts that stand alone, output gradients by rows: 7," in note for note in report.notes)
-        assert report.changed == 1 and (
+        (backward,) = step.graph.graph.find_nodes(op="call_function", target=ours.swiglu_backward_cast_rows.default)
+        assert backward.args[4] and not count(step, aten.silu_backward.default)
+        assert count(step, aten.silu.default) == (memory == "full")  # which computes the bf16 product again
+        assert any("casts that stand alone, output gradients by rows: 5," in note for note in report.notes)
+        assert report.changed == 3 and (
             memory == "full" or report.matched == count(apart, ours.cast_scaled_rows.default)
         )
 
@@ -189,10 +193,49 @@ def test_norms_give_the_scales_of_their_casts(recipe, name):
         assert len(norms) >= 2 and all(node.args[-1] == (recipe != "tensorwise") for node in norms)
         assert any(node.args[3] is not None for node in norms)  # takes the residual add in
         report = next(r for r in step.report if r.name == "fuse_casts")
-        assert f"{len(norms)} of norms, {int(recipe != 'tensorwise')} of SwiGLU" in report.summary
+        swiglus = int(recipe != "tensorwise")
+        assert f"{len(norms)} of norms, {swiglus} of SwiGLU, {2 * swiglus} of its gradients" in report.summary
+        on_the_way = [note for note in report.notes if "of these with one scale, of what Inductor makes" in note]
+        assert len(on_the_way) == (recipe == "tensorwise")
         tops = step.graph.graph.find_nodes(op="call_function", target=aten.linalg_vector_norm.default)
         of_rows = [top for top in tops if top.args[0].meta["val"].shape == norms[0].meta["val"][5].shape]
         assert len(of_rows) == (len(norms) if recipe == "tensorwise" else 0)
+
+
+def swiglu_backward(gate, up, dy, write):
+    dup = dy * F.silu(gate)
+    dgate = torch.ops.aten.silu_backward(dy * up, gate)
+    if write:
+        up.mul_(2)
+        dgate.mul_(2)
+    return dgate, dup
+
+
+@pytest.mark.parametrize("form", ["alone", "read", "written", "one"])
+def test_gradients_of_swiglu_and_their_casts_are_one_kernel(tools, form):
+    """By hand, as frozen weights have it: gradients that nothing else reads are not written. Stay apart: what is
+    written between, and where one gradient alone is cast."""
+
+    def function(gate, up, dy, w):
+        dgate, dup = swiglu_backward(gate, up, dy, form == "written")
+        products = (dgate @ w.t(), dup @ w.t() if form != "one" else dup)
+        return *products, *((dgate, dup) if form == "read" else ()), w
+
+    inputs = [torch.randn(32, 16).bfloat16() for _ in range(3)] + [torch.randn(48, 16).bfloat16()]
+    step = tools.by_hand(function, *inputs)
+    step.inputs[:3] = [dataclasses.replace(i, kind="batch") for i in step.inputs[:3]]
+    run_passes(step, [get("fp8_matmul", recipe="rowwise-bf16-weight-gradients", unprofitable=True)])
+    for node in filter(provenance, step.graph.nodes):
+        set_provenance(node, provenance(node)._replace(phase="backward"))
+    *_, report = run_passes(step, [get("fuse_casts")])
+    found = step.graph.find_nodes(op="call_function", target=ours.swiglu_backward_cast_rows.default)
+    assert report.changed == (2 if form in ("alone", "read") else 0) and len(found) == report.changed // 2
+    assert [node.args[4] for node in found] == [form == "read"] * len(found)
+    results = step.module(*(t.clone() for t in inputs))
+    gradients = swiglu_backward(*(t.clone() for t in inputs[:3]), form == "written")
+    weight = quantized(inputs[3], "rowwise")
+    for i in range(1 if form == "one" else 2):
+        assert torch.equal(results[i], product(quantized(gradients[i], "rowwise"), weight))
 
 
 def test_a_product_whose_inputs_are_written_is_cast_apart(tools):
