@@ -59,10 +59,12 @@ class YarnScaling:
     beta_fast: float = 32.0  # pairs with more turns than this in the original length stay as they are
     beta_slow: float = 1.0  # pairs with fewer turns than this are stretched fully
     mscale: float = 1.0  # with mscale_all_dim: cos and sin are scaled by the ratio of the two temperatures
-    mscale_all_dim: float = 1.0  # attention scores are scaled by the square of this one's temperature
+    mscale_all_dim: float = 1.0  # attention scores are scaled by the square of this one's temperature; 0: they are not
 
     def __post_init__(self) -> None:
-        check_positive(self, "factor", "original_max_seq_len", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        check_positive(self, "factor", "original_max_seq_len", "beta_fast", "beta_slow", "mscale")
+        if not self.mscale_all_dim >= 0:
+            raise ValueError(f"mscale_all_dim={self.mscale_all_dim} is negative; give 0 to leave scores as they are")
         if self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast={self.beta_fast} is not above beta_slow={self.beta_slow}; YaRN uses 32 and 1")
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.models.moe.decoder import MoEDecoder
+from stepgraph.models.moe.router import Router
 from stepgraph.parallel.expert_chunks import chunk_experts
 from stepgraph.parallel.experts import exchange_over, expert_paths, expert_splits
 from stepgraph.parallel.fsdp import layouts, parametrize
@@ -102,6 +103,8 @@ def parallelize(
             register_place(module, place)
         if isinstance(module, MoEDecoder):
             module.sum_over_ranks = _sum_over_ranks
+        if isinstance(module, Router) and tp is not None:
+            module.sum_over_sequence = partial(_sum_over_tp, mesh)
         for name, buffer in module._buffers.items():
             if buffer is not None and device is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
@@ -125,6 +128,10 @@ def _elsewhere(model: nn.Module, pipeline: Pipeline | None) -> set[int]:
 def _sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """Every rank of the mesh counts tokens of its own: those of a tp group have parts of the same sequences."""
     return compat.all_reduce(value, "sum", dist.group.WORLD)
+
+
+def _sum_over_tp(mesh: Mesh, value: torch.Tensor) -> torch.Tensor:
+    return compat.all_reduce(value, "sum", mesh.axis("tp").get_group())
 
 
 def _with_mesh(forward, tp, module, base, *args):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
-from stepgraph.models.loss import IGNORE, logits_of, mean_cross_entropy, usual_count
+from stepgraph.models.loss import IGNORE, added_losses, logits_of, mean_cross_entropy, usual_count
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.tensor import place_in
 
@@ -23,6 +23,14 @@ def mean_over_mesh(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     if mesh.stage_group.size() == 1:
         return loss
     return _Mean.apply(loss, mesh)
+
+
+def _sum_over(part: torch.Tensor, tp: DeviceMesh | None) -> torch.Tensor:
+    """The sum of what the ranks of ``tp`` add, each for its part of the sequence, in value; the gradient is that of
+    this rank's own part."""
+    if tp is None:
+        return part
+    return part + (compat.all_reduce(part.detach(), "sum", tp.get_group()) - part.detach())
 
 
 class _Mean(torch.autograd.Function):
@@ -104,7 +112,8 @@ def next_token_loss(mesh: Mesh) -> LossFn:
     tp = mesh.axis("tp")
 
     def loss_fn(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        logits, targets = logits_of(model, batch).flatten(0, 1), batch["targets"].flatten()
+        with added_losses() as others:
+            logits, targets = logits_of(model, batch).flatten(0, 1), batch["targets"].flatten()
         count = usual_count(batch)
         if count is not None:
             count = mean_over_mesh(count, mesh)
@@ -112,6 +121,8 @@ def next_token_loss(mesh: Mesh) -> LossFn:
             loss = cross_entropy(logits, targets, tp, place=place_in(model), count=count)
         else:
             loss = mean_cross_entropy(logits.float(), targets, count)
+        if others:
+            loss = loss + _sum_over(sum(others), tp)
         return mean_over_mesh(loss, mesh)
 
     return loss_fn

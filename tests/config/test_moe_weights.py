@@ -9,9 +9,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from stepgraph.config.hf_weights import load_hf, save_hf
-from stepgraph.models import family_of
-from tests.models.moe_models import KINDS, SIGMOID, SOFTMAX, hf_model, our_model, tokens_for
+from stepgraph.models import YarnScaling, config_from_hf, family_of
+from tests.models.moe_models import KINDS, QWEN, SIGMOID, SOFTMAX, hf_model, our_model, tokens_for
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 FILED = ("deepseek", "no-query-compression", "softmax-groups", "yarn", "qwen-not-normalized-tied")
 
 
@@ -96,6 +97,9 @@ def test_what_hugging_face_has_no_form_for_is_refused(kind, change, tmp_path):
         ("deepseek", {"scoring_func": "softmax"}, "scoring_func is 'softmax', DeepSeek-V3 has 'sigmoid'"),
         ("deepseek", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
         ("deepseek", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear' is not supported"),
+        ("deepseek", {"rope_scaling": YARN | {"attention_factor": 1.2}}, r"YaRN with attention_factor=1\.2 is not"),
+        ("deepseek", {"rope_scaling": YARN | {"mscale_all_dim": 0.7}}, "mscale=None and mscale_all_dim=0.7 .* neither"),
+        ("qwen", {"rope_scaling": YARN | {"mscale": 1, "mscale_all_dim": 1}}, "give a checkpoint with neither"),
         ("qwen", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, Qwen3-MoE has 1"),
         ("qwen", {"num_experts_per_tok": 9}, "top_k=9 is above the 8 experts"),
     ],
@@ -112,3 +116,12 @@ def test_softmax_scores_are_deepseek_v2s(tmp_path):
     config = replace(KINDS["softmax"], moe=SOFTMAX)
     raw = family_of(config).hugging_face.write_config(config, torch.bfloat16)
     assert (raw["model_type"], raw["architectures"]) == ("deepseek_v2", ["DeepseekV2ForCausalLM"])
+
+
+def test_yarn_is_read_as_transformers_reads_it(tmp_path):
+    raw = family_of(QWEN).hugging_face.write_config(QWEN, torch.float32)
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_scaling": YARN}))
+    scaling = YarnScaling(4.0, original_max_seq_len=8, mscale=1.0, mscale_all_dim=0.0)
+    assert config_from_hf(tmp_path) == replace(QWEN, rope_scaling=scaling)
+    with pytest.raises(ValueError, match=r"has no form for YarnScaling.*: give mscale=1 with mscale_all_dim=0$"):
+        save_hf(our_model(replace(QWEN, rope_scaling=YarnScaling(4.0))), tmp_path / "out")

@@ -16,8 +16,8 @@ from tests.distributed.test_exact import CLIP, PARTS, adamw, eager_step
 from tests.models.moe_models import DEEPSEEK, QWEN, SIGMOID, our_model
 
 STEPS = 2
-DENSE = dataclasses.replace(DEEPSEEK, n_layers=2)
-WIDE = dataclasses.replace(DENSE, q_lora_rank=None, moe=dataclasses.replace(SIGMOID, n_shared=3))
+DENSE = dataclasses.replace(DEEPSEEK, n_layers=2, moe=dataclasses.replace(SIGMOID, balance_loss=0.5))
+WIDE = dataclasses.replace(DENSE, q_lora_rank=None, moe=dataclasses.replace(DENSE.moe, n_shared=3))
 SMALL_QWEN = dataclasses.replace(QWEN, n_layers=1)
 
 

@@ -58,6 +58,19 @@ def test_microbatches_in_flight_cost_memory(planned):
     assert min(stage.kept for stage in found.stages) > 0
 
 
+def test_what_is_kept_between_the_halves_of_backward_costs_memory(planned):
+    """Each linear layer keeps its input and the gradient of its output until the second half: at least these."""
+    first, last = planned.schedules["zero-bubble"].stages
+    block = 64 + 64 + 64 + 128 + 2 * (64 + 2 * 32) + 2 * 128  # inputs of q/k/v, o, gate/up, down; gradients of outputs
+    assert first.between >= 2 * 2 * SEQ * 2 * block  # two blocks, two sequences, bf16
+    assert first.kept != first.between != last.between
+    for name, found in planned.schedules.items():
+        busiest = max(found.ranks)
+        roomy = [dataclasses.replace(stage, between=stage.between + 2**30) for stage in found.stages]
+        more = max(pipeline._peak([i], roomy, found.time) for i in range(len(roomy)))
+        assert (more > busiest) == SCHEDULES[name].halves, name
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_chart_shows_every_computation_when_it_runs(planned, name):
     time = planned.schedules[name].time
@@ -111,7 +124,7 @@ def test_the_command_and_its_json(tmp_path, capsys):
         cli.main([*words, "--accumulate", "2", "--pipeline", "zbv", *files])
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "stages of zbv" in printed and "best: --pipeline" in printed
+    assert "stages of zbv" in printed and "between halves" in printed and "best: --pipeline" in printed
     assert "dualpipev is left out: accumulate=2 is too small" in printed
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["chosen"] == "zbv" and found["settings"]["accumulate"] == 2

@@ -58,10 +58,12 @@ KINDS = {
     "not-normalized": replace(DEEPSEEK, moe=replace(SIGMOID, normalize=False), n_dense_layers=0),
     "one-expert": replace(DEEPSEEK, moe=replace(SIGMOID, top_k=1, normalize=False)),
     "yarn": replace(DEEPSEEK, rope_scaling=YARN, rope_theta=100.0),
+    "yarn-of-tables": replace(DEEPSEEK, rope_scaling=replace(YARN, mscale=1.0, mscale_all_dim=0.0), rope_theta=100.0),
     "tied": replace(DEEPSEEK, tie_embeddings=True),
     "softmax": replace(DEEPSEEK, moe=SOFTMAX),
     "softmax-groups": replace(DEEPSEEK, moe=replace(SOFTMAX, n_groups=4, top_groups=2), rope_scaling=YARN),
     "qwen": QWEN,
+    "qwen-yarn": replace(QWEN, rope_scaling=replace(YARN, mscale=1.0, mscale_all_dim=0.0), rope_theta=100.0),
     "qwen-not-normalized-tied": replace(QWEN, moe=replace(QWEN.moe, normalize=False), tie_embeddings=True),
 }
 

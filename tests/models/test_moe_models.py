@@ -128,6 +128,40 @@ def test_load_counts_tokens_once_in_backward_alone():
     assert torch.equal(counted["plain"], counted["not reentrant"])
 
 
+@pytest.mark.parametrize("config", [DEEPSEEK, QWEN], ids=["deepseek", "qwen"])
+def test_the_balance_loss_is_that_of_the_report(config):
+    """Equations 17 to 20 sequence by sequence, in training alone, and once where forward runs again for backward."""
+    moe = replace(config.moe, balance_loss=0.5)
+    plain, model = our_model(config), our_model(replace(config, moe=moe))
+    tokens, seen = tokens_for(config), []
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    for router in plain.routers:
+        router.register_forward_pre_hook(lambda router, given: seen.append((router.weight, given[0])))
+    expected = models.next_token_loss(plain, batch)
+    for weight, x in seen:
+        logits = x.unflatten(0, (3, -1)) @ weight.T
+        for scores in logits.sigmoid() if moe.scoring == "sigmoid" else logits.softmax(dim=-1):
+            counts = scores.topk(moe.top_k)[1].flatten().bincount(minlength=moe.n_experts)
+            share = counts * moe.n_experts / counts.sum()
+            expected = expected + 0.5 / 3 * share @ (scores / scores.sum(dim=1, keepdim=True)).mean(dim=0)
+    loss = models.next_token_loss(model, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    with torch.no_grad():
+        assert torch.equal(models.next_token_loss(model, batch), models.next_token_loss(plain, batch))
+    for block in model.layers:
+        block.forward = _checkpointed(block.forward, False)
+    again = models.next_token_loss(model, batch)
+    assert torch.equal(again, loss)
+    for found, wanted in zip(
+        *(
+            torch.autograd.grad(value, m.layers[-1].mlp.router.weight)
+            for value, m in ((again, model), (expected, plain))
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+
+
 def _checkpointed(forward, reentrant):
     return lambda *args: checkpoint(forward, *args, use_reentrant=reentrant)
 

@@ -49,13 +49,15 @@ _STATE = ("parameter", "buffer", "accumulator")
 class StageCost:
     """One stage. ``seconds``: of each kind of call. ``state``: bytes of parameters, their gradients and optimizer
     state, and of parameters that are gathered and gradients that are reduced once a step. ``kept``: bytes that forward
-    keeps for one microbatch's backward. ``working``: bytes of the fullest call beside state. ``message``: bytes to the
-    next stage, forward. ``regions``: seconds of computing for one microbatch, by the user's regions and phase."""
+    keeps for one microbatch's backward. ``between``: bytes kept between its two halves, where a schedule cuts it.
+    ``working``: bytes of the fullest call beside state. ``message``: bytes to the next stage, forward. ``regions``:
+    seconds of computing for one microbatch, by the user's regions and phase."""
 
     blocks: tuple[int, int]
     seconds: dict[str, float]
     state: int
     kept: int
+    between: int
     working: int
     message: int
     regions: dict[tuple[str, str], float]
@@ -260,9 +262,10 @@ def _stages(
             rewrite(graph, config, gpu)
         gathered = {spec.name for graph in step.once.values() for spec in graph.outputs}
         state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter")) + _named_bytes(step, gathered)
-        seconds, working, kept = {}, 0, 0
+        seconds, working = {}, 0
         regions: dict[tuple[str, str], float] = defaultdict(float)
-        for kind, piece in (pieces_of(step, str(stage), halves=True) | step.once).items():
+        pieces = pieces_of(step, str(stage), halves=True)
+        for kind, piece in (pieces | step.once).items():
             groups = links.groups_of(piece.graph.nodes)
             cost = graph_cost(piece, gpu, groups, fused=config.compiles_all, load=load, whole=step)
             seconds[kind] = cost.timeline.step_seconds
@@ -270,11 +273,11 @@ def _stages(
                 regions[key] += time_s
             peak = max((moment.total for moment in cost.moments), default=0)
             working = max(working, peak - _bytes(piece, *_STATE) - _named_bytes(piece, gathered))
-            if kind == "forward":
-                kept = _kept(piece, str(stage))
         seconds["backward"] = seconds["backward_input"] + seconds["backward_weight"]
         message = sum(map(tensor_bytes, cut.message(stage + 1, True))) if stage + 1 < len(starts) else 0
-        known[form] = StageCost((starts[stage], ends[stage]), seconds, state, kept, working, message, dict(regions))
+        kept, between = _kept(pieces, str(stage))
+        blocks = starts[stage], ends[stage]
+        known[form] = StageCost(blocks, seconds, state, kept, between, working, message, dict(regions))
         found.append(known[form])
     return found
 
@@ -299,13 +302,20 @@ def _sizes(node: fx.Node) -> tuple:
     return tuple((tuple(t.shape), t.dtype) for t in tensors)
 
 
-def _kept(forward: StepGraph, prefix: str) -> int:
-    """Bytes that ``forward`` gives to the backward of its stage."""
-    (output,) = forward.graph.find_nodes(op="output")
-    aliases = Aliases(forward.graph)
-    pairs = zip(forward.outputs, output.args[0], strict=True)
-    kept = {aliases.root(node) for spec, node in pairs if spec.name.startswith(f"{prefix}.")}
-    return sum(tensor_bytes(node) for node in kept if node.op == "call_function")
+def _kept(pieces: Mapping[str, StepGraph], prefix: str) -> tuple[int, int]:
+    """(bytes that forward gives to the backward of its stage, bytes that its second half needs of what was before)."""
+    late = {spec.name for spec in pieces["backward_weight"].inputs}
+    kept = between = 0
+    for kind in ("forward", "backward_input"):
+        graph = pieces[kind].graph
+        aliases, values = Aliases(graph), defaultdict(set)
+        for spec, node in zip(pieces[kind].outputs, graph.output_node().args[0], strict=True):
+            if spec.name.startswith(f"{prefix}."):
+                values[aliases.root(node)].add(spec.name)
+        made = {node: names for node, names in values.items() if node.op == "call_function"}
+        kept += sum(map(tensor_bytes, made)) if kind == "forward" else 0
+        between += sum(tensor_bytes(node) for node, names in made.items() if names & late)
+    return kept, between
 
 
 def _run(
@@ -329,6 +339,6 @@ def _run(
 
 def _peak(own: list[int], stages: list[StageCost], timed: PipelineTime) -> int:
     """Bytes of a rank at its fullest: state, what is kept for all microbatches in flight, and the fullest call."""
-    kept: Mapping[int, int] = {i: stages[i].kept * timed.most_in_flight(i) for i in own}
+    kept = timed.most_kept({i: (stages[i].kept, stages[i].between) for i in own})
     # The fullest call's own microbatch is among those in flight.
-    return sum(stages[i].state + kept[i] for i in own) + max(max(0, stages[i].working - stages[i].kept) for i in own)
+    return sum(stages[i].state for i in own) + kept + max(max(0, stages[i].working - stages[i].kept) for i in own)

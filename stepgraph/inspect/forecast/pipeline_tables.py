@@ -38,9 +38,10 @@ def show_pipeline(result: PipelineForecast, console: Console) -> None:
 
 
 def _stage_table(result: PipelineForecast, chosen: ScheduleForecast) -> Table:
-    columns = ["blocks", "forward", "backward", "state", "kept", "in flight", "sends"]
-    table = new_table(f"stages of {chosen.name}: time and what is kept for each microbatch", ["stage", "rank"], columns)
     schedule = SCHEDULES[chosen.name]
+    halves = ["between halves"] if schedule.halves else []
+    columns = ["blocks", "forward", "backward", "state", "kept", *halves, "in flight", "sends"]
+    table = new_table(f"stages of {chosen.name}: time and what is kept for each microbatch", ["stage", "rank"], columns)
     for number, stage in enumerate(chosen.stages):
         first, end = stage.blocks
         table.add_row(
@@ -51,6 +52,7 @@ def _stage_table(result: PipelineForecast, chosen: ScheduleForecast) -> Table:
             time_text(stage.seconds["backward"]),
             size_text(stage.state),
             size_text(stage.kept),
+            *([size_text(stage.between)] if schedule.halves else []),
             str(chosen.time.most_in_flight(number)),
             size_text(stage.message) if stage.message else "",
         )

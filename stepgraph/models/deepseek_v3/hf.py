@@ -12,10 +12,9 @@ import torch
 
 from stepgraph.models.deepseek_v3.deepseek_v3 import DeepSeekV3Config
 from stepgraph.models.family import Piece
-from stepgraph.models.hf_files import CONFIG, read_json, require, rope_settings
+from stepgraph.models.hf_files import CONFIG, read_json, require
 from stepgraph.models.moe import hf as moe_hf
 from stepgraph.models.moe.config import MoEConfig
-from stepgraph.models.rope import YarnScaling
 
 _TITLE = "DeepSeek-V3"
 
@@ -54,14 +53,6 @@ _PLAIN_MOE = {
     "moe_intermediate_size": "ffn_dim",
     "n_shared_experts": "n_shared",
     "routed_scaling_factor": "scale",
-}
-_YARN = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_max_seq_len",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
 }
 
 
@@ -103,7 +94,7 @@ def config_from_hf(folder: str | os.PathLike[str]) -> DeepSeekV3Config:
             **{field: raw[key] for key, field in _PLAIN.items()},
             moe=moe,
             tie_embeddings=raw.get("tie_word_embeddings", False),
-            **_rope_from_hf(raw),
+            **moe_hf.rope_from_hf(raw, scales_scores=True),
         )
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}; give the config.json of a {_TITLE} checkpoint") from None
@@ -116,7 +107,7 @@ def config_to_hf(config: DeepSeekV3Config, dtype: torch.dtype) -> dict[str, Any]
 
     Raises ``ValueError`` for a model that neither DeepSeek-V3's format nor DeepSeek-V2's can tell.
     """
-    moe, yarn = config.moe, config.rope_scaling
+    moe = config.moe
     second = moe.scoring == "softmax"
     if moe.selection_bias == second or (second and moe.normalize) or not moe.n_shared:
         raise ValueError(
@@ -143,20 +134,10 @@ def config_to_hf(config: DeepSeekV3Config, dtype: torch.dtype) -> dict[str, Any]
         "attention_bias": False,
         "rope_interleave": True,
         "rope_theta": config.rope_theta,
-        "rope_scaling": yarn
-        and {"type": "yarn", "rope_type": "yarn", **{key: getattr(yarn, field) for key, field in _YARN.items()}},
+        "rope_scaling": moe_hf.yarn_to_hf(config.rope_scaling, scales_scores=True),
         "tie_word_embeddings": config.tie_embeddings,
         # The tokenizer defines which ids begin and end a text.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def _rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
-    theta, kind, rope = rope_settings(raw)
-    if kind == "default":
-        return {"rope_theta": theta}
-    if kind != "yarn":
-        raise ValueError(f"rope_type {kind!r} is not supported; give a checkpoint with 'default' or 'yarn'")
-    return {"rope_theta": theta, "rope_scaling": YarnScaling(**{field: rope[key] for key, field in _YARN.items()})}

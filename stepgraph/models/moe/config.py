@@ -24,12 +24,13 @@ class MoEConfig:
     top_groups: int = 1  # groups that a token may choose its experts from
     selection_bias: bool = False  # a bias per expert, added to its score where experts are chosen, and nowhere else
     balance_rate: float = 0.001  # what a step moves each selection bias by, against the expert's load
+    balance_loss: float = 0.0  # weight of each layer's sequence-wise balance loss in the training loss; 0: none
 
     def __post_init__(self) -> None:
         check_positive(self, "n_experts", "top_k", "ffn_dim", "scale", "n_groups", "top_groups")
-        if self.n_shared < 0 or self.balance_rate < 0:
-            name = "n_shared" if self.n_shared < 0 else "balance_rate"
-            raise ValueError(f"{name}={getattr(self, name)} is negative; give 0 for none")
+        for name in ("n_shared", "balance_rate", "balance_loss"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)} is negative; give 0 for none")
         if self.scoring not in get_args(Scoring):
             raise unknown_name("scoring", self.scoring, get_args(Scoring))
         if self.n_experts % self.n_groups:

@@ -24,7 +24,7 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
         tokens = x.flatten(0, 1)  # (N, D)
-        chosen, weights = self.router(tokens)  # (N, K)
+        chosen, weights = self.router(tokens, x.shape[0])  # (N, K)
         with region("dispatch"):
             rows, offsets, state = self.exchange.dispatch(tokens, chosen, self.n_experts)  # (R, D)
         with region("compute"):

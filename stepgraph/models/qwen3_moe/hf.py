@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stepgraph.models.family import Piece
-from stepgraph.models.hf_files import CONFIG, read_json, require, rope_settings
+from stepgraph.models.hf_files import CONFIG, read_json, require
 from stepgraph.models.moe import hf as moe_hf
 from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.qwen3_moe.qwen3_moe import Qwen3MoEConfig
@@ -64,15 +64,13 @@ def config_from_hf(folder: str | os.PathLike[str]) -> Qwen3MoEConfig:
     raw = read_json(path)
     needed = {"model_type": "qwen3_moe", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
     require(raw, path, _TITLE, needed | {"decoder_sparse_step": 1, "mlp_only_layers": []})
-    theta, kind, _ = rope_settings(raw)
-    if kind != "default":
-        raise ValueError(f"{path}: rope_type {kind!r} is not supported; give a checkpoint with 'default'")
     if "num_local_experts" in raw:  # transformers 5's name of it
         raw = {"num_experts": raw["num_local_experts"]} | raw
     try:
         moe = MoEConfig(**{field: raw[key] for key, field in _PLAIN_MOE.items()})
         plain = {field: raw[key] for key, field in _PLAIN.items()}
-        return Qwen3MoEConfig(**plain, moe=moe, rope_theta=theta, tie_embeddings=raw.get("tie_word_embeddings", False))
+        rope = moe_hf.rope_from_hf(raw, scales_scores=False)
+        return Qwen3MoEConfig(**plain, moe=moe, tie_embeddings=raw.get("tie_word_embeddings", False), **rope)
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}; give the config.json of a {_TITLE} checkpoint") from None
     except (TypeError, ValueError) as error:
@@ -85,8 +83,8 @@ def config_to_hf(config: Qwen3MoEConfig, dtype: torch.dtype) -> dict[str, Any]:
     Raises ``ValueError`` for experts that Qwen3-MoE does not have.
     """
     moe = config.moe
-    plain = MoEConfig(moe.n_experts, moe.top_k, moe.ffn_dim, normalize=moe.normalize, balance_rate=moe.balance_rate)
-    if moe != plain:
+    balance = {"balance_rate": moe.balance_rate, "balance_loss": moe.balance_loss}
+    if moe != MoEConfig(moe.n_experts, moe.top_k, moe.ffn_dim, normalize=moe.normalize, **balance):
         raise ValueError(
             f"Hugging Face's Qwen3-MoE has no form for {moe}: its router has softmax scores without groups, scale and "
             "selection_bias, and no shared experts; drop them"
@@ -103,7 +101,7 @@ def config_to_hf(config: Qwen3MoEConfig, dtype: torch.dtype) -> dict[str, Any]:
         "attention_bias": False,
         "use_sliding_window": False,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None,
+        "rope_scaling": moe_hf.yarn_to_hf(config.rope_scaling, scales_scores=False),
         "tie_word_embeddings": config.tie_embeddings,
         # The tokenizer defines which ids begin and end a text.
         "bos_token_id": None,

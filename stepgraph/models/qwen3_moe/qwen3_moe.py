@@ -16,7 +16,7 @@ from stepgraph.models.documents import attend_within
 from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.decoder import MoEDecoder
 from stepgraph.models.moe.layer import MoE
-from stepgraph.models.rope import apply_rope
+from stepgraph.models.rope import YarnScaling, apply_rope
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Qwen3MoEConfig:
     vocab_size: int  # rows of the embedding and of the head
     max_seq_len: int  # longest sequence forward takes; the length of the RoPE tables
     rope_theta: float = 1_000_000.0  # base of the RoPE frequencies
+    rope_scaling: YarnScaling | None = None  # YaRN's stretch of the low frequencies
     norm_eps: float = 1e-6  # eps of every RMSNorm
     tie_embeddings: bool = False  # the head uses the embedding's weight
 
@@ -69,6 +70,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        yarn = config.rope_scaling
+        self.scale = None if yarn is None else config.head_dim**-0.5 * yarn.score_scale
 
     def forward(
         self,
@@ -88,9 +91,10 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         if mask is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
+            causal = cache is None or T > 1
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.gqa, scale=self.scale)
         else:
-            y = attend_within(q, k, v, mask)
+            y = attend_within(q, k, v, mask, self.scale)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -120,7 +124,7 @@ class Qwen3MoE(MoEDecoder):
     """Qwen3-MoE: see `MoEDecoder`."""
 
     def __init__(self, config: Qwen3MoEConfig):
-        super().__init__(config, (Block(config) for _ in range(config.n_layers)), config.head_dim)
+        super().__init__(config, (Block(config) for _ in range(config.n_layers)), config.head_dim, config.rope_scaling)
 
 
 def qwen3_30b_a3b() -> Qwen3MoEConfig:

@@ -1,5 +1,6 @@
 """A schedule on paper: when each rank of a pipeline computes, from the seconds of every stage's calls."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,14 +41,27 @@ class PipelineTime:
 
     def most_in_flight(self, stage: int) -> int:
         """Microbatches whose forward ``stage`` keeps values of, at most at one time."""
-        ends = ("backward", "backward_weight")
-        events = [(s.end, -1) for s in self.spans if s.work[1] == stage and s.work[0] in ends]
-        events += [(s.start, 1) for s in self.spans if s.work[1] == stage and s.work[0] == "forward"]
-        count = most = 0
-        for _, change in sorted(events):
-            count += change
-            most = max(most, count)
-        return most
+        return self.most_kept({stage: (1, 1)})
+
+    def most_kept(self, sizes: Mapping[int, tuple[int, int]]) -> int:
+        """What some stages keep for backward of all their microbatches, at most at one time.
+
+        ``sizes``: of each stage, what it keeps for one microbatch from forward on, and, where backward has two halves,
+        what it keeps between them.
+        """
+        events = []
+        for span in self.spans:
+            kind, stage, _ = span.work
+            kept, between = sizes.get(stage, (0, 0))
+            changes = {
+                "forward": kept,
+                "backward": -kept,
+                "backward_input": between - kept,
+                "backward_weight": -between,
+            }
+            change = changes.get(kind, 0)
+            events.append((span.start if kind == "forward" else span.end, change))
+        return max(itertools.accumulate((change for _, change in sorted(events)), initial=0))
 
 
 def simulate_schedule(

@@ -101,3 +101,25 @@ def test_one_clock_stays_as_it_is():
     spans = [Span(0, ("forward", 0, 0), 0.0, 1.0), Span(1, ("forward", 1, 0), 1.5, 2.0)]
     found = dataclasses.replace(simulated("1f1b", 2, 2), spans=spans)
     assert aligned(found, [0, 1]).spans == spans
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_kept_is_the_sum_over_the_microbatches_at_every_moment(name):
+    ranks, kept, between = 4, 5, 3
+    found = simulated(name, ranks, 8)
+    stages = range(ranks * SCHEDULES[name].chunks)
+    ends = {span.work: span.end for span in found.spans}
+    for rank in range(ranks):
+        own = {stage: (kept, between) for stage in stages if rank_of(SCHEDULES[name], ranks, stage) == rank}
+        most = 0
+        for moment in [span.start for span in found.spans]:
+            now = 0
+            for span in found.spans:
+                kind, stage, microbatch = span.work
+                if kind != "forward" or stage not in own or span.start > moment:
+                    continue
+                late = ends.get(("backward_weight", stage, microbatch))
+                first = ends["backward" if late is None else "backward_input", stage, microbatch]
+                now += kept if moment < first else between if late is not None and moment < late else 0
+            most = max(most, now)
+        assert found.most_kept(own) == most
