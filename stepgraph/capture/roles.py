@@ -5,6 +5,7 @@ backward where autograd works on what forward made from one parameter alone redu
 reads its result finishes the gradient. All others are of activations.
 """
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -41,6 +42,7 @@ def declare(result: torch.Tensor, kind: str, axis: str) -> None:
     """In a trace, the collective that ``result`` waits for has the role ``kind`` over ``axis``; else nothing."""
     if compat.is_tracing():
         wait = compat.node_of_trace(result)
+        wait = wait.args[0] if wait.target is operator.getitem else wait  # one of several results
         for node in (wait, wait.args[0]):
             set_role(node, Role(kind, (), axis))
 
@@ -48,14 +50,14 @@ def declare(result: torch.Tensor, kind: str, axis: str) -> None:
 def _role(
     node: fx.Node, axes: Mapping[str, str], names: Mapping[fx.Node, str], made: Mapping[fx.Node, Any], owner: Any
 ) -> Role | None:
-    operator = operator_of(node)
+    found = operator_of(node)
     finished = [provenance(n) for n in node.all_input_nodes if (role := role_of(n)) and role.kind == "reduce"]
-    if operator is None:
+    if found is None:
         return together(finished).role if finished else None
-    if operator.stage == "wait":
+    if found.stage == "wait":
         return role_of(node.args[0])
     axis, gathered = axes[group_of(node)], made[node.all_input_nodes[0]]
-    if operator.kind == "all_gather" and gathered in names:
+    if found.kind == "all_gather" and gathered in names:
         return Role("gather", (names[gathered],), axis)
     if finished:
         return together(finished).role._replace(axis=axis)

@@ -123,6 +123,9 @@ class _Training:
     expert_chunks: int = 1
     """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
 
+    expert_exchange: Literal["collectives", "symmetric"] = "collectives"
+    """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""
+
     pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
     """With pp in the mesh, the order in which its ranks run the --accumulate microbatches. None: 1f1b."""
 
@@ -256,6 +259,7 @@ class TrainConfig(StepOptions, _Training):
         for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save", "log"):
             self._require_choice(name)
         self._require_choice("document_mask")
+        self._require_choice("expert_exchange")
         if self.document_mask == "on" and getattr(self.model, "attention", "sdpa") == "flex":
             raise ValueError("document_mask=on needs model.attention=sdpa, and it is flex: drop one (or say off)")
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
@@ -296,6 +300,9 @@ class TrainConfig(StepOptions, _Training):
                 f"max_restarts={self.max_restarts} is about the ranks of --nproc: add --nproc, or give it to torchrun"
             )
         spec = self.mesh_spec
+        for name, plain in (("expert_chunks", 1), ("expert_exchange", "collectives")):
+            if getattr(self, name) != plain and (spec is None or spec.ep == 1):
+                raise ValueError(f"{name}={getattr(self, name)} is about ep and there is none: add ep=2 to the mesh")
         if spec is None or spec.pp == 1:
             for name in ("pipeline", "split"):
                 if getattr(self, name) is not None:
@@ -311,8 +318,6 @@ class TrainConfig(StepOptions, _Training):
             return
         if self.nproc is not None:
             spec.check_world(self.nproc)
-        if self.expert_chunks > 1 and spec.ep == 1:
-            raise ValueError(f"expert_chunks={self.expert_chunks} is about ep and there is none: add ep=2 to the mesh")
         self._validate_pipeline(spec)
         sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})

@@ -1,14 +1,15 @@
 """Rows of experts: how many of a buffer's rows routing fills, and the products of them.
 
 A buffer that a rank receives rows of other ranks in has a fixed size, larger than balanced routing needs. Grouped
-products stop at the last row of the last expert; everything else, the exchange too, works on the whole buffer.
+products stop at the last row of the last expert; everything else works on the whole buffer, an exchange by torch's
+collectives too, and one over symmetric memory on the rows that exist.
 """
 
 import torch
 from torch import fx
 
 import stepgraph.kernels.moe  # noqa: F401  (registers its operators)
-from stepgraph.graph.collectives import stage_of
+from stepgraph.graph.collectives import ROWS_BEGIN, stage_of
 from stepgraph.graph.facts import argument
 from stepgraph.graph.provenance import role_of
 
@@ -32,6 +33,11 @@ def filled(graph: fx.Graph, load: float = 1.0) -> dict[int, float]:
     for node in graph.nodes:
         role = role_of(node)
         if stage_of(node) == "begin" and role and role.kind == "dispatch":
+            if node.target is ROWS_BEGIN:
+                to, came = (argument(node, name).meta["val"].numel() for name in ("to", "came"))
+                if argument(node, "order") is not None:  # to experts
+                    shares[came] = min(1.0, load * to / came)
+                continue
             sent = node.all_input_nodes[0]
             if sent.target is ours.gather_rows.default:
                 rows = sent.meta["val"].shape[0]

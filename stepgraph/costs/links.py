@@ -24,10 +24,12 @@ from stepgraph.graph.collectives import (
     ALL_GATHER_MATMUL,
     ALL_REDUCE,
     ALL_TO_ALL,
+    COUNTS_BEGIN,
     GATHER_BEGIN,
     MATMUL_REDUCE_SCATTER,
     REDUCE_BEGIN,
     REDUCE_SCATTER,
+    ROWS_BEGIN,
     bytes_sent,
     group_of,
     stage_of,
@@ -42,6 +44,8 @@ KINDS = {
     ALL_TO_ALL: "all_to_all",
     GATHER_BEGIN: "all_gather by copies",
     REDUCE_BEGIN: "reduce_scatter by copies",
+    COUNTS_BEGIN: "all_gather of counts",
+    ROWS_BEGIN: "all_to_all of rows",
     ALL_GATHER_MATMUL: "all_gather + mm",
     MATMUL_REDUCE_SCATTER: "mm + reduce_scatter",
 }
@@ -58,6 +62,9 @@ _KERNEL_SHARE = 1.18
 
 #: Seconds that a collective by copy engines takes besides its transfer: the ranks wait for each other's flags.
 COPIES_S = 20e-6
+
+#: The same of an exchange by our kernels: one waits, one writes, one tells, and a flag is on its way. Not measured.
+WRITES_S = 3 * SHORT_KERNEL_S + FLAG_S
 
 
 class Group(NamedTuple):
@@ -95,13 +102,18 @@ class Transfer(NamedTuple):
     seconds: float
 
 
-def transfer(node: fx.Node, ranks: Sequence[int], gpu: Gpu) -> Transfer:
+def transfer(node: fx.Node, ranks: Sequence[int], gpu: Gpu, load: float = 1.0) -> Transfer:
     """What the collective ``node`` moves between ``ranks``. An operator that is not in the table goes by its own name,
-    and as much data as an all-gather of its size."""
+    and as much data as an all-gather of its size. ``load``: rows that this rank's experts receive over the mean of all
+    ranks, where only rows that exist travel."""
     if node.target in _COPIES:
         n, sent = len(ranks), bytes_sent(node)
         dtype = node.args[2] if node.target is GATHER_BEGIN else node.args[0][0].meta["val"].dtype
         return Transfer(KINDS[node.target], dtype, int(sent * n / (n - 1)), COPIES_S + sent / gpu.nvlink)
+    if node.target in (COUNTS_BEGIN, ROWS_BEGIN):
+        n, sent = len(ranks), bytes_sent(node) * (load if node.target is ROWS_BEGIN else 1.0)
+        dtype = node.args[0].meta["val"].dtype
+        return Transfer(KINDS[node.target], dtype, round(sent * n / (n - 1)), WRITES_S + sent / gpu.nvlink)
     kind = KINDS.get(node.target) or node.target.overloadpacket.__name__
     value = node.meta["val"]
     dtype = (value[0] if isinstance(value, (list, tuple)) else value).dtype

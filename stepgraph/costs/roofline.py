@@ -15,7 +15,17 @@ from stepgraph.costs.flops import flops, is_attention, is_fp8
 from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.costs.hardware import ASSUMED, ATTENTION_REACHED, FP8_REACHED, GROUPED_REACHED, PRODUCTS_REACHED, Gpu
 from stepgraph.graph.aliases import Aliases, written_arguments
-from stepgraph.graph.collectives import GATHER_BEGIN, GATHER_END, REDUCE_BEGIN, REDUCE_END, is_nccl
+from stepgraph.graph.collectives import (
+    COUNTS_BEGIN,
+    GATHER_BEGIN,
+    GATHER_END,
+    REDUCE_BEGIN,
+    REDUCE_END,
+    ROWS_BEGIN,
+    ROWS_END,
+    is_nccl,
+    rows_bytes,
+)
 from stepgraph.graph.facts import is_mutating, tensor_bytes
 
 aten = torch.ops.aten
@@ -65,7 +75,7 @@ class Roofline:
         for members in kernels.values():
             work = sum(_work(node, shares) for node in members)
             self.flops += work
-            copied = _copied(members[-1])
+            copied = _copied(members[-1], load)
             moved = _traffic(members, aliases, readers) if copied is None else copied
             self.moved[members[-1]] = moved
             self.seconds[members[-1]] = gpu.kernel_seconds(
@@ -93,18 +103,21 @@ def _reached(node: fx.Node, gpu: Gpu) -> float:
     return GROUPED_REACHED if is_grouped(node) else PRODUCTS_REACHED
 
 
-def _copied(node: fx.Node) -> int | None:
-    """Bytes that kernels move where a collective by copy engines begins or ends; None for other nodes."""
+def _copied(node: fx.Node, load: float) -> int | None:
+    """Bytes that kernels move where a collective between ranks' memories begins or ends; None for other nodes.
+    ``load``: as of `Roofline`."""
     if node.target is GATHER_BEGIN:
         shards, sizes, dtype, *_ = node.args
         return sum(map(tensor_bytes, shards)) + sum(sizes) * dtype.itemsize
     if node.target is GATHER_END:
         _, sizes, dtype, ranks, _ = node.args
         return 2 * (ranks - 1) * sum(sizes) * dtype.itemsize
-    if node.target is REDUCE_BEGIN:
+    if node.target in (REDUCE_BEGIN, COUNTS_BEGIN, ROWS_BEGIN):
         return 0
     if node.target is REDUCE_END:
         return sum(map(tensor_bytes, node.args[1])) + tensor_bytes(node)
+    if node.target is ROWS_END:  # rows that came, and zeros behind them
+        return min(round(load * rows_bytes(node)), tensor_bytes(node)) + tensor_bytes(node)
     return None
 
 

@@ -54,7 +54,7 @@ def graph_cost(
     fusion = Fusion(step.graph, aliases, fused)
     roofline = Roofline(step.graph, aliases, fusion, gpu, load, None if whole is None else whole.graph)
     return GraphCost(
-        timeline=simulate(step.graph, roofline.seconds, gpu, groups),
+        timeline=simulate(step.graph, roofline.seconds, gpu, groups, load),
         moments=memory_over_step(step, aliases, fusion),
         state={
             spec: tensor_bytes(node)

@@ -70,8 +70,11 @@ class Timeline:
         return sum(c.exposed_seconds for c in self.collectives)
 
 
-def simulate(graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups: Mapping[str, Group]) -> Timeline:
-    """Run ``graph`` on paper. ``seconds``: of every node that computes; ``groups``: by name, see `links.groups`."""
+def simulate(
+    graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups: Mapping[str, Group], load: float = 1.0
+) -> Timeline:
+    """Run ``graph`` on paper. ``seconds``: of every node that computes; ``groups``: by name, see `links.groups`.
+    ``load``: rows that this rank's experts receive over the mean of all ranks."""
     now = busy = 0.0
     free_at: dict[str, float] = {}
     running: dict[fx.Node, tuple[Collective, float]] = {}
@@ -89,7 +92,7 @@ def simulate(graph: fx.Graph, seconds: Mapping[fx.Node, float], gpu: Gpu, groups
         if stage_of(node) == "begin":
             now += computing  # casts that copies begin with
             group = links.group_name(node)
-            kind, dtype, nbytes, took = links.transfer(node, groups[group].ranks, gpu)
+            kind, dtype, nbytes, took = links.transfer(node, groups[group].ranks, gpu, load)
             collective = _collective(node, kind, groups[group], dtype, nbytes, took)
             collective.ready_s, collective.launched_s = ready, now
             collective.started_s = max(now, free_at.get(group, 0.0))

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import fx
 
 import stepgraph.kernels.comm.async_matmul
-import stepgraph.kernels.comm.copy_collectives  # noqa: F401  (both register their operators)
+import stepgraph.kernels.comm.copy_collectives
+import stepgraph.kernels.comm.expert_rows  # noqa: F401  (all register their operators)
 from stepgraph import compat
 from stepgraph.graph.facts import argument, tensor_bytes
 from stepgraph.graph.provenance import phase_of, role_of
@@ -36,6 +37,11 @@ GATHER_BEGIN = ours.gather_begin.default
 GATHER_END = ours.gather_end.default
 REDUCE_BEGIN = ours.reduce_begin.default
 REDUCE_END = ours.reduce_end.default
+
+COUNTS_BEGIN = ours.counts_begin.default
+COUNTS_END = ours.counts_end.default
+ROWS_BEGIN = ours.rows_begin.default
+ROWS_END = ours.rows_end.default
 
 
 class Operator(NamedTuple):
@@ -67,6 +73,10 @@ OPERATORS: dict[object, Operator] = {
     GATHER_END: Operator("all_gather", "end", exchange=True),
     REDUCE_BEGIN: Operator("reduce_scatter", "begin", exchange=True),
     REDUCE_END: Operator("reduce_scatter", "end", exchange=True),
+    COUNTS_BEGIN: Operator("all_gather", "begin", exchange=True),
+    COUNTS_END: Operator("all_gather", "end", exchange=True),
+    ROWS_BEGIN: Operator("all_to_all", "begin", exchange=True),
+    ROWS_END: Operator("all_to_all", "end", exchange=True),
     ALL_GATHER_MATMUL: Operator("all_gather", "joined", exchange=True),
     MATMUL_REDUCE_SCATTER: Operator("reduce_scatter", "joined", exchange=True),
 }
@@ -117,10 +127,18 @@ def bytes_sent(node: fx.Node) -> float:
         return _gathered_bytes(node) * (ranks - 1) / ranks
     if kind == "reduce_scatter":
         return _scattered_bytes(node) * (ranks - 1)
-    size = tensor_bytes(node)
+    size = rows_bytes(node) if node.target is ROWS_BEGIN else tensor_bytes(node)
     return {"all_reduce": 2 * size * (ranks - 1) / ranks, "all_to_all": size * (ranks - 1) / ranks, "broadcast": size}[
         kind
     ]
+
+
+def rows_bytes(node: fx.Node) -> int:
+    """Bytes of the rows that an exchange of tokens' rows moves: as many as the tokens have, at most those that experts
+    have room for. ``node`` begins or ends it."""
+    begin = node if node.target is ROWS_BEGIN else node.args[0]
+    x, to, came = (argument(begin, name).meta["val"] for name in ("x", "to", "came"))
+    return min(to.numel(), came.numel()) * x.shape[1] * x.element_size()
 
 
 def _gathered_bytes(node: fx.Node) -> int:
@@ -128,7 +146,7 @@ def _gathered_bytes(node: fx.Node) -> int:
     if node.target is GATHER_BEGIN:
         _, sizes, dtype, ranks, _ = node.args
         return sum(sizes) * dtype.itemsize * ranks
-    if node.target is ALL_GATHER_MATMUL:
+    if node.target in (ALL_GATHER_MATMUL, COUNTS_BEGIN):
         return tensor_bytes(node.args[0]) * group_size(node)
     return tensor_bytes(node)
 

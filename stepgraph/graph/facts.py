@@ -10,6 +10,7 @@ from torch import fx
 
 from stepgraph.graph.launch import Launch
 from stepgraph.kernels import attention, fp8  # noqa: F401  (these define operators of torch.ops.stepgraph)
+from stepgraph.kernels.comm import expert_rows  # noqa: F401
 from stepgraph.kernels.moe import grouped  # noqa: F401
 
 OpOverload = torch._ops.OpOverload
@@ -36,6 +37,7 @@ _PURE = {
     ours.swiglu_cast_rows.default, ours.swiglu_backward_cast_rows.default,
     ours.sort_by_expert.default, ours.gather_rows.default, ours.combine_rows.default,
     ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
+    ours.expert_places.default,
     ours.flash4_attention.default, ours.flash4_attention_backward.default,
 }  # fmt: skip
 

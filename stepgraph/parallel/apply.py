@@ -8,15 +8,20 @@ import torch.distributed as dist
 from torch import nn
 
 from stepgraph import compat
+from stepgraph.errors import unknown_name
 from stepgraph.models.moe.decoder import MoEDecoder
 from stepgraph.models.moe.router import Router
 from stepgraph.parallel.expert_chunks import chunk_experts
-from stepgraph.parallel.experts import exchange_over, expert_paths, expert_splits
+from stepgraph.parallel.expert_symmetric import SymmetricExchange
+from stepgraph.parallel.experts import ExpertExchange, exchange_over, expert_paths, expert_splits
 from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.layout import Pipeline
 from stepgraph.parallel.tensor import check_plan, register_place, style_of
+
+#: How tokens travel to experts, by the name that options use.
+EXCHANGES = {"collectives": ExpertExchange, "symmetric": SymmetricExchange}
 
 
 @torch.no_grad()
@@ -30,6 +35,7 @@ def parallelize(
     reduce_dtype: torch.dtype = torch.float32,
     expert_capacity: float = 2.0,
     expert_chunks: int = 1,
+    expert_exchange: str = "collectives",
     pipeline: Pipeline | None = None,
 ) -> nn.Module:
     """Shard the parameters of ``model`` over ``mesh``, in place, and return it.
@@ -49,6 +55,8 @@ def parallelize(
             under balanced load. A step that needs more is repeated with more (see `stepgraph.parallel.experts`).
         expert_chunks: with ``ep``, the parts that a layer of experts takes its tokens in, one after the other: one
             travels while another is computed (see `stepgraph.parallel.expert_chunks`).
+        expert_exchange: with ``ep``, how tokens travel: by torch's ``collectives``, or within a machine over
+            ``symmetric`` memory (see `stepgraph.parallel.expert_symmetric`).
         pipeline: the model's stages, from `plan_pipeline`. Needed where the mesh has ``pp``. Parameters of other ranks'
             stages then stay, or go, on the meta device; give an optimizer those that `held_parameters` names.
 
@@ -72,7 +80,9 @@ def parallelize(
         register_place(model, place)  # for the loss
     experts = expert_paths(model, mesh.spec) if mesh.experts is not None else set()
     if experts:
-        exchange_over(model, mesh.experts, expert_capacity)
+        if expert_exchange not in EXCHANGES:
+            raise unknown_name("expert_exchange", expert_exchange, tuple(EXCHANGES))
+        exchange_over(model, partial(EXCHANGES[expert_exchange], mesh.experts), expert_capacity)
     elsewhere = _elsewhere(model, pipeline)
     fsdp = mesh.axis("dp_shard") is not None
     stored: dict[int, tuple[nn.Parameter, Layout]] = {}

@@ -12,7 +12,7 @@ in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe.exchang
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -175,8 +175,9 @@ def capacity_of(model: nn.Module) -> Capacity:
     return next(layer.exchange.capacity for _, layer in expert_layers(model))
 
 
-def exchange_over(model: nn.Module, axes: Axes, multiple: float) -> None:
-    """The layers of experts of ``model`` exchange tokens over ``ep``, with room for ``multiple`` of balanced load."""
+def exchange_over(model: nn.Module, exchange: Callable[[Capacity], ExpertExchange], multiple: float) -> None:
+    """The layers of experts of ``model`` exchange tokens by ``exchange``, with room for ``multiple`` of balanced
+    load."""
     capacity = Capacity(multiple)
     for _, layer in expert_layers(model):
-        layer.exchange = ExpertExchange(axes, capacity)
+        layer.exchange = exchange(capacity)

@@ -78,9 +78,9 @@ def assert_same_state(a, b, what=""):
         assert torch.equal(one, other), (what, name)
 
 
-def check_one_rank(mesh):
+def check_one_rank(mesh, **options):
     """The losses, gradients and norm of one rank with the whole batch, but for the order of sums (fp32)."""
-    alone, model = whole_model(), parallel_model(mesh)
+    alone, model = whole_model(), parallel_model(mesh, **options)
     expected = one_rank_loss(alone, batch_of(0, mesh.spec.dp))
     expected.backward()
     loss = next_token_loss(mesh)(model, own_batch(mesh, 0))

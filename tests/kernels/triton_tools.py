@@ -52,9 +52,9 @@ def interpreted(program: Path, folder: Path, cases: Sequence[Any]) -> Any:
 
 def assert_no_spills(
     kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps: int, aligned: Iterable[str] = ()
-) -> None:
-    """``kernel``, compiled for sm_90, spills no register, and its threads exchange no bytes. ``kinds``: types of its
-    parameters that are no constants. ``aligned``: those that 16 divides."""
+) -> str:
+    """``kernel``, compiled for sm_90, spills no register, and its threads exchange no bytes; its PTX. ``kinds``: types
+    of its parameters that are no constants. ``aligned``: those that 16 divides."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
@@ -70,6 +70,7 @@ def assert_no_spills(
     report = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True).stderr
     (stores,) = re.findall(r"(\d+) bytes spill stores", report)
     assert int(stores) <= spills_allowed(), f"{kernel.fn.__name__} {constants}, {warps} warps: {report}"
+    return compiled.asm["ptx"]
 
 
 def exchanged_bytes(compiled: Any) -> list[str]:

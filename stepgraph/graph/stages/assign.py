@@ -221,7 +221,7 @@ class Cut:
 
 def follows(node: fx.Node) -> bool:
     """Whether ``node`` takes a result apart or waits for it, and so stays with what made it."""
-    return (node.target is operator.getitem or stage_of(node) == "wait") and phase_of(node.args[0]) != "input"
+    return (node.target is operator.getitem or stage_of(node) in ("wait", "end")) and phase_of(node.args[0]) != "input"
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

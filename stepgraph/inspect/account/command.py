@@ -71,6 +71,9 @@ class InspectOptions(StepOptions):
     expert_chunks: int = 1
     """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
 
+    expert_exchange: str = "collectives"
+    """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""
+
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph inspect ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""

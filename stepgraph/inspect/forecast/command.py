@@ -62,6 +62,9 @@ class PlanOptions(StepOptions):
     expert_chunks: int = 1
     """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
 
+    expert_exchange: Literal["collectives", "symmetric"] = "collectives"
+    """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""
+
     imbalance: float = 1.0
     """With ep: rows that the most loaded rank's experts receive over the mean. 1: routing is balanced."""
 

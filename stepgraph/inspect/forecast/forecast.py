@@ -18,7 +18,7 @@ from stepgraph.capture.fake import fake_mode
 from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs import links
-from stepgraph.costs.hardware import Gpu
+from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
 from stepgraph.costs.memory import Moment
 from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.costs.timeline import Timeline
@@ -94,7 +94,8 @@ class Forecast:
 
 #: Options of a run that a forecast depends on.
 SETTINGS = (
-    *("precision", "seq_len", "batch_size", "accumulate", "reduce_dtype", "expert_capacity", "expert_chunks"),
+    *("precision", "seq_len", "batch_size", "accumulate", "reduce_dtype"),
+    *("expert_capacity", "expert_chunks", "expert_exchange"),
     *(field.name for field in dataclasses.fields(passes.StepOptions)),
 )
 
@@ -194,6 +195,11 @@ def fake_world(config: TrainConfig, rank: int = 0) -> Iterator[parallel.Mesh | N
     if dist.is_initialized():
         raise ValueError("a process group is open and a forecast makes one of its own: close it first")
     spec = config.mesh_spec
+    if config.expert_exchange == "symmetric" and GPUS_PER_NODE % spec.ep:
+        raise ValueError(
+            f"expert_exchange=symmetric works within a machine, of {GPUS_PER_NODE} GPUs, and ep={spec.ep} needs "
+            f"several: give ep={GPUS_PER_NODE}, or take collectives"
+        )
     if spec is not None:
         compat.init_fake_world(rank, spec.size)
     try:

@@ -12,13 +12,14 @@ first end first.
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from stepgraph import compat
-from stepgraph.kernels.comm.exchange import Ranks, Session, current
+from stepgraph.kernels.comm.exchange import Place, Ranks, Session, current
 
 Tensor = torch.Tensor
 
@@ -41,27 +42,35 @@ class _Begun(NamedTuple):
     """Unlike any other's of this process."""
     number: int
     """Where its parts go: unlike those of others of the kind that are under way at the same time."""
-    ranks: Ranks
-    wholes: list[Tensor]
-    """What this rank gathers, (ranks, n) each, its own row filled in."""
+    ranks: Any
+    """What ``begin`` of `start` gave; its ``join`` lets the current stream wait for what runs beside it."""
 
 
 _serials = itertools.count()
 
 
-def _begin(kind: str, group_name: str, like: Tensor, wholes: Sequence[Tensor] = ()) -> Ranks:
-    group, session = compat.process_group(group_name), current()
-    under_way = session.under_way[kind, group.group_name]
+def start(kind: str, group_name: str, begin: Callable[[dist.ProcessGroup, Place], Any]) -> Any:
+    """What ``begin(group, place)`` gives, which is then under way until it is the `oldest`."""
+    group = compat.process_group(group_name)
+    under_way = current().under_way[kind, group.group_name]
     taken = {begun.number for begun in under_way}
     number = next(i for i in range(len(taken) + 1) if i not in taken)
-    ranks = session.begin(group, like, (kind, number))
-    under_way.append(_Begun(next(_serials), number, ranks, list(wholes)))
-    return ranks
+    under_way.append(_Begun(next(_serials), number, begin(group, (kind, number))))
+    return under_way[-1].ranks
 
 
-def _oldest(kind: str, group_name: str) -> _Begun:
+def oldest(kind: str, group_name: str) -> Any:
     """Of the collectives under way, the one that began first, which now ends."""
-    return current().under_way[kind, compat.process_group(group_name).group_name].pop(0)
+    return current().under_way[kind, compat.process_group(group_name).group_name].pop(0).ranks
+
+
+class _Gather(NamedTuple):
+    ranks: Ranks
+    wholes: list[Tensor]
+    """What this rank gathers, (ranks, n) each, its own row filled in."""
+
+    def join(self) -> None:
+        self.ranks.join()
 
 
 def under_way(session: Session) -> list[int]:
@@ -85,14 +94,15 @@ def _gather_begin(
     numels = [shard.numel() for shard in shards]
     places = own if sizes == numels else own[0].split(numels)
     torch._foreach_copy_(list(places), [shard.reshape(-1) for shard in shards])
-    ranks = _begin("gather", group_name, wholes[0].new_empty(1).expand(sum(sizes)), wholes)
+    like = wholes[0].new_empty(1).expand(sum(sizes))
+    ranks, _ = start("gather", group_name, lambda group, at: _Gather(current().begin(group, like, at), wholes))
     for peer in reversed(ranks.others):
         ranks.send(peer, *own)
     return shards[0].new_empty(1)
 
 
 def _gather_end(token: Tensor, sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> list[Tensor]:
-    _, _, ranks, wholes = _oldest("gather", group_name)
+    ranks, wholes = oldest("gather", group_name)
     pieces: list[tuple[Tensor, Tensor]] = []
     for rank in ranks.others:
         part = ranks.take(rank)
@@ -116,7 +126,8 @@ def _rows(grads: list[Tensor], group_size: int) -> list[Tensor]:
 def _reduce_begin(grads: list[Tensor], group_size: int, group_name: str) -> Tensor:
     rows = _rows(grads, group_size)
     size = sum(row.shape[1] for row in rows)
-    ranks = _begin("reduce", group_name, rows[0].new_empty(1).expand(size))
+    like = rows[0].new_empty(1).expand(size)
+    ranks = start("reduce", group_name, lambda group, place: current().begin(group, like, place))
     for peer in reversed(ranks.others):
         ranks.send(peer, *(row[peer] for row in rows))
     return grads[0].new_empty(1)
@@ -125,7 +136,7 @@ def _reduce_begin(grads: list[Tensor], group_size: int, group_name: str) -> Tens
 def _reduce_end(
     token: Tensor, grads: list[Tensor], mean: bool, dtype: torch.dtype, group_size: int, group_name: str
 ) -> Tensor:
-    _, _, ranks, _ = _oldest("reduce", group_name)
+    ranks = oldest("reduce", group_name)
     rows = _rows(grads, group_size)
     sizes = [row.shape[1] for row in rows]
     taken = {peer: ranks.take(peer).split(sizes) for peer in ranks.others}

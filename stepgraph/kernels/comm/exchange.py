@@ -15,6 +15,7 @@ is what CUDA does, and torch's pipelines rely on too, not what it promises.
 Memory, flags and what is under way belong to a `Session`, which a captured step owns and enters to run.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Collection
@@ -32,7 +33,7 @@ _Key = tuple[str, Place | None]
 
 #: Channels of symmetric memory's signals: the part of a rank has come, one for each turn; where it goes is free again;
 #: a step begins.
-_COME, _FREE, _STEP = (0, 1), 2, 3
+COME, FREE, STEP = (0, 1), 2, 3
 
 
 class Ranks(ABC):
@@ -110,7 +111,14 @@ class _Workspace:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.one = torch.ones(1, dtype=torch.int32, device=device)
         for peer in range(self.ranks):
-            self.flag(group.rank(), _FREE, peer).fill_(1)
+            self.flag(group.rank(), FREE, peer).fill_(1)
+
+    @functools.cached_property
+    def addresses(self) -> Tensor:
+        """(2, ranks) int64, on the device: where the memory of each rank begins, and where its flags do."""
+        begins = [self.memory.get_buffer(rank, (1,), torch.uint8, 0).data_ptr() for rank in range(self.ranks)]
+        flags = [self.flag(rank, 0, 0).data_ptr() for rank in range(self.ranks)]
+        return torch.tensor([begins, flags], pin_memory=True).to(self.one.device, non_blocking=True)  # no wait for it
 
     def take_turn(self) -> int:
         turn, self.turn = self.turn, (self.turn + 1) % self.turns
@@ -140,17 +148,17 @@ class _Symmetric(Ranks):
     def send(self, peer: int, *pieces: Tensor) -> None:
         place = self.workspace.place(self.turn, peer, self.rank, self.like).view(-1)
         if self.answers:
-            self.workspace.memory.wait_signal(peer, _FREE)
+            self.workspace.memory.wait_signal(peer, FREE)
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             for to, piece in zip(place.split([piece.numel() for piece in pieces]), pieces, strict=True):
                 to.copy_(piece.view(-1))
-            self.workspace.flag(peer, _COME[self.turn], self.rank).copy_(self.workspace.one)
+            self.workspace.flag(peer, COME[self.turn], self.rank).copy_(self.workspace.one)
         self.sent += pieces
         self.beside = True
 
     def take(self, peer: int) -> Tensor:
-        self.workspace.memory.wait_signal(peer, _COME[self.turn])
+        self.workspace.memory.wait_signal(peer, COME[self.turn])
         return self.workspace.place(self.turn, self.rank, peer, self.like)
 
     def copy(self, to: Tensor, part: Tensor) -> None:
@@ -168,7 +176,7 @@ class _Symmetric(Ranks):
         self.join()
         if self.answers:
             for peer in self.others:
-                self.workspace.memory.put_signal(peer, _FREE)
+                self.workspace.memory.put_signal(peer, FREE)
 
 
 class Session:
@@ -209,13 +217,18 @@ class Session:
             return _PointToPoint(group, like)
         return _Symmetric(group, like, self.workspace(group, -(-like.nbytes // 16) * 16, like.device, place), place)
 
+    def shared(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, place: Place) -> _Workspace:
+        """Memory of ``nbytes`` on every rank, at a ``place``, which all write together."""
+        part = -(-nbytes // (group.size() - 1))
+        return self.workspace(group, -(-part // 16) * 16, device, place)
+
     def fence(self, groups: Collection[str]) -> None:
         """Where a call begins, on all ranks of the ``groups`` that it exchanges in: exchanges without a place count
         their turns from here, so that a CUDA graph that recorded them may run again and again."""
         for (name, _), workspace in (*self.workspaces.items(), *self.outgrown):
             if name in groups and workspace.turns > 1:
                 workspace.turn = 0
-                workspace.memory.barrier(_STEP)
+                workspace.memory.barrier(STEP)
 
     def forget(self, groups: Collection[str]) -> None:
         """Begin with new memory in ``groups``, on all their ranks: after a step that was broken off, flags are not what

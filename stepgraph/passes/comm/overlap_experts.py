@@ -80,7 +80,7 @@ def _exchanges(step: StepGraph) -> set[fx.Node]:
         node
         for node in step.nodes("forward", "loss", "backward")
         if stage_of(node) == "begin" and (role := role_of(node)) and role.kind in _KINDS
-        and [user.target for user in node.users] == [WAIT]
+        and [stage_of(user) in ("wait", "end") for user in node.users] == [True]
     }  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _beside(step: StepGraph, exchanges: set[fx.Node]) -> dict[tuple[str, str], d
     for node in step.graph.nodes:
         if node in exchanges:
             travelling[node] = (role_of(node).kind, phase_of(node))
-        elif node.target is WAIT:
+        elif stage_of(node) in ("wait", "end"):
             travelling.pop(node.args[0], None)
         elif travelling and seconds.get(node):
             block = step.block_of(node)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases, written_arguments
-from stepgraph.graph.collectives import WAIT, operator_of
+from stepgraph.graph.collectives import WAIT, group_of, operator_of, stage_of
 from stepgraph.graph.facts import is_mutating, is_overload, is_pure, is_random
 
 
@@ -46,6 +46,7 @@ def dependencies(window: Sequence[fx.Node], aliases: Aliases) -> dict[fx.Node, s
     wrote: dict[fx.Node, fx.Node] = {}  # by storage: its last writer
     read: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # by storage: its readers since
     effect = None  # the last node with an effect beyond tensors
+    turn: dict[tuple, fx.Node] = {}  # the last to begin, and to end, an exchange of each kind and group
     for node in window:
         inputs = list(node.all_input_nodes)
         if node.target is WAIT:  # what a collective reads may be written once it is there, not before
@@ -60,6 +61,10 @@ def dependencies(window: Sequence[fx.Node], aliases: Aliases) -> dict[fx.Node, s
         if _has_effect(node):
             found |= {effect} if effect else set()
             effect = node
+        if (communicates := operator_of(node)) and communicates.exchange:  # what begins first ends first
+            key = node.target, group_of(node)
+            found |= {turn[key]} if key in turn else set()
+            turn[key] = node
         before[node] = found - {node}
     return before
 
@@ -117,7 +122,7 @@ class _List:
 
     def _offer(self, node: fx.Node) -> None:
         """``node`` may run: at once, or when what it waits for is there."""
-        if node.target is WAIT and node.args[0] in self.ends:
+        if stage_of(node) in ("wait", "end") and node.args[0] in self.ends:
             heapq.heappush(self.waiting, (self.ends[node.args[0]], self.index[node], node))
         else:
             self._push(node)

@@ -92,7 +92,7 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     if any(collectives.operator_of(n) for n in step.graph.nodes):
         from stepgraph.inductor.communication import keep_order  # imports Inductor, which takes seconds
 
-        config |= keep_order(ours, lasting=(collectives.REDUCE_BEGIN,))
+        config |= keep_order(ours, lasting=(collectives.REDUCE_BEGIN, collectives.ROWS_BEGIN))
     if options.max_autotune:
         config |= {"max_autotune": True, "coordinate_descent_tuning": True}
     guard = None

@@ -1,0 +1,45 @@
+"""Exchanges of tokens' rows: the kernels, interpreted as several ranks, and compiled for sm_90 without spills."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.triton_tools import assert_no_spills, interpreted
+
+CHILD = Path(__file__).with_name("expert_rows_child.py")
+
+
+@pytest.mark.slow
+def test_kernels_interpreted_as_ranks(tmp_path):
+    pytest.importorskip("triton")
+    assert interpreted(CHILD, tmp_path, []) == "done"
+
+
+@pytest.mark.parametrize("element", ["fp32", "bf16"])
+def test_no_configuration_spills(element):
+    pytest.importorskip("triton")
+    from stepgraph.kernels.comm import expert_rows_triton as kernels
+
+    kinds = dict.fromkeys(("x", "written", "out"), f"*{element}") | {"addresses": "*i64"}
+    kinds |= dict.fromkeys(("order", "to", "came", "counts", "place", "ends", "begins"), "*i32")
+    kinds |= dict.fromkeys(("offsets", "there", "back"), "*i32") | {"row": "*i32"}
+    tensors = [name for name, kind in kinds.items() if kind.startswith("*")]
+    kinds |= dict.fromkeys(("n", "slots", "room", "D", "stride", "ranks", "rank", "first", "P", "E"), "i32")
+    for D, divided in ((33, tensors), (4096, [*tensors, "D", "stride"])):
+        tokens, block = kernels.configuration(D)
+        tile = {"TOKENS": tokens, "BLOCK": block}
+        for indirect in (True, False):
+            sends = assert_no_spills(
+                kernels._send_kernel, kinds, {**tile, "INDIRECT": indirect}, kernels.WARPS, divided
+            )
+            # Rows of whole 16 bytes leave 16 bytes at a time, although addresses come from a table.
+            assert ("st.global.v4.b32" in sends) == (D == 4096), D
+        assert_no_spills(kernels._take_kernel, kinds, tile, kernels.WARPS, divided)
+    if element == "fp32":
+        assert_no_spills(kernels._segments_kernel, kinds, {"SEGMENTS": 256}, 4, tensors)
+        at_once = {"ROWS": kernels.ROWS, "AHEAD": kernels.AHEAD}
+        assert_no_spills(kernels._places_kernel, kinds, at_once, 4, tensors)
+        assert_no_spills(kernels._share_kernel, kinds, {"BLOCK": 256}, 4, tensors)
+        tells = assert_no_spills(kernels._tell_kernel, kinds, {}, 1, tensors)
+        waits = assert_no_spills(kernels._wait_kernel, kinds, {}, 1, tensors)
+        assert "atom.global.sys.release.exch.b32" in tells and "atom.global.sys.acquire.exch.b32" in waits
