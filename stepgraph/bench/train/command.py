@@ -32,7 +32,10 @@ RANK = ["-m", "stepgraph.bench.train.rank"]
 
 
 #: Options of a run, besides those that all benchmarks share, that are what is measured.
-CHOSEN = ("mesh", "reduce_dtype", "accumulate", "pipeline", "split", "expert_capacity", "expert_chunks")
+CHOSEN = (
+    *("mesh", "reduce_dtype", "accumulate", "pipeline", "split"),
+    *("expert_capacity", "expert_chunks", "expert_exchange"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ class TrainBench(BenchOptions):
 
     expert_chunks: int = 1
     """With ep: stepgraph's layers take their tokens in so many parts: one travels while experts compute another."""
+
+    expert_exchange: Literal["collectives", "symmetric"] = "collectives"
+    """With ep: how stepgraph's tokens travel, by torch's collectives or over symmetric memory, by our kernels."""
 
     balanced_routing: bool = False
     """Every expert gets as many tokens, whatever the routers say: both providers' speed without imbalance."""

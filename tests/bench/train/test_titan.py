@@ -55,6 +55,7 @@ def test_what_it_can_do(installed):
     ("preset", "words", "reason"),
     [
         ("qwen3-30b-a3b", [], "it has no such model: choose a llama3 or deepseek-v3 preset"),
+        ("deepseek-v3-16b", ["--model.moe.balance-loss", "1e-4"], "it has no balance loss of sequences"),
         ("deepseek-v3-16b", ["--model.moe.n-groups", "8"], "it ranks groups by their best two scores"),
         ("golf", [], "it has no such model: choose a llama3 or deepseek-v3 preset"),
         ("llama3-1b", [], "it cannot tie the head to the embedding: add --model.no-tie-embeddings"),

@@ -143,7 +143,8 @@ def _deepseek_v3_origins(model: DeepSeekV3Config) -> dict[str, Origin]:
 def _deepseek_v3_unfit(model: DeepSeekV3Config) -> dict[str, bool]:
     by_one = model.moe.scoring == "softmax" and model.moe.n_groups > 1
     return {
-        "it ranks groups by their best two scores, softmax here by the best one: add --model.moe.n-groups 1": by_one
+        "it ranks groups by their best two scores, softmax here by the best one: add --model.moe.n-groups 1": by_one,
+        "it has no balance loss of sequences: add --model.moe.balance-loss 0": model.moe.balance_loss > 0,
     }
 
 
