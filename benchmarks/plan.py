@@ -1,6 +1,7 @@
 """The forecast of ``stepgraph plan`` beside measured steps: the same job, no GPU.
 
-    python benchmarks/plan.py [--json FILE] RECORD ...     # records of stepgraph bench step and bench train
+    python benchmarks/plan.py [--json FILE] RECORD ...            # records of stepgraph bench step and bench train
+    python benchmarks/plan.py [--json FILE] forecast_NAME.json ...  # forecasts of `benchmarks/records.sh --forecast`
 
 One line for each step of ours in the records. A job of ``bench step`` keeps its parameters and AdamW's moments in the
 parameters' dtype and has no mesh: a run of ``stepgraph train`` in bf16 keeps both in fp32, and its forecast is not that
@@ -57,6 +58,8 @@ def of_step(name: str, settings: dict) -> tuple[float, float]:
 def compare(file: Path) -> list[dict]:
     """Forecast and measurement of every step of ours in ``file``."""
     record = json.loads(file.read_text(encoding="utf-8"))
+    if "ranks" in record:
+        return [planned(file.stem.removeprefix("forecast_"), record)]
     rows = []
     for row in record["rows"]:
         if row["provider"] == "stepgraph":
@@ -71,6 +74,37 @@ def compare(file: Path) -> list[dict]:
     return rows
 
 
+def planned(name: str, plan: dict) -> dict:
+    """The figures of the row ``name`` in what ``stepgraph plan --json`` wrote; a pipeline's by the schedule of the
+    row."""
+    row = {"row": name, "model": plan["preset"], "mesh": plan["mesh"], "gpu": plan["gpu"]}
+    row |= {key: plan["settings"][key] for key in ("seq_len", "batch_size", "accumulate", "fp8")}
+    peak = plan.get("peak_bytes")
+    if "schedules" in plan:
+        row["schedule"] = plan["chosen"]
+        plan = plan | plan["schedules"][plan["chosen"]]
+        peak, row["bubble"] = max(plan["peak_bytes"]), round(plan["bubble"], 4)
+    speed = plan["tokens_per_s"] / plan["ranks"]
+    return row | {
+        "forecast_gib": round(peak / 2**30, 2),
+        "forecast_ms": round(1e3 * plan["step_s"], 1),
+        "tokens_per_s_per_gpu": round(speed),
+        "mfu": round(plan["mfu"], 4),
+        "exposed": round(plan["exposed_s"] / plan["step_s"], 4),
+    }
+
+
+def show(row: dict) -> str:
+    """A row in one line."""
+    if "measured_ms" in row:
+        memory = f"forecast {row['forecast_gib']:.1f} GiB, measured {row['measured_gib']:.1f}"
+        return f"{memory}; forecast {row['forecast_ms']:.0f} ms, measured {row['measured_ms']:.0f}"
+    return (
+        f"{row['forecast_gib']:.1f} GiB, {row['forecast_ms']:.0f} ms, {row['tokens_per_s_per_gpu']:,} tokens/s a GPU, "
+        f"{row['mfu']:.1%} MFU, {row['exposed']:.1%} exposed"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path)
@@ -82,9 +116,7 @@ def main() -> None:
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         for found in pool.map(compare, options.records):
             for row in found:
-                memory = f"forecast {row['forecast_gib']:.1f} GiB, measured {row['measured_gib']:.1f}"
-                time = f"forecast {row['forecast_ms']:.0f} ms, measured {row['measured_ms']:.0f}"
-                print(f"{row['model']} {row['mesh'] or 'one GPU'}: {memory}; {time}", flush=True)
+                print(f"{row['model']} {row['mesh'] or 'one GPU'}: {show(row)}", flush=True)
             rows += found
     if options.json:
         options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")

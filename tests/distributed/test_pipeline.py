@@ -105,11 +105,12 @@ def check_training(mesh, schedule, n, config=DEEP, split=None, **options):
     those of every stage on every rank."""
     alone, (model, _) = alone_model(config), pipelined(mesh, schedule, config, split)
     optimizer, held = adamw(alone.parameters()), parallel.held_parameters(model)
+    ours = adamw(model.parameters())  # other ranks' among them
     step = stepgraph.capture(
         model,
         next_token_loss(mesh),
         global_batch(0, 1, n),
-        adamw(held.values()),
+        ours,
         max_grad_norm=CLIP,
         accumulate=n,
         passes=configured("exact", **options),
@@ -124,12 +125,13 @@ def check_training(mesh, schedule, n, config=DEEP, split=None, **options):
         assert torch.equal(step(batch), loss), (schedule, i)
         for name, value in metrics.items():
             assert torch.equal(step.metrics[name], value), (schedule, i, name)
-        for (name, buffer), ours in zip(alone.named_buffers(), model.buffers(), strict=True):
-            assert torch.equal(ours, buffer), (schedule, i, name)
+        for (name, buffer), other in zip(alone.named_buffers(), model.buffers(), strict=True):
+            assert torch.equal(other, buffer), (schedule, i, name)
         for name, param in alone.named_parameters():
             if name in held:
                 assert torch.equal(held[name].to_local(), param), (schedule, i, name)
     assert 0 < len(held) < len(list(alone.parameters()))
+    assert set(ours.state) == set(held.values())
     return step
 
 
@@ -194,7 +196,7 @@ def _train(text, schedule, n, folder, memory):
         model,
         next_token_loss(mesh),
         own_batch(mesh, 0, 2 * n),
-        adamw(held.values()),
+        ours,
         max_grad_norm=CLIP,
         accumulate=n,
         passes=configured("exact", memory=memory),

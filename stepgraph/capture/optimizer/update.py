@@ -62,8 +62,10 @@ class Update:
         return [group for _, group in self._groups()]
 
     def owned(self) -> list[tuple[int, torch.Tensor]]:
-        """(group index, parameter) of every parameter that is updated."""
-        return [(i, param) for i, group in enumerate(self.groups) for param in group["params"]]
+        """(group index, parameter) of every parameter that is updated: not of those on the meta device, which other
+        ranks of a pipeline hold, unless all are, as in a forecast."""
+        given = [(i, param) for i, group in enumerate(self.groups) for param in group["params"]]
+        return [(i, param) for i, param in given if not param.is_meta] or given
 
     def init_state(self, param: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
         """What the graph reads and writes of the state of ``param``, by key; created as in eager's first step."""
