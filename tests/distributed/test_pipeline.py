@@ -196,7 +196,7 @@ def _train(text, schedule, n, folder, memory):
         model,
         next_token_loss(mesh),
         own_batch(mesh, 0, 2 * n),
-        ours,
+        adamw(model.parameters()),
         max_grad_norm=CLIP,
         accumulate=n,
         passes=configured("exact", memory=memory),
