@@ -22,10 +22,10 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     return names[near[0]] if near else None
 
 
-def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> ValueError:
+def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> ValueError:
     """A ``ValueError`` that refuses ``given`` and offers the nearest allowed name (or all of them)."""
     allowed = sorted(allowed)
-    near = nearest(given, allowed)
+    near = nearest(given, allowed) if isinstance(given, str) else None
     fix = f"did you mean {near!r}?" if near else f"choose one of {', '.join(allowed)}"
     return ValueError(f"unknown {kind} {given!r}: {fix}")
 

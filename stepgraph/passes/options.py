@@ -73,6 +73,9 @@ class StepOptions:
         for name, allowed in choices().items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
+        for name in ("disable_pass", "fp8_skip"):
+            if isinstance(value := getattr(self, name), str):
+                raise ValueError(f"{name}={value!r} is one word; allowed is a tuple of them: {name}=({value!r},)")
         parse_policy(self.memory)
         check_chunks(self.loss_chunks)
         for name in self.disable_pass:

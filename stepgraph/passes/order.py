@@ -15,6 +15,7 @@ import stepgraph.passes.cleanup.views
 import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
 import stepgraph.passes.comm.copy_engines
+import stepgraph.passes.comm.gather_activations_fp8
 import stepgraph.passes.comm.gather_fp8
 import stepgraph.passes.comm.once
 import stepgraph.passes.comm.overlap
@@ -50,6 +51,7 @@ ORDER = (
     "weight_experts",  # numerics: experts weighted before their last product
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
+    "gather_activations_fp8",  # numerics: tensor parallelism's gathers of activations likewise
     "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
     "attention",  # numerics: each attention by the fastest backend
     "recompute",  # the memory policy

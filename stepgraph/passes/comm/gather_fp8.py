@@ -61,7 +61,7 @@ def gather_fp8(step: StepGraph, options: object, report: PassReport) -> None:
         amaxes = _reduced(weights, group)
         for weight, amax in zip(weights, amaxes, strict=True):
             moved += weight.gather.wait.meta["val"].nbytes
-            _rewrite(weight, amax)
+            gather_cast(weight.gather.node, weight.cast, amax, [])
         report.changed += len(weights)
     report.summary = (
         f"{report.changed} of {report.matched} gathered parameters in fp8, {moved / 2**20:.1f} MiB became "
@@ -99,27 +99,49 @@ def _reduced(weights: list[_Weight], group: str) -> list[fx.Node]:
                 copies[node] = build(node.target, *args, **kwargs, like=node)
         shard = copies.get(weight.shard, weight.shard)
         own.append(build(weight.amax.target, shard, *weight.amax.args[1:], **weight.amax.kwargs, like=weight.amax))
-    role = Role("activation", (), role_of(first).axis)
     stacked = build(aten.stack.default, own)
-    begun = build(ALL_REDUCE, stacked, "max", group)
-    waited = build(WAIT, begun)
-    for node, its in ((stacked, None), (begun, role), (waited, role)):
-        set_role(node, its)
+    set_role(stacked, None)
+    waited = largest(stacked, build, role_of(first).axis, group)
     return [build(aten.select.int, waited, 0, i, like=w.amax) for i, w in enumerate(weights)]
 
 
-def _rewrite(weight: _Weight, amax: fx.Node) -> None:
-    """Cast before the gather, and transpose behind it."""
-    (node, wait, *_), cast = weight.gather, weight.cast
+def largest(magnitudes: fx.Node, build: Builder, axis: str, group: str) -> fx.Node:
+    """Of each of ``magnitudes`` (fp32, not negative) the largest on all ranks of ``group``, NaN where one has that.
+
+    Compared as the integers that their bits are, in whose order every NaN is above infinity: maxima of floats may drop
+    it. The sign of a NaN says nothing, and goes.
+    """
+    bits = build(aten.bitwise_and.Scalar, build(aten.view.dtype, magnitudes, torch.int32), 0x7FFFFFFF)
+    begun = build(ALL_REDUCE, bits, "max", group)
+    waited = build(WAIT, begun)
+    whole = build(aten.view.dtype, waited, torch.float32)
+    for node in (bits, bits.args[0], whole):
+        set_role(node, None)
+    for node in (begun, waited):
+        set_role(node, Role("activation", (), axis))
+    return whole
+
+
+def gather_cast(gather: fx.Node, cast: fx.Node, amax: fx.Node, moving: list[fx.Node]) -> None:
+    """Cast before ``gather``, with the largest magnitude ``amax``, and transpose behind it. ``moving``: the nodes that
+    make what ``cast`` reads of what was gathered, and only move it, in their order."""
+    (wait,), shard = gather.users, gather.args[0]
     dtype, columns = cast.args[2], cast.args[4]
-    build = Builder(cast, before=node)
-    result = build(ours.cast_scaled.default, weight.shard, amax, dtype, True, False)
+    build, shape = Builder(cast, before=gather), shard.meta["val"].shape
+    if not shard.meta["val"].is_contiguous():
+        shard = build(aten.clone.default, shard, memory_format=torch.contiguous_format)
+    rows = build.view(shard, torch.Size((shape[:-1].numel(), shape[-1])))
+    result = build(ours.cast_scaled.default, rows, amax, dtype, True, False)
     scale, q = (build(operator.getitem, result, i) for i in (0, 1))
     # As bytes: not every backend of process groups knows fp8.
-    gathered = build(ALL_GATHER, build(aten.view.dtype, q, torch.uint8), *node.args[1:], like=node)
-    waited = build(WAIT, gathered, like=wait)
+    q = build.view(build(aten.view.dtype, q, torch.uint8), shape)
+    gathered = build(ALL_GATHER, q, *gather.args[1:], like=gather)
+    moved = {wait: build(WAIT, gathered, like=wait)}
     behind = Builder(cast, before=cast)
-    whole = behind(aten.view.dtype, waited, dtype)
+    for old in moving:
+        args, kwargs = fx.map_arg((old.args, old.kwargs), lambda n: moved[n])
+        moved[old] = behind(old.target, *args, **kwargs, like=old)
+    whole = behind(aten.view.dtype, moved[cast.args[0]], dtype)
     results = {0: scale, 1: whole}
     if columns:
         transposed = behind(aten.t.default, whole)
@@ -127,5 +149,4 @@ def _rewrite(weight: _Weight, amax: fx.Node) -> None:
     for i, user in getitem_users(cast).items():
         user.replace_all_uses_with(results[i])
         user.graph.erase_node(user)
-    erase_unread(cast)
-    erase_unread(wait, collectives=True)
+    erase_unread(cast, collectives=True)

@@ -81,9 +81,13 @@ def fp8_matmul(step: StepGraph, options: Fp8MatmulOptions, report: PassReport) -
     )
     report.notes += _cast_notes(casts.values())
     report.notes += _left_notes(stays)
-    if found.other:
-        names = ", ".join(node.name for node in found.other[:_NAMES])
-        report.notes.append(f"left in bf16: {len(found.other)} products of backward of no linear layer ({names})")
+    for nodes, what in (
+        (found.batched, "products of forward that multiply by parameters in batches or groups"),
+        (found.other, "products of backward of no linear layer"),
+    ):
+        if nodes:
+            names = ", ".join(node.name for node in nodes[:_NAMES])
+            report.notes.append(f"left in bf16: {len(nodes)} {what} ({names})")
     if idle := [pattern for pattern in options.skip if not any(_matches(layer, pattern) for layer in found.layers)]:
         report.notes.append(f"fp8_skip names no linear layer by {', '.join(idle)}")
 
@@ -95,7 +99,7 @@ def _refusal(layer: Layer, options: Fp8MatmulOptions) -> str | None:
             return f"fp8_skip={pattern}"
     dtypes = {n.meta["val"].dtype for p in layer.products for n in (p.node, p.a.node, p.b.node)} - {torch.bfloat16}
     if dtypes:
-        return f"it computes in {str(dtypes.pop()).removeprefix('torch.')}, and fp8 takes the place of bf16"
+        return f"{str(dtypes.pop()).removeprefix('torch.')}, and fp8 takes the place of bf16 alone"
     if layer.forward.why_not:
         return layer.forward.why_not
     if is_head(layer):
@@ -130,5 +134,6 @@ def _left_notes(stays: Mapping[str, list[Layer]]) -> list[str]:
     for why, layers in stays.items():
         paths = list(dict.fromkeys(layer.path or "model" for layer in layers))
         more = f" and {len(paths) - _NAMES} more" if len(paths) > _NAMES else ""
-        notes.append(f"left in bf16, {why}: {', '.join(paths[:_NAMES])}{more}")
+        dtype = "" if why.startswith("float") else "bf16, "
+        notes.append(f"left in {dtype}{why}: {', '.join(paths[:_NAMES])}{more}")
     return notes

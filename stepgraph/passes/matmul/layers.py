@@ -28,6 +28,8 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 #: What turns logits into a loss, or scores into a choice of experts.
 _LOSS = {aten._log_softmax, aten.logsumexp, aten.nll_loss_forward, ours.cross_entropy_, ours.softmax_parts}
 _CHOICE = {aten.topk, aten.sort}
+#: Multiply several matrices at once.
+_BATCHED = {aten.bmm, aten.baddbmm, aten._grouped_mm, ours.grouped_mm}
 #: Lets each element through, as views do.
 _COPIES = (aten.clone,)
 
@@ -78,10 +80,12 @@ class Layer:
 
 @dataclass
 class Found:
-    """``layers`` in the order of forward; ``other``: products of backward that belong to none of them."""
+    """``layers`` in the order of forward; ``other``: products of backward that belong to none of them. ``batched``:
+    products of forward with a parameter that are several in one, as experts' are, which are no layers here."""
 
     layers: list[Layer] = field(default_factory=list)
     other: list[fx.Node] = field(default_factory=list)
+    batched: list[fx.Node] = field(default_factory=list)
 
 
 def find(step: StepGraph, aliases: Aliases) -> Found:
@@ -105,6 +109,9 @@ def find(step: StepGraph, aliases: Aliases) -> Found:
             continue
         elif phase_of(product.node) == "backward":
             weight_gradients.append(product)  # once all gradients of inputs have shown what dy is
+    for node in step.nodes("forward", "loss"):
+        if packet(node) in _BATCHED and any(made[n] not in (None, MIXED) for n in node.all_input_nodes):
+            found.batched.append(node)
     for product in weight_gradients:
         if not _give_weight_gradient(product, by_input):
             found.other.append(product.node)

@@ -287,10 +287,28 @@ def test_what_stays_in_bf16_is_said():
         assert note in report.notes
 
 
+def test_batched_products_with_a_parameter_are_named():
+    """As torch multiplies rows that lie apart by a frozen weight."""
+
+    class Batched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.frozen = nn.Linear(32, 32), nn.Linear(32, 32, bias=False).requires_grad_(False)
+
+        def forward(self, x):
+            x = self.first(x)
+            return x + torch.bmm(x, self.frozen.weight.t().expand(len(x), 32, 32))
+
+    batch = {"x": torch.randn(2, 16, 32).bfloat16()}
+    step, _ = captured(Batched().bfloat16(), square, batch, passes("rowwise"))
+    notes = "\n".join(report_of(step).notes)
+    assert "left in bf16: 1 products of forward that multiply by parameters in batches or groups (bmm)" in notes
+
+
 def test_fp32_stays_fp32():
     step, _ = captured(llama(), next_token_loss, tokens(), passes("rowwise"))
     assert report_of(step).changed == 0 and not count(step, ours.scaled_product.default)
-    assert any("it computes in float32" in note for note in report_of(step).notes)
+    assert any(note.startswith("left in float32, and fp8 takes") for note in report_of(step).notes)
 
 
 def test_small_products_cost_more_than_they_save():
@@ -370,6 +388,9 @@ def test_options():
         ({"passes": "exact", "fp8": "rowwise"}, "fp8=rowwise rounds to fp8, which passes=exact forbids"),
         ({"fp8_skip": ("a",)}, "fp8_skip leaves layers out of fp8 and fp8=off"),
         ({"fp8": "row"}, "unknown fp8 'row': choose one of off, rowwise"),
+        ({"fp8": True}, "unknown fp8 True: choose one of off, rowwise"),
+        ({"fp8": "rowwise", "fp8_skip": "head"}, r"fp8_skip='head' is one word; allowed is a tuple of them: "),
+        ({"disable_pass": "inductor"}, r"allowed is a tuple of them: disable_pass=\('inductor',\)"),
     ):
         with pytest.raises(ValueError, match=message):
             chosen(StepOptions(**options))
