@@ -198,8 +198,8 @@ class _Piece:
             self.results = self.run(self.args)
             if (under_way(self.session), self.session.count) != before:
                 raise RuntimeError(
-                    "a part of the step waits for the GPU and communicates by copy engines, as CUDA graphs around it "
-                    "do; leave out the passes async_tensor_parallel and copy_engines, or cuda_graph"
+                    "a part of the step waits for the GPU and communicates over symmetric memory, as CUDA graphs "
+                    "around it do; leave out async_tp, copy_engines and expert_exchange=symmetric, or cuda_graph"
                 )
             _wait_for_collectives(self.results, self.session)
             return self.results

@@ -257,10 +257,12 @@ def _table():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     group = compat.name_group(mesh["b"].get_group(), "b")
     graph = fx.Graph()
-    x = graph.placeholder("x")
+    x, counts, to, came = map(graph.placeholder, ("x", "counts", "to", "came"))
     c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
     with fake_mode():
         x.meta["val"] = torch.empty(8, 4)  # 128 bytes
+        for node, n in ((counts, 4), (to, 16), (came, 12)):
+            node.meta["val"] = torch.empty(n, dtype=torch.int32)
 
         def call(target, *args):
             node = graph.call_function(target.default, args)
@@ -276,6 +278,9 @@ def _table():
             (c10d.broadcast, (x, 0, group), 128),
             (ours.gather_begin, ([x], [32], torch.bfloat16, 2, group), 64),
             (ours.reduce_begin, ([x, x], 2, group), 128),
+            (ours.counts_begin, (counts, 2, group), 16),
+            (ours.rows_begin, (x, to, 2, to, came, 2, group), 96),  # of 16 rows of 16 bytes 12 have room
+            (ours.rows_begin, (x, None, 1, came, to, 2, group), 96),
             (ours.all_gather_matmul, (call(aten.unsqueeze, x, 0), [], True, 2, group), 128),
         ):
             node = call(target, *args)

@@ -1,14 +1,18 @@
 """Experts over GPUs, with NCCL: one CUDA graph a step, repeated with larger buffers where routing needs them."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.capture.guard import conditions
 from stepgraph.models import DeepSeekV3, DeepSeekV3Config, MoEConfig, family_of
 from stepgraph.parallel import local_parts, next_token_loss, parallelize
+from stepgraph.parallel.expert_symmetric import SymmetricExchange
+from stepgraph.parallel.experts import Capacity, ExpertExchange
 from stepgraph.passes import configured
 from tests.gpu.test_ranks_gpu import on_gpus
 
@@ -29,7 +33,7 @@ CONFIG = DeepSeekV3Config(
 MESHES = {"fsdp=2,ep=2": 2, "ep=2,tp=2": 2, "fsdp=4,ep=2": 4, "hsdp=2x2,ep=2": 4}
 
 
-def build(mesh, capacity=2.0, collapsed=False):
+def build(mesh, capacity=2.0, collapsed=False, **options):
     with torch.device("meta"):
         model = DeepSeekV3(CONFIG)
     parallelize(
@@ -39,6 +43,7 @@ def build(mesh, capacity=2.0, collapsed=False):
         device="cuda",
         param_dtype=torch.bfloat16,
         expert_capacity=capacity,
+        **options,
     )
     model.init_weights(0, local_parts(model))
     if collapsed:
@@ -57,8 +62,8 @@ def parts_of(model):
     return [*(p.detach().to_local() for p in model.parameters()), *model.buffers()]
 
 
-def _one_graph_bitwise_eager(mesh):
-    model, optimizer = build(mesh)
+def _one_graph_bitwise_eager(mesh, **options):
+    model, optimizer = build(mesh, **options)
     step = stepgraph.capture(
         model, next_token_loss(mesh), batch_of(mesh, 0), optimizer, max_grad_norm=1.0, passes=configured("exact")
     )
@@ -73,6 +78,109 @@ def _one_graph_bitwise_eager(mesh):
 @pytest.mark.parametrize("spec", MESHES)
 def test_a_step_is_one_cuda_graph_and_bitwise_eager(spec):
     on_gpus(spec, _one_graph_bitwise_eager)
+
+
+SYMMETRIC = {"expert_exchange": "symmetric", "expert_chunks": 2}
+
+
+@pytest.mark.parametrize("spec", ["fsdp=2,ep=2", "ep=2,tp=2", "fsdp=4,ep=4"])
+def test_over_symmetric_memory_too(spec):
+    on_gpus(spec, partial(_one_graph_bitwise_eager, **SYMMETRIC))
+
+
+def _same_bits_as_nccl(mesh):
+    """Steps whose routing differs, from all tokens on one rank on, repeated where that does not fit; then one that is
+    broken off, after which memory is made anew and graphs are recorded again."""
+    outcomes = []
+    for options in ({"expert_chunks": 2}, SYMMETRIC):
+        model, optimizer = build(mesh, 0.75, collapsed=True, **options)
+        step = stepgraph.capture(
+            model, next_token_loss(mesh), batch_of(mesh, 0), optimizer, max_grad_norm=1.0, passes=configured("exact")
+        )
+        found = []
+        for i in range(9):
+            if i == 4:  # routing is natural from here on
+                for router in model.routers:
+                    router.expert_bias.zero_()
+            if i == 6:
+                step._session.forget(step._current.runner.runners["step"].groups)
+            if i % 2 == mesh.dp_place % 2:  # the others wait for this rank
+                torch.cuda._sleep(20_000_000)
+            found += [step(batch_of(mesh, i)), step.metrics["grad_norm"]]
+            assert step.metrics["repeated"] == (i == 0), i
+        outcomes.append((found, parts_of(model)))
+    assert all(all(map(torch.equal, *both)) for both in zip(*outcomes, strict=True))
+
+
+@pytest.mark.parametrize("spec", ["fsdp=2,ep=2", "fsdp=4,ep=4"])
+def test_symmetric_memory_gives_the_bits_of_nccl(spec):
+    on_gpus(spec, _same_bits_as_nccl)
+
+
+def _replayed(mesh):
+    """Exchanges alone, forward and backward, and two under way at a time, in one CUDA graph: replayed with other tokens
+    and other routing, to one rank and to few experts too."""
+    axes, tokens, slots, experts, D = mesh.experts, 512, 2, 8, 200
+    x = torch.zeros(2, tokens, D, device="cuda", dtype=torch.bfloat16)
+    chosen = torch.zeros(2, tokens, slots, device="cuda", dtype=torch.int64)
+    weights = torch.zeros(2, tokens, slots, device="cuda")
+
+    def run(exchange):
+        leaves = [x.detach().clone().requires_grad_(), weights.detach().clone().requires_grad_()]
+        with conditions.collected():  # the room of a captured step
+            sent = [exchange.dispatch(leaves[0][i], chosen[i], experts) for i in range(2)]
+        found = [exchange.combine(rows.sin(), leaves[1][i], state) for i, (rows, _, state) in enumerate(sent)]
+        grads = torch.autograd.grad([y.float().square().sum() for y in found], leaves)
+        return [*found, *grads, *(ends for _, ends, _ in sent), *(rows for rows, _, _ in sent)], sent
+
+    def at_once(sent):
+        group, ops = axes.axis("ep").get_group(), torch.ops.stepgraph
+        where, places = (group.size(), group.group_name), [state for _, _, state in sent]
+        begun = [ops.rows_begin(x[i], o, slots, there, back, *where) for i, (o, _, there, back) in enumerate(places)]
+        return [ops.rows_end(token, x[i], places[i][3], *where) for i, token in enumerate(begun)]
+
+    ours, theirs = (kind(axes, Capacity(64.0)) for kind in (SymmetricExchange, ExpertExchange))
+    at_once(run(ours)[1])
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        replayed, sent = run(ours)
+        together = at_once(sent)
+    generator = torch.Generator("cuda").manual_seed(mesh.dp_place)
+    for highest in (experts, 1, experts // 2, 3, experts, 2):
+        x.normal_(generator=generator), weights.uniform_(generator=generator)
+        scores = torch.rand(2, tokens, experts, device="cuda", generator=generator)
+        scores[..., highest + 1 :] -= 1.0  # a token chooses an expert once
+        chosen.copy_(scores.topk(slots)[1])
+        if highest % 2 == mesh.dp_place % 2:
+            torch.cuda._sleep(20_000_000)
+        graph.replay()
+        expected, _ = run(theirs)
+        same = [torch.equal(mine, other) for mine, other in zip(replayed[:-2], expected[:-2], strict=True)]
+        assert all(same) and all(map(torch.equal, together, replayed[-2:])), (highest, same)
+
+
+@pytest.mark.parametrize("spec", ["fsdp=2,ep=2", "fsdp=4,ep=4"])
+def test_exchanges_over_symmetric_memory_replay(spec):
+    on_gpus(spec, _replayed)
+
+
+def _default_passes(mesh):
+    """Beside copies of parameters by copy engines, compiled."""
+    losses = []
+    for options in ({}, SYMMETRIC):
+        model, optimizer = build(mesh, **options)
+        passes = configured(copy_engines=True)
+        step = stepgraph.capture(
+            model, next_token_loss(mesh), batch_of(mesh, 0), optimizer, max_grad_norm=1.0, passes=passes
+        )
+        losses.append(torch.stack([step(batch_of(mesh, i)) for i in range(5)]))
+        assert step.report[-1].summary.startswith("1 CUDA graph, 0 nodes on the host"), step.report[-1].notes
+    torch.testing.assert_close(*losses, rtol=5e-3, atol=5e-3)
+
+
+def test_symmetric_memory_beside_copy_engines():
+    on_gpus("fsdp=2,ep=2", _default_passes)
 
 
 def _repeated(mesh):

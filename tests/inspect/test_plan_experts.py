@@ -46,6 +46,24 @@ def test_rows_travel_there_and_back(balanced):
     assert counts.bytes == 4 * EXPERTS
 
 
+def test_over_symmetric_memory_only_rows_that_exist_travel(balanced):
+    result = forecast(config(expert_exchange="symmetric"), GPUS["h200"])
+    loaded = forecast(config(expert_exchange="symmetric"), GPUS["h200"], imbalance=2.0)
+    rows = 2 * DIM * B * T * CHOSEN  # bf16, one for each slot of a token
+    for kind in ("dispatch", "combine"):
+        for phase in ("forward", "backward"):
+            (collective,), (most,) = (exchanged(r, kind, phase) for r in (result, loaded))
+            assert collective.kind == "all_to_all of rows" and (collective.axis, collective.ranks) == ("ep", RANKS)
+            assert (collective.bytes, most.bytes) == (rows, 2 * rows)
+            assert 1.5 * collective.seconds < most.seconds < 2 * collective.seconds  # latencies stay
+    (counts,) = exchanged(result, "dispatch", "forward", "int32")
+    assert counts.kind == "all_gather of counts" and counts.bytes == 4 * EXPERTS * RANKS
+    assert loaded.config.expert_capacity == 2.0  # twice the mean has room
+    assert result.peak.total == loaded.peak.total < balanced.peak.total
+    # Of the same rows in the same room: the experts' products take as long.
+    assert result.flops == balanced.flops
+
+
 def test_a_rank_holds_its_experts(balanced):
     experts = 3 * EXPERTS * DIM * HIDDEN
     (gather,) = [c for c in balanced.timeline.collectives if (c.axis, c.phase) == ("ep_shard", "forward")]
@@ -131,6 +149,8 @@ def test_the_page_of_a_stage_costs_what_the_forecast_does():
         ("--mesh fsdp=8,ep=4 --imbalance 5", "give 1 to 4, which is every row on one rank"),
         ("--mesh fsdp=8,ep=3", "ep=3 does not divide its 8 ranks of shards and tp"),
         ("--mesh fsdp=8 --expert-chunks 2", "expert_chunks=2 is about ep and there is none"),
+        ("--mesh fsdp=8 --expert-exchange symmetric", "expert_exchange=symmetric is about ep and there is none"),
+        ("--mesh fsdp=16,ep=16 --expert-exchange symmetric", "works within a machine, of 8 GPUs, and ep=16 needs"),
         ("--mesh pp=2,fsdp=2 --accumulate 2 --imbalance 2", "imbalance=2 is about ranks that share experts"),
         ("--mesh pp=2,fsdp=2,ep=2 --accumulate 2 --imbalance 3", "give 1 to 2, which is every row on one rank"),
     ],

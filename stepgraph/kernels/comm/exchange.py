@@ -116,9 +116,10 @@ class _Workspace:
     @functools.cached_property
     def addresses(self) -> Tensor:
         """(2, ranks) int64, on the device: where the memory of each rank begins, and where its flags do."""
-        begins = [self.memory.get_buffer(rank, (1,), torch.uint8, 0).data_ptr() for rank in range(self.ranks)]
-        flags = [self.flag(rank, 0, 0).data_ptr() for rank in range(self.ranks)]
-        return torch.tensor([begins, flags], pin_memory=True).to(self.one.device, non_blocking=True)  # no wait for it
+        found = [self.memory.get_buffer(rank, (1,), torch.uint8, 0) for rank in range(self.ranks)]
+        found += [self.flag(rank, 0, 0) for rank in range(self.ranks)]
+        # One by one on the device: a copy of a list would wait for the GPU.
+        return torch.stack([self.one.new_full((), t.data_ptr(), dtype=torch.int64) for t in found]).view(2, -1)
 
     def take_turn(self) -> int:
         turn, self.turn = self.turn, (self.turn + 1) % self.turns

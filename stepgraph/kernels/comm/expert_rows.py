@@ -43,6 +43,11 @@ for _schema in (
 # What is under way. On a CPU messages, awaited from the beginning; on CUDA what kernels write.
 
 
+def _writes(x: Tensor) -> bool:
+    """Whether ranks write into each other's memory, or send messages."""
+    return x.is_cuda
+
+
 class _Messages(NamedTuple):
     """``sent``: on its way, kept until it has left. ``coming``: for each part its rows here and what arrives."""
 
@@ -145,7 +150,7 @@ class _Written:
 
 def _counts_begin(counts: Tensor, group_size: int, group_name: str) -> Tensor:
     def begin(group: dist.ProcessGroup, place: Place) -> Any:
-        if counts.is_cuda:
+        if _writes(counts):
             written = _Written(group, place, group_size * counts.nbytes, counts.device)
             written.share(counts.contiguous())
             return written
@@ -166,7 +171,7 @@ def _rows_begin(
     room = came.shape[0]
 
     def begin(group: dist.ProcessGroup, place: Place) -> Any:
-        if x.is_cuda:
+        if _writes(x):
             written = _Written(group, place, room * x.shape[1] * x.element_size(), x.device)
             written.send(x, order, slots, to, room)
             return written
@@ -209,7 +214,7 @@ def _spread(counts: Tensor, begins: Tensor, rank: Tensor, rows: int, room: int) 
 
 
 def _expert_places(counts: Tensor, place: Tensor, rows: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    if counts.is_cuda:
+    if _writes(counts):
         from stepgraph.kernels.comm import expert_rows_triton
 
         return expert_rows_triton.places(counts, place, rows, room)
