@@ -313,6 +313,8 @@ class TrainConfig(StepOptions, _Training):
             spec.check_world(self.nproc)
         if self.expert_chunks > 1 and spec.ep == 1:
             raise ValueError(f"expert_chunks={self.expert_chunks} is about ep and there is none: add ep=2 to the mesh")
+        if self.expert_chunks > (tokens := self.batch_size * self.seq_len // spec.tp):
+            raise ValueError(f"expert_chunks={self.expert_chunks} is above the {tokens} tokens of a microbatch; try 2")
         self._validate_pipeline(spec)
         sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
