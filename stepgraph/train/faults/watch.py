@@ -166,7 +166,7 @@ class Watch:
         By this rank's clock alone: those of other machines may differ.
         """
         beat, since, looked = self._heard
-        if self._store is None or now - looked < _LOOK_S:
+        if self._store is None or self._place.what == _ENDS or now - looked < _LOOK_S:
             return ""
         rank = (self.rank + 1) % self.world
         try:
