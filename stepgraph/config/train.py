@@ -318,6 +318,8 @@ class TrainConfig(StepOptions, _Training):
             return
         if self.nproc is not None:
             spec.check_world(self.nproc)
+        if self.expert_chunks > (tokens := self.batch_size * self.seq_len // spec.tp):
+            raise ValueError(f"expert_chunks={self.expert_chunks} is above the {tokens} tokens of a microbatch; try 2")
         self._validate_pipeline(spec)
         sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})

@@ -15,7 +15,7 @@ from stepgraph.parallel.expert_chunks import chunk_experts
 from stepgraph.parallel.expert_symmetric import SymmetricExchange
 from stepgraph.parallel.experts import ExpertExchange, exchange_over, expert_paths, expert_splits
 from stepgraph.parallel.fsdp import layouts, parametrize
-from stepgraph.parallel.layout import Layout
+from stepgraph.parallel.layout import Layout, fsdp_dim, split_sizes
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.layout import Pipeline
 from stepgraph.parallel.tensor import check_plan, register_place, style_of
@@ -96,7 +96,9 @@ def parallelize(
                 axes, splits = mesh.experts, expert_splits(param.shape, mesh.experts)
             else:
                 axes, splits = mesh, [("tp", style.split[name])] if style and name in style.split else []
-                splits += [("dp_shard", 0)] if fsdp and param.ndim else []
+                if fsdp and param.ndim:
+                    left = split_sizes(param.shape, splits, mesh.sizes)[-1]
+                    splits += [("dp_shard", fsdp_dim(left, mesh.sizes["dp_shard"]))]
             dtype = param_dtype if param_dtype and param.is_floating_point() else param.dtype
             layout = Layout(param.shape, axes, tuple(splits), dtype, reduce_dtype)
             shard, first = stored.setdefault(

@@ -45,7 +45,7 @@ class Capacity:
     def rows(self, tokens: int, slots: int, here: int, ranks: int) -> int:
         """For ``tokens`` of ``slots`` experts each, over ``ranks`` that have ``here`` experts each; at most what can
         ever be needed, as a token chooses an expert once."""
-        return min(math.ceil(self._balanced(tokens, slots, ranks)), tokens * min(slots, here))
+        return math.ceil(min(self._balanced(tokens, slots, ranks), tokens * min(slots, here)))
 
     def level(self, needed: torch.Tensor, tokens: int, slots: int, here: int, ranks: int) -> torch.Tensor:
         """How many times the present multiple ``needed`` rows take, an fp64 scalar; above 1 only if they do not fit."""

@@ -1,13 +1,12 @@
 """Where a parameter lies on the mesh: which part of it this rank keeps, and how large its local tensor is.
 
 A parameter is split along dimensions over axes of the mesh, one split after the other, each of what the one before
-left: tensor parallelism splits one dimension evenly, FSDP then dimension 0 (of an expert's weights maybe another).
-Shards are equal: where rows do not divide,
-every rank's shard has the size of the largest and the rows beyond the end are zeros that nothing reads. All ranks then
-have tensors, graphs and collectives of one shape.
+left: tensor parallelism splits one dimension evenly, FSDP then dimension 0 (see `fsdp_dim` for the exceptions).
+Shards are equal: where rows do not divide, every rank's shard has the size of the largest and the rows beyond the end
+are zeros that nothing reads. All ranks then have tensors, graphs and collectives of one shape.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +14,30 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from stepgraph.parallel.mesh import Axes
+
+#: Padding, as a share of a dimension, from which on FSDP splits another one.
+_MUCH_PADDING = 0.125
+
+
+def fsdp_dim(shape: Sequence[int], ranks: int) -> int:
+    """The dimension of ``shape`` that FSDP splits over ``ranks``: 0, whose shards lie in one piece, or 1 where that
+    spares much padding, as for weights of fewer experts than ranks."""
+    if len(shape) < 2:
+        return 0
+    first, second = (-(-size // ranks) * ranks / size - 1 for size in shape[:2])
+    return int(first > _MUCH_PADDING and second < first)
+
+
+def split_sizes(
+    shape: Sequence[int], splits: Sequence[tuple[str, int]], sizes: Mapping[str, int]
+) -> list[tuple[int, ...]]:
+    """The size of each dimension of a rank's part, padding included: at first, and after each split."""
+    found = [tuple(shape)]
+    for axis, dim in splits:
+        left = list(found[-1])
+        left[dim] = -(-left[dim] // sizes[axis])
+        found.append(tuple(left))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +66,8 @@ class Layout:
         return dict(self.splits)[self.mesh.shard]
 
     @cached_property
-    def _sizes(self) -> list[list[int]]:
-        """The size of each dimension of a rank's part, padding included: at first, and after each split."""
-        found = [list(self.shape)]
-        for axis, dim in self.splits:
-            sizes = list(found[-1])
-            sizes[dim] = -(-sizes[dim] // self.mesh.sizes[axis])
-            found.append(sizes)
-        return found
+    def _sizes(self) -> list[tuple[int, ...]]:
+        return split_sizes(self.shape, self.splits, self.mesh.sizes)
 
     @cached_property
     def rows(self) -> int:

@@ -245,7 +245,7 @@ class Run:
                 batch = build.example_batch(self.config, self.device, self.chat)
                 error = memory_advice(failure, self.config, self.model, self.loss_fn, self.optimizer, batch)
         finally:
-            self.watch.at("the end", limited=False)
+            self.watch.ends()
             self.loader.tokens.close()
             if not lost:
                 self.saving.finish()

@@ -173,6 +173,31 @@ def test_a_rank_is_known_to_have_begun_its_steps_when_it_has(monkeypatch):
             time.sleep(0.01)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rank_that_is_silent_ends_those_that_have_no_limit(told, monkeypatch):
+    """In a validation, in a checkpoint, in a capture: the next rank is looked after, until it says that it ends."""
+    store, ended = dist.HashStore(), []
+    monkeypatch.setattr(parallel, "job_store", lambda: store)
+    for name, seconds in (("_POLL_S", 0.02), ("_LOOK_S", 0.05), ("_SILENT_S", 0.5)):
+        monkeypatch.setattr(watch, name, seconds)
+    monkeypatch.setattr(watch.Watch, "_end", lambda self, why, place: ended.append(why))
+    with watch.Watch(1, 2, "cpu", 0.1, print) as watched:
+        watched.at("the checkpoint of step 3", limited=False)
+        until = time.monotonic() + 1.2
+        while time.monotonic() < until:  # a rank that works, for as long as it may be silent
+            store.set("rank-0", f'[{time.time()}, "the checkpoint of step 3", "here", 7]')
+            time.sleep(0.02)
+        assert not ended
+        if told:
+            store.set("rank-0", '[0.0, "the end", "here", 7]')
+        until = time.monotonic() + (1.2 if told else 20)
+        while time.monotonic() < until and not ended:
+            time.sleep(0.02)
+    silent = "the checkpoint of step 3 has lost rank 0 (here, pid 7), silent for "
+    assert all(why.startswith(silent) and why.endswith(" since the checkpoint of step 3") for why in ended)
+    assert bool(ended) != told
+
+
 def _wait_in_vain(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     if rank == 1:

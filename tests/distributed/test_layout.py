@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stepgraph import compat
 from stepgraph.parallel import Mesh, MeshSpec
-from stepgraph.parallel.layout import Layout
+from stepgraph.parallel.layout import Layout, fsdp_dim
 
 
 @pytest.fixture
@@ -57,3 +59,13 @@ def test_a_mesh_is_its_axes_in_order():
     assert dataclasses.replace(spec, tp=1) == MeshSpec.parse("hsdp=2x3")
     with pytest.raises(ValueError, match=r"^dp_shard=3 does not divide rows=8; try dp_shard=2 or dp_shard=4$"):
         spec.check_divides({"rows": 8}, "dp_shard")
+
+
+@given(first=st.integers(1, 4096), second=st.integers(1, 4096), ranks=st.integers(1, 8192))
+def test_fsdp_splits_the_dimension_that_spares_padding(first, second, ranks):
+    """Weights of fewer experts than ranks would otherwise take as much on each rank as one expert has."""
+    padded = [-(-size // ranks) * ranks / size for size in (first, second)]
+    chosen = fsdp_dim((first, second, 7), ranks)
+    assert padded[chosen] <= max(1.125, min(padded))
+    assert chosen == 0 or padded[0] > 1.125
+    assert fsdp_dim((first,), ranks) == 0

@@ -17,7 +17,9 @@ from tests.models.moe_models import DEEPSEEK, QWEN, SIGMOID, our_model
 
 STEPS = 2
 DENSE = dataclasses.replace(DEEPSEEK, n_layers=2, moe=dataclasses.replace(SIGMOID, balance_loss=0.5))
-WIDE = dataclasses.replace(DENSE, q_lora_rank=None, moe=dataclasses.replace(DENSE.moe, n_shared=3))
+# Three experts over two ranks: FSDP splits the next dimension of their weights, which divides.
+THREE = dataclasses.replace(DENSE.moe, n_experts=3, top_k=2, n_shared=3, n_groups=1, top_groups=1)
+WIDE = dataclasses.replace(DENSE, q_lora_rank=None, moe=THREE)
 SMALL_QWEN = dataclasses.replace(QWEN, n_layers=1)
 
 
@@ -104,8 +106,8 @@ def check(text, config, folder):
 def check_both(folder):
     check_exact(make_mesh("tp=2"), DENSE)
     check_one_rank(make_mesh("tp=2"), DENSE)
-    check_one_rank(make_mesh("fsdp=2"), DENSE)
-    check_files(make_mesh("fsdp=2"), DENSE, folder)
+    check_one_rank(make_mesh("fsdp=2"), WIDE)
+    check_files(make_mesh("fsdp=2"), WIDE, folder)
 
 
 def test_two_ranks(tmp_path):

@@ -42,6 +42,7 @@ def pipeline_account(
     orders = with_once(work_of(name, spec.pp, config.accumulate), gathered, reduced)
     timed = simulate_schedule(orders, stages, seconds, sends)
     own = sorted({_stage(graph) for graph in graphs} - {None})
+    kept = {stage: _kept(graphs, stage) for stage in own}
     after = (graph for graph in graphs if graph["name"] in ("share_loss", "update"))
     return {
         "schedule": name,
@@ -56,7 +57,7 @@ def pipeline_account(
         "bubble": timed.bubble,
         "waiting": [1 - timed.busy(rank) / timed.seconds for rank in range(spec.pp)],
         "in_flight": [timed.most_in_flight(stage) for stage in range(len(stages))],
-        "kept": sum(_kept(graphs, stage, timed) for stage in own),
+        "kept": timed.most_kept(kept) - max(sizes[0] for sizes in kept.values()),
     }
 
 
@@ -85,10 +86,18 @@ def _seconds(graphs: Sequence[Mapping[str, Any]], stages: int) -> dict[tuple[str
     }
 
 
-def _kept(graphs: Sequence[Mapping[str, Any]], stage: int, timed: PipelineTime) -> int:
-    """Bytes that ``stage`` keeps for backward of the microbatches that wait for it."""
-    forward = next(graph for graph in graphs if graph["name"] == f"forward.{stage}")
-    sizes = dict(zip(forward["storages"]["node"], forward["storages"]["bytes"], strict=True))
-    inputs = {node for node, _, _ in forward["inputs"]}
-    saved = {node for node, _, name in forward["outputs"] if name.startswith(f"{stage}.")} - inputs
-    return sum(sizes.get(node, 0) for node in saved) * (timed.most_in_flight(stage) - 1)
+def _kept(graphs: Sequence[Mapping[str, Any]], stage: int) -> tuple[int, int]:
+    """Bytes that ``stage`` keeps of one microbatch for its backward, and between the halves of that, if it has two."""
+    own = {graph["name"].partition(".")[0]: graph for graph in graphs if _stage(graph) == stage}
+    late = {name for _, _, name in own["backward_weight"]["inputs"]} if "backward_weight" in own else set()
+    kept = between = 0
+    for kind in [kind for kind in ("forward", "backward_input") if kind in own]:
+        graph = own[kind]
+        sizes = dict(zip(graph["storages"]["node"], graph["storages"]["bytes"], strict=True))
+        inputs = {node for node, _, _ in graph["inputs"]}
+        saved = {
+            (node, name) for node, _, name in graph["outputs"] if name.startswith(f"{stage}.") and node not in inputs
+        }
+        kept += sum(sizes.get(node, 0) for node in {node for node, _ in saved}) if kind == "forward" else 0
+        between += sum(sizes.get(node, 0) for node in {node for node, name in saved if name in late})
+    return kept, between

@@ -6,7 +6,8 @@ scale for each matrix). Before -> after:
         -> amax(shard) of all such weights, one all-reduce (max) of them together; cast_scaled(shard),
            wait(all_gather(as bytes)), and its transposed copy where one is read
 Half the bytes travel, and a rank casts its own part alone. The same bits as without it: the largest magnitude of a
-weight is the largest of its shards', and a cast looks at each element by itself. Preconditions: shards without padding.
+weight is the largest of its shards', and a cast looks at each element by itself. Preconditions: shards of rows, without
+padding.
 Source: torchao's float8 all-gathers for FSDP2.
 """
 
@@ -68,7 +69,7 @@ def gather_fp8(step: StepGraph, options: object, report: PassReport) -> None:
         f"{moved / 2 / 2**20:.1f}; {len(by_group)} collectives for their scales"
     )
     if report.changed < report.matched:
-        report.notes.append(f"{report.matched - report.changed} are padded, or read in bf16")
+        report.notes.append(f"{report.matched - report.changed} are padded, not split by rows, or read in bf16")
     if report.changed:
         report.notes.append(exposed_text(before, exposed(step.graph)))
 

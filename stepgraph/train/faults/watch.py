@@ -3,7 +3,8 @@
 Each rank has a thread that wakes every half second and writes to the elastic agent's store what the rank is doing, so
 that the others, and the launcher, notice a rank that has gone silent. When a step takes far longer than those before
 it, or does not react to SIGTERM, the thread reports the node of the graph that the rank waits in and ends the process.
-The main thread cannot do that: it is inside a collective that never returns.
+The main thread cannot do that: it is inside a collective that never returns. What may take as long as it likes (a
+capture, a validation, a checkpoint) ends so where the next rank has gone silent: each looks after one other.
 """
 
 import json
@@ -30,12 +31,17 @@ from stepgraph.train.faults.lost_ranks import report
 _POLL_S = 0.5
 #: A rank that has not reported for this long is silent.
 _SILENT_S = 8.0
+#: How often a rank looks after the next one, where its own work has no limit.
+_LOOK_S = 2.0
 #: Other ranks that an error names.
 _NAMED = 3
 #: How much longer than the slowest before it a step may take after SIGTERM. The agent kills 30 s after SIGTERM.
 _STOP_S = 10.0
 #: How long writing the records at the end of a run may take.
 _CLOSING_S = 20.0
+
+
+_ENDS = "the end"
 
 
 class _Place(NamedTuple):
@@ -49,7 +55,8 @@ class Watch:
     """A context manager, for the main thread of one of several ranks: inside, the rank is watched.
 
     ``timeout_s``: how much longer than the slowest before it a step may take; `timed` gives their times, and before its
-    first call there is no limit. ``on_end``: called with the error, in one line, before the process ends with status 1.
+    first call there is no limit. Where there is none, how long the next rank may be silent. ``on_end``: called with the
+    error, in one line, before the process ends with status 1.
     """
 
     def __init__(self, rank: int, world: int, device_type: str, timeout_s: float, on_end: Callable[[str], None]):
@@ -61,6 +68,7 @@ class Watch:
         self._awaited: Callable[[], str] = lambda: ""
         self._slowest_s: float | None = None
         self._began: dict[int, int] = {}
+        self._heard: tuple[bytes | None, float, float] = None, time.monotonic(), 0.0
         self.at("the start", limited=False)
 
     # ---- called by the main thread ----
@@ -78,6 +86,10 @@ class Watch:
     def at(self, what: str, *, limited: bool = True) -> None:
         """From now on the rank is in ``what``. Not ``limited``: it may take as long as it likes."""
         self._place = _Place(what, time.monotonic(), limited, None)
+
+    def ends(self) -> None:
+        """From now on the rank writes what is left to write, and no other waits for it."""
+        self.at(_ENDS, limited=False)
 
     def launches(self, step: int) -> None:
         """From now on the rank is in ``step``, and launches it."""
@@ -137,12 +149,36 @@ class Watch:
                     told = time.monotonic()
             place, now = self._place, time.monotonic()
             if not place.limited or self._slowest_s is None:
+                if silent := self._silent_next(now):
+                    self._end(f"{place.what} has lost {silent}", place)
                 continue
             if told is not None and now - max(place.since, told) > self._slowest_s + _STOP_S:
                 self._end(f"{place.what} did not stop after SIGTERM", place)
             if now - place.since > self._slowest_s + self.timeout_s:
                 limit = f"--comm-timeout {self.timeout_s:g}, and the slowest step took {self._slowest_s:.1f} s"
                 self._end(f"{place.what} made no progress for {now - place.since:.0f} s ({limit})", place)
+
+        self._tell()  # that this rank has come to its end
+
+    def _silent_next(self, now: float) -> str:
+        """The next rank, which has told nothing for longer than ``timeout_s``; "" while it tells where it is.
+
+        By this rank's clock alone: those of other machines may differ.
+        """
+        beat, since, looked = self._heard
+        if self._store is None or self._place.what == _ENDS or now - looked < _LOOK_S:
+            return ""
+        rank = (self.rank + 1) % self.world
+        try:
+            found = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
+        except dist.DistError:
+            return ""
+        self._heard = found, since if found == beat else now, now
+        if found != beat or now - since <= max(self.timeout_s, _SILENT_S):
+            return ""
+        _, what, host, pid = json.loads(found) if found else (None, "the start", "host unknown", "unknown")
+        silent = f"silent for {now - since:.0f} s (--comm-timeout {self.timeout_s:g}) since {what}"
+        return "" if what == _ENDS else f"rank {rank} ({host}, pid {pid}), {silent}"
 
     def _end(self, why: str, place: _Place) -> None:
         closing = threading.Timer(_CLOSING_S, os._exit, [1])

@@ -52,6 +52,16 @@ def test_the_bubble_of_1f1b_is_the_published_one(ranks, more, forward, back):
     assert (made["rank"], made["after_ns"]) == (0, 7)
 
 
+def test_what_is_kept_between_the_halves_counts():
+    """On ZB1P's first rank of two, one of two microbatches waits for its second half while the other for its first."""
+    made = {graph["name"]: graph for graph in graphs("zero-bubble", 2, forward=1, **backward("zero-bubble", 1))}
+    made["backward_input.0"]["outputs"] = [[3, "value", "0.gradient"]]
+    made["backward_input.0"]["storages"] = {"node": [3], "bytes": [500]}
+    made["backward_weight.0"]["inputs"] = [[0, "value", "0.gradient"], [1, "value", "0.saved"]]
+    found = pipeline_account(list(made.values()), config("zero-bubble", 2, 2), GPU)
+    assert found["kept"] == (500 + 10) + 10 - 10  # but for the one that is computed
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_computations_follow_what_they_read(schedule):
     ranks, m, sent = 4, 8, 450_000  # 1 us over NVLink
