@@ -172,6 +172,21 @@ def refuse_replaced(before: Mapping[str, nn.Module], model: nn.Module) -> None:
             )
 
 
+def refuse_data_assigned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor], before: Sequence[int]) -> None:
+    """Raise if forward gave a tensor of the model other memory. ``before``: `storages` of ``tensors`` before it ran."""
+    for slot, now, was in zip(slots, storages(tensors), before, strict=True):
+        if now != was:
+            raise CaptureError(
+                f"forward assigns {slot.name}.data, and a captured step keeps its state where it lies; write in place, "
+                "as by .data.copy_(...)"
+            )
+
+
+def storages(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where each of ``tensors`` lies; 0 for wrappers."""
+    return [0 if compat.is_traceable_wrapper_subclass(t) else compat.storage_key(t) for t in tensors]
+
+
 def refuse_sparse(grad: torch.Tensor, path: str) -> None:
     """Raise if a parameter's gradient is sparse."""
     if grad.layout != torch.strided:
@@ -234,9 +249,14 @@ def explained(recorder: Recorder) -> Iterator[None]:
         yield
     except Exception as error:
         operator = compat.operator_needing_values(error)
-        if operator is None:
-            raise
         path = recorder.stack[-1] if recorder.stack else ""
+        if operator is None:
+            if not isinstance(error, CaptureError):  # a mistake of the model, or what torch does not trace
+                where = f"{path or 'the model'} ({user_source(error)})"
+                error.add_note(
+                    f"raised in {where} while the step was traced, with tensors that have shapes and no values"
+                )
+            raise
         if operator == ".data_ptr()":
             raise CaptureError(
                 f"cannot capture {path or 'the model'} at {user_source(error)}: .data_ptr() asks where a tensor "
