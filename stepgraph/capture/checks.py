@@ -269,6 +269,8 @@ def explained(recorder: Recorder) -> Iterator[None]:
                 'them one by one; set model.set_experts_implementation("grouped_mm")'
             ) from error
         source, means = user_source(error), "use torch.where or masks"
+        if getattr(recorder.model.get_submodule(path), "layerdrop", 0):
+            means = f"if it asks whether LayerDrop leaves out a layer, set layerdrop = 0 of {path or 'the model'}"
         if recorder.phase == "backward" and recorder.origin:  # autograd runs it: the line is that of the forward
             path, source = recorder.origin.path, recorder.origin.source
             means = "in its backward: write x[mask] = y as torch.where(mask, y, x)"
