@@ -14,11 +14,10 @@ from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture import Traced, checks, flatten_batch, trace_step
-from stepgraph.capture.lengths import shorter
+from stepgraph.capture.batch import batch_sizes, first_places, form, shorter
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
-from stepgraph.capture.state import unwrap
-from stepgraph.capture.trace import LossFn, batch_sizes
+from stepgraph.capture.trace import LossFn
 from stepgraph.errors import CaptureError
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.step_graph import StepGraph
@@ -151,7 +150,7 @@ class CapturedStep:
         self._session, self._accumulators = Session(), Accumulators()
         self._store = None if saved is None else store_of(saved, dump is not None)
         self.saved = Outcome()
-        self._current = self._bind(batch, self._signature(leaves, spec))
+        self._current = self._bind(batch, self._signature(batch, leaves, spec))
 
     @property
     def program(self) -> StepProgram:
@@ -214,6 +213,8 @@ class CapturedStep:
         return loss
 
     def _run(self, batch: Any, leaves: Sequence[Any], spec: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if self._update:
+            self._update.check_gradients()
         self._current = self._bound_to(batch, leaves, spec)
         return self._current(leaves)
 
@@ -288,12 +289,14 @@ class CapturedStep:
 
     def _bound_to(self, batch: Any, leaves: Sequence[Any], spec: Any) -> BoundStep:
         """The form of the step for ``batch``, captured anew where what it was specialized on has changed."""
-        signature = self._signature(leaves, spec)
+        if self._update:
+            self._update.check_hooks()
+        signature = self._signature(batch, leaves, spec)
         return self._forms.of(signature) or self._bind(batch, signature)
 
-    def _signature(self, leaves: Sequence[Any], spec: Any) -> tuple:
+    def _signature(self, batch: Any, leaves: Sequence[Any], spec: Any) -> tuple:
         """Everything outside the tensors' values that the graph was specialized on."""
-        forms = tuple(_form(leaf) for leaf in leaves)
+        forms = type(batch), *map(form, leaves), *first_places(leaves)
         training = tuple([module.training for module in self._modules])
         return forms, spec, training, self._update and self._update.constants()
 
@@ -417,12 +420,3 @@ def _device_of(model: nn.Module) -> torch.device:
     """Where the model is: where its first tensor is that is anywhere."""
     tensors = [*model.parameters(), *model.buffers()]
     return next((t.device for t in [*(t for t in tensors if not t.is_meta), *tensors]), torch.device("cpu"))
-
-
-def _form(leaf: Any) -> Any:
-    """What of a leaf of the batch the graph was specialized on: a tensor's form, any other value itself."""
-    if not isinstance(leaf, torch.Tensor):
-        return type(leaf), leaf
-    inner, wrapping = unwrap(leaf)
-    plain = tuple((t.shape, t.dtype, t.device, t.stride(), leaf.requires_grad, leaf.is_leaf) for t in inner)
-    return plain if wrapping is None else (plain, wrapping.kind, wrapping.context, *wrapping.others.values())

@@ -172,6 +172,21 @@ def refuse_replaced(before: Mapping[str, nn.Module], model: nn.Module) -> None:
             )
 
 
+def refuse_data_assigned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor], before: Sequence[int]) -> None:
+    """Raise if forward gave a tensor of the model other memory. ``before``: `storages` of ``tensors`` before it ran."""
+    for slot, now, was in zip(slots, storages(tensors), before, strict=True):
+        if now != was:
+            raise CaptureError(
+                f"forward assigns {slot.name}.data, and a captured step keeps its state where it lies; write in place, "
+                "as by .data.copy_(...)"
+            )
+
+
+def storages(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where each of ``tensors`` lies; 0 for wrappers."""
+    return [0 if compat.is_traceable_wrapper_subclass(t) else compat.storage_key(t) for t in tensors]
+
+
 def refuse_sparse(grad: torch.Tensor, path: str) -> None:
     """Raise if a parameter's gradient is sparse."""
     if grad.layout != torch.strided:
@@ -234,9 +249,14 @@ def explained(recorder: Recorder) -> Iterator[None]:
         yield
     except Exception as error:
         operator = compat.operator_needing_values(error)
-        if operator is None:
-            raise
         path = recorder.stack[-1] if recorder.stack else ""
+        if operator is None:
+            if not isinstance(error, CaptureError):  # a mistake of the model, or what torch does not trace
+                where = f"{path or 'the model'} ({user_source(error)})"
+                error.add_note(
+                    f"raised in {where} while the step was traced, with tensors that have shapes and no values"
+                )
+            raise
         if operator == ".data_ptr()":
             raise CaptureError(
                 f"cannot capture {path or 'the model'} at {user_source(error)}: .data_ptr() asks where a tensor "
@@ -249,6 +269,8 @@ def explained(recorder: Recorder) -> Iterator[None]:
                 'them one by one; set model.set_experts_implementation("grouped_mm")'
             ) from error
         source, means = user_source(error), "use torch.where or masks"
+        if getattr(recorder.model.get_submodule(path), "layerdrop", 0):
+            means = f"if it asks whether LayerDrop leaves out a layer, set layerdrop = 0 of {path or 'the model'}"
         if recorder.phase == "backward" and recorder.origin:  # autograd runs it: the line is that of the forward
             path, source = recorder.origin.path, recorder.origin.source
             means = "in its backward: write x[mask] = y as torch.where(mask, y, x)"

@@ -29,6 +29,9 @@ _KEPT = 1 << 16
 
 _UNINITIALIZED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
+#: Higher-order operators that go by a value, or whose bodies a graph would hold apart, out of sight of passes.
+_CONTROL_FLOW = ("cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl")
+
 #: These read only the shape of their tensor argument.
 _SHAPED = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 
@@ -53,6 +56,8 @@ class KnownValues(compat.TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: it may write to its arguments
+            if func.name() in _CONTROL_FLOW:
+                raise compat.DataDependentOutputException(func.name())
             self.note_writes((args, kwargs))
         elif func._schema.is_mutable:
             arguments = func._schema.arguments

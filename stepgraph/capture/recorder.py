@@ -27,7 +27,7 @@ from stepgraph.capture.state import named_modules, unwrap
 from stepgraph.errors import CaptureError
 from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.collectives import stage_of
-from stepgraph.graph.facts import is_mutating
+from stepgraph.graph.facts import is_mutating, is_random
 from stepgraph.graph.provenance import KEY, Provenance, provenance
 from stepgraph.regions import listening
 
@@ -75,6 +75,7 @@ class Recorder:
         self._regions: list[str] = []  # open ones
         self.checkpoint: int | None = None
         self.checkpoints = 0
+        self._draws_anew = 0  # open checkpoints with preserve_rng_state=False
         self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
         self._forward: dict[int, Provenance] = {}
         self._forward_nodes: dict[int, list[fx.Node]] = defaultdict(list)
@@ -96,6 +97,8 @@ class Recorder:
             elif self._owner is not None and stage_of(node) == "begin":
                 self.reducing[node] = self._owner
             _refuse_written_constants(node)
+            if self._draws_anew and is_random(node):
+                _refuse_drawing_anew(node)
             return node
 
         graph.create_node = create_attributed
@@ -150,14 +153,16 @@ class Recorder:
             for handle in handles:
                 handle.remove()
 
-    def _enter_checkpoint(self) -> None:
+    def _enter_checkpoint(self, same_random: bool) -> None:
+        self._draws_anew += not same_random
         if self.checkpoint is None:  # a nested call belongs to the outer one
             self.checkpoint = self.checkpoints
             self.checkpoints += 1
             self._checkpoint_depth = 0
         self._checkpoint_depth += 1
 
-    def _leave_checkpoint(self) -> None:
+    def _leave_checkpoint(self, same_random: bool) -> None:
+        self._draws_anew -= not same_random
         self._checkpoint_depth -= 1
         if self._checkpoint_depth == 0:
             self.checkpoint = None
@@ -242,3 +247,13 @@ def _refuse_written_constants(node: fx.Node) -> None:
             f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
             "its buffer; register it as a buffer"
         )
+
+
+def _refuse_drawing_anew(node: fx.Node) -> None:
+    """Backward of a checkpoint with ``preserve_rng_state=False`` is that of other random numbers than forward's."""
+    where = provenance(node)
+    raise CaptureError(
+        f"{where.path or 'the model'} ({where.source}) draws random numbers under torch.utils.checkpoint with "
+        "preserve_rng_state=False, so that backward draws others than forward; a captured step has one set, use "
+        "preserve_rng_state=True"
+    )

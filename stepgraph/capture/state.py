@@ -8,7 +8,8 @@ its stand-in there and take it out again; `Watch` sees cheaply that a user repla
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 
 import torch
 from torch import nn
@@ -74,7 +75,11 @@ class Watch:
         self._holders = [holder for slot in slots for holder, _ in slot.places]
         self._keys = [key for slot in slots for _, key in slot.places]
         self._held = [slot.tensor for slot in slots for _ in slot.places]
-        self._states = self._state_dicts()
+        self._states, self._groups = self._state_dicts(), self._parameters()
+        self._entries = self._state_entries()
+        counts = (state["step"] for state in self._states if isinstance(state.get("step"), torch.Tensor))
+        self._counts = [count for count in counts if count.device.type == "cpu" and not compat.is_fake(count)]
+        self._versions, self._alike = self._count_versions(), self._alike_counts()
         self._tensors = [slot.tensor for slot in slots]
         self._wrapped = [t for t in self._tensors if compat.is_traceable_wrapper_subclass(t)]
         self._plain = [t for t in self._tensors if type(t) in (torch.Tensor, nn.Parameter)]
@@ -89,14 +94,41 @@ class Watch:
     def _state_dicts(self) -> list[dict]:
         return [state for optimizer in self._optimizers for state in optimizer.state.values()]
 
+    def _state_entries(self) -> list:
+        return list(chain.from_iterable(map(dict.values, self._states)))
+
+    def _parameters(self) -> list[torch.Tensor]:
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)
+        return list(chain.from_iterable(map(itemgetter("params"), groups)))
+
+    def _count_versions(self) -> list[int]:
+        """A captured step writes below autograd, and so does not change them."""
+        return list(map(attrgetter("_version"), self._counts))
+
+    def _alike_counts(self) -> list[int]:
+        """For each count of steps on the host, where the first one with its value is: they share nodes."""
+        first: dict[float, int] = {}
+        return [first.setdefault(count, i) for i, count in enumerate(map(float, self._counts))]
+
+    def _sees_counts_part(self) -> bool:
+        versions = self._count_versions()
+        if versions == self._versions:
+            return False
+        self._versions = versions
+        return self._alike_counts() != self._alike
+
     def sees_change(self) -> bool:
         """Whether the step must be bound, and so captured, again."""
         if not all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
             return True
         states = self._state_dicts()
-        if len(states) != len(self._states) or not all(map(is_, states, self._states)):
+        if not _are(states, self._states) or not _are(self._state_entries(), self._entries):
             return True
-        return self._look() != self._seen
+        return not _are(self._parameters(), self._groups) or self._sees_counts_part() or self._look() != self._seen
+
+
+def _are(now: list, before: list) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 @contextlib.contextmanager

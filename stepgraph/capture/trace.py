@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
+from stepgraph.capture.batch import first_places, flatten_batch, microbatch, rebuilt
 from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.guard import conditions
 from stepgraph.capture.guard.update import Guard, Kept, check_repeatable, written_names
@@ -23,6 +24,7 @@ from stepgraph.capture.python import writes
 from stepgraph.capture.python.assigned import write_assigned
 from stepgraph.capture.python.end_of_step import traced_end_of_step
 from stepgraph.capture.python.reads import Reads
+from stepgraph.capture.python.torch_random import checked_generators, refusing_seeds
 from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.roles import record_roles
@@ -36,26 +38,13 @@ from stepgraph.graph.step_graph import OutputSpec, StepGraph
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 
-def flatten_batch(batch: Any) -> tuple[list[Any], Any]:
-    """The batch's leaves and how to put them together again; tensors, numbers, strings, bools and None may appear."""
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        batch = dict(batch)
-    leaves, spec = compat.pytree.tree_flatten(batch)
-    for leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, int, float, str, type(None))):
-            raise CaptureError(
-                f"the batch holds a {type(leaf).__name__}; allowed: tensors and plain values in dicts, lists and tuples"
-            )
-    return leaves, spec
-
-
 @dataclass
 class Traced:
     """A captured step with what binds it to live tensors.
 
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``tensor_leaves``: which leaves of
     the batch are tensors. ``reads``: what Python read of the model's modules. ``repairs``: by the names of its levels,
-    what the host does before an unfit step is repeated.
+    what the host does before an unfit step is repeated. ``generators``: the model's own that operators draw from.
     """
 
     program: StepProgram
@@ -64,6 +53,7 @@ class Traced:
     tensor_leaves: list[int]
     reads: Reads
     repairs: dict[str, conditions.Repair]
+    generators: list[torch.Generator] = field(default_factory=list)
 
     @property
     def step(self) -> StepGraph:
@@ -107,16 +97,18 @@ def trace_step(
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share
     trace = StepTrace(*given)
     program = trace.program()
-    if trace.changes:
-        try:
+    try:
+        generators = checked_generators(program, lambda: StepTrace(*given).program())
+        if trace.changes:
             with writes.after(model, trace.changes):
                 later = StepTrace(*given)
                 same = writes.same(program, later.program())
             writes.check(trace.changes, later.changes, same)
-        except CaptureError:
-            trace.drop_state()
-            raise
-    return Traced(program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.repairs)
+    except CaptureError:
+        trace.drop_state()
+        raise
+    found = program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.repairs
+    return Traced(*found, generators)
 
 
 class StepTrace:
@@ -137,7 +129,8 @@ class StepTrace:
         self.model, self.loss_fn, self.max_grad_norm, self.accumulate = model, loss_fn, max_grad_norm, accumulate
         self.share = share
         self.slots = model_slots(model)
-        leaves, self.spec = flatten_batch(batch)
+        self.batch, (leaves, self.spec) = batch, flatten_batch(batch)
+        self.first = first_places(leaves)  # what is one tensor in the batch is one in the trace
         self.leaves = [microbatch(leaf, 0, accumulate) for leaf in leaves]
         self.needs_grad = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         self.tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
@@ -244,14 +237,15 @@ class StepTrace:
         return self._graph(traced, inputs, outputs)
 
     def _batch_inputs(self, inputs: Inputs) -> dict[int, tuple[slice, Wrapping | None]]:
-        return {i: inputs.add("batch", f"batch.{i}", self.leaves[i]) for i in self.tensor_leaves}
+        first = [i for i in self.tensor_leaves if self.first[i] == i]
+        return {i: inputs.add("batch", f"batch.{i}", self.leaves[i]) for i in first}
 
     def _batch(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> Any:
         """The batch of stand-ins."""
         leaves = list(self.leaves)
         for i, (where, wrapping) in inputs.items():
             leaves[i] = wrap(flat[where], wrapping).requires_grad_(self.needs_grad[i])
-        return compat.pytree.tree_unflatten(leaves, self.spec)
+        return rebuilt(self.batch, leaves, self.spec)
 
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
         """The stand-ins of parameters and buffers."""
@@ -265,7 +259,7 @@ class StepTrace:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
         """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
         kept_before, modules_before = kept_tensors(self.model), dict(self.model.named_modules())
-        written = Writes(self.reads)
+        written, places = Writes(self.reads), checks.storages(tensors)
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
             swapped(self.model, self.slots, tensors),
@@ -277,6 +271,7 @@ class StepTrace:
             compat.transformers_sees_values(known.knows),
             compat.checks_of_known_values(known.knows),
             checks.refusing_scalers(self.recorder),
+            refusing_seeds(self.recorder),
             conditions.collected() as self.conditions,
         ):
             params = [(self.slots[i].path, tensors[i]) for i in self.trained]
@@ -285,6 +280,7 @@ class StepTrace:
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             self.changes = written.changes()
             checks.refuse_replaced(modules_before, self.model)
+            checks.refuse_data_assigned(self.slots, tensors, places)
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
@@ -395,19 +391,6 @@ class StepTrace:
         step.module.recompile()  # inputs may have been dropped
         step.capture_s = time.perf_counter() - start
         return step
-
-
-def microbatch(leaf: Any, k: int, n: int) -> Any:
-    """Part ``k`` of ``n`` equal ones of a leaf of the batch: tensors are split along their first dimension."""
-    if n == 1 or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
-        return leaf
-    size = leaf.shape[0] // n
-    return leaf.detach().narrow(0, k * size, size)
-
-
-def batch_sizes(leaves: Sequence[Any]) -> list[int]:
-    """The first dimension of each tensor among the leaves of a batch that has one: what microbatches divide."""
-    return [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
 
 
 def _keep_workspaces(step: StepGraph) -> None:

@@ -52,6 +52,7 @@ from stepgraph.compat.eager import (
     scaled_mm,
 )
 from stepgraph.compat.fake import (
+    DataDependentOutputException,
     checks_of_known_values,
     negative_view,
     operator_needing_values,

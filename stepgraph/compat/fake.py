@@ -10,16 +10,24 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stepgraph.compat.replaced import replaced
+
 #: What fake tensors raise where a value, not only a shape, would be needed.
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+_MESSAGES = {
+    ".numpy()": ".numpy() is not supported",
+    ".data_ptr()": "Cannot access data pointer",
+    "formatting a tensor": "passed to FakeTensor.__format__",
+}
 
 
 def operator_needing_values(error: Exception) -> str | None:
     """Name of the operator that failed because fake tensors have no values; None if ``error`` is something else."""
     if isinstance(error, _DATA_DEPENDENT):
         return str(getattr(error, "func", "a data-dependent operator"))
-    for name, message in ((".numpy()", ".numpy() is not supported"), (".data_ptr()", "Cannot access data pointer")):
-        if isinstance(error, RuntimeError) and message in str(error):
+    for name, message in _MESSAGES.items():
+        if isinstance(error, RuntimeError | TypeError) and message in str(error):
             return name
     return None
 
@@ -55,7 +63,8 @@ def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[
 
 @contextlib.contextmanager
 def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside, torch's checks that all elements of a tensor are true look at those whose values are ``known``.
+    """Inside, torch's checks that all elements of a tensor are true look at those whose values are ``known``, and
+    ``torch.distributions`` checks arguments only where that was asked for (``validate_args=True``).
 
     They would otherwise ask for a value that a trace has not. transformers checks so that a batch holds as many image
     tokens as image features.
@@ -66,11 +75,11 @@ def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[No
         if known(cond):
             check(error_type, cond, message)
 
-    torch._check_tensor_all_with = check_known
-    try:
+    with (
+        replaced(torch, _check_tensor_all_with=check_known),
+        replaced(torch.distributions.Distribution, _validate_args=False),
+    ):
         yield
-    finally:
-        torch._check_tensor_all_with = check
 
 
 def storage_key(tensor: torch.Tensor) -> int:

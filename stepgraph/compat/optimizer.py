@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user hooked code to ``optimizer.step``."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether the user hooked code to ``optimizer.step``, or to that of every optimizer."""
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -39,9 +39,19 @@ def collector_off() -> Iterator[None]:
 
 
 def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """``make_fx`` on fake tensors, with Python's garbage collector off."""
+    """``make_fx`` on fake tensors, with Python's garbage collector off.
+
+    It switches autocast's cache off; here that is as outside, since gradients of a weight that is cast once are added
+    up in the lower precision.
+    """
+    caches = torch.is_autocast_cache_enabled()
+
+    def with_cache(*flat: torch.Tensor) -> Any:
+        torch.set_autocast_cache_enabled(caches)  # put back by make_fx
+        return function(*flat)
+
     with collector_off():
-        return make_fx(function, _disable_torch_fn_metadata_mode=True)(*fakes)
+        return make_fx(with_cache, _disable_torch_fn_metadata_mode=True)(*fakes)
 
 
 def graph_of_trace() -> torch.fx.Graph:
@@ -92,8 +102,9 @@ def rename_exactly(node: torch.fx.Node, name: str) -> None:
 
 
 @contextlib.contextmanager
-def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``torch.utils.checkpoint`` runs its function plainly, between calls of ``enter`` and ``leave``.
+def intercept_checkpoint(enter: Callable[[bool], None], leave: Callable[[bool], None]) -> Iterator[None]:
+    """Inside, ``torch.utils.checkpoint`` runs its function plainly, between calls of ``enter`` and ``leave``, which are
+    told whether it is to draw the same random numbers when it runs again.
 
     A trace would otherwise record the recomputation, and wrongly if the function draws random numbers: eager restores
     the generator's state on the host, which no graph node does. Both variants of checkpoint look up the two replaced
@@ -101,24 +112,24 @@ def intercept_checkpoint(enter: Callable[[], None], leave: Callable[[], None]) -
     would be wrong in silence.
     """
 
-    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        enter()
+    def generator(_function: Callable, preserve_rng_state: bool, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+        enter(preserve_rng_state)
         try:
             yield
         finally:
-            leave()
+            leave(preserve_rng_state)
 
     class Function:
         @staticmethod
         def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
             # The re-entrant variant has no backward unless one of its own arguments needs one.
             needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-            enter()
+            enter(preserve_rng_state)
             try:
                 with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
                     return function(*args)
             finally:
-                leave()
+                leave(preserve_rng_state)
 
     def recording(*args: Any) -> NoReturn:
         raise RuntimeError(

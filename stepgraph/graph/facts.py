@@ -102,6 +102,11 @@ def is_random(node: fx.Node) -> bool:
     return is_overload(node) and _draws(node.target) and argument(node, "dropout_p") != 0
 
 
+def has_generator(node: fx.Node) -> bool:
+    """Whether the node draws from a generator that the model gives it, not from the default one of its device."""
+    return node.op == "call_function" and node.kwargs.get("generator") is not None
+
+
 def is_mutating(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
     return is_launch(node) or (is_overload(node) and _writes(node.target))

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from stepgraph.graph.facts import packet
+from stepgraph.graph.facts import has_generator, packet
 from stepgraph.graph.provenance import provenance
 from stepgraph.kernels.moe import grouped
 
@@ -54,6 +54,8 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
     # An operator that may give a shape by values, as indexing with a mask, was traced only if here it does not.
     if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()) or _has_symbols(node):
         return "its result depends on values the host must read"
+    if has_generator(node):
+        return "it draws from a generator of its own, which no CUDA graph advances"
     devices = {t.device.type for t in tensors_of(node)}
     if devices - {gpu}:
         return f"it works on {' and '.join(sorted(devices))} tensors"

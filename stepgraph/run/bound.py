@@ -28,10 +28,11 @@ class UnfitStepError(RuntimeError):
 
 
 class RandomState:
-    """The states of torch's generators: the CPU's and those of ``devices``."""
+    """The states of torch's generators: the CPU's, those of ``devices``, and ``generators`` of the model's own."""
 
-    def __init__(self, devices: Iterable[torch.device]):
+    def __init__(self, devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()):
         self._cpu = torch.get_rng_state()
+        self._own = [(generator, generator.get_state()) for generator in generators]
         self._devices = {device: torch.cuda.get_rng_state(device) for device in devices}
 
     def restore(self) -> None:
@@ -39,10 +40,13 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         for device, state in self._devices.items():
             torch.cuda.set_rng_state(state, device)
+        for generator, state in self._own:
+            generator.set_state(state)
 
     def states(self) -> dict[str, torch.Tensor]:
         """The states at that moment."""
-        return {"cpu": self._cpu} | {str(device): state for device, state in self._devices.items()}
+        own = {f"of the model, {i}": state for i, (_, state) in enumerate(self._own)}
+        return {"cpu": self._cpu} | {str(device): state for device, state in self._devices.items()} | own
 
 
 class BoundStep:
@@ -69,7 +73,7 @@ class BoundStep:
         the host waits for the step; steps without repairs it does not wait for.
         """
         self._set_rates()
-        random = RandomState(self.devices) if self.traced.repairs else None
+        random = RandomState(self.devices, self.traced.generators) if self.traced.repairs else None
         results = self.runner(leaves)
         if random is not None:
             levels = {name: results.levels[name].item() for name in self.traced.repairs}

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.capture.batch import microbatch
 from stepgraph.capture.state import unwrap
-from stepgraph.capture.trace import microbatch
 from stepgraph.graph.collectives import exchanging
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.step_graph import OutputSpec, StepGraph

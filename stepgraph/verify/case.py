@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph import compat
-from stepgraph.capture import flatten_batch
+from stepgraph.capture.batch import flatten_batch, microbatch, rebuilt
 from stepgraph.capture.optimizer.update import Optimizers
-from stepgraph.capture.trace import microbatch
 from stepgraph.graph.program import StepProgram
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes import Passes
 from stepgraph.run import BoundStep
-from stepgraph.run.bound import RandomState
 from stepgraph.verify.eager import eager_step
 from stepgraph.verify.report import differences
 from stepgraph.verify.state import Key, State
@@ -47,7 +44,7 @@ class Case:
     @property
     def state(self) -> State:
         """What the step reads and writes."""
-        return State(self.model, self.optimizers, self.leaves)
+        return State(self.model, self.optimizers, self.leaves, self.bound.traced.generators)
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -63,7 +60,7 @@ class Case:
         """One eager step: (loss, metrics)."""
         leaves, spec = flatten_batch(self.batch)
         parts = [
-            compat.pytree.tree_unflatten([microbatch(leaf, k, self.accumulate) for leaf in leaves], spec)
+            rebuilt(self.batch, [microbatch(leaf, k, self.accumulate) for leaf in leaves], spec)
             for k in range(self.accumulate)
         ]
         with torch.compiler.set_stance("force_eager"):  # what torch.compile made is captured as what is inside
@@ -84,7 +81,7 @@ def outcome(case: Case, run: Callable[[], tuple[torch.Tensor, dict[str, torch.Te
         found["metric", name] = value.detach().to("cpu", copy=True)
     state = case.state
     found |= state.read()
-    random = RandomState(state.devices()).states()
+    random = state.random().states()
     return found | {("random state", name): value for name, value in random.items()}
 
 

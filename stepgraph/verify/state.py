@@ -22,11 +22,12 @@ Key = tuple[str, str]
 
 @dataclass
 class State:
-    """What a step reads and writes. ``leaves``: those of the batch."""
+    """What a step reads and writes. ``leaves``: those of the batch. ``generators``: those of the model's own."""
 
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     leaves: Sequence[Any]
+    generators: Sequence[torch.Generator] = ()
 
     def tensors(self) -> Iterator[tuple[Key, torch.Tensor]]:
         """The live local tensors, detached, each once."""
@@ -62,6 +63,10 @@ class State:
         """The CUDA devices of its tensors."""
         return {tensor.device for _, tensor in self.tensors() if tensor.device.type == "cuda"}
 
+    def random(self) -> RandomState:
+        """The states of torch's generators."""
+        return RandomState(self.devices(), self.generators)
+
 
 def _parts(kind: str, name: str, tensor: torch.Tensor) -> Iterator[tuple[Key, torch.Tensor]]:
     inner, _ = unwrap(tensor.detach())
@@ -77,7 +82,7 @@ class Snapshot:
         self._values = [(tensor, spanned(tensor).to("cpu", copy=True)) for _, tensor in state.tensors()]
         self._holders = [(holder, dict(holder)) for holder in state.holders()]
         self._grads = [(param, param.grad) for param in state.model.parameters()]
-        self._random = HostRandom(state.model), RandomState(state.devices())
+        self._random = HostRandom(state.model), state.random()
 
     def restore(self) -> None:
         """Everything as it was: the same objects in the same places, with the same values."""

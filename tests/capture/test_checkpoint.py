@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import stepgraph
+from stepgraph.errors import CaptureError
 from stepgraph.graph.provenance import provenance
 
 PASSES = pytest.mark.parametrize("passes", [[], "exact"])
@@ -102,3 +104,11 @@ def test_recomputation_takes_place(check_training):
     step = check_training(Stack(functools.partial(checkpoint, use_reentrant=False), dropout=0.0), mse, pairs(), adamw)
     again = [n for n in step.graph.nodes("backward") if "recomputes" in n.meta]
     assert sum(n.target is torch.ops.aten.gelu.default for n in again) == 3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_other_random_numbers_in_backward_are_refused(check_training, use_reentrant):
+    run = functools.partial(checkpoint, use_reentrant=use_reentrant, preserve_rng_state=False)
+    with pytest.raises(CaptureError, match=r"blocks.0.dropout \(.*\) draws random numbers.*preserve_rng_state=True"):
+        stepgraph.capture(Stack(run), mse, pairs()[0], passes="exact")
+    check_training(Stack(run, dropout=0.0), mse, pairs(), adamw, steps=2)  # nothing is drawn

@@ -113,11 +113,21 @@ def assertion(self, x):
     return x
 
 
+def formatted(self, x):
+    return x * float(f"{x.sum():.3f}")
+
+
+def cond(self, x):
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
 def unique(self, x):
     return x * torch.unique(x.detach()).numel()
 
 
-@pytest.mark.parametrize("function", [item, branch, nonzero, mask, tolist, numpy, integer, assertion, unique])
+@pytest.mark.parametrize(
+    "function", [item, branch, nonzero, mask, tolist, numpy, integer, assertion, unique, formatted, cond]
+)
 @pytest.mark.parametrize("fused", [False, True])
 def test_values_of_tensors(function, fused):
     message = refuse(function, optimizer=lambda m: torch.optim.AdamW(m.parameters(), fused=fused), max_grad_norm=1.0)
@@ -162,6 +172,24 @@ def test_write_into_a_plain_attribute():
         return x * self.plain
 
     assert re.search(r"layers.1 \(.*test_errors.py:\d+\) writes into a tensor that is neither", refuse(count))
+
+
+def test_memory_of_a_parameter_replaced():
+    def replace(self, x):
+        self.linear.weight.data = self.linear.weight.data * 0.5
+        return x
+
+    assert "forward assigns layers.1.linear.weight.data" in refuse(replace)
+
+
+def test_what_torch_says_gets_a_place():
+    def fails(self, x):
+        return x @ x.new_zeros(5, 5)
+
+    with pytest.raises(RuntimeError) as caught:
+        stepgraph.capture(Model(fails), loss_fn, torch.randn(3, 4), passes="exact")
+    (note,) = caught.value.__notes__
+    assert re.search(r"raised in layers.1 \(.*test_errors.py:\d+\) while the step was traced", note)
 
 
 @pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(4, dtype=torch.float64)])

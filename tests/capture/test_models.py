@@ -115,6 +115,19 @@ def test_autocast_in_the_loss(check_training, passes):
     assert any(n.meta["val"].dtype == torch.bfloat16 for n in step.graph.nodes("forward"))
 
 
+def test_autocast_casts_a_weight_once(check_training):
+    """Gradients of its uses are then added up in bf16; a trace would switch that cache off."""
+
+    def loss_fn(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(batch["x"])
+            with torch.autocast("cpu", enabled=False):
+                y = model(y.float())
+            return model(y).float().sin().mean()
+
+    check_training(torch.nn.Linear(6, 6), loss_fn, [{"x": torch.randn(4, 6)}], fused_adamw, accumulate=2, steps=2)
+
+
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights(check_training, passes, dtype):

@@ -41,9 +41,8 @@ class Update:
                     "Muon, Adafactor, stepgraph.MasterAdamW and lists of them; or capture without an optimizer and "
                     "step it yourself"
                 )
-            if compat.has_step_hooks(optimizer):
-                raise ValueError("the optimizer has step hooks, which a captured step would not run; remove them")
             _RULES[type(optimizer)].check(optimizer)
+        self.check_hooks()
         owners: dict[int, str] = {}
         for optimizer, group in self._groups():
             for param in group["params"]:
@@ -53,6 +52,20 @@ class Update:
                         f"{type(optimizer).__name__}; give it to one of them"
                     )
                 owners[id(param)] = type(optimizer).__name__
+
+    def check_hooks(self) -> None:
+        """Raise if the user hooked code to an optimizer's step."""
+        if any(map(compat.has_step_hooks, self.optimizers)):
+            raise ValueError("the optimizer has step hooks, which a captured step would not run; remove them")
+
+    def check_gradients(self) -> None:
+        """Raise if a parameter holds a gradient already: eager's update would take it too."""
+        for _, param in self.owned():
+            if param.grad is not None:
+                raise ValueError(
+                    f"a parameter of shape {list(param.shape)} holds a gradient from outside the step, which the "
+                    "update in the graph would leave out; call optimizer.zero_grad() before the step"
+                )
 
     def _groups(self) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
         return [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]

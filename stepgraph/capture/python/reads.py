@@ -6,10 +6,11 @@ each call, in loops of the interpreter itself: those that the step never reads c
 """
 
 import contextlib
+import copy
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
-from operator import is_
+from operator import eq, is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,8 +25,12 @@ PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 _TYPES = frozenset(PLAIN)
 _READ = _TYPES | {FunctionType, MethodType}
 
+#: Containers of plain values, up to so many, which are compared by what they hold.
+_CONTAINERS = frozenset((dict, list, tuple))
+_LARGEST = 64
+
 #: What torch itself reads of a module to call it.
-_OF_TORCH = frozenset(dir(nn.Module)) - {"training", "forward"}
+_OF_TORCH = frozenset((*dir(nn.Module), *vars(nn.Module()))) - {"training", "forward"}
 
 #: Dictionaries of hooks that run with a module, by their keys in ``vars(module)``.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -67,7 +72,14 @@ def _is_constant(name: str, value: Any, held: dict) -> bool:
     which ``held`` has."""
     if type(value) is MethodType:
         return name == "forward" or name in held
-    return type(value) in _READ or _is_configuration(name, value)
+    return type(value) in _READ or _is_plain_container(value) or _is_configuration(name, value)
+
+
+def _is_plain_container(value: Any) -> bool:
+    """A container of plain values, as the scales of LoRA by the names of adapters."""
+    if type(value) not in _CONTAINERS or len(value) > _LARGEST:
+        return False
+    return all(type(item) in _TYPES for item in (value.values() if type(value) is dict else value))
 
 
 def _is_configuration(name: str, value: Any) -> bool:
@@ -89,6 +101,8 @@ class Plain:
         self._paths: list[str] = []
         self._note(reads)
         self._values = list(map(dict.get, self._dicts, self._keys))
+        self._containers = _containers(self._values)
+        self._copies = list(map(copy.copy, self._containers))
         self._children = [m._modules for m in model.modules() if m._modules]
         self._held = [dict(children) for children in self._children]
         self._handles = RemovableHandle.next_id
@@ -102,12 +116,13 @@ class Plain:
             held, prefix = vars(module), f"{path}." if path else ""
             for name in sorted(reads.names.get(id(module), ())):
                 value = held.get(name)
-                if type(value) in _READ:  # None: its class has it, and the module itself may
+                # None: its class has it, and the module itself may.
+                if type(value) in _READ or _is_plain_container(value):
                     self._add(held, name, prefix)
                 elif id(value) not in seen and _is_configuration(name, value):
                     seen.add(id(value))
                     for key, option in vars(value).items():
-                        if type(option) in _TYPES:
+                        if type(option) in _TYPES or _is_plain_container(option):
                             self._add(vars(value), key, f"{prefix}{name}.")
 
     def _add(self, held: dict, name: str, prefix: str) -> None:
@@ -121,6 +136,10 @@ class Plain:
             change = self._changed_value()
             if change:
                 return change
+        if not all(map(eq, self._containers, self._copies)):
+            paths = [p for p, value in zip(self._paths, self._values, strict=True) if type(value) in _CONTAINERS]
+            pairs = zip(paths, self._copies, self._containers, strict=True)
+            return next(f"{path} changed from {old} to {new}" for path, old, new in pairs if old != new)
         if self._children != self._held:
             return "submodules were replaced"
         if self._hooked or RemovableHandle.next_id != self._handles:
@@ -132,7 +151,7 @@ class Plain:
         for path, old, new in zip(self._paths, self._values, now, strict=True):
             if old is not new and not (type(old) is type(new) and (old == new or repr(old) == repr(new) == "nan")):
                 return f"{path} changed from {_short(old)} to {_short(new)}"
-        self._values = now  # the same values in other objects
+        self._values, self._containers = now, _containers(now)  # the same values in other objects
         return None
 
     def _changed_hooks(self) -> str | None:
@@ -149,6 +168,10 @@ class Plain:
                     return f"a gradient hook of parameter {name} was added"
             self._handles = RemovableHandle.next_id  # hooks of something else
         return None
+
+
+def _containers(values: list) -> list:
+    return [value for value in values if type(value) in _CONTAINERS]
 
 
 def _short(value: Any) -> str:

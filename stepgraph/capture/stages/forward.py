@@ -7,13 +7,15 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks
+from stepgraph.capture.batch import flatten_batch
 from stepgraph.capture.guard import conditions
 from stepgraph.capture.guard.update import Guard
 from stepgraph.capture.inputs import Inputs
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
+from stepgraph.capture.python.torch_random import refusing_seeds
 from stepgraph.capture.state import swapped
-from stepgraph.capture.trace import LossFn, StepTrace, flatten_batch
+from stepgraph.capture.trace import LossFn, StepTrace
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
 
 
@@ -48,6 +50,7 @@ class _Forward(StepTrace):
                 recorded_launches(known.note_writes),
                 compat.transformers_sees_values(known.knows),
                 compat.checks_of_known_values(known.knows),
+                refusing_seeds(self.recorder),
                 conditions.collected() as self.conditions,
             ):
                 loss = checks.without_host_random(

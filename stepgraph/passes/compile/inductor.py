@@ -25,7 +25,7 @@ from stepgraph import compat
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
-from stepgraph.graph.facts import argument, is_launch, is_mutating, is_view, packet
+from stepgraph.graph.facts import argument, has_generator, is_launch, is_mutating, is_view, packet
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
@@ -221,6 +221,8 @@ def read_before_drawn(node: fx.Node) -> str | None:
     """Why Inductor cannot compile ``node`` to what it computes, or None. It draws ``bernoulli`` in place, into a buffer
     that one of its kernels makes, and takes for the reader's source what was in the buffer before: where it fuses the
     two, dropout multiplies with uninitialized memory (seen on torch 2.13, on a CPU)."""
+    if has_generator(node):
+        return "Inductor draws from default generators alone"
     if packet(node) not in (aten.bernoulli, aten.bernoulli_):
         return None
     return "Inductor may read the numbers before it draws them"

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture import Traced, flatten_batch
+from stepgraph.capture import Traced
+from stepgraph.capture.batch import first_places, flatten_batch
 from stepgraph.capture.guard.conditions import Repair
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.reads import Reads
@@ -61,7 +62,8 @@ class Start:
             "hooks": describe_hooks(self.model),
             "patches": described_patches(),
             "loss": Describer(names)(self.loss_fn, "the loss function"),
-            "batch": {str(i): form for i, form in enumerate(forms)} | {"structure": str(spec)},
+            "batch": {str(i): form for i, form in enumerate(forms)}
+            | {"structure": f"{type(self.batch).__qualname__} {spec} {first_places(leaves)}"},
             "optimizer": self._optimizer(),
             "options": {name: repr(value) for name, value in self.options.items()},
             "rank": dist.get_rank() if dist.is_initialized() else 0,

@@ -244,10 +244,11 @@ class Reads(nn.Module):
         self.first, self.dropout, self.last = nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)
         self.act, self.activation = nn.ReLU(), F.relu
         self.scale, self.unread, self.config = 1.5, 0, Options()
-        self.norm = nn.LayerNorm(6)
+        self.norm, self.by_name, self.listed = nn.LayerNorm(6), {"one": 1.0, "two": 2.0}, [1.0]
 
     def forward(self, x):
         x = self.activation(self.dropout(self.act(self.first(x))) * self.scale) * self.constant
+        x = x * self.by_name["two"] * self.listed[0]
         return self.norm(self.last(x)) * self.config.scale
 
 
@@ -258,6 +259,9 @@ CHANGES = {
     "epsilon": (lambda m: setattr(m.norm, "eps", 0.1), r"norm\.eps changed from 1e-05 to 0\.1"),
     "over the class": (lambda m: setattr(m, "constant", 5.0), r"constant changed from None to 5\.0"),
     "configuration": (lambda m: setattr(m.config, "scale", 5.0), r"config\.scale changed from 2\.0 to 5\.0"),
+    "item": (lambda m: m.by_name.update(two=3.0), r"by_name changed from \{.*2\.0\} to \{.*3\.0\}"),
+    "element": (lambda m: m.listed.append(2.0), r"listed changed from \[1\.0\] to \[1\.0, 2\.0\]"),
+    "tuple": (lambda m: setattr(m.norm, "normalized_shape", [6]), r"normalized_shape changed from \(6,\) to \[6\]"),
     "function": (lambda m: setattr(m, "activation", F.gelu), r"activation changed from relu to gelu"),
     "submodule": (lambda m: setattr(m, "act", nn.GELU()), "submodules were replaced"),
     "forward": (lambda m: setattr(m.act, "forward", F.gelu), r"act\.forward changed from None to gelu"),

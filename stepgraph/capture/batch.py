@@ -1,0 +1,115 @@
+"""A batch as its leaves: what of it a graph is specialized on, its parts, and one of another length."""
+
+import copy
+from collections import UserDict
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from numbers import Number
+from typing import Any
+
+import torch
+
+from stepgraph import compat
+from stepgraph.capture.state import unwrap
+from stepgraph.errors import CaptureError
+
+#: Values beside tensors, which are constants of the graph; NumPy's scalars are numbers.
+_PLAIN = (Number, str, bytes, Enum, torch.dtype, torch.device, type(None))
+_SHORTEST = 4
+
+
+def flatten_batch(batch: Any) -> tuple[list[Any], Any]:
+    """The batch's leaves and how to put them together again: tensors, and plain values as `_PLAIN` has them.
+
+    Raises `CaptureError` for other values, and for tensors that have no strides.
+    """
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        batch = dict(batch)
+    leaves, spec = compat.pytree.tree_flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            check_layout(leaf, "the batch holds")
+        elif not isinstance(leaf, _PLAIN):
+            fix = "; pass vars(batch)" if leaf is batch and hasattr(leaf, "__dataclass_fields__") else ""
+            raise CaptureError(
+                f"the batch holds a {_kind(leaf)}; allowed: tensors and plain values in dicts, lists and tuples{fix}"
+            )
+    return leaves, spec
+
+
+def _kind(value: Any) -> str:
+    """The name of its class, under that of the library which it is from."""
+    library = type(value).__module__.partition(".")[0]
+    return type(value).__qualname__ if library in ("builtins", "__main__") else f"{library}.{type(value).__qualname__}"
+
+
+def check_layout(tensor: torch.Tensor, holds: str) -> None:
+    """Raise for a sparse, nested or quantized tensor. ``holds``: how the message begins."""
+    kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, "sparse": tensor.layout != torch.strided}
+    kind = next((kind for kind, is_so in kinds.items() if is_so), None)
+    if kind is not None:
+        raise CaptureError(
+            f"{holds} a {kind} tensor, and a graph takes dense ones: pad rows that differ in length, and make "
+            "sparse or quantized tensors inside loss_fn from their dense parts"
+        )
+
+
+def rebuilt(batch: Any, leaves: Sequence[Any], spec: Any) -> Any:
+    """A batch like ``batch`` with other ``leaves``, and one of them where it has one tensor in several places. A batch
+    of transformers' classes keeps its class, whose attributes are its keys; other mappings become dicts."""
+    places = first_places(flatten_batch(batch)[0])
+    made = compat.pytree.tree_unflatten([leaves[i] for i in places], spec)
+    if not isinstance(batch, UserDict):
+        return made
+    shell = copy.copy(batch)
+    shell.data = made
+    return shell
+
+
+def first_places(leaves: Sequence[Any]) -> list[int]:
+    """For each leaf the place of the first that is the same tensor; of other values, and tensors alone, their own."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(leaves)]
+
+
+def form(leaf: Any) -> Any:
+    """What of a leaf the graph was specialized on: a tensor's form, any other value itself."""
+    if not isinstance(leaf, torch.Tensor):
+        # As text a number tells -0.0 from 0.0, and equals itself where it is NaN.
+        return type(leaf), repr(leaf) if isinstance(leaf, Number) else leaf
+    inner, wrapping = unwrap(leaf)
+    plain = tuple(
+        (t.shape, t.dtype, t.device, t.stride(), leaf.requires_grad, leaf.is_leaf, t.is_conj(), t.is_neg())
+        for t in inner
+    )
+    return plain if wrapping is None else (plain, wrapping.kind, wrapping.context, *wrapping.others.values())
+
+
+def microbatch(leaf: Any, k: int, n: int) -> Any:
+    """Part ``k`` of ``n`` equal ones of a leaf of the batch: tensors are split along their first dimension."""
+    if n == 1 or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+        return leaf
+    size = leaf.shape[0] // n
+    return leaf.detach().narrow(0, k * size, size)
+
+
+def batch_sizes(leaves: Sequence[Any]) -> list[int]:
+    """The first dimension of each tensor among the leaves of a batch that has one: what microbatches divide."""
+    return [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+
+
+def shorter(batch: Any) -> Any | None:
+    """``batch`` with the second dimension (batch, length, ...) of its tensors halved; None if none is of 4 or more."""
+    leaves, spec = flatten_batch(batch)
+    halves = [_half(leaf) if _has_length(leaf) else leaf for leaf in leaves]
+    same = all(half is leaf for half, leaf in zip(halves, leaves, strict=True))
+    return None if same else rebuilt(batch, halves, spec)
+
+
+def _has_length(leaf: Any) -> bool:
+    plain = isinstance(leaf, torch.Tensor) and not compat.is_traceable_wrapper_subclass(leaf)
+    return plain and leaf.ndim > 1 and leaf.shape[1] >= _SHORTEST
+
+
+def _half(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.detach()[:, : leaf.shape[1] // 2].clone(memory_format=torch.contiguous_format)

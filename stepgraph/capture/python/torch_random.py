@@ -1,0 +1,79 @@
+"""torch's random generators in a step: it draws from them in order, and forward may not seed or rewind them.
+
+A graph draws from the default generators and from those that a model passes to operators, as eager does. What Python
+does to their states while a step is traced would happen once, and never again.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.capture.recorder import Recorder, user_frame
+from stepgraph.errors import CaptureError
+from stepgraph.graph.facts import has_generator
+from stepgraph.graph.program import StepProgram
+from stepgraph.graph.provenance import provenance
+
+_SEEDING = ("manual_seed", "seed", "set_rng_state")
+#: A seed that no model takes.
+_MARK = 0x5EED_0F_57E9
+
+_FIX = "seed before the first step, or draw outside and pass the numbers in the batch"
+
+
+@contextlib.contextmanager
+def refusing_seeds(recorder: Recorder) -> Iterator[None]:
+    """Inside, `CaptureError` is raised for code that sets the state of torch's default generators."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        path = recorder.stack[-1] if recorder.stack else ""
+        raise CaptureError(
+            f"{path or 'the model'} ({user_frame(sys._getframe(1))}) sets the state of torch's random generator, which "
+            f"a captured step would not do again; {_FIX}"
+        )
+
+    names = dict.fromkeys(_SEEDING, refuse)
+    with compat.replaced(torch, **names), compat.replaced(torch.random, **names):
+        yield
+
+
+def _generators(program: StepProgram) -> list[torch.Generator]:
+    return list({id(generator): generator for _, generator in _draws(program)}.values())
+
+
+def _draws(program: StepProgram) -> Iterator[tuple[fx.Node, torch.Generator]]:
+    """The nodes that are given a generator, with it. Newer versions of torch hold it in an attribute of the module."""
+    for graph in program.graphs.values():
+        for node in graph.graph.nodes:
+            if has_generator(node):
+                given = node.kwargs["generator"]
+                yield node, getattr(graph.module, given.target) if isinstance(given, fx.Node) else given
+
+
+def checked_generators(program: StepProgram, trace: Callable[[], StepProgram]) -> list[torch.Generator]:
+    """The generators that operators of ``program`` are given, each once, in order. Raises if forward makes or seeds
+    one of them. ``trace``: traces the step again."""
+    generators = _generators(program)
+    if not generators:
+        return []
+    saved = [g.get_state() for g in generators]
+    try:
+        marks = [g.manual_seed(_MARK).get_state() for g in generators]
+        again = _generators(trace())
+        same = len(again) == len(generators) and all(a is b for a, b in zip(again, generators, strict=True))
+        seeded = not same or any(not torch.equal(g.get_state(), mark) for g, mark in zip(again, marks, strict=True))
+    finally:
+        for generator, state in zip(generators, saved, strict=True):
+            generator.set_state(state)
+    if seeded:
+        where = provenance(next(node for node, _ in _draws(program)))
+        raise CaptureError(
+            f"{where.path or 'the model'} ({where.source}) draws from a torch.Generator that forward makes or seeds, "
+            f"which a captured step would not do again; {_FIX}"
+        )
+    return generators

@@ -1,0 +1,85 @@
+"""Batches: one tensor in two places, values that are equal and yet not the same, classes of transformers, layouts."""
+
+import math
+from collections import UserDict
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph.errors import CaptureError
+
+
+class Encoding(UserDict):
+    """As transformers' BatchEncoding: its keys are attributes too."""
+
+    def __getattr__(self, name):
+        if name == "data":
+            raise AttributeError(name)
+        return self.data[name]
+
+
+def by_identity(model, batch):
+    return (model(batch["x"]) * (2.0 if batch["x"] is batch["y"] else 3.0)).sin().mean()
+
+
+def by_sign(model, batch):
+    return (model(batch["x"]) * math.copysign(1.0, batch["by"])).sin().mean()
+
+
+def by_class(model, batch):
+    return (model(batch.x) * (3.0 if isinstance(batch, Encoding) else 2.0)).sin().mean()
+
+
+def by_dtype(model, batch):
+    return (model(batch["x"]).to(batch["dtype"]) * batch["by"]).sin().mean().float()
+
+
+def written(model, batch):
+    batch["x"].mul_(1.5)
+    return (model(batch["x"]) * batch["y"]).sin().mean()
+
+
+X = torch.linspace(-2, 2, 24).view(4, 6)
+
+
+@pytest.mark.parametrize(
+    "loss_fn, batches",
+    [
+        (by_identity, lambda: [(lambda x: {"x": x, "y": x})(X.clone()), {"x": X.clone(), "y": X.clone()}]),
+        (written, lambda: [(lambda x: {"x": x, "y": x})(X.clone()), {"x": X.clone(), "y": X.clone()}]),
+        (by_sign, lambda: [{"x": X, "by": 0.0}, {"x": X, "by": -0.0}]),
+        (by_class, lambda: [Encoding(x=X), Encoding(x=X + 1)]),
+        (by_dtype, lambda: [{"x": X, "dtype": torch.float64, "by": 2}, {"x": X, "dtype": torch.bfloat16, "by": 2}]),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_python_sees_of_a_batch(loss_fn, batches, accumulate):
+    model, (first, second) = nn.Linear(6, 6), batches()
+    step = stepgraph.capture(model, loss_fn, first, passes="exact", accumulate=accumulate)
+    for batch in (first, second, first):
+        assert step.verify(batch).bitwise
+
+
+def test_a_number_that_is_none_is_no_new_form():
+    model = nn.Linear(6, 6)
+    step = stepgraph.capture(model, lambda m, b: m(b["x"]).mean(), {"x": X, "by": float("nan")}, passes="exact")
+    before = step.program
+    step({"x": X, "by": float("nan")})
+    assert step.program is before
+
+
+@pytest.mark.parametrize(
+    "odd, message",
+    [
+        (lambda: torch.eye(6).to_sparse(), "the batch holds a sparse tensor.*from their dense parts"),
+        (lambda: torch.nested.nested_tensor([X[0], X[1]]), "the batch holds a nested tensor.*pad rows"),
+        (lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), "the batch holds a quantized tensor"),
+        (lambda: X.numpy(), "the batch holds a numpy.ndarray; allowed"),
+    ],
+)
+def test_layouts_that_are_refused(odd, message):
+    with pytest.raises(CaptureError, match=message) as caught:
+        stepgraph.capture(nn.Linear(6, 6), lambda m, b: m(b["x"]).mean(), {"x": X, "odd": odd()}, passes="exact")
+    assert "\n" not in str(caught.value)

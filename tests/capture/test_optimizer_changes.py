@@ -1,0 +1,102 @@
+"""What a user does to an optimizer between two captured steps: taken as eager takes it, or refused in one line."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import stepgraph
+
+
+def loss_fn(model, batch):
+    return F.mse_loss(model(batch), batch.flip(0))
+
+
+BATCH = torch.linspace(-2, 2, 24).view(4, 6)
+
+
+def model():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def swap_groups(model, optimizer):
+    first, second = (group["params"] for group in optimizer.param_groups)
+    first[0], second[0] = second[0], first[0]
+
+
+def replace_moments(model, optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def replace_counts(model, optimizer):
+    for state in optimizer.state.values():
+        state["step"] = torch.tensor(7.0)
+
+
+def set_one_count(model, optimizer):
+    optimizer.state[model[2].bias]["step"].fill_(9.0)
+
+
+@pytest.mark.parametrize("change", [swap_groups, replace_moments, replace_counts, set_one_count])
+@pytest.mark.parametrize("kind", [adamw, torch.optim.Adafactor])
+def test_groups_and_state(change, kind):
+    if change is replace_moments and kind is not adamw:
+        kind = torch.optim.Adam
+    start, ends = model(), []
+    for captured in (False, True):
+        twin = copy.deepcopy(start)
+        layers = [{"params": [layer.weight, layer.bias], "lr": lr} for layer, lr in ((twin[0], 0.1), (twin[2], 0.01))]
+        optimizer = kind(layers)
+        step = stepgraph.capture(twin, loss_fn, BATCH, optimizer, passes="exact") if captured else None
+        for i in range(4):
+            if i == 2:
+                change(twin, optimizer)
+            if captured:
+                step(BATCH)
+                continue
+            loss_fn(twin, BATCH).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([*twin.parameters(), *(state["step"] for state in optimizer.state.values())])
+    assert all(map(torch.equal, *ends))
+
+
+def test_verify_causes_no_capture():
+    twin = model()
+    step = stepgraph.capture(twin, loss_fn, BATCH, adamw(twin.parameters()), passes="exact")
+    step(BATCH)
+    before = step.program
+    assert step.verify(BATCH).bitwise
+    step(BATCH)
+    assert step.program is before
+
+
+def gradient(model, optimizer):
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+
+
+def hook(model, optimizer):
+    optimizer.register_step_post_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "change, message", [(gradient, r"shape \[5, 6\] holds a gradient.*zero_grad"), (hook, "hooks")]
+)
+def test_what_the_update_would_leave_out_is_refused(change, message):
+    twin = model()
+    optimizer = adamw(twin.parameters())
+    step = stepgraph.capture(twin, loss_fn, BATCH, optimizer, passes="exact")
+    step(BATCH)
+    before = copy.deepcopy(twin.state_dict())
+    change(twin, optimizer)
+    with pytest.raises(ValueError, match=message) as caught:
+        step(BATCH)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), twin.state_dict().values(), strict=True))
