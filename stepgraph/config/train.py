@@ -302,6 +302,8 @@ class TrainConfig(StepOptions, _Training):
                     raise ValueError(
                         f"{name}={getattr(self, name)} is about stages and there are none: add pp=2 to --mesh"
                     )
+        if self.expert_chunks > 1 and (spec is None or spec.ep == 1):
+            raise ValueError(f"expert_chunks={self.expert_chunks} is about ep and there is none: add ep=2 to the mesh")
         if spec is None:
             for name, plain in (("reshard", "auto"), ("reduce_dtype", "fp32")):
                 if getattr(self, name) != plain:
@@ -311,8 +313,6 @@ class TrainConfig(StepOptions, _Training):
             return
         if self.nproc is not None:
             spec.check_world(self.nproc)
-        if self.expert_chunks > 1 and spec.ep == 1:
-            raise ValueError(f"expert_chunks={self.expert_chunks} is about ep and there is none: add ep=2 to the mesh")
         self._validate_pipeline(spec)
         sizes = family_of(self.model).tp_sizes
         spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
@@ -371,6 +371,8 @@ class TrainConfig(StepOptions, _Training):
                 raise ValueError("init_from_hf and resume are both given: a resumed run has its weights; drop one")
             if not (self.resumed_run / "config.json").is_file():
                 raise ValueError(f"resume={self.resume} is not a run folder (no config.json): give the folder of a run")
+        if self.step not in ("auto", "off") and Path(self.step).exists() and not Path(self.step).is_dir():
+            raise ValueError(f"step={self.step} is a file: give a folder of saved steps")
         if self.init_from_hf is not None and not self.init_from_hf.is_dir():
             raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: give a folder with safetensors files")
         for name in ("init_from_hf", "export_hf"):
