@@ -118,7 +118,7 @@ def _status(arguments: list[str]) -> int:
     try:
         return _dispatch(arguments)
     except ValueError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        _tell(" ".join(str(error).split()))
         return 2
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
@@ -128,6 +128,16 @@ def _status(arguments: list[str]) -> int:
     except KeyboardInterrupt:  # training saves and ends by itself
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _tell(error: str) -> None:
+    """Print an error of use; of ranks that make the same one the first does."""
+    if "RANK" in os.environ:
+        from stepgraph import parallel
+
+        if not parallel.says_first(error):
+            return
+    print("error:", error, file=sys.stderr)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -239,14 +249,16 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
 def _without_config(options: list[str]) -> tuple[str | None, list[str]]:
     """The value of ``--config``, and the options without it."""
+    from stepgraph.config.command_line import value_of
+
     rest = list(options)
     for position, word in enumerate(options):
         if word.split("=", 1)[0] != "--config":
             continue
-        if word == "--config" and position + 1 == len(options):
-            raise ValueError("--config lacks its value: it takes 1")
         width = 1 if "=" in word else 2
-        file = word.removeprefix("--config=") if width == 1 else options[position + 1]
+        file = value_of("--config", options[position : position + width])
+        if not file:
+            raise ValueError("--config lacks its value: it takes 1")
         del rest[position : position + width]
         if any(other.split("=", 1)[0] == "--config" for other in rest):
             raise ValueError("--config is given twice: put all options into one file")

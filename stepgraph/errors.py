@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class CaptureError(ValueError):
@@ -20,6 +21,13 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     parts = set(re.split(r"[-.]", plain(given)))
     near = near or sorted((name for name in names if parts < set(re.split(r"[-.]", name))), key=len)
     return names[near[0]] if near else None
+
+
+def require_file(path: Path) -> None:
+    """Raise ``ValueError`` where ``path`` is a folder, a pipe or a device. One that is not there is let pass."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe or a device, which cannot be read again"
+        raise ValueError(f"{path} is {kind}: give a file")
 
 
 def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> ValueError:

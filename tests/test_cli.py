@@ -46,6 +46,12 @@ def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
     [
         ("--lr", "--lr lacks its value: it takes 1"),
         ("--betas 0.9", "--betas lacks its value: it takes 2"),
+        ("--config", "--config lacks its value: it takes 1"),
+        ("--config= --steps 3", "--config lacks its value: it takes 1"),
+        ("--config --steps 3", "--config lacks its value: it takes 1"),
+        ("--resume --steps 3", "--resume lacks its value: it takes 1"),
+        ("--max-grad-norm none", "bad value for --max-grad-norm: 'none' is neither None nor of type FLOAT"),
+        ("--expert-chunks 2", "expert_chunks=2 is about ep and there is none: add ep=2 to the mesh"),
         ("--steps 1.5", "bad value for --steps: invalid literal for int() with base 10: '1.5'"),
         ("--schedule cosin", "bad value for --schedule: 'cosin' is not one of 'cosine', 'wsd', 'constant'"),
         ("--batch_sise=3", "unknown option --batch_sise: did you mean --batch-size?"),

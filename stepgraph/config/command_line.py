@@ -29,6 +29,10 @@ _PLAIN = [
         r"^invalid choice (.*) for argument '(\S+)'\. Expected one of \((.*?),?\)\.",
         r"bad value for \2: \1 is not one of \3",
     ),
+    (
+        r"no type matching \{None\}\|(\S+) could be instantiated from \['(.*)'\]\.",
+        r"'\2' is neither None nor of type \1",
+    ),
     (r"^Error parsing (\S+):", r"bad value for \1:"),
 ]
 
@@ -61,7 +65,7 @@ def value_of(option: str, options: list[str]) -> str | None:
     for position, word in enumerate(options):
         if word.startswith(option + "="):
             value = word.removeprefix(option + "=")
-        elif word == option and position + 1 < len(options):
+        elif word == option and position + 1 < len(options) and option_of(options[position + 1]) is None:
             value = options[position + 1]
     return value
 

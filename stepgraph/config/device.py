@@ -23,7 +23,8 @@ def device_name(device: torch.device) -> str:
     """What the run computes on, for people."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU with {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU with {threads} thread{'s' * (threads != 1)}"
 
 
 def device_peak(config: TrainConfig, device: torch.device) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
-from stepgraph.errors import unknown_name
+from stepgraph.errors import require_file, unknown_name
 
 
 def read_config(path: Path, preset: str) -> tuple[TrainConfig, set[str]]:
@@ -42,6 +42,7 @@ def read_config(path: Path, preset: str) -> tuple[TrainConfig, set[str]]:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
+        require_file(path)
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot read --config {path}: {error.strerror}") from error

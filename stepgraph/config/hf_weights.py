@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from stepgraph.errors import require_file
 from stepgraph.models import FAMILIES, HuggingFace, Piece
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
 from stepgraph.models.init import Part, whole_part
@@ -246,6 +247,7 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
 def _read_header(path: Path) -> dict[str, _Header]:
     if not path.exists():
         raise ValueError(f"{path} is missing; download it again")
+    require_file(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)

@@ -28,6 +28,11 @@ from stepgraph.passes import StepOptions
 ModelConfig = Annotated[typing.Union[tuple(family.config for family in FAMILIES)], tyro.conf.AvoidSubcommands]  # noqa: UP007
 
 
+#: What options are about, and how a run comes to have it.
+_STAGES = "stages and there are none: add pp=2 to --mesh"
+_EXPERTS = "ep and there is none: add ep=2 to the mesh"
+_RANKS = "ranks and there is no mesh: add --mesh"
+
 #: Which of a process's steps a profiled run runs node by node, before a CUDA graph is recorded: kernels are chosen in
 #: the first.
 PLAIN_STEP = 2
@@ -300,19 +305,17 @@ class TrainConfig(StepOptions, _Training):
                 f"max_restarts={self.max_restarts} is about the ranks of --nproc: add --nproc, or give it to torchrun"
             )
         spec = self.mesh_spec
-        for name, plain in (("expert_chunks", 1), ("expert_exchange", "collectives")):
-            if getattr(self, name) != plain and (spec is None or spec.ep == 1):
-                raise ValueError(f"{name}={getattr(self, name)} is about ep and there is none: add ep=2 to the mesh")
-        if spec is None or spec.pp == 1:
-            for name in ("pipeline", "split"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)} is about stages and there are none: add pp=2 to --mesh"
-                    )
+        idle = {  # option -> (its value that asks for nothing, whether there is what it is about, that and the fix)
+            **dict.fromkeys(("pipeline", "split"), (None, spec and spec.pp > 1, _STAGES)),
+            "expert_chunks": (1, spec and spec.ep > 1, _EXPERTS),
+            "expert_exchange": ("collectives", spec and spec.ep > 1, _EXPERTS),
+            "reshard": ("auto", spec, _RANKS),
+            "reduce_dtype": ("fp32", spec, _RANKS),
+        }
+        for name, (plain, there, about) in idle.items():
+            if getattr(self, name) != plain and not there:
+                raise ValueError(f"{name}={getattr(self, name)} is about {about}")
         if spec is None:
-            for name, plain in (("reshard", "auto"), ("reduce_dtype", "fp32")):
-                if getattr(self, name) != plain:
-                    raise ValueError(f"{name}={getattr(self, name)} is about ranks and there is no mesh: add --mesh")
             if self.nproc not in (None, 1):
                 raise ValueError(f"nproc={self.nproc} has no mesh to work on: add --mesh fsdp={self.nproc}")
             return
@@ -378,6 +381,8 @@ class TrainConfig(StepOptions, _Training):
                 raise ValueError("init_from_hf and resume are both given: a resumed run has its weights; drop one")
             if not (self.resumed_run / "config.json").is_file():
                 raise ValueError(f"resume={self.resume} is not a run folder (no config.json): give the folder of a run")
+        if self.step not in ("auto", "off") and Path(self.step).exists() and not Path(self.step).is_dir():
+            raise ValueError(f"step={self.step} is a file: give a folder of saved steps")
         if self.init_from_hf is not None and not self.init_from_hf.is_dir():
             raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: give a folder with safetensors files")
         for name in ("init_from_hf", "export_hf"):

@@ -140,12 +140,14 @@ def kinds_of(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
     saved: set[fx.Node] = set()
     into_update: set[fx.Node] = set()
     into_collective: set[fx.Node] = set()
+    backward_elsewhere = all(phase_of(node) != "backward" for node in step.graph.nodes)  # a pipeline's stage
     for node in step.graph.nodes:
         reader, role = phase_of(node), role_of(node)
         collective = role and role.kind == "reduce" and stage_of(node) == "begin"
         for source in node.all_input_nodes:
             root = aliases.root(source)
-            if reader == "backward" and phase_of(root) in ("forward", "loss"):
+            kept = reader == "backward" or (node.op == "output" and backward_elsewhere)
+            if kept and phase_of(root) in ("forward", "loss"):
                 saved.add(root)
             if reader == "optimizer" and phase_of(root) in ("loss", "backward"):
                 into_update.add(root)

@@ -1,10 +1,17 @@
 """Checks that the model configurations share; errors say what was given, what is allowed, and one fix."""
 
+import dataclasses
+
 
 def check_positive(config: object, *names: str) -> None:
-    """Raise ``ValueError`` unless every named field of ``config`` is above zero."""
+    """Raise ``ValueError`` unless every named field of ``config`` is a number above zero, and a whole one where it is
+    declared as such."""
+    whole = {field.name for field in dataclasses.fields(config) if field.type in (int, "int")}
     for name in names:
         value = getattr(config, name)
+        kind = int if name in whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r} is not a {'whole ' if name in whole else ''}number; give one above 0")
         if not value > 0:
             raise ValueError(f"{name}={value} is not positive; give a value above 0")
 

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stepgraph.errors import require_file
+
 CONFIG = "config.json"
 
 
@@ -11,6 +13,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; ``ValueError`` where the file is missing or holds none."""
     if not path.exists():
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
+    require_file(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -14,4 +14,4 @@ from stepgraph.parallel.pipeline import (
     plan_pipeline,
 )
 from stepgraph.parallel.tensor import STYLES
-from stepgraph.parallel.world import gloo_group, job_store, launched, leave, started, world_size
+from stepgraph.parallel.world import gloo_group, job_store, launched, leave, says_first, started, world_size

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import gc
+import hashlib
 import os
 import sys
 import threading
@@ -53,6 +54,16 @@ def job_store() -> dist.Store | None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return dist.PrefixStore(f"stepgraph/{os.environ['TORCHELASTIC_RUN_ID']}", _agent_store(10))
+
+
+def says_first(text: str) -> bool:
+    """Whether no rank of this start has said ``text`` before. True for a process that no elastic agent started, and
+    where the agent does not answer: better twice than not at all."""
+    with contextlib.suppress(dist.DistError):
+        if (store := job_store()) is not None:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            return store.add(f"said/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{digest}", 1) == 1
+    return True
 
 
 def _agent_store(timeout_s: float) -> dist.Store:

@@ -242,7 +242,7 @@ class Run:
                 raise
             else:
                 self.captured = None  # and with it what the graph holds
-                batch = build.example_batch(self.config, self.device, self.chat)
+                batch = partial(build.example_batch, self.config, self.device, self.chat)
                 error = memory_advice(failure, self.config, self.model, self.loss_fn, self.optimizer, batch)
         finally:
             self.watch.ends()

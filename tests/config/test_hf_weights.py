@@ -304,7 +304,8 @@ def test_a_checkpoint_of_another_model_is_refused(checkpoint, change, parts):
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "lacks 'factor'"),
         ({"head_dim": 32}, "head_dim=32 is not hidden_size / num_attention_heads = 16"),
         ({"hidden_size": 66}, "n_heads=4 does not divide dim=66"),
-        ({"hidden_size": "64"}, "config.json: "),
+        ({"hidden_size": "64"}, "config.json: dim='64' is not a whole number; give one above 0"),
+        ({"num_attention_heads": 4.0}, "config.json: n_heads=4.0 is not a whole number; give one above 0"),
     ],
 )
 def test_a_config_that_is_not_llama3_is_refused(checkpoint, change, part):
@@ -320,6 +321,8 @@ def test_a_config_without_a_field_or_a_folder_without_config_is_refused(checkpoi
         config_from_hf(checkpoint)
     (checkpoint / "config.json").unlink()
     refused(Llama3(SMALL), checkpoint, "config.json is missing")
+    (checkpoint / "config.json").mkdir()
+    refused(Llama3(SMALL), checkpoint, "config.json is a folder: give a file")
     refused(Llama3(SMALL), tmp_path / "nowhere", "config.json is missing")
 
 

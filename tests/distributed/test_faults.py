@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import stepgraph
-from stepgraph import compat, parallel
+from stepgraph import cli, compat, parallel
 from stepgraph.graph.provenance import provenance
 from stepgraph.models import next_token_loss
 from stepgraph.parallel import MeshSpec, world
@@ -282,6 +282,27 @@ def test_a_collective_that_the_graph_does_not_have_gets_no_node():
     assert first_in_flight(_records((5, 3, False)), order, [5]) == InFlight(None, what, 0)  # another size
     assert first_in_flight(_records((5, 4, False)), order, [6]) == InFlight(None, what, 0)  # before the step
     assert first_in_flight(_records((5, 4, False), group="h"), order, [5]) == InFlight(None, what, 0)
+
+
+def test_of_ranks_with_one_error_of_use_the_first_tells_it(monkeypatch, capsys):
+    """Each rank is a connection of its own to the agent's store."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    agent = {"TORCHELASTIC_RUN_ID": "run", "MASTER_ADDR": "localhost", "MASTER_PORT": str(server.port)}
+    for name, value in agent.items():
+        monkeypatch.setenv(name, value)
+
+    def told_by(rank, attempt, *options):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["train", *options])
+        return capsys.readouterr().err
+
+    said = "error: unknown option --lrr: did you mean --lr?\n"
+    assert [told_by(rank, "0", "--lrr", "1") for rank in "012"] == [said, "", ""]
+    assert told_by("1", "0", "--betaz", "1") == "error: unknown option --betaz: did you mean --betas?\n"
+    assert told_by("2", "1", "--lrr", "1") == said  # after a restart
 
 
 def test_only_failures_that_another_rank_causes_are_told_as_such():

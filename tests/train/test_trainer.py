@@ -38,7 +38,7 @@ def finished(trainer, tmp_path_factory):
 def test_what_a_run_prints_in_order(finished):
     folder, printed = finished
     parts = [
-        r"stepgraph \S+, torch \S+, CPU with 1 threads\n",
+        r"stepgraph \S+, torch \S+, CPU with 1 thread\n",
         rf"run folder {re.escape(str(folder))}\n",
         r"config llama3-debug: data=\S+ seq_len=64 batch_size=4 steps=12 warmup_steps=2 device=cpu dump_graphs=True "
         r"val_every=5 val_batches=2 checkpoint_every=4 keep_checkpoints=20 model\.dim=64 model\.n_layers=2 [^\n]*\n",

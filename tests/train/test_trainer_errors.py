@@ -65,6 +65,7 @@ def write(path, content):
         ),
         (lambda tmp: ["--memory", "ful"], "unknown memory policy 'ful'"),
         (lambda tmp: ["--passes", "exactly"], "--passes"),
+        (lambda tmp: ["--step", tmp / "file"], "in/file is a file: give a folder of saved steps"),
         (lambda tmp: ["--lr", "nan"], "lr=nan must be finite, and above 0"),
     ],
     ids=lambda value: re.sub(r"\W+", "-", value) if isinstance(value, str) else "",
@@ -206,6 +207,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_batch(trainer, tm
     loss = next_token_loss(model, batch)
     loss.backward()
     assert not all(torch.isfinite(t).all() for t in (loss, *(p.grad for p in model.parameters())))
+
+
+def test_the_first_steps_loss_is_not_laid_to_the_learning_rate(tmp_path):
+    batch = {"tokens": torch.zeros(1)}
+    for there, says in ((None, "the model"), (tmp_path, f"the weights in {tmp_path}")):
+        with pytest.raises(NotFiniteError, match=f"no update came before it: look at {says}, or the batch$"):
+            Finite(TrainConfig(init_from_hf=there), tmp_path, Ranks()).accepts(1, math.nan, 1.0, batch)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "one step ahead of the host"])

@@ -40,7 +40,7 @@ def cache_folder() -> Path | None:
     if named == "off":
         return None
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(home) / "stepgraph" / "steps"
+    return Path(named).expanduser() if named else Path(home) / "stepgraph" / "steps"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Folder:
 
     def check(self) -> None:
         """Raise `UnsafeFolder` if another user may write here and the folder was not named."""
-        if self.given or not self.path.exists():
+        if self.given or not os.path.exists(self.path):
             return
         _refuse_foreign(self.path)
 
@@ -76,7 +76,7 @@ class Folder:
     def read(self, name: str) -> Entry | None:
         """An entry with all its files, or None where there is none. Raises `DamagedEntry` if one byte differs."""
         self.check()
-        if not (self.path / name).is_dir():
+        if not os.path.isdir(self.path / name):
             return None
         manifest = self._manifest(name)
         files = {}
@@ -145,14 +145,15 @@ class Folder:
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    with contextlib.suppress(FileNotFoundError):
-        yield from (entry for entry in path.iterdir() if entry.is_dir())
+    """Those in ``path``. One that is not there, may not be read or is no folder has none: writing there says why."""
+    with contextlib.suppress(OSError):
+        yield from (entry for entry in path.iterdir() if os.path.isdir(entry))
 
 
 def _time(entry: Path) -> float:
     try:
         return entry.stat().st_mtime
-    except FileNotFoundError:  # another process removed it
+    except OSError:  # another process removed it
         return 0.0
 
 
@@ -166,7 +167,7 @@ def _write(file: Path, data: bytes) -> None:
 def _refuse_foreign(path: Path) -> None:
     try:
         found = os.lstat(path)
-    except FileNotFoundError:
+    except OSError:  # nothing is read of it then
         return
     if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise UnsafeFolder(

@@ -75,9 +75,10 @@ class ChatTemplate:
     def _render(self, messages: list[Message], prompt: bool) -> str:
         try:
             return self._template.render(messages=messages, add_generation_prompt=prompt, **self._tokens)
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a program, and may divide by zero or call itself for ever
+            reason = error if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             said = " / ".join(str(message.get("content"))[:40] for message in messages[:2])
-            raise ValueError(f"the chat template refuses a conversation ({error}): {said!r}") from error
+            raise ValueError(f"the chat template refuses a conversation ({reason}): {said!r}") from error
 
 
 class _Generation(Extension):

@@ -210,7 +210,7 @@ def validation_batches(
         more = "give more text" if world_size == 1 else "use fewer ranks or more text"
         fix = f"batch_size={fits[0]}, seq_len={fits[1]} would fit" if fitting else more
         if source.chat and not total:
-            fix = f"no conversation has the assistant in its first {seq_len} tokens: give others or a larger seq_len"
+            fix = f"no message of the role assistant is in the first {seq_len} tokens: give others or a larger seq_len"
         raise ValueError(
             f"the validation split of {source.name} has {total:,} tokens, too few for one batch of "
             f"batch_size={batch_size}, seq_len={seq_len}{ranks}: {fix}"
@@ -240,7 +240,7 @@ def entropy(p: np.ndarray) -> float:
     Source: Shannon, "A mathematical theory of communication", 1948: H = -sum p log p.
     """
     p = p[p > 0]
-    return float(-(p * np.log(p)).sum())
+    return float(-(p * np.log(p)).sum()) + 0.0  # not -0.0
 
 
 def unigram(source: Corpus, tokenizer: Tokenizer, max_tokens: int | None = None) -> np.ndarray:

@@ -34,6 +34,8 @@ def open_parts(data: str, text_field: str = "text") -> list[Part]:
         `open_source` refuses.
     """
     words = [data] if os.path.exists(data) else data.split(",")
+    if text_field != "text" and all(re.fullmatch(r"stdlib|.*\.txt(\.gz)?", _plain(word), re.I) for word in words):
+        raise ValueError(f"text_field={text_field} names a field and {data} has none: drop --text-field")
     found = [re.fullmatch(_WEIGHTED, word) for word in words]
     if not any(found):
         return [Part(_joined(data, [file for word in words for file in _files(word)], text_field), "", 1.0)]
@@ -59,6 +61,12 @@ def open_validation(data: str, text_field: str = "text") -> list[Part]:
         source.only_validation()
         parts.append(Part(source, name, 1 / len(words)))
     return parts
+
+
+def _plain(word: str) -> str:
+    """A part of ``--data`` without its weight."""
+    weighted = None if os.path.exists(word) else re.fullmatch(_WEIGHTED, word)
+    return weighted[1] if weighted else word
 
 
 class Joined(Source):

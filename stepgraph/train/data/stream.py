@@ -80,7 +80,9 @@ class Rows(Text):
                 "which have nothing of the assistant's in these: a larger --seq-len keeps them"
             )
         if self.silent:
-            found.append(f"{self.silent:,} conversations are left out, in which the assistant says nothing")
+            found.append(
+                f"{self.silent:,} conversations are left out, in which no message of the role assistant says anything"
+            )
         return "; ".join(found)
 
     def open(self) -> np.ndarray:

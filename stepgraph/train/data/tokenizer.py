@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
+from stepgraph.errors import require_file
+
 END_OF_TEXT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 
@@ -66,6 +68,7 @@ class JsonTokenizer:
     def __init__(self, path: str | Path):
         self.name = Path(path).name
         try:
+            require_file(Path(path))
             content = Path(path).read_bytes()
         except OSError as error:
             raise ValueError(f"cannot read tokenizer {path}: {error.strerror}") from error

@@ -33,11 +33,17 @@ class Finite:
         if skips and self.in_a_row < self.config.max_skipped:
             return False
         row = f" ({self.in_a_row} steps in a row left out)" if skips else ""
-        self.require(f"the loss of step {step}{row}", loss, step, batch)
-        self.require(f"the gradient norm of step {step}{row}", grad_norm, step, batch)
+        updated = step > max(1, self.in_a_row)
+        self.require(f"the loss of step {step}{row}", loss, step, batch, updated=updated)
+        self.require(f"the gradient norm of step {step}{row}", grad_norm, step, batch, updated=updated)
 
-    def require(self, what: str, value: float, step: int, batch: dict[str, torch.Tensor]) -> None:
-        """Raise `NotFiniteError`, and keep the batch, if ``value`` is not finite: nothing after it can be of use."""
+    def require(
+        self, what: str, value: float, step: int, batch: dict[str, torch.Tensor], *, updated: bool = True
+    ) -> None:
+        """Raise `NotFiniteError`, and keep the batch, if ``value`` is not finite: nothing after it can be of use.
+
+        ``updated``: whether an update came before it, whose learning rate may be to blame.
+        """
         if math.isfinite(value):
             return
         rank = f"-rank-{self.ranks.rank}" if self.ranks.world > 1 else ""
@@ -49,7 +55,15 @@ class Finite:
             with contextlib.suppress(OSError):
                 path.unlink()
             kept = f"could not be kept ({' '.join(str(failure).split())[:100]})"
-        raise NotFiniteError(f"{what} is {value}; its batch {kept}; {self._again(step)} with a lower --lr")
+        raise NotFiniteError(f"{what} is {value}; its batch {kept}; {self._advice(step, updated)}")
+
+    def _advice(self, step: int, updated: bool) -> str:
+        if not updated:
+            there = self.config.init_from_hf
+            return (
+                f"no update came before it: look at {f'the weights in {there}' if there else 'the model'}, or the batch"
+            )
+        return f"{self._again(step)} with a lower --lr"
 
     def _again(self, step: int) -> str:
         """How to go on: from the newest checkpoint whose weights have given a finite loss in a step since. Steps left

@@ -21,14 +21,23 @@ def memory_advice(
     model: nn.Module,
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
     optimizer: Optimizers,
-    batch: dict[str, torch.Tensor],
+    batch: Callable[[], dict[str, torch.Tensor]],
 ) -> str:
-    """One line for a step that ran out of memory: what was asked for, and the least ``--memory`` that would fit."""
+    """One line for a step that ran out of memory: what was asked for, and the least ``--memory`` that would fit.
+
+    ``batch`` makes one of the run's form.
+    """
     asked = f"out of memory: asked for {_asked_for(failure)}"
     traceback.clear_frames(failure.__traceback__)  # they hold the failed step's activations
+    try:
+        example = batch()
+    except RuntimeError as again:
+        if not is_out_of_memory(again):
+            raise
+        return f"{asked}; a batch alone does not fit: lower --accumulate or --batch-size"
     clip, device = config.max_grad_norm, next(model.parameters()).device
     try:
-        traced = trace_step(model, loss_fn, batch, optimizer, max_grad_norm=clip, accumulate=config.accumulate)
+        traced = trace_step(model, loss_fn, example, optimizer, max_grad_norm=clip, accumulate=config.accumulate)
     except RuntimeError as again:  # torch.OutOfMemoryError is one
         if not is_out_of_memory(again):
             raise

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from stepgraph import cli
 from stepgraph.config.train import TrainConfig
+from stepgraph.costs.memory import KINDS
 from stepgraph.inspect.account.page import read_page
 from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
@@ -114,6 +115,11 @@ def test_the_page_of_a_preset_shows_a_stage_and_what_every_stage_costs(tmp_path)
         f"# {graph['name']}, called {graph['calls']} times a step" for graph in made["graphs"]
     ]
     assert {report["graph"] for report in made["passes"]} >= {"stage 1", "forward.1", "gather.1", "update"}
+    # What the stage's forward leaves for its backward, which is another graph, are activations.
+    stored = next(graph["storages"] for graph in made["graphs"] if graph["name"] == "forward.1")
+    kinds = zip(stored["kind"], stored["last"], strict=True)
+    results = [KINDS[kind] for kind, last in kinds if last == max(stored["last"]) - 1]
+    assert len(results) > 9 and set(results) == {"activations"}
     # One block on the first stage, all others on the second, which therefore takes longer than what it waits for.
     pipeline = made["pipeline"]
     assert pipeline["rank"] == 1 and not pipeline["assumed"]

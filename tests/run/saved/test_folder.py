@@ -135,6 +135,22 @@ def test_a_damaged_step_is_told_made_again_and_replaced(tmp_path):
     assert loaded.loaded == "start", loaded.notes
 
 
+def test_a_place_that_is_no_folder_costs_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STEPGRAPH_CACHE", "~/file")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "file"
+    for place in (tmp_path / "file", tmp_path / "file" / "steps"):
+        for given in (True, False):
+            folder = Folder(place, given)
+            assert folder.names("graph") == [] and folder.read("graph-1") is None
+            with pytest.raises(OSError):
+                folder.write("graph-1", PARTS, FILES)
+    with pytest.warns(UserWarning, match="the step is not saved in .*file"):
+        step, model = start(tmp_path / "file")
+    assert same(run(*start(None)), run(step, model))
+
+
 def test_a_full_disk_costs_a_warning(tmp_path, monkeypatch):
     def full(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -93,6 +93,8 @@ def test_a_template_that_rewrites_earlier_messages_is_refused():
         ("{{ raise_exception('no system') }}", r"refuses a conversation \(no system\): 'Hi / Ho'"),
         ("{{ messages + 1 }}", "refuses a conversation"),
         ("{{ messages.append(1) }}", "refuses a conversation"),  # the sandbox's word
+        ("{{ 1 / 0 }}", r"refuses a conversation \(ZeroDivisionError: division by zero\)"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"refuses a conversation \(RecursionError"),
     ],
 )
 def test_a_bad_template_is_one_line(template, says):
@@ -153,10 +155,11 @@ def test_long_conversations_are_told(folder, tmp_path):
     )
     rows = [{"messages": conversation([("hi", "")])[:1]}] * 20
     silent = open_data(write(tmp_path / "b.jsonl", rows), str(folder / "tokenizer.json"))
-    with pytest.raises(ValueError, match="no conversation has the assistant in its first 44 tokens: give others or a"):
+    with pytest.raises(ValueError, match="no message of the role assistant is in the first 44 tokens: give"):
         validation_batches(silent.source, silent.tokenizer, n=1, **options)
     with pytest.warns(
-        UserWarning, match=r"b.jsonl: 1\d conversations are left out, in which the assistant says nothing$"
+        UserWarning,
+        match=r"b.jsonl: 1\d conversations are left out, in which no message .* says anything$",
     ):
         loader = PackedLoader(silent.source, silent.tokenizer, **options)
         loader.tokens.wait(10**9)
@@ -172,6 +175,11 @@ def test_long_conversations_are_told(folder, tmp_path):
         ([{"messages": [{"role": "user"}]}], r"a.jsonl:1: 'messages' must be a list of messages such as"),
         ([{"messages": []}], r"a.jsonl:1: 'messages' must be a list of messages such as"),
         ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "must be a list of messages such as"),
+        (
+            [{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}],
+            "a.jsonl:1: conversations with tools",
+        ),
+        ([{"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}], "with tools are not trained on"),
     ],
 )
 def test_bad_conversations_are_one_line(rows, says, folder, tmp_path):

@@ -1,6 +1,7 @@
 """Each form of ``--data`` and ``--tokenizer``: what is read from a good file, and the line that refuses a bad one."""
 
 import json
+import os
 import sys
 
 import datasets
@@ -236,7 +237,9 @@ def test_missing_empty_and_folder_are_refused(tmp_path, suffix):
     assert refusal(str(path)) == f"{path} is empty: give a file with text"
     path.unlink()
     path.mkdir()
-    assert refusal(str(path)) == f"cannot read data {path}: Is a directory"
+    assert refusal(str(path)) == f"{path} is a folder: give a file"
+    os.mkfifo(tmp_path / f"pipe.{suffix}")  # to open it would wait for a writer
+    assert refusal(str(tmp_path / f"pipe.{suffix}")).endswith("which cannot be read again: give a file")
 
 
 def test_jsonl_of_blank_lines_is_refused(tmp_path):

@@ -163,3 +163,13 @@ def test_what_cannot_be_read_is_one_line(data, says, tmp_path):
     with pytest.raises(ValueError, match=says) as refused:
         open_parts(data.format(a=a, tmp=tmp_path))
     assert "\n" not in str(refused.value)
+
+
+def test_a_field_of_data_without_fields_is_refused(tmp_path):
+    text, rows = tmp_path / "a.TXT", tmp_path / "b.jsonl"
+    text.write_text("x<|endoftext|>y")
+    rows.write_text('{"body": "x"}\n{"body": "y"}\n')
+    for data in ("stdlib", f"{text}:0.5,stdlib:0.5"):
+        with pytest.raises(ValueError, match=r"text_field=body names a field and .* has none: drop --text-field"):
+            open_parts(data, "body")
+    assert len(open_parts(f"{text}:1,{rows}:1", "body")) == 2

@@ -46,6 +46,11 @@ def test_out_of_memory_says_what_was_asked_for_and_what_would_fit(
     assert failed(trainer, tmp_path / "run")["error"] in error
 
 
+def test_a_batch_that_does_not_fit_is_one_line(trainer, tmp_path, capsys):
+    assert trainer.here(*ONE_LAYER, "--accumulate", 10**13, "--out", tmp_path / "run") == 1
+    assert "a batch alone does not fit: lower --accumulate or --batch-size" in one_line(capsys)
+
+
 def test_out_of_memory_with_the_true_estimate(trainer, tmp_path, monkeypatch, capsys):
     def fail(self):
         raise torch.OutOfMemoryError(GPU_SAYS)

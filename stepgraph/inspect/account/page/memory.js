@@ -85,7 +85,10 @@ function keptWhy(graph, s, i) {
   if (last[s] >= graph.size) return { short: held[name] || "held throughout", parts: [held[name] || "held throughout"] };
   if (last[s] === i) return { short: "read just now", parts: ["read by the node that runs now"] };
   const reader = last[s], out = graph.operator(reader) === "output";
-  if (out) return { short: "a result of the step", parts: ["a result of the step"] };
+  if (out) {
+    const result = name === "activations" ? "kept for backward, which is another graph" : "a result of the step";
+    return { short: result, parts: [result] };
+  }
   const place = `${graph.phase(reader)}${graph.path(reader) ? ` of ${graph.path(reader)}` : ""}`;
   const why = {
     activations: ["saved by forward for backward", "saved for backward; last read by "],

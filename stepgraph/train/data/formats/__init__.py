@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from stepgraph.errors import require_file
 from stepgraph.train.data.formats.files import JsonLines, Parquet, TextFile
 from stepgraph.train.data.formats.hub import HuggingFace
 from stepgraph.train.data.formats.packed import unpacked
@@ -48,7 +49,8 @@ def _open_file(data: str, text_field: str) -> Source:
     try:
         if path.is_file() and path.stat().st_size == 0:
             raise ValueError(f"{path} is empty: give a file with text")
-        with path.open("rb"):  # a missing file, a folder, a file that may not be read
+        require_file(path)
+        with path.open("rb"):  # a missing file, a file that may not be read
             pass
     except OSError as error:
         raise ValueError(f"cannot read data {path}: {error.strerror}") from error

@@ -6,15 +6,18 @@ from collections.abc import Iterable
 from types import ModuleType
 
 MESSAGES = "messages"  # the field of a conversation
+TOOLS = "tools"  # beside it: what the assistant may call, which templates would have to be given
 
 
 def field_of(names: Iterable[str], text_field: str, where: str) -> tuple[str, bool, str]:
     """Of columns: the one with the documents, whether these are conversations, and what they are called.
 
-    Raises ``ValueError`` where there is neither ``text_field`` nor ``messages``.
+    Raises ``ValueError`` where there is neither ``text_field`` nor ``messages``, and for conversations with tools.
     """
     names = list(names)
     if text_field not in names and MESSAGES in names:
+        if TOOLS in names:
+            raise no_tools(where)
         return MESSAGES, True, "conversations"
     if text_field not in names:
         raise no_field(where, text_field, names)
@@ -48,11 +51,17 @@ def conversation(value: object, where: str, field: str) -> bytes:
     messages = value if isinstance(value, list) else []
     messages = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in messages]
     for message in messages or [None]:
+        if isinstance(message, dict) and message.get("tool_calls"):
+            raise no_tools(where)
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise ValueError(
                 f'{where}: {field!r} must be a list of messages such as {{"role": "user", "content": "Hello"}}'
             )
     return encoded(json.dumps(messages, ensure_ascii=False), where, field)
+
+
+def no_tools(where: str) -> ValueError:
+    return ValueError(f"{where}: conversations with tools are not trained on: leave them out, and the field {TOOLS!r}")
 
 
 def no_field(where: str, field: str, names: Iterable[str]) -> ValueError:

@@ -15,7 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from stepgraph.train.data.formats.fields import MESSAGES, conversation, encoded, field_of, no_field, optional
+from stepgraph.train.data.formats.fields import (
+    MESSAGES,
+    TOOLS,
+    conversation,
+    encoded,
+    field_of,
+    no_field,
+    no_tools,
+    optional,
+)
 from stepgraph.train.data.sources import Source, describe_sections
 from stepgraph.train.data.split import cut_sections
 
@@ -97,6 +106,8 @@ class JsonLines(Source):
         record, where = self._record(index)
         if self._field not in record:
             raise no_field(where, self._field, record)
+        if self.chat and record.get(TOOLS):
+            raise no_tools(where)
         return (conversation if self.chat else encoded)(record[self._field], where, self._field)
 
     def _record(self, index: int) -> tuple[dict[str, Any], str]:
