@@ -18,20 +18,15 @@ import torch
 import tyro
 
 from stepgraph.config.from_json import decode
+from stepgraph.config.mesh_checks import check_mesh
 from stepgraph.errors import unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
-from stepgraph.parallel import SCHEDULES, MeshSpec, check_schedule
-from stepgraph.parallel.pipeline.layout import check_blocks, check_split
+from stepgraph.parallel import MeshSpec
 from stepgraph.passes import StepOptions
 
 #: The shape of a model of any family; the command line has an option for each field of the one that is given.
 ModelConfig = Annotated[typing.Union[tuple(family.config for family in FAMILIES)], tyro.conf.AvoidSubcommands]  # noqa: UP007
 
-
-#: What options are about, and how a run comes to have it.
-_STAGES = "stages and there are none: add pp=2 to --mesh"
-_EXPERTS = "ep and there is none: add ep=2 to the mesh"
-_RANKS = "ranks and there is no mesh: add --mesh"
 
 #: Which of a process's steps a profiled run runs node by node, before a CUDA graph is recorded: kernels are chosen in
 #: the first.
@@ -271,7 +266,7 @@ class TrainConfig(StepOptions, _Training):
             raise ValueError(f"keep_every={self.keep_every} must be a multiple of checkpoint_every="
                              f"{self.checkpoint_every}, of whose steps there are checkpoints")  # fmt: skip
         self._validate_length()
-        self._validate_mesh()
+        check_mesh(self)
         self._validate_optimizer()
         self._validate_folders()
         if self.profile is not None and parse_steps(self.profile)[1] > self.steps + 1:
@@ -296,60 +291,6 @@ class TrainConfig(StepOptions, _Training):
         longest = family_of(self.model).longest(self.model)
         if longest is not None and self.seq_len > longest:
             raise ValueError(f"seq_len={self.seq_len} exceeds model.max_seq_len={longest}: try --seq-len {longest}")
-
-    def _validate_mesh(self) -> None:
-        if self.nproc is not None:
-            self._require("nproc", lambda value: value > 0, "above 0")
-        if self.max_restarts and self.nproc is None:
-            raise ValueError(
-                f"max_restarts={self.max_restarts} is about the ranks of --nproc: add --nproc, or give it to torchrun"
-            )
-        spec = self.mesh_spec
-        idle = {  # option -> (its value that asks for nothing, whether there is what it is about, that and the fix)
-            **dict.fromkeys(("pipeline", "split"), (None, spec and spec.pp > 1, _STAGES)),
-            "expert_chunks": (1, spec and spec.ep > 1, _EXPERTS),
-            "expert_exchange": ("collectives", spec and spec.ep > 1, _EXPERTS),
-            "reshard": ("auto", spec, _RANKS),
-            "reduce_dtype": ("fp32", spec, _RANKS),
-        }
-        for name, (plain, there, about) in idle.items():
-            if getattr(self, name) != plain and not there:
-                raise ValueError(f"{name}={getattr(self, name)} is about {about}")
-        if spec is None:
-            if self.nproc not in (None, 1):
-                raise ValueError(f"nproc={self.nproc} has no mesh to work on: add --mesh fsdp={self.nproc}")
-            return
-        if self.nproc is not None:
-            spec.check_world(self.nproc)
-        if self.expert_chunks > (tokens := self.batch_size * self.seq_len // spec.tp):
-            raise ValueError(f"expert_chunks={self.expert_chunks} is above the {tokens} tokens of a microbatch; try 2")
-        self._validate_pipeline(spec)
-        sizes = family_of(self.model).tp_sizes
-        spec.check_divides({name: getattr(self.model, name) for name in sizes} | {"seq_len": self.seq_len})
-        if spec.ep > 1:
-            if not hasattr(self.model, "moe"):
-                raise ValueError(f"mesh {spec} spreads experts and the model has none; drop ep={spec.ep}")
-            spec.check_divides({"model.moe.n_experts": self.model.moe.n_experts}, "ep")
-
-    def _validate_pipeline(self, spec: MeshSpec) -> None:
-        if spec.pp == 1:
-            return
-        schedule, blocks = self.pipeline_schedule, self.model.n_layers
-        check_schedule(schedule, spec.pp, self.accumulate)
-        check_blocks(blocks, spec.pp, schedule)
-        if self.stage_starts is not None:
-            check_split(self.stage_starts, blocks, spec.pp * SCHEDULES[schedule].chunks, schedule, spec.pp)
-        refused = {
-            "verify": (self.verify, "compares with eager, which runs whole models"),
-            "any_length": (self.any_length, "compiles whole steps"),
-            "init_from_hf": (self.init_from_hf, "fills whole models"),
-            "export_hf": (self.export_hf, "writes whole models; the checkpoint loads on any mesh"),
-        }
-        for name, (given, why) in refused.items():
-            if given:
-                raise ValueError(
-                    f"{name} {why}, and mesh={self.mesh} cuts the model into stages: drop pp from the mesh"
-                )
 
     @property
     def pipeline_schedule(self) -> str:
