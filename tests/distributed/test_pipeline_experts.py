@@ -43,9 +43,9 @@ def captured(mesh, model, n=N):
     )
 
 
-def check():
-    mesh = make_mesh("pp=2,ep=2")
-    alone, (model, _) = alone_model(EXPERTS), pipelined(mesh, "1f1b", EXPERTS, (0, 2), expert_capacity=1.5)
+def check(exchange="collectives"):
+    mesh, options = make_mesh("pp=2,ep=2"), {"expert_capacity": 1.5, "expert_exchange": exchange}
+    alone, (model, _) = alone_model(EXPERTS), pipelined(mesh, "1f1b", EXPERTS, (0, 2), **options)
     assert mesh.experts.axis("ep").size() == 2 and mesh.stage_group.size() == 2
     optimizer, step = torch.optim.SGD(alone.parameters(), lr=0.1), captured(mesh, model)
     for i, repeated in enumerate((0, 1)):
@@ -119,8 +119,9 @@ def test_a_stage_tells_its_own_level():
 
 
 @pytest.mark.long
-def test_all_stages_agree_on_larger_buffers():
-    on_ranks(4, check)
+@pytest.mark.parametrize("exchange", ["collectives", "symmetric"])
+def test_all_stages_agree_on_larger_buffers(exchange):
+    on_ranks(4, check, exchange)
 
 
 def _train(text, schedule, folder, split=None):
