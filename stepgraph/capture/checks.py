@@ -221,7 +221,10 @@ def refuse_kept(model: nn.Module, known: set[int]) -> None:
     """Raise if a module keeps a tensor of the step: it would be fake, and stale in the next step."""
     for key, where in kept_tensors(model).items():
         if key not in known:
-            raise CaptureError(f"{where}, which a captured step cannot do; register it as a buffer")
+            raise CaptureError(
+                f"{where}, which a captured step cannot do; register it as a buffer, or run "
+                "the model once before the capture if it is made but once"
+            )
 
 
 def refuse_fake_constants(step: StepGraph) -> None:

@@ -297,3 +297,12 @@ def test_unknown_passes():
 @pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])
 def test_a_norm_to_clip_to_is_above_zero(norm):
     refuse(lambda m, x: x, error=ValueError, max_grad_norm=norm)
+
+
+def test_layer_drop_is_told_how_to_be_turned_off(monkeypatch):
+    monkeypatch.setattr(Inner, "layerdrop", 0.1, raising=False)
+
+    def drop(self, x):
+        return x if torch.rand(()) < self.layerdrop else -x
+
+    assert "set layerdrop = 0 of layers.1" in refuse(drop)

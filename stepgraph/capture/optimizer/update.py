@@ -36,8 +36,10 @@ class Update:
             raise ValueError("the list of optimizers is empty; give None to step the model yourself")
         for optimizer in self.optimizers:
             if type(optimizer) not in _RULES:
+                kind = type(optimizer)
+                library = "" if kind.__module__.startswith("torch.") else kind.__module__.partition(".")[0] + "."
                 raise ValueError(
-                    f"optimizer {type(optimizer).__name__} cannot be captured; allowed: torch.optim.AdamW, Adam, SGD, "
+                    f"optimizer {library}{kind.__name__} cannot be captured; allowed: torch.optim.AdamW, Adam, SGD, "
                     "Muon, Adafactor, stepgraph.MasterAdamW and lists of them; or capture without an optimizer and "
                     "step it yourself"
                 )
