@@ -220,11 +220,12 @@ def test_a_table_in_a_pipe_is_as_wide_as_it_is(monkeypatch, capsys):
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "plan.json"
     with pytest.raises(SystemExit) as stop:
-        cli.main(["plan", "llama3-debug", "--mesh", "fsdp=4", "--gpu", "H200", "--seq-len", "64", "--json", str(file)])
+        words = "plan llama3-debug --mesh fsdp=4 --gpu H200 --seq-len 64 --model.n-layers 2"
+        cli.main([*words.split(), "--json", str(file)])
     assert stop.value.code == 0
     shown, written = capsys.readouterr().out, json.loads(file.read_text())
     assert "llama3-debug on 4 x H200 SXM (fsdp=4)" in shown and "dp_shard" in shown and "to spare" in shown
-    assert written["ranks"] == 4 and written["settings"]["seq_len"] == 64
+    assert written["ranks"] == 4 and written["settings"]["seq_len"] == 64 and written["model"]["n_layers"] == 2
     assert written["peak_bytes"] == max(moment["total"] for moment in written["memory"])
     assert written["exposed_s"] == pytest.approx(sum(c["exposed_seconds"] for c in written["collectives"]))
     assert 0 < written["mfu"] < 1
@@ -241,6 +242,7 @@ def test_the_command(tmp_path, capsys):
         ("llama3-8b --mesh fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
         ("llama3-8b --mesh tp=16", "tp=16 does not divide n_kv_heads=8; try tp=8"),
         ("llama3-8b --mesh fsdp=2 --memry full", "unknown option --memry: did you mean --memory?"),
+        ("llama3-8b --mesh fsdp=2 --model.n-layer 2", "unknown option --model.n-layer: did you mean --model.n-layers?"),
         ("llama3-8b --mesh fsdp=2 --batch-size 0", "batch_size=0 must be above 0"),
         ("llama3-8b --mesh fsdp=2 --norm kernel", "norm=kernel changes nothing in a forecast: leave it out"),
         ("llama3-8b --mesh fsdp=2 --cuda-graph", "cuda_graph=True changes nothing in a forecast: leave it out"),

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from stepgraph.config.command_line import parse, refuse_idle, require_chart, require_folder, value_of
 from stepgraph.config.presets import PRESETS
+from stepgraph.config.train import ModelConfig
 from stepgraph.costs.hardware import ATTENTION_REACHED, GPUS, MEMORY_REACHED, PRODUCTS_REACHED
 from stepgraph.costs.memory import KINDS
 from stepgraph.costs.timeline import Collective, Timeline
@@ -21,6 +22,7 @@ from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, check_imbala
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline
 from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
 from stepgraph.inspect.forecast.tables import new_console, new_table, size_text, time_text
+from stepgraph.models import llama3_debug
 from stepgraph.passes import StepOptions, Target
 
 
@@ -74,6 +76,9 @@ class PlanOptions(StepOptions):
     json: Path | None = None
     """Write everything to this file: memory block by block, and every collective."""
 
+    model: ModelConfig = dataclasses.field(default_factory=llama3_debug)
+    """Shape of the model."""
+
     plot: Path | None = None
     """With pp, draw the schedule, ranks by time, into this .png, .pdf or .svg file."""
 
@@ -88,7 +93,7 @@ def main(argv: list[str]) -> int:
         raise unknown_name("preset", name, PRESETS)
     config = PRESETS[name]()
     options = parse(
-        PlanOptions(**{key: getattr(config, key) for key in SETTINGS if key != "accumulate"}),
+        PlanOptions(model=config.model, **{key: getattr(config, key) for key in SETTINGS if key != "accumulate"}),
         words,
         usage="stepgraph plan PRESET",
         description=f"{PlanOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {name}.",
@@ -102,7 +107,8 @@ def main(argv: list[str]) -> int:
     require_folder(options.json)
     require_chart(options.plot)
     gpu, chosen = GPUS[options.gpu], {key: getattr(options, key) for key in SETTINGS}
-    config = dataclasses.replace(config, mesh=options.mesh, pipeline=options.pipeline, split=options.split, **chosen)
+    chosen |= {key: getattr(options, key) for key in ("model", "mesh", "pipeline", "split")}
+    config = dataclasses.replace(config, **chosen)
     config.validate()
     if options.plot is not None and config.mesh_spec.pp == 1:
         raise ValueError(

@@ -69,6 +69,7 @@ class Forecast:
         """Everything, as plain values; bytes and seconds."""
         return {
             "preset": self.config.preset,
+            "model": dataclasses.asdict(self.config.model),
             "mesh": str(self.config.mesh_spec),
             "ranks": self.config.mesh_spec.size,
             "gpu": self.gpu.name,

@@ -115,6 +115,7 @@ class PipelineForecast:
         microbatch is None for what is done once for all."""
         return {
             "preset": self.config.preset,
+            "model": asdict(self.config.model),
             "mesh": str(self.config.mesh_spec),
             "ranks": self.config.mesh_spec.size,
             "gpu": self.gpu.name,
