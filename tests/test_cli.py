@@ -20,6 +20,7 @@ from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.inspect.account.command import InspectOptions
 from stepgraph.inspect.forecast.command import PlanOptions
+from stepgraph.train.compile import main as compile_step
 
 
 def run(*arguments):
@@ -305,6 +306,11 @@ def test_an_error_for_people_is_one_line_and_a_defect_keeps_its_traceback(monkey
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=r"html=.* is a folder: give a file in it"):
+        require_folder(tmp_path, "html")
+    (tmp_path / "steps").touch()
+    with pytest.raises(ValueError, match=r"out=.*steps is a file: give a folder"):
+        compile_step(parse_train(["--out", str(tmp_path / "steps")], "compile"))
     monkeypatch.setattr("stepgraph.config.command_line.os.access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(ValueError, match=r"json=.*x.json cannot be written: give a file in a folder that can be"):
         require_folder(tmp_path / "x.json")

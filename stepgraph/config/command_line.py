@@ -156,6 +156,8 @@ def require_folder(path: Path | None, option: str = "json") -> None:
     """Raises ValueError, before anything is measured, if the file that ``option`` names could not be written."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{option}={path}: the folder {path.parent} does not exist; make it first")
+    if path is not None and path.is_dir():
+        raise ValueError(f"{option}={path} is a folder: give a file in it")
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"{option}={path} cannot be written: give a file in a folder that can be")
 

@@ -31,6 +31,8 @@ def main(config: TrainConfig) -> int:
     """
     if config.out is None:
         raise ValueError("compile needs a folder to save the step in: add --out FOLDER")
+    if config.out.exists() and not config.out.is_dir():
+        raise ValueError(f"out={config.out} is a file: give a folder")
     chat = is_chat(config)
     config = with_document_mask(config, chat)
     config.validate()
