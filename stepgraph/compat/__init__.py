@@ -72,7 +72,7 @@ from stepgraph.compat.optimizer import (
     muon_rate,
 )
 from stepgraph.compat.pipelining import pipeline_order
-from stepgraph.compat.replaced import replaced
+from stepgraph.compat.replaced import replaced, replaced_functions
 from stepgraph.compat.tracing import (
     collector_off,
     constant_of_trace,

@@ -38,7 +38,7 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
         )
 
     names = dict.fromkeys(_SEEDING, refuse)
-    with compat.replaced(torch, **names), compat.replaced(torch.random, **names):
+    with compat.replaced_functions(torch, **names), compat.replaced_functions(torch.random, **names):
         yield
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from stepgraph import bench
 from stepgraph.bench.arguments import random_batch
@@ -156,6 +157,7 @@ def test_microbatches_are_rows_of_one_batch():
 def test_a_bench_of_experts_can_balance_them():
     shape = MoEConfig(n_experts=8, top_k=2, ffn_dim=4, selection_bias=True)
     layer = MoE(16, shape)
+    nn.init.normal_(layer.router.weight)
     balance(layer)
     x = torch.randn(2, 12, 16)
     chosen, weights = layer.router(x.flatten(0, 1))

@@ -10,7 +10,7 @@ from stepgraph.bench.train.providers import PROVIDERS, Provider, stepgraph
 
 
 @contextlib.contextmanager
-def wrong(config, device):
+def wrong(config, device, balanced):
     with stepgraph(dataclasses.replace(config, lr=100 * config.lr), device) as training:
         yield training
 
@@ -25,7 +25,7 @@ class Breaks:
 
 
 @contextlib.contextmanager
-def breaks(config, device):
+def breaks(config, device, balanced):
     dist.init_process_group("gloo")
     yield Breaks()
 

@@ -86,7 +86,9 @@ def test_a_generator_of_the_model_is_drawn_from():
     assert all(map(torch.equal, *ends))
 
 
-def test_what_distributions_check_is_left_out(check_training):
+def test_what_distributions_check_is_left_out(check_training, monkeypatch):
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile turns it off for good
+
     def sampled(model, batch):
         loc, scale = model(batch["x"]).chunk(2, -1)
         posterior = torch.distributions.Normal(loc, F.softplus(scale))
