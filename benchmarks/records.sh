@@ -30,10 +30,12 @@ TUNED_SHAPES+=,4096x131072
 RULES=compile,compile-no-mix-order,compile-guard,compile-tuned,stepgraph
 NORMS=stepgraph,stepgraph-norm-kernel,stepgraph-norm-inductor,stepgraph-norm-eager
 
-# Batches of a data-parallel rank: of llama3-1b, llama3-8b and deepseek-v3-16b.
+# Batches of a data-parallel rank: of llama3-1b, llama3-8b, deepseek-v3-16b with 10 of its 27 layers, and whole: on four
+# H200s a batch of 4 would not fit.
 B1="--batch-size 4 --seq-len 4096"
 B8="--batch-size 1 --seq-len 8192 --steps 12"
-B16="--batch-size 4 --seq-len 4096 --steps 12"
+B16_10="--batch-size 4 --seq-len 4096 --steps 12"
+B16="--batch-size 2 --seq-len 4096 --steps 12"
 
 stepgraph() { "$PYTHON" -m stepgraph "$@"; }
 
@@ -54,7 +56,10 @@ train() { # FILE PRESET [OPTION ...]: torchtitan's launcher sets expandable segm
       without "--steps --providers" "${@:2}"
       stepgraph plan "${WORDS[@]}" --precision bf16 --memory none --gpu "$GPU" --json "$OUT/forecast_$1.json" ;;
     dry)
-      case $2 in deepseek*) preset=deepseek-v3-debug ;; *) preset=llama3-debug ;; esac
+      case $2 in
+        deepseek*) preset="deepseek-v3-debug" ;;
+        *) preset="llama3-debug --model.n-kv-heads 2" ;;
+      esac
       without "--model.n-layers --batch-size --seq-len --steps" "${@:3}"
       stepgraph bench train $preset "${WORDS[@]}" --precision bf16 --batch-size 1 --seq-len 64 --steps 2 \
         --model.n-layers 4 --device cpu --timeout 900 --json "$OUT/dry_$1.json" ;;
@@ -120,8 +125,8 @@ record() {
     8b_fsdp[24]_tp2_fp8)
       n=${1#8b_fsdp}
       train "$1" llama3-8b --mesh "fsdp=${n%_tp2_fp8},tp=2" --fp8 tensorwise $B8 ;;
-    16b10_ep2) train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16 ;; # 10 of 27 layers
-    16b10_ep2_balanced) balanced "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16 ;;
+    16b10_ep2) train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16_10 ;;
+    16b10_ep2_balanced) balanced "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16_10 ;;
     16b_ep[48]) train "$1" deepseek-v3-16b --mesh "fsdp=${1#16b_ep},ep=${1#16b_ep}" $B16 ;;
     16b_ep[48]_balanced)
       n=${1#16b_ep} && n=${n%_balanced}
