@@ -20,8 +20,8 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_functions(owner: Any, **values: Any) -> Iterator[None]:
-    """`replaced` for functions of torch, of which Dynamo keeps a list that it makes at its first use: of those that
-    there are otherwise."""
+    """`replaced` for functions of torch. Dynamo lists these once, at its first use; the list is made before they are
+    replaced, or it would have the replacements for the rest of the process."""
     from torch._dynamo.trace_rules import get_torch_obj_rule_map  # a second to load, which a trace needs at any rate
 
     get_torch_obj_rule_map()

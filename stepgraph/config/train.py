@@ -256,10 +256,9 @@ class TrainConfig(StepOptions, _Training):
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name in ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save", "log"):
+        choices = ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save", "log")
+        for name in (*choices, "document_mask", "expert_exchange"):
             self._require_choice(name)
-        self._require_choice("document_mask")
-        self._require_choice("expert_exchange")
         if self.document_mask == "on" and getattr(self.model, "attention", "sdpa") == "flex":
             raise ValueError("document_mask=on needs model.attention=sdpa, and it is flex: drop one (or say off)")
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):

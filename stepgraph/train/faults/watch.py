@@ -39,8 +39,7 @@ _NAMED = 3
 _STOP_S = 10.0
 #: How long writing the records at the end of a run may take.
 _CLOSING_S = 20.0
-
-
+#: Where a rank is that no other waits for.
 _ENDS = "the end"
 
 
