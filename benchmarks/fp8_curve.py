@@ -4,7 +4,8 @@ On a CPU the products are emulated: values rounded to fp8 bit for bit, products 
 in shorter accumulators is not in it. Every linear layer but the head is in fp8, also those that are too small to gain.
 ``val_loss``: of the whole validation split, after the last step. ``spread``: the sample standard deviation over seeds.
 
-    python benchmarks/fp8_curve.py [PRESET] [--steps N] [--seeds N] [--device cpu] [--json FILE] [--train "..."]
+    python benchmarks/fp8_curve.py [PRESET] [--steps N] [--seeds N] [--device cpu] [--json FILE] [--at-once N]
+        [--train "..."]
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -76,16 +78,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--at-once", type=int, default=1, help="runs beside each other")
     parser.add_argument("--train", default="", help="more options of stepgraph train, in one word")
     options = parser.parse_args()
     words = [options.preset, "--device", options.device, "--precision", "bf16", "--steps", str(options.steps)]
     words += ["--val-every", str(options.steps), *shlex.split(options.train)]
     record = {"environment": environment(), "train": shlex.join(words), "emulated": options.device == "cpu"}
     runs: list[dict[str, Any]] = []
-    for seed in range(options.seeds):
-        for fp8 in ("off", *get_args(Recipe)):
-            runs.append(run(fp8, seed, words))
-            print(f"seed {seed}, fp8 {fp8}: validation loss {runs[-1]['val_loss']:.4f}", flush=True)
+    todo = [(fp8, seed) for seed in range(options.seeds) for fp8 in ("off", *get_args(Recipe))]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for one in pool.map(lambda job: run(*job, words), todo):
+            runs.append(one)
+            print(f"seed {one['seed']}, fp8 {one['fp8']}: validation loss {one['val_loss']:.4f}", flush=True)
             if options.json:  # a run that is cut off leaves what it has
                 everything = record | {"compared": compared(runs), "runs": runs}
                 options.json.write_text(json.dumps(everything, indent=1) + "\n")

@@ -1,7 +1,10 @@
 """Experts over GPUs, with NCCL: one CUDA graph a step, repeated with larger buffers where routing needs them."""
 
 import copy
+import os
+import socket
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +13,12 @@ from torch import nn
 import stepgraph
 from stepgraph.capture.guard import conditions
 from stepgraph.models import DeepSeekV3, DeepSeekV3Config, MoEConfig, family_of
-from stepgraph.parallel import local_parts, next_token_loss, parallelize
+from stepgraph.parallel import local_parts, next_token_loss, parallelize, world
 from stepgraph.parallel.expert_symmetric import SymmetricExchange
 from stepgraph.parallel.experts import Capacity, ExpertExchange
 from stepgraph.passes import configured
-from tests.gpu.test_ranks_gpu import on_gpus
+from tests.distributed.ranks import on_processes
+from tests.gpu.test_ranks_gpu import _rank, on_gpus
 
 CONFIG = DeepSeekV3Config(
     dim=256,
@@ -163,6 +167,55 @@ def _replayed(mesh):
 @pytest.mark.parametrize("spec", ["fsdp=2,ep=2", "fsdp=4,ep=4"])
 def test_exchanges_over_symmetric_memory_replay(spec):
     on_gpus(spec, _replayed)
+
+
+def _beside_messages(mesh):
+    """`_replayed` where NCCL is not to be had: two processes of one GPU take turns on it. The reference is the exchange
+    by messages of a CPU, which moves the same rows; what is summed on two devices may round otherwise."""
+    axes, tokens, slots, experts, D = mesh.experts, 300, 2, 8, 200
+    x = torch.zeros(tokens, D, device="cuda", dtype=torch.bfloat16)
+    chosen = torch.zeros(tokens, slots, device="cuda", dtype=torch.int64)
+    weights = torch.zeros(tokens, slots, device="cuda")
+    exchange = SymmetricExchange(axes, Capacity(64.0))
+
+    def run(x, chosen, weights):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weights)]
+        with conditions.collected():
+            rows, ends, state = exchange.dispatch(leaves[0], chosen, experts)
+        y = exchange.combine(2 * rows, leaves[1], state)
+        return [rows, ends, *state[2:]], [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+    run(x, chosen, weights)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        moved, summed = run(x, chosen, weights)
+    generator = torch.Generator("cuda").manual_seed(mesh.dp_place)
+    for highest in (experts, 1, experts // 2, 3, experts, 2):
+        x.normal_(generator=generator), weights.uniform_(generator=generator)
+        scores = torch.rand(tokens, experts, device="cuda", generator=generator)
+        scores[..., highest + 1 :] -= 1.0
+        chosen.copy_(scores.topk(slots)[1])
+        if highest % 2 == mesh.dp_place % 2:
+            torch.cuda._sleep(20_000_000)
+        graph.replay()
+        rows, sums = run(x.cpu(), chosen.cpu(), weights.cpu())
+        assert all(torch.equal(mine.cpu(), other) for mine, other in zip(moved, rows, strict=True)), highest
+        for mine, other in zip(summed, sums, strict=True):
+            torch.testing.assert_close(mine.cpu(), other, rtol=2e-2, atol=1e-2 * other.abs().max().item())
+
+
+def _rank_of_one_gpu(rank, port):
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    with mock.patch.object(world, "_take_gpu", lambda: torch.cuda.set_device(0)):
+        _rank(rank, 2, port, "fsdp=2,ep=2", _beside_messages)
+
+
+def test_exchanges_between_two_processes_of_one_gpu():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    on_processes(2, _rank_of_one_gpu, (port,))
 
 
 def _default_passes(mesh):

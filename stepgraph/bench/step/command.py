@@ -41,7 +41,10 @@ class StepBench(BenchOptions):
     """Steps in a repeat; its result is their median."""
 
     repeats: int = 5
-    """Repeats; on a CPU the providers take turns, one repeat each."""
+    """Repeats; providers that live at once take turns, one repeat each."""
+
+    together: int = 1
+    """Providers that build and compile at once in a GPU's memory; repeats are timed one by one. On a CPU: all."""
 
     def names(self) -> list[str]:
         """The providers, in order."""
@@ -49,7 +52,7 @@ class StepBench(BenchOptions):
 
     def config(self) -> TrainConfig:
         """The run whose step is measured. Raises ValueError, in one line, for an option that cannot be right."""
-        for name in ("steps", "repeats"):
+        for name in ("steps", "repeats", "together"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         return self.run()
@@ -67,6 +70,7 @@ def main(argv: list[str]) -> int:
         "providers": options.names(),
         "steps": options.steps,
         "repeats": options.repeats,
+        "together": options.together,
         "first_steps": FIRST_STEPS,
         "batch_seed": BATCH_SEED,
         "models": {},
@@ -117,19 +121,23 @@ def describe(config: TrainConfig, env: dict[str, Any]) -> dict[str, Any]:
 
 def measure(config: TrainConfig, options: StepBench, device: torch.device) -> Iterator[list[Row]]:
     """Rows of the providers, as they are done. On a CPU all their processes live at once and take turns, starting with
-    another one in each repeat, so that what else the machine does falls on all alike. On a GPU, whose memory they could
-    not share, they run one after another."""
+    another one in each repeat, so that what else the machine does falls on all alike. On a GPU, whose memory they may
+    not be able to share, ``together`` of them do."""
     names = options.names()
-    for group in [names] if device.type == "cpu" else [[name] for name in names]:
-        yield _measure_together(config, options, device, group)
+    at_once = len(names) if device.type == "cpu" else options.together
+    for start in range(0, len(names), at_once):
+        yield _measure_together(config, options, device, names[start : start + at_once])
 
 
 def _measure_together(config: TrainConfig, options: StepBench, device: torch.device, names: list[str]) -> list[Row]:
     job = {"config": config.to_json(), "device": str(device)}
     with contextlib.ExitStack() as stack:
         lanes = [stack.enter_context(Lane(Row(model=config.preset, provider=name), CHILD)) for name in names]
-        for lane in lanes:
-            first = lane.ask(job | {"provider": lane.row.provider})
+        if device.type == "cuda":
+            for lane in lanes:
+                lane.send(job | {"provider": lane.row.provider})
+        for lane in lanes:  # on a CPU one after another: a build would take the others' processors
+            first = lane.receive() if device.type == "cuda" else lane.ask(job | {"provider": lane.row.provider})
             if first:
                 note(lane.row, f"first step {first['first_step_s']:.1f} s, loss {first['loss']:.4f}")
             first["losses"] = [finite(loss) for loss in first.pop("losses", [])]

@@ -78,6 +78,24 @@ class CompiledStep(EagerStep):
         self.forward = torch.compile(self._loss, dynamic=False, fullgraph=True, mode=mode, options=options)
 
 
+class TorchaoStep(CompiledStep):
+    """`CompiledStep` of the model with torchao's float8 layers, by its ``recipe``; the output head stays as it is.
+
+    Raises ``ModuleNotFoundError`` where torchao is not installed.
+    """
+
+    def __init__(self, parts: Parts, recipe: str):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        def wanted(module: nn.Module, path: str) -> bool:
+            return isinstance(module, nn.Linear) and not path.endswith("output")
+
+        convert_to_float8_training(
+            parts.model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=wanted
+        )
+        super().__init__(parts)
+
+
 class CapturedStep:
     """``stepgraph.capture`` of the whole step."""
 
@@ -112,6 +130,9 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "compile-no-mix-order": lambda parts: CompiledStep(parts, options={"triton.mix_order_reduction": False}),
     "compile-guard": lambda parts: CompiledStep(parts, options=fusion_guard().options),
     "compile-tuned": lambda parts: CompiledStep(parts, options=(fusion_guard() | tuned_reductions()).options),
+    "compile-torchao-fp8-tensorwise": lambda parts: TorchaoStep(parts, "tensorwise"),
+    "compile-torchao-fp8-rowwise": lambda parts: TorchaoStep(parts, "rowwise"),
+    "compile-torchao-fp8-rowwise-bf16-weight-gradients": lambda parts: TorchaoStep(parts, "rowwise_with_gw_hp"),
     "stepgraph": CapturedStep,
     "stepgraph-norm-kernel": lambda parts: CapturedStep(parts, norm="kernel"),
     "stepgraph-norm-inductor": lambda parts: CapturedStep(parts, norm="inductor"),
