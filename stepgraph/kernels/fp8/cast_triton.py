@@ -21,9 +21,12 @@ import triton.language as tl
 
 from stepgraph.kernels.fp8.formats import MOST, SMALLEST
 
-#: Tiles of (TILE, TILE) of which the largest magnitudes are found, and their warps; the same of tiles that are cast.
+#: Tiles of (TILE, TILE) of which the largest magnitudes are found, and their warps; rows, columns and warps of tiles
+#: that are cast.
 TILE, WARPS = 128, 8
-CAST_TILE, CAST_WARPS = 64, 4
+CAST_TALL, CAST_WIDE, CAST_WARPS = 64, 64, 4
+#: The same of pairs of bf16: rows and pairs of a tile, tiles that are on their way, warps, and rows of a program.
+PAIRS_ROWS, PAIRS, PAIRS_STAGES, PAIRS_WARPS, PAIRS_CHUNK = 16, 128, 3, 4, 256
 #: Elements of the longest row that one program holds.
 LONGEST = 16384
 
@@ -57,11 +60,11 @@ def _scale(top, MOST: tl.constexpr):
 
 
 @triton.jit
-def _tile(R, C, TILE: tl.constexpr):
+def _tile(R, C, TALL: tl.constexpr, WIDE: tl.constexpr):
     """Rows and columns of program ``program_id(0)``'s tile, and which of its elements are inside."""
-    across = tl.cdiv(C, TILE)
-    row = (tl.program_id(0) // across).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = (tl.program_id(0) % across).to(tl.int64) * TILE + tl.arange(0, TILE)
+    across = tl.cdiv(C, WIDE)
+    row = (tl.program_id(0) // across).to(tl.int64) * TALL + tl.arange(0, TALL)
+    column = (tl.program_id(0) % across).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     return row, column, (row < R)[:, None] & (column < C)[None, :]
 
 
@@ -71,7 +74,7 @@ def _amax_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitudes of a tile's rows and columns, into those of the matrix, which begin as zeros."""
-    row, column, inside = _tile(R, C, TILE)
+    row, column, inside = _tile(R, C, TILE, TILE)
     at = row[:, None] * row_stride + column[None, :] * column_stride
     bits = _bits(tl.load(x + at, mask=inside, other=0.0))
     if ROWS:
@@ -81,12 +84,37 @@ def _amax_kernel(
 
 
 @triton.jit
+def _amax_pairs_kernel(
+    x, row_bits, column_bits, R, C, row_stride, CHUNK,
+    ROWS: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`_amax_kernel` for pairs of bf16, of which a row has ``C``: each in the upper half of 32 bits is what it is in
+    fp32, so that nothing is converted. ``CHUNK`` rows one after another, whose columns are compared in registers."""
+    across = tl.cdiv(C, PAIRS)
+    column = (tl.program_id(0) % across) * PAIRS + tl.arange(0, PAIRS)
+    begin = (tl.program_id(0) // across) * CHUNK
+    even = tl.zeros([TILE, PAIRS], tl.int32)
+    odd = tl.zeros([TILE, PAIRS], tl.int32)
+    for first in tl.range(begin, tl.minimum(begin + CHUNK, R), TILE, num_stages=STAGES):
+        row = first + tl.arange(0, TILE)
+        at = row.to(tl.int64)[:, None] * row_stride + column[None, :]
+        pair = tl.load(x + at, mask=(row < R)[:, None] & (column < C)[None, :], other=0)
+        upper, lower = pair & 0x7FFF0000, (pair << 16) & 0x7FFF0000
+        odd, even = tl.maximum(odd, upper), tl.maximum(even, lower)
+        if ROWS:
+            tl.atomic_max(row_bits + row, tl.max(tl.maximum(upper, lower), 1), mask=row < R, sem="relaxed")
+    tl.atomic_max(column_bits + 2 * column, tl.max(even, 0), mask=column < C, sem="relaxed")
+    tl.atomic_max(column_bits + 2 * column + 1, tl.max(odd, 0), mask=column < C, sem="relaxed")
+
+
+@triton.jit
 def _cast_kernel(
     x, row_bits, column_bits, q, transposed, row_scale, column_scale, R, C, row_stride, column_stride,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MOST: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Both copies of a tile. ``WHOLE``: ``row_bits`` has one magnitude, which serves all rows and columns."""
-    row, column, inside = _tile(R, C, TILE)
+    row, column, inside = _tile(R, C, TALL, WIDE)
     at = row[:, None] * row_stride + column[None, :] * column_stride
     value = tl.load(x + at, mask=inside, other=0.0)
     row_inside, column_inside = row < R, column < C
@@ -103,12 +131,12 @@ def _cast_kernel(
             top = _top(tl.load(row_bits + row, mask=row_inside, other=0), _SMALLEST)
             y = _rounded(value, top[:, None], MOST, q.dtype.element_ty)
             tl.store(q + row[:, None] * C + column[None, :], y, mask=inside)
-            tl.store(row_scale + row, _scale(top, MOST), mask=row_inside & (tl.program_id(0) % tl.cdiv(C, TILE) == 0))
+            tl.store(row_scale + row, _scale(top, MOST), mask=row_inside & (tl.program_id(0) % tl.cdiv(C, WIDE) == 0))
         if COLUMNS:
             top = _top(tl.load(column_bits + column, mask=column_inside, other=0), _SMALLEST)
             y = _rounded(value, top[None, :], MOST, transposed.dtype.element_ty)
             tl.store(transposed + column[:, None] * R + row[None, :], tl.trans(y), mask=tl.trans(inside))
-            first = tl.program_id(0) < tl.cdiv(C, TILE)
+            first = tl.program_id(0) < tl.cdiv(C, WIDE)
             tl.store(column_scale + column, _scale(top, MOST), mask=column_inside & first)
 
 
@@ -196,13 +224,29 @@ def _cast_rows(x, q, scale) -> None:
 
 
 def _amax(x, row_bits, column_bits, **forms) -> None:
-    _amax_kernel[_tiles(x, TILE)](x, row_bits, column_bits, *x.shape, *x.stride(), **forms, TILE=TILE, num_warps=WARPS)
+    if forms["COLUMNS"] and _in_pairs(x):
+        pairs = x.view(torch.int32)
+        programs = triton.cdiv(pairs.shape[1], PAIRS) * triton.cdiv(pairs.shape[0], PAIRS_CHUNK)
+        _amax_pairs_kernel[(programs,)](
+            pairs, row_bits, column_bits, *pairs.shape, pairs.stride(0), PAIRS_CHUNK,
+            ROWS=forms["ROWS"], TILE=PAIRS_ROWS, PAIRS=PAIRS, STAGES=PAIRS_STAGES, num_warps=PAIRS_WARPS,
+        )  # fmt: skip
+        return
+    _amax_kernel[_tiles(x, TILE, TILE)](
+        x, row_bits, column_bits, *x.shape, *x.stride(), **forms, TILE=TILE, num_warps=WARPS
+    )
+
+
+def _in_pairs(x: torch.Tensor) -> bool:
+    """Whether the elements of ``x`` can be read two at a time."""
+    even = x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0
+    return x.dtype == torch.bfloat16 and x.stride(1) == 1 and even
 
 
 def _cast(x, row_bits, column_bits, q, transposed, row_scale, column_scale, **forms) -> None:
-    _cast_kernel[_tiles(x, CAST_TILE)](
+    _cast_kernel[_tiles(x, CAST_TALL, CAST_WIDE)](
         x, row_bits, column_bits, q, transposed, row_scale, column_scale, *x.shape, *x.stride(),
-        **forms, MOST=MOST[q.dtype], TILE=CAST_TILE, num_warps=CAST_WARPS,
+        **forms, MOST=MOST[q.dtype], TALL=CAST_TALL, WIDE=CAST_WIDE, num_warps=CAST_WARPS,
     )  # fmt: skip
 
 
@@ -211,8 +255,8 @@ def _copies(x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> l
     return [x.new_empty(shape if wanted else (0,), dtype=dtype) for shape, wanted in shapes]
 
 
-def _tiles(x: torch.Tensor, tile: int) -> tuple[int]:
-    return (triton.cdiv(x.shape[0], tile) * triton.cdiv(x.shape[1], tile),)
+def _tiles(x: torch.Tensor, tall: int, wide: int) -> tuple[int]:
+    return (triton.cdiv(x.shape[0], tall) * triton.cdiv(x.shape[1], wide),)
 
 
 def _on(x: torch.Tensor) -> contextlib.AbstractContextManager:
