@@ -77,7 +77,7 @@ def cast_scaled(
 
     Raises ``ValueError`` for another dtype.
     """
-    _check(x, dtype)
+    check(x, dtype)
     if x.is_cuda:
         from stepgraph.kernels.fp8 import cast_triton
 
@@ -87,7 +87,7 @@ def cast_scaled(
 
 @cast_scaled.register_fake
 def _(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x, dtype)
+    check(x, dtype)
     return (torch.empty_like(amax), *_forms(x, dtype, rows, columns))
 
 
@@ -107,7 +107,7 @@ def cast_scaled_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -
 
     Raises ``ValueError`` for another dtype.
     """
-    _check(x, dtype)
+    check(x, dtype)
     if x.is_cuda:
         from stepgraph.kernels.fp8 import cast_triton
 
@@ -117,7 +117,7 @@ def cast_scaled_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -
 
 @cast_scaled_rows.register_fake
 def _(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, dtype)
+    check(x, dtype)
     q, transposed = _forms(x, dtype, rows, columns)
     row_scale, column_scale = (x.new_empty(len(side), dtype=torch.float32) for side in (q, transposed))
     return q, row_scale, transposed, column_scale
@@ -130,7 +130,8 @@ def _forms(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Te
     return q, transposed
 
 
-def _check(x: Tensor, dtype: torch.dtype) -> None:
+def check(x: Tensor, dtype: torch.dtype) -> None:
+    """Raises ``ValueError``, in one line, for what cannot be cast."""
     if x.ndim != 2 or not x.is_floating_point() or dtype not in MOST:
         raise ValueError(
             f"a cast of {x.dtype} {tuple(x.shape)} to {dtype}; allowed is a floating-point matrix, to float8_e4m3fn or "

@@ -115,11 +115,16 @@ def empty_results(like: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor,
 
 
 def _check(name: str, dtype: torch.dtype, **tensors: Tensor) -> None:
-    forms = {(t.shape, t.dtype) for t in tensors.values()}
+    if dtype not in MOST:
+        raise ValueError(f"{name} got {dtype}; allowed are float8_e4m3fn and float8_e5m2: choose one of the two")
+    check_alike(name, **tensors)
+
+
+def check_alike(name: str, **tensors: Tensor) -> None:
+    """Raises ``ValueError``, in one line, for ``tensors`` that are no floating-point ones of one shape and dtype."""
     gate = tensors["gate"]
-    if len(forms) > 1 or not gate.is_floating_point() or not gate.ndim or dtype not in MOST:
+    if len({(t.shape, t.dtype) for t in tensors.values()}) > 1 or not gate.is_floating_point() or not gate.ndim:
         given = ", ".join(f"{of} {t.dtype} {tuple(t.shape)}" for of, t in tensors.items())
         raise ValueError(
-            f"{name} got {given} and {dtype}; allowed are floating-point tensors of one shape and dtype, to "
-            "float8_e4m3fn or float8_e5m2: convert one of them, or choose one of the two"
+            f"{name} got {given}; allowed are floating-point tensors of one shape and dtype: convert one of them"
         )

@@ -6,11 +6,15 @@ Matches: casts of `fp8_matmul`, by rows alone or with one scale, of what a norm 
     y = norm(x); cast_scaled(y, amax(y))      ->  ``stepgraph::norm_cast``: y and its rows' magnitudes, cast_scaled(y,
                                                   amax(magnitudes))
     y = silu(gate) * up; cast_scaled_rows(y)  ->  ``stepgraph::swiglu_cast_rows(gate, up)``
-    both gradients of a SwiGLU and their casts, as in rows above  ->  ``stepgraph::swiglu_backward_cast_rows``
-A row is complete in one program, so its magnitude, and with that its cast, reads nothing again. The bits are those of
-the operators apart; what Inductor made of a SwiGLU rounded less often. In bf16 y stays for those that read it, as
-weight gradients do; SwiGLU's, and its gradients, are not written where none does.
-Stay apart: scales by columns, which need all rows; one scale of what Inductor makes, which may find it on the way.
+    the same, by columns too, or one scale    ->  ``stepgraph::swiglu_magnitudes``: y and the magnitudes of its rows and
+                                                  columns, then cast_by_magnitudes(y, ...) or cast_scaled(y, amax(rows))
+    both gradients of a SwiGLU and their casts, as above  ->  ``stepgraph::swiglu_backward_cast_rows`` or
+                                                              ``stepgraph::swiglu_backward_magnitudes``
+A row is complete in one program, so its magnitude, and with that its cast, reads nothing again; a column and a whole
+matrix are not, and the cast reads what was made once more, but not twice. The bits are those of the operators apart;
+what Inductor made of a SwiGLU rounded less often. In bf16 y stays for those that read it, as weight gradients do;
+SwiGLU's, and its gradients, are not written where none does.
+Stay apart: scales by columns of other matrices; one scale of what else Inductor makes, which may find it on the way.
 Tier numerics, as `fp8_matmul`, without which it has nothing to do. Comes after what makes copies and norms' kernels.
 """
 
@@ -28,12 +32,13 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_pointwise, is_view, packet
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.kernels.fp8 import swiglu  # noqa: F401  (these two define operators of torch.ops.stepgraph)
+from stepgraph.kernels.fp8 import magnitudes, swiglu  # noqa: F401  (these define operators of torch.ops.stepgraph)
 from stepgraph.kernels.norm import cast as norm_cast  # noqa: F401
 from stepgraph.passes.contract import PassReport, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 
+_INF = float("inf")
 _CASTS = (ours.cast_scaled.default, ours.cast_scaled_rows.default)
 
 
@@ -133,24 +138,20 @@ def _norm_before(cast: fx.Node, aliases: Aliases) -> fx.Node | None:
     if y.target is not operator.getitem or y.args[1] != 0 or y.args[0].target is not ours.norm.default:
         return None
     norm = y.args[0]
-    if cast.target is ours.cast_scaled.default:
-        amax = cast.args[1]
-        known = amax.target is aten.linalg_vector_norm.default and amax.args[:2] == (cast.args[0], float("inf"))
-    else:
-        known = cast.args[1:] == (torch.float8_e4m3fn, True, False)
+    form = _form(cast)
+    known = form == "whole" or (form == "rows" and cast.args[1] == torch.float8_e4m3fn)
     written = aliases.written_between(y, aliases.position[norm], aliases.position[cast])
     return norm if known and not written and phase_of(norm) == phase_of(cast) else None
 
 
 def _cast_with_norm(cast: fx.Node, norm: fx.Node) -> None:
     """A norm with its cast, or with the magnitudes that the cast's scale is made of, in the place of the norm."""
-    whole = cast.target is ours.cast_scaled.default
+    whole = _form(cast) == "whole"
     new = Builder(norm, cast, before=norm)(ours.norm_cast.default, *norm.args, not whole)
     norm.replace_all_uses_with(new)  # y, h, mean and rstd have the same places
     norm.graph.erase_node(norm)
     if whole:
-        amax = cast.args[1]
-        amax.update_arg(0, Builder(amax, before=amax)(operator.getitem, new, 5))
+        _put_magnitudes(cast, new, 5)
         return
     build, (rows, columns) = Builder(cast, before=cast), cast.args[0].meta["val"].shape
     values = build.view(build(operator.getitem, new, 4), torch.Size((rows, columns)))
@@ -158,9 +159,23 @@ def _cast_with_norm(cast: fx.Node, norm: fx.Node) -> None:
     _put(cast, values, scale)
 
 
+def _amax_before(cast: fx.Node) -> fx.Node | None:
+    """The largest magnitude of what ``cast`` reads, which its one scale is made of."""
+    amax = cast.args[1]
+    return amax if amax.target is aten.linalg_vector_norm.default and amax.args[:2] == (cast.args[0], _INF) else None
+
+
+def _form(cast: fx.Node) -> str | None:
+    """How a SwiGLU's kernel serves ``cast``: it makes it, it gives the magnitudes of rows and columns, or those that
+    one scale is made of. None: not at all."""
+    if cast.target is ours.cast_scaled_rows.default:
+        return {(True, False): "rows", (True, True): "both"}.get(cast.args[2:])
+    return "whole" if _amax_before(cast) else None
+
+
 def _swiglu_before(cast: fx.Node, aliases: Aliases) -> _SwiGLU | None:
-    """The SwiGLU whose kernel can make ``cast``."""
-    if cast.target is not ours.cast_scaled_rows.default or cast.args[2:] != (True, False):
+    """The SwiGLU whose kernel can serve ``cast``."""
+    if _form(cast) is None:
         return None
     product = _made(cast.args[0])[-1]
     # In backward silu(gate) is a factor of the gradient of up, which shares a kernel with that of gate.
@@ -182,6 +197,13 @@ def _swiglu_before(cast: fx.Node, aliases: Aliases) -> _SwiGLU | None:
 def _cast_with_swiglu(cast: fx.Node, found: _SwiGLU) -> None:
     """One operator in the place of the product and of its cast."""
     product = found.product
+    if (form := _form(cast)) != "rows":
+        build = Builder(product, found.silu, before=product)
+        made = build(ours.swiglu_magnitudes.default, found.gate, found.up, form == "both")
+        product.replace_all_uses_with(build(operator.getitem, made, 0, like=product))
+        erase_unread(product)
+        _put_magnitudes(cast, made, 1)
+        return
     keep = _is_read(cast)
     build = Builder(product, found.silu, cast, before=product)
     made = build(ours.swiglu_cast_rows.default, found.gate, found.up, cast.args[1], keep)
@@ -194,11 +216,7 @@ def _cast_with_swiglu(cast: fx.Node, found: _SwiGLU) -> None:
 
 def _gradients(casts: list[fx.Node], aliases: Aliases) -> Iterator[_Gradients]:
     """Where a kernel can make both gradients of a SwiGLU and their casts."""
-    cast_of = {
-        _made(cast.args[0])[-1]: cast
-        for cast in casts
-        if cast.target is ours.cast_scaled_rows.default and cast.args[2:] == (True, False)
-    }
+    cast_of = {_made(cast.args[0])[-1]: cast for cast in casts if _form(cast) is not None}
     for dgate, cast in cast_of.items():
         if dgate.target is not aten.silu_backward.default or dgate.args[0].target is not aten.mul.Tensor:
             continue
@@ -208,7 +226,7 @@ def _gradients(casts: list[fx.Node], aliases: Aliases) -> Iterator[_Gradients]:
             if dup is None or not isinstance(up, fx.Node):
                 continue
             found = _Gradients(dgate, dup, (cast, cast_of[dup]), (dy, gate, up))
-            if _is_one_kernel(found, (silu, dsilu), aliases):
+            if _form(cast) == _form(cast_of[dup]) and _is_one_kernel(found, (silu, dsilu), aliases):
                 yield found
                 break
 
@@ -238,6 +256,14 @@ def _is_one_kernel(found: _Gradients, between: tuple[fx.Node, fx.Node], aliases:
 def _cast_with_gradients(found: _Gradients) -> None:
     """One operator in the place of both gradients and their casts."""
     gradients, (cast, _) = (found.dgate, found.dup), found.casts
+    if (form := _form(cast)) != "rows":
+        build = Builder(*gradients, before=min(gradients))
+        made = build(ours.swiglu_backward_magnitudes.default, *found.inputs, form == "both")
+        for i, (gradient, own) in enumerate(zip(gradients, found.casts, strict=True)):
+            gradient.replace_all_uses_with(build(operator.getitem, made, i, like=gradient))
+            erase_unread(gradient)
+            _put_magnitudes(own, made, 2 + 2 * i)
+        return
     keep = any(map(_is_read, found.casts))
     build = Builder(*gradients, *found.casts, before=min(gradients))
     made = build(ours.swiglu_backward_cast_rows.default, *found.inputs, cast.args[1], keep)
@@ -253,6 +279,18 @@ def _is_read(cast: fx.Node) -> bool:
     """Whether anything else reads what ``cast`` reads, or what that is a view of."""
     chain = _made(cast.args[0])
     return any(set(node.users) != {reader} for node, reader in zip(chain, (cast, *chain), strict=False))
+
+
+def _put_magnitudes(cast: fx.Node, made: fx.Node, at: int) -> None:
+    """Magnitudes of rows, and of columns behind them, result ``at`` of ``made``, for what ``cast`` would look for."""
+    if _form(cast) == "whole":
+        amax = cast.args[1]
+        amax.update_arg(0, Builder(amax, before=amax)(operator.getitem, made, at))
+        return
+    build = Builder(cast, before=cast)
+    known = [build(operator.getitem, made, at + i) for i in range(2)]
+    cast.replace_all_uses_with(build(ours.cast_by_magnitudes.default, cast.args[0], *known, cast.args[1]))
+    cast.graph.erase_node(cast)
 
 
 def _put(cast: fx.Node, values: fx.Node, scale: fx.Node) -> None:

@@ -37,5 +37,22 @@ for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
     dgate, dup, *both = kept
     apart = [t for y in (dgate, dup) for t in cast_triton.launch_rows(y, dtype, True, False)[:2]]
     fused += ((dgate, dup), both, apart, alone)
+    magnitudes = []
+    for wanted in (False, True):
+        found = swiglu_triton.launch_magnitudes(x, x.flip(0), wanted)
+        known = []
+        if wanted:
+            for before in (False, True):
+                cast_triton._transposed_before = lambda x, before=before: before
+                known.append(
+                    (
+                        cast_triton.launch_by_magnitudes(*found, dtype),
+                        cast_triton.launch_rows(found[0], dtype, True, True),
+                    )
+                )
+        magnitudes.append(
+            (wanted, found, swiglu_triton.launch_backward_magnitudes(x.flip(1), x, x.flip(0), wanted), known)
+        )
+    fused += (magnitudes,)
     everything.append((casts, fused))
 torch.save(everything, sys.argv[2])

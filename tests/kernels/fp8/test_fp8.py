@@ -121,6 +121,10 @@ def test_operators_follow_their_schemas():
         (ops.swiglu_cast_rows, (x[:, ::2], x[:, 1::2], E4M3, False)),
         (ops.swiglu_backward_cast_rows, (x[:, ::2], x[:, ::2], x[:, 1::2], E4M3, True)),
         (ops.swiglu_backward_cast_rows, (x.view(2, 8, 32),) * 3 + (E5M2, False)),
+        (ops.swiglu_magnitudes, (x[:, ::2], x[:, 1::2], True)),
+        (ops.swiglu_magnitudes, (x.view(2, 8, 32), x.view(2, 8, 32), False)),
+        (ops.swiglu_backward_magnitudes, (x.view(2, 8, 32),) * 3 + (True,)),
+        (ops.cast_by_magnitudes, (x, x.abs().amax(1).float(), x.abs().amax(0).float(), E4M3)),
         (ops.scaled_product, (q, q, scale, scale, None, False)),
         (ops.scaled_product, (row, row, row_scale, row_scale, torch.ones(16).bfloat16(), True)),
     ):
@@ -192,7 +196,7 @@ def test_kernels_give_the_reference_bits(tmp_path):
                     torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def check_swiglu(x, dtype, y, fused, apart, alone, gradients, both, both_apart, both_alone):
+def check_swiglu(x, dtype, y, fused, apart, alone, gradients, both, both_apart, both_alone, magnitudes):
     """The product of SwiGLU and its gradients are the reference's but for the last places, their casts what the cast
     apart makes of them."""
     right, _, _ = swiglu_cast_rows(x, x.flip(0), dtype, True)
@@ -202,6 +206,17 @@ def check_swiglu(x, dtype, y, fused, apart, alone, gradients, both, both_apart, 
     for mine, theirs in ((y, right), *zip(gradients, expected, strict=True)):
         torch.testing.assert_close(mine, theirs, **close, equal_nan=True)
     assert alone[0].shape == both_alone[0].shape == both_alone[1].shape == (0,)
+    for columns, found, found_both, casts in magnitudes:
+        exact = {"rtol": 0, "atol": 0, "equal_nan": True}
+        for mine, theirs in ((found[0], right), *zip(found_both[:2], expected, strict=True)):
+            torch.testing.assert_close(mine, theirs, **close, equal_nan=True)
+        of_both = (found_both[0], *found_both[2:4]), (found_both[1], *found_both[4:])
+        for values, of_rows, of_columns in (found, *of_both):
+            torch.testing.assert_close(of_rows, values.abs().amax(1).float(), **exact)
+            across = values.abs().amax(0).float() if columns else torch.empty(0)
+            torch.testing.assert_close(of_columns, across, **exact)
+        for mine, theirs in (pair for both in casts for pair in zip(*both, strict=True)):
+            torch.testing.assert_close(mine.float(), theirs.float(), **exact)
     pairs = ((fused, apart), (alone[1:], apart), (both, both_apart), (both_alone[2:], both_apart))
     for mine, theirs in (pair for found, right in pairs for pair in zip(found, right, strict=True)):
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
@@ -250,3 +265,11 @@ def test_no_configuration_spills(element, to):
         kinds = x | {"q": f"*{to}", "scale": "*fp32", "C": "i32", "row_stride": "i32"}
         constants = {"column_stride": 1, "MOST": most, "BLOCK": block}
         assert_no_spills(kernels._row_kernel, kinds, constants, warps, aligned)
+    sizes = dict.fromkeys(("R", "C", "dy_stride", "gate_stride", "up_stride", "CHUNK"), "i32")
+    kinds = {name: f"*{element}" for name in ("dy", "gate", "up", "y", "dgate", "dup")} | sizes
+    kinds |= dict.fromkeys(("row_bits", "column_bits", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*i32")
+    tile = {name: getattr(swiglu_triton, name) for name in ("WIDE", "STAGES")} | {"COLUMNS": True}
+    tile["TALL"] = swiglu_triton.TALL_BYTES // (2 if element == "bf16" else 4)
+    for kernel in (swiglu_triton._magnitudes_kernel, swiglu_triton._backward_magnitudes_kernel):
+        given = {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
+        assert_no_spills(kernel, given, tile, swiglu_triton.TILE_WARPS, (*given,))

@@ -1,0 +1,130 @@
+"""SwiGLU, and its backward, with the largest magnitudes of what they give; and the cast to fp8 that these are for.
+
+    y      = silu(gate) * up, rounded to the inputs' dtype after each of the two, as apart
+    dup    = dy * silu(gate)
+    dgate  = silu'(gate) * (dy * up), rounded in the same way
+    magnitudes of rows: max |y| over each row; of columns: over each column
+
+One scale, or a scale for each column, is known only once every row is: what makes a matrix finds the magnitudes while
+it has the values, and the cast reads the matrix once, not twice. `stepgraph.kernels.fp8.swiglu` casts rows by
+themselves, which need not be read again at all.
+"""
+
+import torch
+
+from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.fp8 import cast
+from stepgraph.kernels.fp8.swiglu import check_alike
+
+Tensor = torch.Tensor
+
+
+def _magnitudes(x: Tensor, columns: bool) -> tuple[Tensor, Tensor]:
+    x = x.view(-1, x.shape[-1]).abs()
+    return x.amax(1).float(), (x.amax(0) if columns else x.new_empty(0)).float()
+
+
+def _empty(like: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    C = like.shape[-1]
+    rows, across = (like.new_empty(n, dtype=torch.float32) for n in (like.numel() // C, C if columns else 0))
+    return like.new_empty(like.shape), rows, across
+
+
+@torch.library.custom_op("stepgraph::swiglu_magnitudes", mutates_args=())
+@launching("swiglu_magnitudes")
+def swiglu_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``silu(gate) * up`` and its largest magnitudes.
+
+    Args:
+        gate, up: (..., C), not empty; both bf16, fp16 or fp32, in any strides.
+        columns: whether to find those of columns too.
+
+    Returns:
+        The product, contiguous, in the shape and dtype of ``gate``; the magnitudes of its rows, (R,) fp32, R the number
+        of rows, and of its columns, (C,) fp32, empty without ``columns``. NaN where one is among the values.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    check_alike("swiglu_magnitudes", gate=gate, up=up)
+    if gate.is_cuda:
+        from stepgraph.kernels.fp8 import swiglu_triton
+
+        return swiglu_triton.launch_magnitudes(gate, up, columns)
+    y = (torch.nn.functional.silu(gate) * up).contiguous()
+    return y, *_magnitudes(y, columns)
+
+
+@swiglu_magnitudes.register_fake
+def _(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    check_alike("swiglu_magnitudes", gate=gate, up=up)
+    return _empty(gate, columns)
+
+
+@torch.library.custom_op("stepgraph::swiglu_backward_magnitudes", mutates_args=())
+@launching("swiglu_backward_magnitudes")
+def swiglu_backward_magnitudes(
+    dy: Tensor, gate: Tensor, up: Tensor, columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of ``silu(gate) * up`` and their largest magnitudes.
+
+    Args:
+        dy, gate, up: (..., C), not empty; all bf16, fp16 or fp32, in any strides. ``dy``: the gradient of the product.
+        columns: whether to find the magnitudes of columns too.
+
+    Returns:
+        The gradients of ``gate`` and ``up``, as the product of `swiglu_magnitudes`; then of each in turn the magnitudes
+        of its rows and of its columns, as there.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    check_alike("swiglu_backward_magnitudes", dy=dy, gate=gate, up=up)
+    if gate.is_cuda:
+        from stepgraph.kernels.fp8 import swiglu_triton
+
+        return swiglu_triton.launch_backward_magnitudes(dy, gate, up, columns)
+    dgate = torch.ops.aten.silu_backward(dy * up, gate).contiguous()
+    dup = (dy * torch.nn.functional.silu(gate)).contiguous()
+    return dgate, dup, *_magnitudes(dgate, columns), *_magnitudes(dup, columns)
+
+
+@swiglu_backward_magnitudes.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, ...]:
+    check_alike("swiglu_backward_magnitudes", dy=dy, gate=gate, up=up)
+    (dgate, *of_gate), (dup, *of_up) = _empty(gate, columns), _empty(gate, columns)
+    return dgate, dup, *of_gate, *of_up
+
+
+@torch.library.custom_op("stepgraph::cast_by_magnitudes", mutates_args=())
+@launching("cast_by_magnitudes")
+def cast_by_magnitudes(
+    x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`cast_scaled_rows` of ``x`` by rows and by columns, whose largest magnitudes are known.
+
+    Args:
+        x: (R, C), not empty; bf16, fp16 or fp32, in any strides.
+        of_rows, of_columns: (R,) and (C,) fp32, contiguous.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+
+    Returns:
+        As `cast_scaled_rows`.
+
+    Raises ``ValueError`` for another dtype.
+    """
+    cast.check(x, dtype)
+    if x.is_cuda:
+        from stepgraph.kernels.fp8 import cast_triton
+
+        return cast_triton.launch_by_magnitudes(x, of_rows, of_columns, dtype)
+    results = []
+    for side, amax in ((x, of_rows), (x.t(), of_columns)):
+        scale, factor = cast.scale_of(amax, dtype)
+        results += [cast.rounded(side, factor.unsqueeze(1), dtype), scale]
+    return tuple(results)
+
+
+@cast_by_magnitudes.register_fake
+def _(x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    cast.check(x, dtype)
+    q, transposed = (x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
+    return q, torch.empty_like(of_rows), transposed, torch.empty_like(of_columns)
