@@ -1,0 +1,101 @@
+"""The first step of an unmodified model of ``transformers``, cold and from a saved step: each start is a process of its
+own; the first has an empty folder of saved steps and empty compile caches, the others have what the first left.
+
+Seconds: ``imports``, ``build`` (model and batch on the device), ``capture`` (until `stepgraph.capture` returns),
+``first_call`` (until its loss is there), ``to_first_step`` (the last two) and ``process`` (all of them). ``loaded``: as
+``step.saved`` says. Losses of both starts must be the same bits.
+
+    python benchmarks/warm_start.py [MODEL] [--starts 3] [--device cuda] [--layers N] [--json FILE]
+
+MODEL is one of `stepgraph bench model`; ``--layers`` makes it smaller.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def start(name: str, device: str, layers: int | None, folder: str) -> dict[str, Any]:
+    """One start, in this process."""
+    began = time.perf_counter()
+    import torch
+
+    import stepgraph
+    from stepgraph.bench.arguments import MAX_GRAD_NORM
+    from stepgraph.bench.model import models
+    from stepgraph.bench.model.providers import fused_adamw, loss_of
+    from stepgraph.config.environment import environment
+
+    imported = time.perf_counter()
+    if layers is not None:
+        sizes = models.MODELS[name].sizes | {"num_hidden_layers": layers}
+        models.MODELS[name] = replace(models.MODELS[name], sizes=sizes)
+    model, batch = models.build(name, torch.device(device)), models.batch_of(name, torch.device(device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    built = time.perf_counter()
+    optimizer = fused_adamw(list(model.parameters()))
+    step = stepgraph.capture(model, loss_of, batch, optimizer, max_grad_norm=MAX_GRAD_NORM, saved=folder)
+    captured = time.perf_counter()
+    losses = [step(batch).item()]
+    ran = time.perf_counter()
+    losses += [step(batch).item() for _ in range(3)]
+    return {
+        "loaded": step.saved.loaded,
+        "imports": imported - began,
+        "build": built - imported,
+        "capture": captured - built,
+        "first_call": ran - captured,
+        "to_first_step": ran - built,
+        "process": ran - began,
+        "losses": losses,
+        "environment": environment(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="qwen3-0.6b")
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(start(options.model, options.device, options.layers, options.child)))
+        return
+    starts = []
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: str(Path(folder, name)) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", str(Path(folder, "steps"))]
+        for _ in range(options.starts):
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, env=os.environ | caches | {"PYTHONPATH": paths}
+            )
+            if done.returncode:
+                raise SystemExit(f"status {done.returncode}: {' '.join(command)}")
+            starts.append(json.loads(done.stdout.splitlines()[-1]))
+            found = starts[-1]
+            seconds = ", ".join(f"{key} {value:.1f}" for key, value in found.items() if isinstance(value, float))
+            print(f"loaded {found['loaded']}: {seconds} s", flush=True)
+    if any(one["losses"] != starts[0]["losses"] for one in starts):
+        raise SystemExit(f"losses differ: {[one['losses'] for one in starts]}")
+    if options.json:
+        where, *_ = [one.pop("environment") for one in starts]
+        record = {"environment": where, "model": options.model, "layers": options.layers, "starts": starts}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
