@@ -86,18 +86,29 @@ def examples(t):
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, False)
     yield "swiglu_cast_rows", (t(8, 64, 1024), t(8, 64, 1024), FP8, True)
     yield "swiglu_backward_cast_rows", (t(8, 64, 1024), t(8, 64, 1024), t(8, 64, 1024), FP8, True)
+    yield "swiglu_magnitudes", (t(8, 64, 1024), t(8, 64, 1024), True)
+    yield "swiglu_backward_magnitudes", (t(8, 64, 1024), t(8, 64, 1024), t(8, 64, 1024), True)
+    yield "cast_by_magnitudes", (t(512, 1024), t(512, dtype=FP32), t(1024, dtype=FP32), FP8)
+    yield "cast_scaled_rows", (t(512, 1025), FP8, True, True)  # no pairs in a row
     yield "sort_by_expert", (t(512, 4, dtype=I64), 16)
     places, order = t(512, 4, dtype=I32), t(2048, dtype=I32)
     yield "gather_rows", (t(512, 1024), places, order, 2048)
     yield "combine_rows", (t(2048, 1024), places, t(512, 4), order)
     yield "combine_rows_backward", (t(512, 1024), t(2048, 1024), places, t(512, 4), order)
     yield "grouped_mm", (t(2048, 1024), t(16, 1024, 768), t(16, dtype=I32))
+    there, back = t(2048, dtype=I32), t(4096, dtype=I32)
+    yield "counts_begin", (t(16, dtype=I32), 2, "ep")
+    yield "counts_end", (t(1, dtype=I32), t(16, dtype=I32), 2, "ep")
+    yield "expert_places", (t(2, 16, dtype=I32), t(dtype=I32), 2048, 4096)
+    yield "rows_begin", (t(512, 1024), order, 4, there, back, 2, "ep")
+    yield "rows_begin", (t(4096, 1024), None, 1, back, there, 2, "ep")
+    yield "rows_end", (t(1), t(512, 1024), back, 2, "ep")
 
 
 def triton_functions(package):
     """((module, name), function) of every Triton function in ``package``."""
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if ".comm" in info.name or ".attention" in info.name:  # several GPUs; another library's kernels
+        if ".copy_collectives" in info.name or ".attention" in info.name:  # no node's own; another library's kernels
             continue
         for name, value in vars(importlib.import_module(info.name)).items():
             if isinstance(value, triton.runtime.JITFunction) and value.fn.__module__ == info.name:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import compat
+from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.comm.copy_collectives import oldest, start
 from stepgraph.kernels.comm.exchange import COME, FREE, Place, current
 
@@ -101,11 +102,11 @@ class _Written:
 
     def tell(self, channel: int) -> None:
         """All ranks see the flag of this one."""
-        self._kernels.tell(self.workspace.addresses, self.rank, channel)
+        _kernels().tell(self.workspace.addresses, self.rank, channel)
 
     def wait(self, channel: int) -> None:
         """The current stream waits for the flags of all ranks."""
-        self._kernels.wait(self.workspace.addresses, self.rank, channel)
+        _kernels().wait(self.workspace.addresses, self.rank, channel)
 
     def send(self, x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int) -> None:
         """On a stream beside the current one; what it reads is kept until the exchange ends."""
@@ -114,13 +115,13 @@ class _Written:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.wait(FREE)
-            self._kernels.send(x, order, slots, to, room, self.workspace.addresses)
+            _kernels().send(x, order, slots, to, room, self.workspace.addresses)
             self.tell(COME[0])
 
     def share(self, row: Tensor) -> None:
         """``row`` (n,) to all ranks, at this rank's row of theirs."""
         self.wait(FREE)
-        self._kernels.share(row, self.workspace.addresses, self.rank)
+        _kernels().share(row, self.workspace.addresses, self.rank)
         self.tell(COME[0])
 
     def join(self) -> None:
@@ -134,15 +135,55 @@ class _Written:
         self.wait(COME[0])
         shape = (self.ranks if came is None else came.shape[0], like.shape[-1])
         written = self.workspace.memory.get_buffer(self.rank, shape, like.dtype, 0)
-        taken = written.clone() if came is None else self._kernels.take(written, came)
+        taken = written.clone() if came is None else _kernels().take(written, came)
         self.tell(FREE)
         return taken
 
-    @functools.cached_property
-    def _kernels(self) -> Any:
-        from stepgraph.kernels.comm import expert_rows_triton
 
-        return expert_rows_triton
+@functools.cache
+def _kernels() -> Any:
+    """Those of CUDA; triton is imported on first use."""
+    from stepgraph.kernels.comm import expert_rows_triton
+
+    return expert_rows_triton
+
+
+# What `_Written` launches, for `stepgraph.kernels.ahead`: the same for every rank, and wherever its memory lies.
+
+
+def _addresses(like: Tensor, ranks: int) -> Tensor:
+    return like.new_empty(2, ranks, dtype=torch.int64)
+
+
+@launching("counts_begin")
+def _launch_counts(counts: Tensor, group_size: int, group_name: str) -> None:
+    addresses = _addresses(counts, group_size)
+    _kernels().wait(addresses, 0, FREE)
+    _kernels().share(counts, addresses, 0)
+    _kernels().tell(addresses, 0, COME[0])
+
+
+@launching("counts_end")
+def _launch_arrival(token: Tensor, like: Tensor, group_size: int, group_name: str) -> None:
+    addresses = _addresses(like, group_size)
+    _kernels().wait(addresses, 0, COME[0])
+    _kernels().tell(addresses, 0, FREE)
+
+
+@launching("rows_begin")
+def _launch_rows(
+    x: Tensor, order: Tensor | None, slots: int, to: Tensor, came: Tensor, group_size: int, group_name: str
+) -> None:
+    addresses = _addresses(x, group_size)
+    _kernels().wait(addresses, 0, FREE)
+    _kernels().send(x, order, slots, to, came.shape[0], addresses)
+    _kernels().tell(addresses, 0, COME[0])
+
+
+@launching("rows_end")
+def _launch_taking(token: Tensor, x: Tensor, came: Tensor, group_size: int, group_name: str) -> None:
+    _launch_arrival(token, x, group_size, group_name)
+    _kernels().take(x.new_empty(came.shape[0], x.shape[1]), came)
 
 
 # The operators
@@ -213,11 +254,10 @@ def _spread(counts: Tensor, begins: Tensor, rank: Tensor, rows: int, room: int) 
     return torch.where(used & (to < room), rank[segment] * room + to, -1).int()
 
 
+@launching("expert_places")
 def _expert_places(counts: Tensor, place: Tensor, rows: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
     if _writes(counts):
-        from stepgraph.kernels.comm import expert_rows_triton
-
-        return expert_rows_triton.places(counts, place, rows, room)
+        return _kernels().places(counts, place, rows, room)
     return places_reference(counts, place, rows, room)
 
 
