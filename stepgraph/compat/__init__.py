@@ -78,6 +78,7 @@ from stepgraph.compat.tracing import (
     constant_of_trace,
     current_sequence_nr,
     dispatch_flex_attention,
+    flex_kernel_options,
     graph_of_trace,
     inline_compiled,
     intercept_checkpoint,

@@ -180,3 +180,12 @@ def dispatch_flex_attention() -> Iterator[None]:
 
     with replaced(flex, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True, _validate_device=lambda *_: None):
         yield
+
+
+@torch.no_grad()
+def flex_kernel_options(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
+    """The options that ``flex_attention`` gives its operator for these (fake) tensors, where nobody asked for others:
+    with the logarithms that a backward reads."""
+    from torch.nn.attention.flex_attention import _apply_kernel_options
+
+    return dict(_apply_kernel_options(query, key, value, True, None))

@@ -16,11 +16,14 @@ from torch import fx
 from stepgraph.costs.flops import BACKWARD, FORWARD, attention_flops
 from stepgraph.costs.hardware import GPUS, Gpu
 from stepgraph.graph.facts import argument
+from stepgraph.graph.marks import VISIBLE_PAIRS
 
-aten, ours = torch.ops.aten, torch.ops.stepgraph
+aten, ours, higher_order = torch.ops.aten, torch.ops.stepgraph, torch.ops.higher_order
 
-Backend = Literal["cudnn", "flash2", "fa4"]
+Backend = Literal["cudnn", "flash2", "fa4", "flex"]
 Direction = Literal["forward", "backward"]
+
+_FLEX = (higher_order.flex_attention, higher_order.flex_attention_backward)
 
 #: Operator -> the backend whose kernel it is, and its direction.
 OPERATORS: dict[object, tuple[Backend, Direction]] = {
@@ -30,6 +33,8 @@ OPERATORS: dict[object, tuple[Backend, Direction]] = {
     aten._scaled_dot_product_flash_attention_backward.default: ("flash2", "backward"),
     ours.flash4_attention.default: ("fa4", "forward"),
     ours.flash4_attention_backward.default: ("fa4", "backward"),
+    _FLEX[0]: ("flex", "forward"),
+    _FLEX[1]: ("flex", "backward"),
 }
 
 
@@ -78,6 +83,7 @@ _MEASURED = (
     _Measured("cudnn", 128, 4096, 64, 64, 0.65, 1.89),
     _Measured("fa4", 128, 4096, 64, 64, 0.57, 1.58),
     _Measured("flash2", 128, 4096, 64, 64, 0.98, 3.06),
+    _Measured("flex", 128, 4096, 64, 64, 0.80, 2.69),
     # 32 x 8 heads x 2048 x 64
     _Measured("cudnn", 256, 2048, 64, 64, 0.35, 1.07),
     _Measured("fa4", 256, 2048, 64, 64, 0.35, 0.86),
@@ -85,6 +91,7 @@ _MEASURED = (
     _Measured("cudnn", 32, 8192, 128, 128, 0.99, 2.92),
     _Measured("fa4", 32, 8192, 128, 128, 0.83, 2.60),
     _Measured("flash2", 32, 8192, 128, 128, 1.77, 4.98),
+    _Measured("flex", 32, 8192, 128, 128, 1.39, 4.09),
     # 4 x 16 heads x 4096, keys of 192 and values of 128 channels, as in DeepSeek-V3; the same of 256
     _Measured("cudnn", 64, 4096, 192, 128, 0.62, 2.18),
     _Measured("fa4", 64, 4096, 192, 128, 0.52, 2.07),
@@ -98,18 +105,16 @@ _LEAST_LENGTH, _LEAST_QUERIES = 1 / 2, 1 / 4
 
 def case_of(node: fx.Node) -> Case:
     """The case of an operator that takes ``query``, ``key`` and ``value`` as (B, H, T, head_dim), either direction."""
-    q, k, v = (argument(node, name).meta["val"] for name in ("query", "key", "value"))
-    hidden = any(argument(node, name) is not None for name in ("attn_bias", "attn_mask"))
-    return Case(
-        *q.shape[:2],
-        k.shape[1],
-        q.shape[2],
-        *k.shape[2:],
-        v.shape[3],
-        bool(argument(node, "is_causal")),
-        q.dtype,
-        hidden or bool(argument(node, "dropout_p")),
-    )
+    if node.target in _FLEX:
+        q, k, v = (n.meta["val"] for n in node.args[:3])
+        pairs, seen = q.shape[2] * k.shape[2], node.meta.get(VISIBLE_PAIRS)
+        causal, masked = seen == pairs // 2, seen not in (pairs, pairs // 2)
+    else:
+        q, k, v = (argument(node, name).meta["val"] for name in ("query", "key", "value"))
+        causal = bool(argument(node, "is_causal"))
+        masked = any(argument(node, name) is not None for name in ("attn_bias", "attn_mask"))
+        masked = masked or bool(argument(node, "dropout_p"))
+    return Case(*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3], causal, q.dtype, masked)
 
 
 def work(case: Case, direction: Direction) -> int:

@@ -5,6 +5,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from stepgraph.graph.facts import argument, is_overload
+from stepgraph.graph.marks import VISIBLE_PAIRS
 
 aten = torch.ops.aten
 higher_order = torch.ops.higher_order
@@ -37,11 +38,13 @@ def flops(node: fx.Node) -> int:
     """Floating-point operations of matrix products and attention that ``node`` runs, 0 for others. Products of experts'
     rows count every row.
 
-    Causal attention runs half of its scores, and a window those inside it; FlexAttention counts all of them, because
-    its mask is not known.
+    Causal attention runs half of its scores, and a window those inside it; FlexAttention that the model calls itself
+    counts all of them, because its mask is not known.
     """
     if node.target in _FLEX_ATTENTION:
-        return _products(_FLEX_ATTENTION[node.target], *(n.meta["val"] for n in node.args[:3]))
+        q, k, v = (n.meta["val"] for n in node.args[:3])
+        pairs = q.shape[0] * q.shape[1] * node.meta.get(VISIBLE_PAIRS, q.shape[2] * k.shape[2])
+        return attention_flops(_FLEX_ATTENTION[node.target], pairs, q.shape[3], v.shape[3])
     if not is_overload(node):
         return 0
     values = fx.map_arg(node.args, lambda n: n.meta["val"])

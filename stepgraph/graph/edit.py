@@ -59,10 +59,15 @@ class Builder:
 
 def fake_value(node: fx.Node) -> Any:
     """What the node's call gives for the fake values of its arguments. No memory is allocated, no number drawn."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
     mode = next(n.meta["val"] for n in node.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)).fake_mode
     with mode, torch.no_grad():
         return node.target(*args, **kwargs)
+
+
+def _value(node: fx.Node) -> Any:
+    """The fake value of ``node``; a graph that a higher-order operator calls is itself."""
+    return getattr(node.graph.owning_module, node.target) if "val" not in node.meta else node.meta["val"]
 
 
 class FakeValues:

@@ -36,8 +36,8 @@ class StepOptions:
     norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
     """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""
 
-    attention: Literal["auto", "cudnn", "flash2", "fa4", "eager"] = "auto"
-    """Kernels of attention: cuDNN's, FlashAttention 2 or 4, or as torch chose; auto: the fastest that was measured."""
+    attention: Literal["auto", "cudnn", "flash2", "fa4", "flex", "eager"] = "auto"
+    """Kernels of attention: cuDNN's, FlashAttention 2 or 4, Flex, or as torch chose; auto: the fastest measured."""
 
     loss_chunks: int | Literal["auto"] = "auto"
     """Compute a head and its loss in this many parts of the tokens; auto: as many as keep the logits near a GiB."""
@@ -65,6 +65,12 @@ class StepOptions:
         """Whether Inductor compiles the whole graph."""
         return self.inductor == "full" and self.passes == "default" and "inductor" not in self.disable_pass
 
+    @property
+    def compiles_attention(self) -> bool:
+        """Whether Inductor compiles FlexAttention: within the whole graph, or as a region."""
+        needed = {"inductor", "tag_regions"} if self.inductor == "regional" else {"inductor"}
+        return self.inductor != "off" and self.passes == "default" and not needed & set(self.disable_pass)
+
     def validate_step(self, *, tp: int | None = None, dp_shard: int | None = None) -> None:
         """Raise ``ValueError``, in one line, for the first option that cannot be right or could do nothing.
 
@@ -85,6 +91,12 @@ class StepOptions:
         if self.passes == "exact" and self.attention not in ("auto", "eager"):
             raise ValueError(
                 f"attention={self.attention} with passes=exact, which leaves attention to eager: drop one of them"
+            )
+        if self.attention == "flex" and not self.compiles_attention:
+            why = "inductor=off" if self.inductor == "off" else f"disable_pass={','.join(self.disable_pass)}"
+            raise ValueError(
+                f"attention=flex with {why}: FlexAttention's kernels are Inductor's; allowed then: attention=auto, "
+                "cudnn, flash2, fa4 or eager: choose one, or inductor=regional"
             )
         if self.norm == "inductor" and self.inductor == "off":
             raise ValueError("norm=inductor with inductor=off; allowed then: norm=auto, kernel or eager")

@@ -11,6 +11,7 @@ from stepgraph.costs.attention import Case, seconds
 from stepgraph.costs.flops import flops, is_attention
 from stepgraph.costs.hardware import ATTENTION_REACHED, GPUS
 from stepgraph.costs.roofline import node_seconds
+from stepgraph.graph.marks import VISIBLE_PAIRS
 from tests.costs.graphs import Hand, aten
 
 H200 = GPUS["h200"]
@@ -24,6 +25,8 @@ LLAMA_8B = Case(1, 32, 8, 8192, 8192, 128, 128, True, BF16)
     [
         (LLAMA_1B, "cudnn", 0.65, 2.54),
         (LLAMA_1B, "flash2", 0.98, 4.04),
+        (LLAMA_1B, "flex", 0.80, 3.49),
+        (LLAMA_8B, "flex", 1.39, 5.48),
         (LLAMA_8B, "fa4", 0.83, 3.43),
         (Case(32, 8, 8, 2048, 2048, 64, 64, True, BF16), "fa4", 0.35, 1.21),
         (Case(4, 16, 16, 4096, 4096, 192, 128, True, BF16), "cudnn", 0.62, 2.80),
@@ -88,3 +91,18 @@ def test_nodes_cost_what_their_backend_does():
     efficient = hand(aten._scaled_dot_product_efficient_attention.default, *given, val=(q.meta["val"],) * 2)
     assert node_seconds(efficient) == pytest.approx(flops(efficient) / 989.5e12 / ATTENTION_REACHED)
     assert node_seconds(cudnn, GPUS["b200"]) == pytest.approx(flops(cudnn) / 2250e12 / ATTENTION_REACHED)
+
+
+def test_flex_costs_what_its_mask_leaves():
+    """What a pass wrote of a known mask has its figures; of a model's own call, whose mask is not known, all counts."""
+    hand = Hand()
+    q = hand.input(4, 32, 4096, 64, dtype=BF16)
+    k, v = (hand.input(4, 8, 4096, 64, dtype=BF16) for _ in "kv")
+    made = [hand(torch.ops.higher_order.flex_attention, q, k, v, val=(q.meta["val"],) * 3) for _ in range(3)]
+    own, causal, window = made
+    pairs = 4096 * 4096
+    causal.meta[VISIBLE_PAIRS], window.meta[VISIBLE_PAIRS] = pairs // 2, pairs // 8
+    assert flops(own) == 2 * flops(causal) == 8 * flops(window)
+    assert 1e3 * node_seconds(causal) == pytest.approx(0.80)
+    for node in (own, window):
+        assert node_seconds(node) == pytest.approx(flops(node) / 989.5e12 / ATTENTION_REACHED)

@@ -3,6 +3,7 @@
     cudnn    cuDNN's fused attention, as torch has it
     flash2   FlashAttention 2, as torch has it
     fa4      FlashAttention 4, the optional package ``flash-attn-4``
+    flex     FlexAttention's kernels, which Inductor makes: causal, or a window; see `flex`
 
 The rules are those that no supported torch is without. On a GPU torch is asked as well, which knows its version, the
 GPU, and what the user switched off (``torch.backends.cuda.enable_cudnn_sdp`` and its like).
@@ -29,6 +30,7 @@ REPEATS = {
     "cudnn": "cudnn: torch does not promise that backward repeats itself bit for bit",
     "flash2": "flash2: backward repeats itself bit for bit only under torch.use_deterministic_algorithms",
     "fa4": "fa4: backward repeats itself bit for bit only if torch.use_deterministic_algorithms is on at the capture",
+    "flex": "flex: backward repeats itself bit for bit: its kernels add in a fixed order, without atomics",
     "efficient": "efficient: backward repeats itself bit for bit only under torch.use_deterministic_algorithms",
 }
 
@@ -46,6 +48,8 @@ def refusal(
     backend: Backend, case: Case, capability: tuple[int, int] | None, deterministic: bool = False
 ) -> str | None:
     """Why ``backend`` does not take ``case`` on a GPU of ``capability`` (None: not known), or None."""
+    if backend == "flex":
+        return _flex(case, capability)
     if case.masked:
         return "it has a mask or dropout"
     if case.dtype not in (torch.bfloat16, torch.float16):
@@ -56,9 +60,26 @@ def refusal(
         return f"{case.kv_heads} heads of keys do not divide {case.heads} of queries"
     if backend != "cudnn" and case.causal and case.queries != case.keys:
         return f"it is causal with {case.queries} queries and {case.keys} keys"
+    return _too_old(backend, capability) or _OWN_RULES[backend](case, capability, deterministic)
+
+
+def _too_old(backend: Backend, capability: tuple[int, int] | None) -> str | None:
     if capability is not None and capability < (8, 0):
         return f"the GPU has compute capability {_dotted(capability)}, and {backend} needs 8.0"
-    return _OWN_RULES[backend](case, capability, deterministic)
+    return None
+
+
+def _flex(case: Case, capability: tuple[int, int] | None) -> str | None:
+    """Its mask is for who knows which keys it leaves, and its dropout for who sees the node."""
+    if case.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it computes in {str(case.dtype).removeprefix('torch.')}, and flex in bfloat16, float16 or float32"
+    if not 16 <= min(case.width, case.value_width) <= max(case.width, case.value_width) <= 256:
+        return f"FlexAttention takes heads of 16 to 256 channels, not of {_widths(case)}"
+    if not case.kv_heads or case.heads % case.kv_heads:
+        return f"{case.kv_heads} heads of keys do not divide {case.heads} of queries"
+    if not case.batch * case.heads * case.queries * case.keys:
+        return "it is empty"
+    return _too_old("flex", capability)
 
 
 def _cudnn(case: Case, capability: tuple[int, int] | None, deterministic: bool) -> str | None:
@@ -94,7 +115,7 @@ _OWN_RULES: dict[Backend, Callable[[Case, tuple[int, int] | None, bool], str | N
 
 def torch_refuses(backend: Backend, forward: fx.Node, differentiable: bool) -> str | None:
     """Why the torch at hand does not run the attention ``forward``, without mask and dropout, by ``backend`` on the GPU
-    at hand; None where it does, and for a backend that is not torch's."""
+    at hand; None where it does, and for a backend that torch does not choose."""
     asked = {
         "cudnn": torch.backends.cuda.can_use_cudnn_attention,
         "flash2": torch.backends.cuda.can_use_flash_attention,
@@ -124,8 +145,8 @@ def unaligned(forward: fx.Node) -> bool:
 def forward_nodes(
     backend: Backend, build: Builder, inputs: Sequence[fx.Node], causal: bool, scale: float | None, saves: bool
 ) -> tuple[fx.Node, ...]:
-    """The forward of ``inputs`` (q, k and v) by ``backend``: (its result, and what its backward reads). ``saves``:
-    there is a backward."""
+    """The forward of ``inputs`` (q, k and v) by ``backend``, not flex: (its result, and what its backward reads).
+    ``saves``: there is a backward."""
     if backend == "cudnn":
         made = build(
             aten._scaled_dot_product_cudnn_attention.default, *inputs, None, saves, 0.0, causal, False, scale=scale

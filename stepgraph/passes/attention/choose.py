@@ -7,10 +7,12 @@ forecast, which has a CPU's graph, ``_scaled_dot_product_flash_attention_for_cpu
     cudnn_attention_backward(dy, ..)    flash4_attention_backward(dy, ..)
 
 and so from any to any of the backends in `backends`. Which one torch took while the step was traced is in the graph.
-``auto`` compares figures (`costs.attention`); where what torch took was not measured for the case, it stays. A named
-backend is taken for all, or the capture fails with the first attention that it does not take.
-Tier numerics: another kernel sums in another order. Preconditions: bf16 or fp16, no mask, no dropout (another kernel
-would draw other numbers). What stays is listed with its reason.
+FlexAttention (see `flex`) also takes a mask that the graph alone determines and that is a band, causal or a window, and
+one of booleans that each step makes, as of packed documents: ``auto`` gives it those that it skips much of.
+Else ``auto`` compares figures (`costs.attention`); where what torch took was not measured for the case, it stays. A
+named backend is taken for all, or the capture fails with the first attention that it does not take.
+Tier numerics: another kernel sums in another order. Preconditions: bf16 or fp16 (flex: fp32 too), no mask (flex: a
+band or booleans), no dropout (another kernel would draw other numbers). What stays is listed with its reason.
 """
 
 from collections import Counter, defaultdict
@@ -20,13 +22,16 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from stepgraph.costs.attention import Backend
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import argument, getitem_users
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.attention import installed
 from stepgraph.passes.attention.backends import BACKENDS, REPEATS, backward_nodes, forward_nodes
-from stepgraph.passes.attention.decide import AttentionOptions, Decision, decide, takes
+from stepgraph.passes.attention.decide import AttentionOptions, Decision, decide, refused
+from stepgraph.passes.attention.flex import FlexNodes
+from stepgraph.passes.attention.mask import Masks
 from stepgraph.passes.attention.nodes import BACKWARD, take_place
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.target import Target
@@ -65,20 +70,26 @@ def _for_target(options: AttentionOptions, target: Target) -> AttentionOptions:
     from_options=lambda options: (
         None
         if options.attention == "eager"
-        else {"backend": options.attention, "lengths_vary": options.any_length and options.inductor != "off"}
+        else {
+            "backend": options.attention,
+            "lengths_vary": options.any_length and options.inductor != "off",
+            "compiled": options.compiles_attention,
+        }
     ),
     for_target=_for_target,
 )
 def attention(step: StepGraph, options: AttentionOptions, report: PassReport) -> None:
     """Run each attention by the fastest backend that was measured, or by the one that was asked for."""
-    decisions = [decide(node, options) for node in step.graph.nodes if node.target in BACKWARD]
+    masks = Masks(step.graph)
+    flex = FlexNodes(step, masks)
+    decisions = [decide(node, masks, options) for node in step.graph.nodes if node.target in BACKWARD]
     others = [node for node in step.graph.nodes if node.target in _OTHERS]
     report.matched = len(decisions) + len(others)
     if options.backend != "auto":
-        _refuse(decisions, others, options)
+        _refuse(decisions, others, masks, options)
     for decision in decisions:
         if decision.changes:
-            _rewrite(decision, options)
+            _rewrite(decision, flex, options)
             report.changed += 1
     by_backend = Counter([*(d.backend for d in decisions), *(_OTHERS[node.target] for node in others)])
     counts = ", ".join(f"{count} by {backend}" for backend, count in by_backend.items())
@@ -88,38 +99,47 @@ def attention(step: StepGraph, options: AttentionOptions, report: PassReport) ->
         report.notes.append("nothing to run by it: torch takes attention apart that none of its kernels takes")
 
 
-def _refuse(decisions: list[Decision], others: list[fx.Node], options: AttentionOptions) -> None:
+def _refuse(decisions: list[Decision], others: list[fx.Node], masks: Masks, options: AttentionOptions) -> None:
     """``ValueError`` where the backend that was asked for does not take an attention."""
     asked, fix = options.backend, "give one of these"
-    refused = [(d.node, f"{d.case}: {d.refused}") for d in decisions if d.refused is not None]
-    refused += [(n, f"it runs by {_OTHERS[n.target]}") for n in others if not _OTHERS[n.target].startswith(asked)]
-    if not refused:
+    left = [(d.node, f"{d.case}: {d.refused}") for d in decisions if d.refused is not None]
+    left += [(n, f"it runs by {_OTHERS[n.target]}") for n in others if not _OTHERS[n.target].startswith(asked)]
+    if not left:
         return
-    able = [b for b in BACKENDS if not others and all(takes(b, d, options) for d in decisions)]
+
+    def takes(backend: Backend, d: Decision) -> bool:
+        return d.captured == backend or refused(backend, d, masks, options) is None
+
+    able = [b for b in BACKENDS if not others and all(takes(b, d) for d in decisions)]
     if asked == "fa4" and options.missing:
         fix += ", or pip install flash-attn-4"
-    first, why = refused[0]
-    more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+    first, why = left[0]
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     raise ValueError(
         f"attention={asked} does not take {_path(first)}{more}, {why}; allowed for all of this step: "
         f"{', '.join(['auto', 'eager', *able])}: {fix}"
     )
 
 
-def _rewrite(decision: Decision, options: AttentionOptions) -> None:
+def _rewrite(decision: Decision, flex: FlexNodes, options: AttentionOptions) -> None:
     """Put the nodes of the chosen backend in the place of those that are there."""
-    found, backend = decision.attention, decision.backend
+    found, backend, seen = decision.attention, decision.backend, decision.seen
     forward = found.forward
     causal, scale = bool(argument(forward, "is_causal")), argument(forward, "scale")
     inputs = [argument(forward, name) for name in ("query", "key", "value")]
     build = Builder(forward, before=forward)
-    out, *saved = forward_nodes(backend, build, inputs, causal, scale, bool(found.backwards))
+    if backend == "flex":
+        out, *saved = flex.forward(build, inputs, seen, scale)
+    else:
+        out, *saved = forward_nodes(backend, build, inputs, causal, scale, bool(found.backwards))
     for backward in found.backwards:
         build = Builder(backward, before=backward)
         mine = [argument(backward, name) for name in ("query", "key", "value")]
-        grads = backward_nodes(
-            backend, build, backward.args[0], mine, (out, *saved), causal, scale, options.deterministic
-        )
+        grad, kept = backward.args[0], (out, *saved)
+        if backend == "flex":
+            grads = flex.backward(build, grad, mine, kept, seen, scale)
+        else:
+            grads = backward_nodes(backend, build, grad, mine, kept, causal, scale, options.deterministic)
         for i, old in getitem_users(backward).items():
             if i < 3:
                 take_place(old, grads[i])

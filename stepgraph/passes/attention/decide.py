@@ -11,6 +11,8 @@ from stepgraph.costs.hardware import ASSUMED
 from stepgraph.graph.facts import argument
 from stepgraph.kernels.attention import unavailable
 from stepgraph.passes.attention.backends import BACKENDS, refusal, torch_order, torch_refuses, unaligned
+from stepgraph.passes.attention.flex import visited
+from stepgraph.passes.attention.mask import Band, Masks, Pairs
 from stepgraph.passes.attention.nodes import Attention, attention_of
 
 aten = torch.ops.aten
@@ -23,16 +25,22 @@ _CAPTURED = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: "cpu",
 }
 
+#: Queries from which on, and the share of the scores up to which, FlexAttention is taken for what it skips: a causal
+#: mask leaves 56% of the blocks of 1,024 queries.
+_LONG, _MOST = 1024, 0.6
+
 
 @dataclass(frozen=True)
 class AttentionOptions:
     """``backend``: of every attention, or ``auto``. ``lengths_vary``: compiled pieces are to serve any length of a
-    batch, so that the choice may not depend on it. The rest is completed by the target. ``capability``: the GPU's
-    compute capability, None where unknown. ``deterministic``: backward must repeat itself bit for bit. ``installed``:
-    flash-attn-4 is. ``simulated``: there is no GPU, and the graph is a CPU's."""
+    batch, so that the choice may not depend on it. ``compiled``: Inductor compiles attention. The rest is completed by
+    the target. ``capability``: the GPU's compute capability, None where unknown. ``deterministic``: backward must
+    repeat itself bit for bit. ``installed``: flash-attn-4 is. ``simulated``: there is no GPU, and the graph is a
+    CPU's."""
 
-    backend: Literal["auto", "cudnn", "flash2", "fa4"] = "auto"
+    backend: Literal["auto", "cudnn", "flash2", "fa4", "flex"] = "auto"
     lengths_vary: bool = False
+    compiled: bool = True
     capability: tuple[int, int] | None = None
     deterministic: bool = False
     installed: bool = False
@@ -49,7 +57,8 @@ class AttentionOptions:
 @dataclass(frozen=True)
 class Decision:
     """What becomes of the attention of ``node``, now by ``captured``. ``attention``: its nodes, or why they cannot be
-    rewritten. ``refused``: why a named backend does not take it."""
+    rewritten. ``seen``: the keys that each query sees, None where the backend need not know. ``refused``: why a named
+    backend does not take it."""
 
     node: fx.Node
     case: Case
@@ -57,6 +66,7 @@ class Decision:
     attention: Attention | str
     backend: str
     why: str
+    seen: Band | Pairs | None = None
     refused: str | None = None
 
     @property
@@ -64,8 +74,8 @@ class Decision:
         return self.backend != self.captured
 
 
-def decide(node: fx.Node, options: AttentionOptions) -> Decision:
-    """What becomes of the attention of the forward ``node``."""
+def decide(node: fx.Node, masks: Masks, options: AttentionOptions) -> Decision:
+    """What becomes of the attention of the forward ``node``, whose mask is one of ``masks``."""
     case, captured, found = case_of(node), _CAPTURED[node.target], attention_of(node)
     stays = Decision(node, case, captured, found, captured, "")
     if captured == "cpu" and argument(node, "value").target is aten.constant_pad_nd.default:
@@ -73,14 +83,19 @@ def decide(node: fx.Node, options: AttentionOptions) -> Decision:
     if options.backend == captured:
         return replace(stays, why="asked for, as torch chose it")
     if options.backend != "auto":
-        why = _refusal(options.backend, node, case, found, options)
+        why = refused(options.backend, stays, masks, options)
         if why is not None:
             return replace(stays, refused=why)
-        return replace(stays, backend=options.backend, why="asked for")
+        return _by(options.backend, "asked for", stays, masks)
     if isinstance(found, str):
         return replace(stays, why=f"as torch chose it: {found}")
-    refusals = {b: _refusal(b, node, case, found, options) for b in BACKENDS if b != captured}
+    refusals = {b: refused(b, stays, masks, options) for b in BACKENDS if b != captured}
     able = [b for b in BACKENDS if b not in refusals or refusals[b] is None]
+    if case.masked and "flex" in able:
+        seen = masks.seen(node)
+        why = _skips(case, seen if isinstance(seen, Band) else masks.within(seen), options)
+        if why is not None:
+            return _by("flex", why, stays, masks)
     if captured in BACKENDS:
         base = captured
     else:  # torch may have taken it for a mask that is gone, or is to choose yet
@@ -88,7 +103,24 @@ def decide(node: fx.Node, options: AttentionOptions) -> Decision:
     if base not in BACKENDS:
         return replace(stays, why=f"as torch chose it: {refusals[torch_order(options.capability)[0]]}")
     backend, why = fastest(case, base, able, bool(found.backwards), options)
-    return replace(stays, backend=backend, why=why)
+    return _by(backend, why, stays, masks)
+
+
+def _by(backend: Backend, why: str, stays: Decision, masks: Masks) -> Decision:
+    seen = masks.seen(stays.node) if backend == "flex" else None
+    return replace(stays, backend=backend, why=why, seen=seen)
+
+
+def _skips(case: Case, band: Band, options: AttentionOptions) -> str | None:
+    """Why FlexAttention, whose mask lies within ``band``, beats any kernel that gets the mask as numbers, or None.
+
+    Those compute every score, and take 1.4 to 1.8 times as long as without a mask; FlexAttention takes up to 1.4 times
+    as long as the fastest for what it visits. Not in fp32, where its products run without tensor cores.
+    """
+    share = visited(band, case.queries, case.keys)
+    if options.lengths_vary or case.dtype is torch.float32 or case.queries < _LONG or share > _MOST:
+        return None
+    return f"it visits at most {share:.0%} of the scores, and kernels that get a mask as numbers all of them"
 
 
 def fastest(
@@ -113,22 +145,18 @@ def fastest(
     return backend, why
 
 
-def takes(backend: Backend, decision: Decision, options: AttentionOptions) -> bool:
-    """Whether ``backend`` runs the attention of ``decision``, or could."""
-    if decision.captured == backend:
-        return True
-    return _refusal(backend, decision.node, decision.case, decision.attention, options) is None
-
-
-def _refusal(
-    backend: Backend, node: fx.Node, case: Case, found: Attention | str, options: AttentionOptions
-) -> str | None:
-    """Why the attention of ``node`` cannot be run by ``backend``, or None."""
+def refused(backend: Backend, decision: Decision, masks: Masks, options: AttentionOptions) -> str | None:
+    """Why the attention of ``decision``, captured by another backend, cannot be run by ``backend``; or None."""
+    node, case, found = decision.node, decision.case, decision.attention
     if backend == "fa4" and options.missing:
         return options.missing
+    if backend == "flex" and not options.compiled:
+        return "FlexAttention's kernels are Inductor's, which does not compile this step"
     if isinstance(found, str):
         return found
     why = refusal(backend, case, options.capability, options.deterministic)
+    if why is None and backend == "flex" and isinstance(seen := masks.seen(node), str):
+        why = seen
     if why is None and backend == "fa4" and unaligned(node):
         why = "rows of its queries, keys or values share memory, or do not begin at multiples of 16 bytes"
     if why is None and node.meta["val"][0].is_cuda and torch.cuda.is_available() and not options.simulated:

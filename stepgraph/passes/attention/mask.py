@@ -1,18 +1,29 @@
 """What an attention mask says, where the graph alone determines it: which keys each query sees."""
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.facts import is_overload, is_pure
+from stepgraph.graph.facts import argument, is_overload, is_pure
+from stepgraph.passes.attention.nodes import mask_of
 
 aten = torch.ops.aten
 
 #: At most this is added to a score to hide a key: -inf, or the least number of fp16, as torch does for cuDNN.
 #: Next to a key that is seen, which each query of a band has, its weight is 0 in fp32 either way.
 HIDDEN = -30_000.0
+
+#: The least number that can be added to a score and still tells those of a query that sees no key apart, roughly: that
+#: of fp16, which torch adds for cuDNN.
+_LEAST = torch.finfo(torch.float16).min
+
+_AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
+_VIEWS = (aten.expand.default, aten.unsqueeze.default)
 
 #: Elements of a mask, and of what it is made from, above which it is not evaluated: 16k x 16k.
 MAX_ELEMENTS = 2**28
@@ -34,6 +45,16 @@ class Band:
         return self.left is None and self.right == 0
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """Query ``i`` sees key ``j`` where the node ``visible`` is true: booleans that each step makes anew. ``views``:
+    operators and arguments that make it (B, H, T, S). ``hidden``: what is added to the scores of the other keys."""
+
+    visible: fx.Node
+    views: tuple[tuple[Callable, tuple[Any, ...]], ...]
+    hidden: float
+
+
 class Masks:
     """The masks of one graph. Each distinct mask is evaluated once, on the CPU."""
 
@@ -42,28 +63,49 @@ class Masks:
         self._values: dict[fx.Node, torch.Tensor | str] = {}
         self._bands: dict[fx.Node, Band | str] = {}
 
+    def seen(self, attention: fx.Node) -> "Band | Pairs | str":
+        """The keys that each query of the node ``attention`` sees, by its mask or ``is_causal``, or why they cannot be
+        told."""
+        mask, causal = mask_of(attention), bool(argument(attention, "is_causal"))
+        if mask is None:
+            return Band(None, 0 if causal else None)
+        if causal:
+            return "it is causal and has a mask"
+        band = self.band(mask)
+        return self._pairs(mask, band) if isinstance(band, str) else band
+
     def band(self, mask: fx.Node) -> Band | str:
         """The band that ``mask`` (B, H, T, S), added to the scores, leaves visible, or why it is none."""
-        source = self._boolean(mask)
-        key = (mask, False) if source is None else (source, True)
-        if key not in self._bands:
-            value = self._value(key[0])
-            self._bands[key] = value if isinstance(value, str) else band_of(value)
-            self._values.pop(key[0])  # it may be large, and its band is all that is asked for
-        return self._bands[key]
+        found = _booleans(mask)
+        return self._band_of(mask, False) if found is None else self._band_of(found.visible, True)
 
-    @staticmethod
-    def _boolean(mask: fx.Node) -> fx.Node | None:
-        """The booleans of what ``mask`` does not hide: every layer makes its own bias of the same ones."""
-        node = mask
-        while node.target in (aten.expand.default, aten._to_copy.default):
-            node = node.args[0]
-        if node.target is not aten.where.self or len(node.args) != 3:
-            return None
-        visible, yes, no = node.args
-        if yes.target is not aten.scalar_tensor.default or no.target is not aten.scalar_tensor.default:
-            return None
-        return visible if yes.args[0] == 0 and no.args[0] <= HIDDEN else None
+    def within(self, pairs: "Pairs") -> Band:
+        """A band that holds all ``pairs``, where the graph says so: it joins a band and other conditions by `and`."""
+        queue = [pairs.visible]
+        while queue:
+            node = queue.pop()
+            if node.target in _AND or node.target in _VIEWS:
+                queue += node.all_input_nodes
+            elif isinstance(band := self._band_of(node, True), Band):
+                return band
+        return Band(None, None)
+
+    def _band_of(self, node: fx.Node, booleans: bool) -> Band | str:
+        if (node, booleans) not in self._bands:
+            value = self._value(node)
+            self._bands[node, booleans] = value if isinstance(value, str) else band_of(value)
+            self._values.pop(node)  # it may be large, and its band is all that is asked for
+        return self._bands[node, booleans]
+
+    def _pairs(self, mask: fx.Node, why: str) -> "Pairs | str":
+        found = _booleans(mask)
+        if found is None:
+            return f"{why}, and the graph does not make it of booleans"
+        if self._aliases.writes.get(self._aliases.root(found.visible)):
+            return why
+        if -math.inf < found.hidden < _LEAST:
+            return f"{why}, and what it adds to hide a key, {found.hidden:.3g}, makes all keys equal where it hides all"
+        return found
 
     def _value(self, node: fx.Node) -> torch.Tensor | str:
         """What ``node`` is in every step, or why that is not known."""
@@ -91,6 +133,44 @@ class Masks:
             }
         with torch.no_grad():
             return node.target(*args, **kwargs)
+
+
+def _booleans(mask: fx.Node) -> Pairs | None:
+    """What ``mask`` was made of: every layer makes its own bias of the same booleans. None for another mask."""
+    node, views = mask, []
+    while node.target in _VIEWS or node.target in (aten._to_copy.default, aten.slice.Tensor):
+        if node.target is aten.slice.Tensor:
+            if not _only_aligns(node):
+                return None
+            node = node.args[0]
+        views += [node] if node.target in _VIEWS else []
+        node = node.args[0]
+    if node.target is not aten.where.self or len(node.args) != 3:
+        return None
+    visible, *numbers = node.args
+    yes, no = map(_number, numbers)
+    if yes != 0 or no is None or no > HIDDEN or visible.meta["val"].shape != node.meta["val"].shape:
+        return None
+    return Pairs(visible, tuple((view.target, _hashable(view.args[1:])) for view in reversed(views)), no)
+
+
+def _hashable(arguments: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(a) if isinstance(a, list) else a for a in arguments)
+
+
+def _only_aligns(node: fx.Node) -> bool:
+    """Whether the slice ``node`` is what was padded before: so torch aligns a mask for its memory-efficient kernel."""
+    padded = node.args[0]
+    if padded.target is not aten.constant_pad_nd.default or padded.args[1][0] or argument(node, "start"):
+        return False
+    return argument(node, "step") == 1 and node.meta["val"].shape == padded.args[0].meta["val"].shape
+
+
+def _number(node: fx.Node) -> float | None:
+    """The number that ``node``, of no dimension, is in every step."""
+    if node.target is aten.scalar_tensor.default:
+        return node.args[0]
+    return 0.0 if node.target is aten.zeros.default and node.args[0] == [] else None
 
 
 def band_of(mask: torch.Tensor) -> Band | str:

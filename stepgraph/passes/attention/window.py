@@ -41,7 +41,7 @@ _MAX_CHANNELS = 256  # of FlashAttention 2
     "attention_windows",
     "numerics",
     needs_cuda=True,
-    from_options=lambda options: None if options.attention == "eager" else {},
+    from_options=lambda options: None if options.attention in ("eager", "flex") else {},  # flex takes windows itself
 )
 def attention_windows(step: StepGraph, options: object, report: PassReport) -> None:
     """Run attention under a sliding-window mask by kernels that skip what the mask hides."""

@@ -13,7 +13,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture.fake import fake_mode
 from stepgraph.graph.facts import is_launch
-from stepgraph.graph.marks import COMPILE, KEEP_EAGER
+from stepgraph.graph.marks import COMPILE, KEEP_EAGER, VISIBLE_PAIRS
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.provenance import Provenance, Role, provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
@@ -21,7 +21,7 @@ from stepgraph.passes import PassReport
 from stepgraph.run.saved.values import Forms, NotLoadable, NotSavable, Values, decode, encode, target_name, target_named
 
 #: What passes and readers look for in a node's ``meta`` beside its value and provenance.
-_MARKS = (KEEP_EAGER, COMPILE, "recomputes")
+_MARKS = (KEEP_EAGER, COMPILE, VISIBLE_PAIRS, "recomputes")
 #: Reads the live tensors of a capture: (graph, kind, name) -> object.
 Live = Callable[[str, str, str], Any]
 
