@@ -13,11 +13,12 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture.batch import microbatch
 from stepgraph.capture.state import unwrap
-from stepgraph.graph.collectives import exchanging
+from stepgraph.graph.collectives import boxes_of, exchanging
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.comm.point_to_point import sent
+from stepgraph.kernels.comm.symmetric_sends import open_boxes
 from stepgraph.run.cuda_graph import GraphRunner, Shared
 from stepgraph.run.interpreter import Interpreter
 from stepgraph.run.spans import Spans
@@ -127,8 +128,13 @@ class ProgramRunner:
         }
         self.waits = Waits()
         self.values = Values(program, self.waits)
-        device = next((spec.tensor.device for spec in program.main.inputs if spec.tensor is not None), None)
-        self.spans = Spans(device) if "share_loss" in program.graphs else None  # of a pipeline
+        boxes = {name: set(boxes_of(step.graph)) for name, step in program.graphs.items()}
+        self.boxes = frozenset().union(*boxes.values())
+        #: Graphs that end when another stage's message is there, or the loss of all.
+        self.waiting = {name for name, found in boxes.items() if found and name.startswith("receive_")} | {"share_loss"}
+        shares = program.graphs.get("share_loss")  # of a pipeline
+        self.device = shares and shares.placeholders("loss")[0].meta["val"].device
+        self.spans = shares and Spans(self.device)
         self.now: Call | None = None
         """The call that runs; after a failure it stays."""
 
@@ -159,9 +165,7 @@ class ProgramRunner:
                     self.now = call
                     self.session.fence(self.groups[call.graph])
                     flat = self._inputs(i, call, leaves, results.loss)
-                    # The loss is shared when all stages have come to the end.
-                    ends = call.graph == "share_loss"
-                    with self.waits.on(flat[0].device) if ends else self._timed(call):
+                    with self._timed(call):
                         made = self._run(call.graph, flat)
                     del flat  # and with it what the call was the last to read
                     for spec, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
@@ -183,7 +187,11 @@ class ProgramRunner:
         return results
 
     def _timed(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.spans is None else self.spans.on(call)
+        if self.spans is None:
+            return contextlib.nullcontext()
+        if call.graph in self.waiting:
+            return self.waits.on(self.device, call if call.graph != "share_loss" else None)
+        return self.spans.on(call)
 
     def _run(self, graph: str, flat: list[Tensor]) -> Sequence[Tensor]:
         if self.on_node is None:
@@ -191,6 +199,8 @@ class ProgramRunner:
         return Interpreter(self.program.graphs[graph].executable, functools.partial(self.on_node, graph))(flat)
 
     def _begin(self) -> None:
+        for box in self.boxes:
+            open_boxes(self.session, *box)
         _reset(self.flat)
         self.waits = self.values.waits = Waits()
         if self.spans is not None:
