@@ -21,7 +21,7 @@ from stepgraph.parallel import next_token_loss
 from stepgraph.parallel.pipeline import SCHEDULES
 from stepgraph.passes import configured
 from stepgraph.run import PipelinedLoss
-from stepgraph.run.program import Waits
+from stepgraph.run.spans import Waits
 from tests.distributed.ranks import TINY, global_batch, make_mesh, on_ranks, own_batch, whole_model
 
 DEEP = dataclasses.replace(TINY, n_layers=4)
