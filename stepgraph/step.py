@@ -30,6 +30,7 @@ from stepgraph.passes import (
     Target,
     around_cut,
     prepare,
+    record_whole,
     rehearsed,
     resolve,
     run_passes,
@@ -37,9 +38,9 @@ from stepgraph.passes import (
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.run.bound import UnfitStepError
 from stepgraph.run.forms import Forms
-from stepgraph.run.program import Waits
 from stepgraph.run.saved.start import Start
 from stepgraph.run.saved.store import Outcome, store_of
+from stepgraph.run.spans import Waits
 from stepgraph.verify import Case, VerifyReport, verify
 
 T = TypeVar("T")
@@ -355,6 +356,7 @@ class CapturedStep:
         """Apply the passes to the graphs of a captured program."""
         if self.pipeline is not None:
             traced.program = self._staged(traced.program, accumulate)
+            record_whole(traced.program)
             return
         several = len(traced.program.graphs) > 1
         for name, graph in traced.program.graphs.items():

@@ -132,6 +132,9 @@ class _Training:
     split: str | None = None
     """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
 
+    stage_sends: Literal["point-to-point", "symmetric"] = "point-to-point"
+    """With pp: how stages send, through process groups (NCCL), or within a machine into each other's memory."""
+
     nproc: int | None = None
     """Start so many processes, one a device, on this machine. Not with torchrun, which starts them itself."""
 
@@ -257,7 +260,7 @@ class TrainConfig(StepOptions, _Training):
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
         choices = ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save", "log")
-        for name in (*choices, "document_mask", "expert_exchange"):
+        for name in (*choices, "document_mask", "expert_exchange", "stage_sends"):
             self._require_choice(name)
         if self.document_mask == "on" and getattr(self.model, "attention", "sdpa") == "flex":
             raise ValueError("document_mask=on needs model.attention=sdpa, and it is flex: drop one (or say off)")

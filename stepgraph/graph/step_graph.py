@@ -85,6 +85,11 @@ class StepGraph:
         """The FX graph itself."""
         return self.module.graph
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether it gives values to other calls of the step, or reads theirs."""
+        return any(spec.kind == "value" for spec in (*self.inputs, *self.outputs))
+
     def placeholders(self, *kinds: str) -> list[fx.Node]:
         """Placeholders of the given kinds (all of them if none is given), in order."""
         nodes = self.graph.find_nodes(op="placeholder")

@@ -93,7 +93,7 @@ class GraphRunner:
 
         They are found here, because a recording that fails leaves torch's random generator unusable.
         """
-        stream = _recording_stream(torch.cuda.current_device())
+        stream = recording_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             results, waiting = run_watched(self.step.executable, flat)
@@ -144,7 +144,7 @@ def spanned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _recording_stream(device: int) -> torch.cuda.Stream:
+def recording_stream(device: int) -> torch.cuda.Stream:
     """The stream of ``device`` for warming up and recording: cuBLAS keeps a workspace (32 MiB) for every stream."""
     return torch.cuda.Stream(device)
 
@@ -201,19 +201,19 @@ class _Piece:
                     "a part of the step waits for the GPU and communicates over symmetric memory, as CUDA graphs "
                     "around it do; leave out async_tp, copy_engines and expert_exchange=symmetric, or cuda_graph"
                 )
-            _wait_for_collectives(self.results, self.session)
+            join_collectives(self.results, self.session)
             return self.results
         torch.cuda.synchronize()
-        stream = _recording_stream(torch.cuda.current_device())
+        stream = recording_stream(torch.cuda.current_device())
         try:
             # Other threads may go on: NCCL's watchdog asks after events of earlier collectives.
             with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self.results = self.run(self.args)
-                _wait_for_collectives(self.results, self.session)
+                join_collectives(self.results, self.session)
         except RuntimeError as error:
             calls = [n for n in self.module.graph.nodes if n.op in ("call_function", "call_module")]
             span = f"nodes {nodes_of(calls[0])[0]} to {nodes_of(calls[-1])[-1]}"
-            reason = _first_of(error).splitlines()[0]
+            reason = first_of(error).splitlines()[0]
             raise RuntimeError(
                 f"{span} cannot be recorded as a CUDA graph: {reason}; leave out the pass cuda_graph"
             ) from error
@@ -225,14 +225,14 @@ class _Piece:
             self.graph.replay()
             return
         fresh = self.run(self.args)
-        _wait_for_collectives(fresh, self.session)
+        join_collectives(fresh, self.session)
         olds, news = (r if isinstance(r, (tuple, list)) else (r,) for r in (self.results, fresh))
         for old, new in zip(olds, news, strict=True):
             if old is not new:
                 spanned(old).copy_(spanned(new))
 
 
-def _wait_for_collectives(results: Any, session: Session) -> None:
+def join_collectives(results: Any, session: Session) -> None:
     """Wait, on the GPU, for collectives whose results a later piece would wait for: a graph may not end before what it
     began, and nothing outside may wait for what is recorded. Does nothing for other tensors."""
     if torch.distributed.is_initialized():
@@ -242,7 +242,7 @@ def _wait_for_collectives(results: Any, session: Session) -> None:
                 torch.ops._c10d_functional.wait_tensor(tensor)
 
 
-def _first_of(error: BaseException) -> str:
+def first_of(error: BaseException) -> str:
     """The message of what went wrong first: the end of a recording that failed fails too."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__

@@ -11,7 +11,8 @@ from stepgraph.capture.stages.forward import trace_forward
 from stepgraph.capture.trace import LossFn
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.parallel.pipeline import StageGraphs, pipeline_of
-from stepgraph.run.program import Accumulators, ProgramRunner, Results
+from stepgraph.run.program import Accumulators, ProgramRunner
+from stepgraph.run.results import Results
 
 
 class PipelinedLoss:

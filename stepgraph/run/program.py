@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +11,18 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture.batch import microbatch
 from stepgraph.capture.state import unwrap
-from stepgraph.graph.collectives import exchanging
+from stepgraph.graph.collectives import boxes_of, exchanging
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.comm.point_to_point import sent
+from stepgraph.kernels.comm.symmetric_sends import open_boxes
+from stepgraph.passes.compile.cuda_graph import record_apart
 from stepgraph.run.cuda_graph import GraphRunner, Shared
 from stepgraph.run.interpreter import Interpreter
-from stepgraph.run.spans import Spans
+from stepgraph.run.results import Results
+from stepgraph.run.spans import Clock, RecordedClock, Spans, StreamClock, Waits
+from stepgraph.run.whole import WholeStep
 
 Tensor = torch.Tensor
 #: Name, shape, stride, dtype and device of each accumulator.
@@ -34,6 +36,11 @@ def runner_of(step: StepGraph, shared: Shared | None = None) -> Callable[[Sequen
     """What runs one graph, called with the list of its inputs."""
     if step.recording is not None:
         return GraphRunner(step, shared or Shared(Session()))
+    return _plain_runner(step)
+
+
+def _plain_runner(step: StepGraph) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """The same without recording it by itself."""
     if step.executable is not step.module:  # compiled pieces, which free what they were the last to read
         return Interpreter(step.executable)
     return lambda flat: step.module.forward(*flat)  # without the hooks that a user gives to every module
@@ -76,31 +83,6 @@ def _reset(flat: Sequence[Tensor]) -> None:
         (torch.view_as_real(buffer) if buffer.is_complex() else buffer).fill_(-0.0)
 
 
-@dataclass
-class Results:
-    """What a step gave: the loss (the sum of the calls' own), metrics and the highest levels by name, gradients in
-    order."""
-
-    loss: Tensor | None = None
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    levels: dict[str, Tensor] = field(default_factory=dict)
-    gradients: list[Tensor] = field(default_factory=list)
-
-    def take(self, spec: OutputSpec, value: Tensor) -> None:
-        """Add one output of a call."""
-        if spec.kind == "loss":
-            self.loss = value if self.loss is None else self.loss + value
-        elif spec.kind == "total":
-            self.loss = value
-        elif spec.kind == "metric":
-            self.metrics[spec.name] = value
-        elif spec.kind == "level":
-            highest = self.levels.get(spec.name)
-            self.levels[spec.name] = value if highest is None else torch.maximum(highest, value)
-        else:
-            self.gradients.append(value)
-
-
 class ProgramRunner:
     """Runs the program of a step on the tensors that its inputs are bound to.
 
@@ -109,11 +91,10 @@ class ProgramRunner:
 
     def __init__(self, program: StepProgram, session: Session, accumulators: Accumulators):
         self.program, self.session = program, session
+        self.groups = {name: exchanging(step.graph) for name, step in program.graphs.items()}
+        self.every_group = frozenset().union(*self.groups.values())
         self.flat, sums = accumulators.of(program)
         self.scratch = {compat.storage_key(buffer) for buffer in self.flat}
-        shared = Shared(session)
-        self.groups = {name: exchanging(step.graph) for name, step in program.graphs.items()}
-        self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
         #: Where this is set, graphs run node by node, and it is called with a graph's name and a node before that runs.
         self.on_node: Callable[[str, fx.Node], None] | None = None
         held = {("accumulator", name): value for name, value in sums.items()} | self._own(program)
@@ -125,12 +106,31 @@ class ProgramRunner:
             name: [(i, spec) for i, spec in enumerate(step.inputs) if spec.kind in ("batch", "value", "loss")]
             for name, step in program.graphs.items()
         }
-        self.waits = Waits()
+        boxes = {name: set(boxes_of(step.graph)) for name, step in program.graphs.items()}
+        self.boxes = frozenset().union(*boxes.values())
+        #: Graphs that end when another stage's message is there, or the loss of all.
+        self.waiting = {name for name, found in boxes.items() if found and name.startswith("receive_")} | {"share_loss"}
+        shares = program.graphs.get("share_loss")
+        #: Of a pipeline, whose moments are noted.
+        self.device = shares and shares.placeholders("loss")[0].meta["val"].device
+        self._choose_runners()
+        self.waits = Waits(self.clock)
+        self.spans: Spans | None = None
         self.values = Values(program, self.waits)
-        device = next((spec.tensor.device for spec in program.main.inputs if spec.tensor is not None), None)
-        self.spans = Spans(device) if "share_loss" in program.graphs else None  # of a pipeline
         self.now: Call | None = None
-        """The call that runs; after a failure it stays."""
+        """The call that runs; after a failure it stays. None while a CUDA graph of the whole step does."""
+
+    def _choose_runners(self) -> None:
+        """What runs each graph, or all calls together."""
+        program, gpu = self.program, self.device is not None and self.device.type == "cuda"
+        if program.recorded_whole:
+            self.whole = WholeStep(program, self._calls, self.session, self.every_group)
+            self.runners = {name: _plain_runner(step) for name, step in program.graphs.items()}
+            self.clock = RecordedClock(2 * len(program.schedule) + 1, self.device)
+        else:
+            self.whole, shared = None, Shared(self.session)
+            self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
+            self.clock = StreamClock() if gpu else Clock()
 
     def _own(self, program: StepProgram) -> dict[tuple[str, str], Tensor]:
         """Memory for state from before the step, and for levels, by kind and name."""
@@ -150,40 +150,56 @@ class ProgramRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> Results:
         """Run one step on the leaves of a batch."""
-        results, values = Results(), self.values
-        values.clear()
         with torch.no_grad(), compat.below_autograd(), self.session:
             try:
-                self._begin()
-                for i, call in enumerate(self.program.schedule):
-                    self.now = call
-                    self.session.fence(self.groups[call.graph])
-                    flat = self._inputs(i, call, leaves, results.loss)
-                    # The loss is shared when all stages have come to the end.
-                    ends = call.graph == "share_loss"
-                    with self.waits.on(flat[0].device) if ends else self._timed(call):
-                        made = self._run(call.graph, flat)
-                    del flat  # and with it what the call was the last to read
-                    for spec, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
-                        if spec.kind in ("value", "arriving"):
-                            values.keep(spec, call, value)
-                        else:
-                            results.take(spec, value)
-                        if spec.kind == "level" and call.microbatch is not None and spec.name in self.levels:
-                            highest = self.levels[spec.name]
-                            torch.maximum(highest, value, out=highest)
-                sent(self.session)
+                for box in self.boxes:
+                    open_boxes(self.session, *box)
+                results = self._calls(leaves) if self.whole is None or self.on_node else self.whole(leaves)
                 self.now = None
             except BaseException:  # what the step began would be taken for what the next one begins
-                self.session.forget(frozenset().union(*self.groups.values()))
-                values.clear()
+                self.session.forget(self.every_group)
+                self.values.clear()
                 raise
+        read = self.clock.read()
+        self.waits, self.spans = self.waits.by(read), self.spans and self.spans.by(read)
+        if self.whole is not None and self.whole.waiting:
+            record_apart(self.program, self.whole.waiting)
+            self._choose_runners()
         # Clipping may scale an accumulator in place, which the next step clears: the caller's gradient is a copy.
         results.gradients = [g.clone() if compat.storage_key(g) in self.scratch else g for g in results.gradients]
         return results
 
+    def _calls(
+        self, leaves: Sequence[Any], run: Callable[[str, list[Tensor]], Sequence[Tensor]] | None = None
+    ) -> Results:
+        """The calls of one step, each by ``run(graph, inputs)`` where that is given."""
+        results, values, run = Results(), self.values, run or self._run
+        values.clear()
+        self._begin()
+        for i, call in enumerate(self.program.schedule):
+            self.now = call
+            self.session.fence(self.groups[call.graph])
+            flat = self._inputs(i, call, leaves, results.loss)
+            with self._timed(call):
+                made = run(call.graph, flat)
+            del flat  # and with it what the call was the last to read
+            for spec, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
+                if spec.kind in ("value", "arriving"):
+                    values.keep(spec, call, value)
+                else:
+                    results.take(spec, value)
+                if spec.kind == "level" and call.microbatch is not None and spec.name in self.levels:
+                    highest = self.levels[spec.name]
+                    torch.maximum(highest, value, out=highest)
+        sent(self.session)
+        return results
+
     def _timed(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.spans is None else self.spans.on(call)
+        if self.spans is None:
+            return contextlib.nullcontext()
+        if call.graph in self.waiting:
+            return self.waits.on(call if call.graph != "share_loss" else None)
+        return self.spans.on(call)
 
     def _run(self, graph: str, flat: list[Tensor]) -> Sequence[Tensor]:
         if self.on_node is None:
@@ -192,9 +208,9 @@ class ProgramRunner:
 
     def _begin(self) -> None:
         _reset(self.flat)
-        self.waits = self.values.waits = Waits()
-        if self.spans is not None:
-            self.spans.begin()
+        self.clock.begin()
+        self.waits = self.values.waits = Waits(self.clock)
+        self.spans = Spans(self.clock) if self.device is not None else None
         if self.kept:
             torch._foreach_copy_(*map(list, zip(*self.kept, strict=True)))
         for level in self.levels.values():
@@ -253,37 +269,6 @@ class Values:
         """The value ``name``, for the call at place ``call`` of the schedule; there by the time it is computed with."""
         key = self._key(name, microbatch)
         if key in self._arriving:
-            with self.waits.on(self._held[key].device, self._arriving.pop(key)):
+            with self.waits.on(self._arriving.pop(key)):
                 torch.ops._c10d_functional.wait_tensor(self._held[key])
         return self._held.pop(key) if self.last[key] == call else self._held[key]
-
-
-class Waits:
-    """How long one step waits for other stages of a pipeline: on a GPU its stream, on a CPU the process. ``receive``:
-    the call that received what the process waits for now; after a failure it stays."""
-
-    def __init__(self) -> None:
-        self._seconds, self._events = 0.0, []
-        self.receive: Call | None = None
-
-    @contextlib.contextmanager
-    def on(self, device: torch.device, receive: Call | None = None) -> Iterator[None]:
-        """What is inside waits, for what the call ``receive`` receives if that is given."""
-        self.receive = receive
-        if device.type == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start
-        self.receive = None
-
-    def seconds(self) -> float:
-        """Waits for the step's end."""
-        for _, end in self._events:
-            end.synchronize()
-        return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3

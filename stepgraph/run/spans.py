@@ -1,27 +1,130 @@
-"""When the computations of a pipeline's latest step ran on this rank."""
+"""When the computations of a pipeline's latest step ran on this rank, and how long it waited for other stages."""
 
 import contextlib
+import copy
+import functools
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from stepgraph.graph.program import Call
 
 
-class Spans:
-    """The calls that computed for a stage, each with its begin and end: on a GPU on its stream, on a CPU in the
-    process."""
+class Clock:
+    """Moments of one step: on the host."""
 
-    def __init__(self, device: torch.device | None):
-        self.on_gpu = device is not None and device.type == "cuda"
+    def begin(self) -> None:
+        """A step begins."""
+
+    def now(self) -> Any:
+        """This moment, for `seconds`."""
+        return time.perf_counter()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """From one moment to another; waits for the latter."""
+        return end - begin
+
+    def read(self) -> "Clock":
+        """A clock of the same moments, which the next step does not touch."""
+        return self
+
+
+class StreamClock(Clock):
+    """Moments when the current stream of a GPU has come so far."""
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+class RecordedClock(Clock):
+    """The same for a step that a CUDA graph replays. The host launches the next replay before it asks for the times of
+    one, which events would not keep: so the GPU notes up to ``room`` times in memory, and they are copied to the host
+    behind each replay."""
+
+    def __init__(self, room: int, device: torch.device):
+        self.moments = torch.zeros(room, dtype=torch.int64, device=device)
         self.begin()
 
     def begin(self) -> None:
-        """A step begins; what was noted of the one before is dropped."""
+        self.noted = 0
+
+    def now(self) -> int:
+        from stepgraph.kernels.clock_triton import note
+
+        note(self.moments, self.noted)
+        self.noted += 1
+        return self.noted - 1
+
+    def read(self) -> Clock:
+        return _Noted(self.moments)
+
+
+class _Noted(Clock):
+    """Times in ns that were noted on a GPU."""
+
+    def __init__(self, moments: torch.Tensor):
+        self.moments = torch.empty(moments.shape, dtype=moments.dtype, pin_memory=True)
+        self.moments.copy_(moments, non_blocking=True)
+        self.copied = torch.cuda.Event()
+        self.copied.record()
+
+    def seconds(self, begin: int, end: int) -> float:
+        self.copied.synchronize()
+        return (self.moments[end] - self.moments[begin]).item() / 1e9
+
+
+class _Timed:
+    """What a step noted by a ``clock``."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+
+    def by(self, clock: Clock) -> Self:
+        """The same by what ``clock`` read."""
+        found = copy.copy(self)
+        found._clock = clock
+        return found
+
+
+class Waits(_Timed):
+    """How long one step waits for other stages of a pipeline: on a GPU its stream, on a CPU the process. ``receive``:
+    the call that received what the process waits for now; after a failure it stays."""
+
+    def __init__(self, clock: Clock):
+        super().__init__(clock)
+        self._waited: list[tuple[Any, Any]] = []
+        self.receive: Call | None = None
+
+    @contextlib.contextmanager
+    def on(self, receive: Call | None = None) -> Iterator[None]:
+        """What is inside waits, for what the call ``receive`` receives if that is given."""
+        self.receive = receive
+        begin = self._clock.now()
+        yield
+        self._waited.append((begin, self._clock.now()))
+        self.receive = None
+
+    def seconds(self) -> float:
+        """Waits for the step's end."""
+        return sum((self._clock.seconds(*waited) for waited in self._waited), 0.0)
+
+
+class Spans(_Timed):
+    """The calls that computed for a stage, each with its begin and end: on a GPU on its stream, on a CPU in the
+    process. Made where a step begins."""
+
+    def __init__(self, clock: Clock):
+        super().__init__(clock)
+        self._start = clock.now()
         self._calls: list[tuple[Call, Any, Any]] = []
-        self._start = self._now()
 
     @contextlib.contextmanager
     def on(self, call: Call) -> Iterator[None]:
@@ -30,23 +133,11 @@ class Spans:
         if not stage or call.graph.startswith(("send_", "receive_")):
             yield
             return
-        begin = self._now()
+        begin = self._clock.now()
         yield
-        self._calls.append((call, begin, self._now()))
+        self._calls.append((call, begin, self._clock.now()))
 
     def seconds(self) -> list[tuple[Call, float, float]]:
         """(call, begin, end) in order, in seconds since the step began; waits for the step's end."""
-        return [(call, self._since(begin), self._since(end)) for call, begin, end in self._calls]
-
-    def _now(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _since(self, moment: Any) -> float:
-        if not self.on_gpu:
-            return moment - self._start
-        moment.synchronize()
-        return self._start.elapsed_time(moment) / 1e3
+        since = functools.partial(self._clock.seconds, self._start)
+        return [(call, since(begin), since(end)) for call, begin, end in self._calls]

@@ -1,10 +1,7 @@
 """Experts over GPUs, with NCCL: one CUDA graph a step, repeated with larger buffers where routing needs them."""
 
 import copy
-import os
-import socket
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +10,11 @@ from torch import nn
 import stepgraph
 from stepgraph.capture.guard import conditions
 from stepgraph.models import DeepSeekV3, DeepSeekV3Config, MoEConfig, family_of
-from stepgraph.parallel import local_parts, next_token_loss, parallelize, world
+from stepgraph.parallel import local_parts, next_token_loss, parallelize
 from stepgraph.parallel.expert_symmetric import SymmetricExchange
 from stepgraph.parallel.experts import Capacity, ExpertExchange
 from stepgraph.passes import configured
-from tests.distributed.ranks import on_processes
-from tests.gpu.test_ranks_gpu import _rank, on_gpus
+from tests.gpu.test_ranks_gpu import on_gpus, on_one_gpu
 
 CONFIG = DeepSeekV3Config(
     dim=256,
@@ -205,17 +201,8 @@ def _beside_messages(mesh):
             torch.testing.assert_close(mine.cpu(), other, rtol=2e-2, atol=1e-2 * other.abs().max().item())
 
 
-def _rank_of_one_gpu(rank, port):
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    with mock.patch.object(world, "_take_gpu", lambda: torch.cuda.set_device(0)):
-        _rank(rank, 2, port, "fsdp=2,ep=2", _beside_messages)
-
-
 def test_exchanges_between_two_processes_of_one_gpu():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    on_processes(2, _rank_of_one_gpu, (port,))
+    on_one_gpu("fsdp=2,ep=2", _beside_messages)
 
 
 def _default_passes(mesh):

@@ -1,5 +1,6 @@
 """Ranks on GPUs, with NCCL: the captured step in CUDA graphs is bitwise the same program run eagerly."""
 
+import faulthandler
 import os
 import socket
 import traceback
@@ -17,7 +18,7 @@ from stepgraph.kernels.comm import exchange
 from stepgraph.kernels.comm.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.llama3.llama3 import TP_PLAN
-from stepgraph.parallel import MeshSpec, leave, local_parts, next_token_loss, parallelize, started
+from stepgraph.parallel import MeshSpec, leave, local_parts, next_token_loss, parallelize, started, world
 from stepgraph.passes import configured, exact, get
 from tests.distributed.ranks import on_processes
 
@@ -35,6 +36,23 @@ def on_gpus(spec, function):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     on_processes(ranks, _rank, (ranks, port, spec, function))
+
+
+def on_one_gpu(spec, function, seconds=60):
+    """Ranks as processes that share one GPU, where NCCL is not to be had: their symmetric memory is true all the same.
+    One that takes longer than so many seconds says where it is and ends."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = MeshSpec.parse(spec).size
+    on_processes(ranks, _rank_of_one_gpu, (ranks, port, spec, function, seconds))
+
+
+def _rank_of_one_gpu(rank, ranks, port, spec, function, seconds):
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    with mock.patch.object(world, "_take_gpu", lambda: torch.cuda.set_device(0)):
+        _rank(rank, ranks, port, spec, function)
 
 
 def _rank(rank, world, port, spec, function):

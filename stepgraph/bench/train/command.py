@@ -33,7 +33,7 @@ RANK = ["-m", "stepgraph.bench.train.rank"]
 
 #: Options of a run, besides those that all benchmarks share, that are what is measured.
 CHOSEN = (
-    *("mesh", "reduce_dtype", "accumulate", "pipeline", "split"),
+    *("mesh", "reduce_dtype", "accumulate", "pipeline", "split", "stage_sends"),
     *("expert_capacity", "expert_chunks", "expert_exchange"),
 )
 
@@ -57,6 +57,9 @@ class TrainBench(BenchOptions):
 
     split: str | None = None
     """With pp, the first block of each of stepgraph's stages, as in 0,9,17,25. None: by the cost model."""
+
+    stage_sends: Literal["point-to-point", "symmetric"] = "point-to-point"
+    """With pp: how stepgraph's stages send, through process groups (NCCL), or into each other's memory."""
 
     expert_capacity: float = 2.0
     """With ep: room of stepgraph's exchanges, as a multiple of balanced load."""

@@ -44,6 +44,9 @@ class InspectOptions(StepOptions):
     split: str | None = None
     """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
 
+    stage_sends: str = "point-to-point"
+    """With pp: how stages send, through process groups (NCCL), or within a machine into each other's memory."""
+
     stage: int | None = None
     """With pp, show the graphs of the rank that has this stage. None: the first."""
 

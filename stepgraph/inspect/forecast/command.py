@@ -39,6 +39,9 @@ class PlanOptions(StepOptions):
     split: str | None = None
     """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
 
+    stage_sends: Literal["point-to-point", "symmetric"] = "point-to-point"
+    """With pp: how stages send, through process groups (NCCL), or within a machine into each other's memory."""
+
     gpu: str = "h100"
     """h100, h200 or b200: machines of eight, one 400 Gb/s adapter a GPU."""
 

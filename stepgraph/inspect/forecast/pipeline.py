@@ -38,8 +38,17 @@ from stepgraph.inspect.forecast.forecast import (
     with_room,
 )
 from stepgraph.parallel.pipeline import staged_program
+from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
-from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, with_once, work_of
+from stepgraph.parallel.pipeline.schedules import (
+    SCHEDULES,
+    Work,
+    calls_of,
+    check_schedule,
+    rank_of,
+    with_once,
+    work_of,
+)
 from stepgraph.parallel.pipeline.timeline import PipelineTime, most_in_flight, simulate_schedule
 
 _STATE = ("parameter", "buffer", "accumulator")
@@ -334,8 +343,18 @@ def _run(
         sends[True, i] = sends[False, i + 1] = stage.message / link
     timed = simulate_schedule(orders, where, seconds, sends)
     without = simulate_schedule(orders, where, seconds, dict.fromkeys(sends, 0.0))
-    peaks = [_peak([i for i, r in enumerate(where) if r == rank], stages, timed) for rank in range(ranks)]
+    boxes = _box_bytes(orders, where, stages) if config.stage_sends == "symmetric" else 0
+    peaks = [_peak([i for i, r in enumerate(where) if r == rank], stages, timed) + boxes for rank in range(ranks)]
     return ScheduleForecast(name, stages, timed, peaks, timed.seconds - without.seconds, update_s)
+
+
+def _box_bytes(orders: list[list[Work]], where: list[int], stages: list[StageCost]) -> int:
+    """Bytes on each rank for messages over symmetric memory, of the rank that needs most."""
+    calls = [calls_of(orders, where, rank, ahead=False) for rank in range(len(orders))]
+    room = Counter()
+    for channel, places in places_of(calls, where).items():
+        room[channel.receiver] += places
+    return max(room.values()) * max(stage.message for stage in stages)
 
 
 def _peak(own: list[int], stages: list[StageCost], timed: PipelineTime) -> int:

@@ -97,7 +97,7 @@ class _PointToPoint(Ranks):
 _kept: list[Any] = []
 
 
-class _Workspace:
+class Workspace:
     """Memory on every rank with a place for the part of each other, and flags; all of it within reach of all.
 
     With two ``turns`` it is there twice, for exchanges that follow each other: a rank whose part of one was taken from
@@ -138,7 +138,7 @@ class _Workspace:
 class _Symmetric(Ranks):
     """Over symmetric memory."""
 
-    def __init__(self, group: dist.ProcessGroup, like: Tensor, workspace: _Workspace, place: Place | None):
+    def __init__(self, group: dist.ProcessGroup, like: Tensor, workspace: Workspace, place: Place | None):
         super().__init__(group, like)
         self.workspace = workspace
         self.turn, self.answers = self.workspace.take_turn(), place is not None
@@ -189,15 +189,17 @@ class Session:
     def __init__(self) -> None:
         self.count = 0
         """How many exchanges have begun."""
-        self.workspaces: dict[_Key, _Workspace] = {}
-        self.outgrown: list[tuple[_Key, _Workspace]] = []
+        self.workspaces: dict[_Key, Workspace] = {}
+        self.outgrown: list[tuple[_Key, Workspace]] = []
         """Those that larger ones took the place of: CUDA graphs that recorded them still use them."""
-        self.broken: list[_Workspace] = []
-        """Those of steps that were broken off, in which others may still write."""
+        self.broken: list[Any] = []
+        """Those of steps that were broken off, in which others may still write, and what is on its way to others'."""
         self.under_way: dict[tuple[str, str], list[Any]] = defaultdict(list)
         """Collectives under way, by kind and group, the oldest first: see `copy_collectives`."""
         self.sends: list[tuple[dist.Work, Tensor]] = []
         """What is being sent to other stages, kept until it has left: see `point_to_point`."""
+        self.mail: dict[str, Any] = {}
+        """What is written into other stages' memory, by group: see `symmetric_sends`."""
         self._ages: Counter[str] = Counter()
 
     def __enter__(self) -> "Session":
@@ -218,7 +220,7 @@ class Session:
             return _PointToPoint(group, like)
         return _Symmetric(group, like, self.workspace(group, -(-like.nbytes // 16) * 16, like.device, place), place)
 
-    def shared(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, place: Place) -> _Workspace:
+    def shared(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, place: Place) -> Workspace:
         """Memory of ``nbytes`` on every rank, at a ``place``, which all write together."""
         part = -(-nbytes // (group.size() - 1))
         return self.workspace(group, -(-part // 16) * 16, device, place)
@@ -238,6 +240,7 @@ class Session:
         for kind, name in list(self.under_way):
             if name in groups:
                 del self.under_way[kind, name]
+        self.broken += [self.mail.pop(name) for name in list(self.mail) if name in groups]
         self.broken += [w for (name, _), w in (*self.workspaces.items(), *self.outgrown) if name in groups]
         self.workspaces = {key: w for key, w in self.workspaces.items() if key[0] not in groups}
         self.outgrown = [(key, w) for key, w in self.outgrown if key[0] not in groups]
@@ -246,7 +249,7 @@ class Session:
         """How often memory of ``groups`` was forgotten: what recorded it at another age must not run again."""
         return sum(self._ages[group] for group in groups)
 
-    def workspace(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, place: Place | None) -> _Workspace:
+    def workspace(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, place: Place | None) -> Workspace:
         """The memory for parts of ``nbytes`` at ``place``, made or made larger where it must be."""
         key = (group.group_name, place)
         held = self.workspaces.get(key)
@@ -258,7 +261,7 @@ class Session:
                     w.nbytes for (name, p), w in self.workspaces.items() if p and (name, p[0]) == (key[0], place[0])
                 ]
                 nbytes = max(nbytes, *named, 0)
-            held = self.workspaces[key] = _Workspace(group, nbytes, device, 2 if place is None else 1)
+            held = self.workspaces[key] = Workspace(group, nbytes, device, 2 if place is None else 1)
         return held
 
 

@@ -12,6 +12,8 @@ from stepgraph.capture.stages.forward import trace_forward
 from stepgraph.capture.stages.share import Share
 from stepgraph.capture.trace import LossFn
 from stepgraph.costs.roofline import node_seconds
+from stepgraph.errors import unknown_name
+from stepgraph.graph.collectives import spans_machines
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import Call
 from stepgraph.graph.stages import Cut
@@ -20,18 +22,33 @@ from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named
 
 _ATTRIBUTE = "_stepgraph_pipeline"
+#: How messages travel between stages, by the name that options use: through torch's process groups (NCCL, gloo), or
+#: within a machine into the memory of the stage that reads them (see `stepgraph.kernels.comm.symmetric_sends`).
+SENDS = ("point-to-point", "symmetric")
 
 
 class Pipeline:
     """The stages of a model on the ``pp`` axis of ``mesh``, run by the schedule ``name``.
 
     ``starts``: of each stage, the number of its first block. ``readers``: for each parameter, by name, the stages that
-    read it. ``ranks_of``: the rank of each stage; ``own``: the stages of this rank. Every rank of the mesh makes it at
-    the same time: its process groups are made with it.
+    read it. ``ranks_of``: the rank of each stage; ``own``: the stages of this rank. ``sends``: one of ``SENDS``. Every
+    rank of the mesh makes it at the same time: its process groups are made with it.
+
+    Raises ``ValueError`` for ``symmetric`` sends between machines.
     """
 
-    def __init__(self, mesh: Mesh, name: str, starts: Sequence[int], readers: dict[str, tuple[int, ...]]):
+    def __init__(
+        self,
+        mesh: Mesh,
+        name: str,
+        starts: Sequence[int],
+        readers: dict[str, tuple[int, ...]],
+        sends: str = "point-to-point",
+    ):
+        if sends not in SENDS:
+            raise unknown_name("stage_sends", sends, SENDS)
         self.mesh, self.name, self.schedule = mesh, name, schedule_named(name)
+        self.symmetric = sends == "symmetric"
         self.ranks, self.rank = mesh.spec.pp, mesh.place("pp")
         self.starts, self.readers = tuple(starts), readers
         self.ranks_of = [rank_of(self.schedule, self.ranks, stage) for stage in range(len(starts))]
@@ -40,6 +57,10 @@ class Pipeline:
             name: tuple(sorted({self.ranks_of[stage] for stage in stages})) for name, stages in readers.items()
         }
         self.group = mesh.axis("pp").get_group()
+        if self.symmetric and (apart := spans_machines(self.group.group_name)):
+            raise ValueError(
+                f"stage_sends=symmetric over pp={self.ranks}: {apart}; make pp smaller, or take {SENDS[0]}"
+            )
         # Messages of one kind that go one way share a group, in which nothing overtakes: in one group for both ways
         # NCCL would wait for a send before it begins a receive.
         with compat.single_gloo_thread():
@@ -47,6 +68,7 @@ class Pipeline:
                 (forward, up): self._group(channel_name(forward, up))
                 for forward in (True, False)
                 for up in (True, False)
+                if not self.symmetric
             }
             self.tied = {holders: self._tied(holders) for holders in sorted(set(self.holders.values())) if holders[1:]}
 
@@ -132,6 +154,7 @@ def plan_pipeline(
     mesh: Mesh,
     schedule: str = "1f1b",
     split: Sequence[int] | None = None,
+    stage_sends: str = "point-to-point",
 ) -> Pipeline:
     """Cut ``model`` into the stages of ``schedule`` on the ``pp`` axis of ``mesh``; give the result to `parallelize`.
 
@@ -142,8 +165,11 @@ def plan_pipeline(
         loss_fn, batch: as on one rank that holds the whole model: ``loss_fn(model, batch)`` for a microbatch.
         split: the first block of each stage, from 0 on, such as ``(0, 9, 17, 25)``; None: the most even cut by the cost
             model, with embedding, head and loss counted.
+        stage_sends: how messages travel between stages: ``point-to-point`` through torch's process groups, or within a
+            machine over ``symmetric`` memory (see `stepgraph.kernels.comm.symmetric_sends`).
 
-    Raises ``ValueError`` where the model has fewer blocks than stages, or the split does not fit.
+    Raises ``ValueError`` where the model has fewer blocks than stages, the split does not fit, or symmetric sends would
+    go to another machine.
     """
     step, _ = trace_forward(model, loss_fn, batch)
     wanted = mesh.spec.pp * schedule_named(schedule).chunks
@@ -154,7 +180,7 @@ def plan_pipeline(
     for node, spec in zip(step.placeholders(), step.inputs, strict=True):
         if spec.kind == "parameter" and (found := _readers(node, cut)):
             readers[spec.name] = tuple(sorted(found))
-    return Pipeline(mesh, schedule, starts, readers)
+    return Pipeline(mesh, schedule, starts, readers, stage_sends)
 
 
 def check_blocks(blocks: int, ranks: int, schedule: str) -> None:

@@ -1,17 +1,20 @@
 """The step program of one rank of a pipeline: its stages' graphs, sends and receives, and the calls of its schedule."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph import compat
 from stepgraph.errors import CaptureError
+from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.provenance import Provenance, Role, set_provenance
 from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
-from stepgraph.kernels.comm import point_to_point  # noqa: F401  (registers its operators)
+from stepgraph.kernels.comm import point_to_point, symmetric_sends  # noqa: F401  (register their operators)
+from stepgraph.parallel.pipeline.boxes import Channel, places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
 from stepgraph.parallel.pipeline.schedules import calls_of, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import most_in_flight
@@ -61,39 +64,52 @@ class StageGraphs:
         pipeline = self.pipeline
         gathered, reduced = ({s for s in pipeline.own if f"{kind}.{s}" in pieces} for kind in ("gather", "reduce"))
         orders = with_once(work_of(pipeline.name, pipeline.ranks, self.microbatches), gathered, reduced)
-        calls = calls_of(orders, pipeline.ranks_of, pipeline.rank)
+        symmetric = pipeline.symmetric
+        calls = [calls_of(orders, pipeline.ranks_of, rank, ahead=not symmetric) for rank in range(pipeline.ranks)]
+        boxes = self._boxes(calls) if symmetric else None
+        calls = calls[pipeline.rank]
         graphs = dict(pieces)
         for call in calls:
             if call.graph not in graphs:
-                graphs[call.graph] = self._message(call.graph)
+                graphs[call.graph] = self._message(call.graph, boxes)
         graphs |= {"share_loss": self._share_loss(), "update": update}
         next(iter(graphs.values())).capture_s = self.capture_s
         return StepProgram(graphs, [*calls, Call("share_loss"), Call("update")])
 
     def forward_program(self) -> StepProgram:
         """The program of forward alone, for one batch, where the microbatch's graph has no backward."""
-        pipeline, last = self.pipeline, len(self.pipeline.ranks_of) - 1
+        pipeline, where = self.pipeline, self.pipeline.ranks_of
         graphs = {f"forward.{stage}": step for stage, step in self.whole.items()}
-        calls = []
-        for stage in pipeline.own:
-            if stage and pipeline.ranks_of[stage - 1] != pipeline.rank:
-                calls.append(Call(f"receive_forward.{stage}", 0))
-            calls.append(Call(f"forward.{stage}", 0))
-            if stage < last and pipeline.ranks_of[stage + 1] != pipeline.rank:
-                calls.append(Call(f"send_forward.{stage}", 0))
-        graphs |= {call.graph: self._message(call.graph) for call in calls if call.graph not in graphs}
+        orders = [
+            [("forward", stage, 0) for stage, r in enumerate(where) if r == rank] for rank in range(pipeline.ranks)
+        ]
+        every = [calls_of(orders, where, rank, ahead=False) for rank in range(pipeline.ranks)]
+        boxes, calls = self._boxes(every) if pipeline.symmetric else None, every[pipeline.rank]
+        graphs |= {call.graph: self._message(call.graph, boxes) for call in calls if call.graph not in graphs}
         return StepProgram(graphs | {"share_loss": self._share_loss()}, [*calls, Call("share_loss")])
 
-    def _message(self, name: str) -> StepGraph:
-        """The graph that sends or receives a stage's message: ``send_forward.2``, ``receive_backward.0``."""
+    def _boxes(self, calls: list[list[Call]]) -> dict[Channel, list[int]]:
+        """Of each channel the box of its messages, as `symmetric_sends` has it. ``calls``: of every rank."""
+        stages = range(len(self.pipeline.ranks_of))
+        messages = [self.cut.message(stage, forward) for stage in stages for forward in (True, False)]
+        most = max(map(len, messages))
+        nbytes = max(-(-tensor_bytes(value) // 16) * 16 for message in messages for value in message)
+        boxes, room = {}, [0] * self.pipeline.ranks
+        for channel, places in sorted(places_of(calls, self.pipeline.ranks_of).items()):
+            boxes[channel] = [room[channel.receiver], places * most]
+            room[channel.receiver] += places * most
+        return {channel: [*box, max(room), nbytes] for channel, box in boxes.items()}
+
+    def _message(self, name: str, boxes: dict[Channel, list[int]] | None) -> StepGraph:
+        """The graph that sends or receives a stage's message: ``send_forward.2``, ``receive_backward.0``. ``boxes``:
+        those of messages over symmetric memory."""
         kind, _, stage = name.partition(".")
         forward, sends, here = kind.endswith("forward"), kind.startswith("send"), int(stage)
         there = here + (1 if forward == sends else -1)
         values = self.cut.message(there if sends else here, forward)
-        pipeline, peer = self.pipeline, self.pipeline.ranks_of[there]
-        group = pipeline.channel(forward, peer) if sends else pipeline.channel_from(forward, peer)
         phase = "forward" if forward else "backward"
-        channel = compat.name_group(group, channel_name(forward, (peer > pipeline.rank) == sends))
+        where, channel = self._route(forward, sends, self.pipeline.ranks_of[there], boxes)
+        send, recv = (ours.send, ours.recv) if boxes is None else (ours.put, ours.take)
         graph, results = fx.Graph(), []
         inputs, outputs = [], []
         for value in values:
@@ -102,16 +118,29 @@ class StageGraphs:
                 source = graph.placeholder(value.name)
                 source.meta["val"] = like
                 inputs.append(InputSpec("value", value.name))
-                node = graph.call_function(ours.send.default, (source, peer, channel))
+                node = graph.call_function(send.default, (source, *where))
                 node.meta["val"] = like.new_empty(0)
             else:
                 form = (list(like.shape), list(like.stride()), like.dtype, like.device)
-                node = graph.call_function(ours.recv.default, (*form, peer, channel))
+                node = graph.call_function(recv.default, (*form, *where))
                 node.meta["val"] = like
-                outputs.append(OutputSpec("arriving", value.name))
+                outputs.append(OutputSpec("arriving" if boxes is None else "value", value.name))
                 results.append(node)
             set_provenance(node, Provenance("", phase, "", role=Role("send" if sends else "recv", (), "pp")))
         return _step(graph, results, inputs, outputs, {channel: "pp"})
+
+    def _route(
+        self, forward: bool, sends: bool, peer: int, boxes: dict[Channel, list[int]] | None
+    ) -> tuple[tuple[Any, ...], str]:
+        """(the last arguments of what sends to ``peer`` or receives from it, the name of its process group)."""
+        pipeline = self.pipeline
+        if boxes is not None:
+            name = compat.name_group(pipeline.group, "pp")
+            ends = (pipeline.rank, peer) if sends else (peer, pipeline.rank)
+            return (peer, boxes[Channel(forward, *ends)], name), name
+        group = pipeline.channel(forward, peer) if sends else pipeline.channel_from(forward, peer)
+        name = compat.name_group(group, channel_name(forward, (peer > pipeline.rank) == sends))
+        return (peer, name), name
 
     def _share_loss(self) -> StepGraph:
         """The last stage's loss, to all stages: a sum with the others' zeros."""

@@ -2,7 +2,8 @@
 
 The order of forward and backward is that of `torch.distributed.pipelining`; sends and receives are placed here. What a
 call makes for a neighbour is sent right behind it. Receives are begun in the order in which the neighbour sends, one
-computation before the one that reads them, so that they travel beside it.
+computation before the one that reads them, so that they travel beside it. Messages over symmetric memory need no
+receive to travel: there it ends right before the computation that reads it.
 """
 
 from collections import defaultdict
@@ -122,8 +123,9 @@ def target_of(work: Work, stages: int) -> int | None:
     return target if 0 <= target < stages else None
 
 
-def calls_of(orders: Sequence[Sequence[Work]], ranks_of: Sequence[int], rank: int) -> list[Call]:
+def calls_of(orders: Sequence[Sequence[Work]], ranks_of: Sequence[int], rank: int, ahead: bool = True) -> list[Call]:
     """The calls of ``rank``, sends and receives among them. ``orders``: see `work_of`. ``ranks_of``: of each stage.
+    ``ahead``: receives are begun one computation before the one that reads them; else they end right before it.
 
     Graphs are called ``forward.2``, ``send_forward.2`` (from stage 2 to 3), ``receive_forward.2`` (from 1 to 2).
     """
@@ -147,11 +149,12 @@ def calls_of(orders: Sequence[Sequence[Work]], ranks_of: Sequence[int], rank: in
         begun[channel] = max(begun[channel], last + 1)
 
     found: list[Call] = []
-    ahead = [list(receives(work)) for work in orders[rank]]
-    for i, work in enumerate(orders[rank]):
+    read = [list(receives(work)) for work in orders[rank]]
+    if ahead and len(read) > 1:
+        read = [read[0] + read[1], *read[2:], []]
+    for work, received in zip(orders[rank], read, strict=True):
         kind, stage, microbatch = work
-        found += ahead[0] if i == 0 else ()
-        found += ahead[i + 1] if i + 1 < len(ahead) else ()
+        found += received
         found.append(Call(f"{kind}.{stage}", microbatch))
         target = target_of(work, stages)
         if target is not None and ranks_of[target] != rank:
