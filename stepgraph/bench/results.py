@@ -27,8 +27,8 @@ TOLERANCES = {"fp32": 1e-4, "bf16": 1e-3, "bf16-autocast": 1e-3, "bf16-parameter
 #: rounds elsewhere than the trials of that spread did, of which there are few.
 SPREADS = 2
 #: The tolerance of a provider with products in fp8, whose numbers have 3 bits, at any precision. While the loss of
-#: llama3-1b falls from 12 to 6 in three updates, torchao's layers and ours are 4e-2 to 6e-2 from bf16 (one H200).
-FP8_TOLERANCE = 0.1
+#: llama3-1b falls from 12 to 2 in four updates, torchao's layers and ours are up to 0.12 from bf16 (one H200).
+FP8_TOLERANCE = 0.15
 
 
 @dataclass(kw_only=True)

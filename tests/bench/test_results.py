@@ -67,9 +67,9 @@ def test_losses_may_be_as_far_apart_as_rounding_takes_them():
 def test_fp8_may_be_further_from_eager():
     rows = [row("eager", losses=[4.0]), row("stepgraph-fp8-rowwise", losses=[4.1])]
     assert check_losses(rows, "bf16").endswith(
-        "2.5e-02 (stepgraph-fp8-rowwise, step 1), tolerance 0.001 (bf16), of fp8 0.1"
+        "2.5e-02 (stepgraph-fp8-rowwise, step 1), tolerance 0.001 (bf16), of fp8 0.15"
     )
-    rows = [row("eager", losses=[4.0]), row("stepgraph-fp8-rowwise", losses=[4.5]), row("compile", losses=[4.1])]
+    rows = [row("eager", losses=[4.0]), row("stepgraph-fp8-rowwise", losses=[4.7]), row("compile", losses=[4.1])]
     assert check_losses(rows, "bf16").startswith("losses disagree") and all(r.disagreement for r in rows[1:])
 
 

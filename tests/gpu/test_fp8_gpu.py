@@ -223,8 +223,7 @@ def test_gradients_are_those_of_eager_fp8_layers(recipe, inductor):
     step = stepgraph.capture(model, next_token_loss, batch, passes=passes(recipe, inductor=inductor))
     loss = step(batch)
     assert report_of(step, "fp8_matmul").changed == 21
-    swiglus = 3 if recipe == RECIPES[2] else 0
-    assert f"{swiglus} of SwiGLU, {2 * swiglus} of its gradients" in report_of(step, "fuse_casts").summary
+    assert "3 of SwiGLU, 6 of its gradients" in report_of(step, "fuse_casts").summary
     torch.testing.assert_close(loss, next_token_loss(eager, batch).detach().float(), rtol=3e-3, atol=0)
     by_name, in_bf16 = dict(eager.named_parameters()), dict(plain.named_parameters())
     for name, p in model.named_parameters():

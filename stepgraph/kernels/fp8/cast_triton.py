@@ -24,9 +24,9 @@ from stepgraph.kernels.fp8.formats import MOST, SMALLEST
 #: Tiles of (TILE, TILE) of which the largest magnitudes are found, and their warps; rows, columns and warps of tiles
 #: that are cast.
 TILE, WARPS = 128, 8
-CAST_TALL, CAST_WIDE, CAST_WARPS = 64, 64, 4
+CAST_TALL, CAST_WIDE, CAST_WARPS = 64, 64, 2
 #: The same of pairs of bf16: rows and pairs of a tile, tiles that are on their way, warps, and rows of a program.
-PAIRS_ROWS, PAIRS, PAIRS_STAGES, PAIRS_WARPS, PAIRS_CHUNK = 16, 128, 3, 4, 256
+PAIRS_ROWS, PAIRS, PAIRS_STAGES, PAIRS_WARPS, PAIRS_CHUNK = 32, 64, 3, 4, 256
 #: Elements of the longest row that one program holds.
 LONGEST = 16384
 

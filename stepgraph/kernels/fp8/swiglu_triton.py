@@ -10,7 +10,7 @@ from stepgraph.kernels.fp8.formats import MOST
 
 #: Where columns are compared: bytes of a column of a tile, columns of a tile, tiles that are on their way, warps, and
 #: rows of a program.
-TALL_BYTES, WIDE, STAGES, TILE_WARPS, CHUNK = 16, 256, 2, 4, 128
+TALL_BYTES, WIDE, STAGES, TILE_WARPS, CHUNK = 8, 256, 1, 4, 128
 
 
 @triton.jit
