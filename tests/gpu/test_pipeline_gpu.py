@@ -71,17 +71,18 @@ def eager(mesh, batch):
     return total, alone
 
 
-def captured(mesh, schedule, sends="point-to-point"):
+def captured(mesh, schedule, sends="point-to-point", exact=True):
     """(the model, its step, which reduces gradients once)."""
-    passes = configured("exact")
+    passes = configured("exact" if exact else "default")
     at = next(i for i, p in enumerate(passes) if p.name == "reshard_after_forward")
     model, batch = pipelined(mesh, schedule, sends), batch_of(mesh.dp_place)
-    passes = [*passes[:at], get("reduce_once"), *passes[at:]]
+    passes = [*passes[:at], get("reduce_once"), *passes[at:]] if exact else passes
     return model, stepgraph.capture(model, repeatable(next_token_loss(mesh)), batch, accumulate=N, passes=passes)
 
 
-def check_step(mesh, model, step, batch, where, shared=True):
-    """One step: the loss, which is returned, and gradients, bit by bit. ``shared``: all ranks have the loss."""
+def check_step(mesh, model, step, batch, where, shared=True, exact=True):
+    """One step: the loss, which is returned, and gradients, bit by bit where ``exact``. ``shared``: all ranks have the
+    loss."""
     loss, alone = eager(mesh, batch)
     found, held = step(batch), parallel.held_parameters(model)
     if shared or step.pipeline.ranks_of[-1] == step.pipeline.rank:
@@ -90,7 +91,10 @@ def check_step(mesh, model, step, batch, where, shared=True):
         if name in held:
             layout = parallel.layouts(model)[name]
             part = param.grad[tuple(slice(*part) for part in layout.region)]
-            assert torch.equal(layout.own(held[name].grad.to_local()), part), (*where, name)
+            grad = layout.own(held[name].grad.to_local())
+            if not exact:
+                torch.testing.assert_close(grad, part, rtol=1e-3, atol=1e-3 * part.abs().max().item())
+            assert not exact or torch.equal(grad, part), (*where, name)
     for param in held.values():
         param.grad = None
     return found
@@ -107,10 +111,10 @@ def check(mesh, schedule):
     assert reports["update"].skipped is None and step._current.runner.whole is None
 
 
-def check_whole(mesh, schedule, shared=True):
+def check_whole(mesh, schedule, shared=True, exact=True):
     """A step with symmetric sends is one CUDA graph: plain, recorded, replayed with other batches, and again after it
     was broken off; ranks wait for each other in turns."""
-    model, step = captured(mesh, schedule, "symmetric")
+    model, step = captured(mesh, schedule, "symmetric", exact)
     runner = step._current.runner
     assert step.program.recorded_whole
     for i in range(8):
@@ -118,7 +122,7 @@ def check_whole(mesh, schedule, shared=True):
             step._session.forget(runner.every_group)
         if i % 2 == mesh.place("pp") % 2:
             torch.cuda._sleep(20_000_000)
-        found = check_step(mesh, model, step, batch_of(100 * i + mesh.dp_place), (schedule, i), shared)
+        found = check_step(mesh, model, step, batch_of(100 * i + mesh.dp_place), (schedule, i), shared, exact)
         assert runner.whole is not None, [report.line() for report in step.report if report.name == "cuda_graph"]
         assert (runner.whole.graph is None) == (i in (0, 4)), i
         if i in (2, 6):  # the caller's, which later replays must not touch
@@ -180,9 +184,9 @@ def _own_loss(stages):
     return StepGraph(fx.GraphModule({}, graph), [InputSpec("loss", "loss")], [OutputSpec("total", "loss")])
 
 
-def _alone(mesh, schedule):
+def _alone(mesh, schedule, exact=True):
     with mock.patch.object(StageGraphs, "_share_loss", _own_loss):
-        check_whole(mesh, schedule, shared=False)
+        check_whole(mesh, schedule, shared=False, exact=exact)
 
 
 ON_ONE_GPU = {schedule: partial(_alone, schedule=schedule) for schedule in SYMMETRIC}
@@ -192,6 +196,10 @@ ON_ONE_GPU = {schedule: partial(_alone, schedule=schedule) for schedule in SYMME
 def test_a_whole_step_of_two_processes_of_one_gpu(schedule):
     """A step without an optimizer sends between its ranks and does nothing else with them, but for the loss."""
     on_one_gpu("pp=2", ON_ONE_GPU[schedule], seconds=120)
+
+
+def test_a_compiled_whole_step_of_two_processes_of_one_gpu():
+    on_one_gpu("pp=2", partial(_alone, schedule="interleaved", exact=False), seconds=240)
 
 
 def _messages_replayed(mesh):

@@ -80,7 +80,7 @@ class Mail:
     def put(self, flat: Tensor, peer: int, box: Sequence[int]) -> None:
         """``flat`` (n,) goes to ``peer``, beside what the current stream does next."""
         place, side = self._place("to", peer, box), self.workspace.stream
-        self.join()  # the former message has left, a computation ago, so that its memory may be used again
+        self.join()  # the former message, sent a computation ago, has left by now: its memory is free
         self.memory.wait_signal(peer, self.channels - 1 - place)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

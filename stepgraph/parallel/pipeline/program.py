@@ -1,6 +1,6 @@
 """The step program of one rank of a pipeline: its stages' graphs, sends and receives, and the calls of its schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
 from stepgraph.kernels.comm import point_to_point, symmetric_sends  # noqa: F401  (register their operators)
 from stepgraph.parallel.pipeline.boxes import Channel, places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
-from stepgraph.parallel.pipeline.schedules import calls_of, with_once, work_of
+from stepgraph.parallel.pipeline.schedules import Work, calls_of, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import most_in_flight
 
 c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
@@ -64,10 +64,7 @@ class StageGraphs:
         pipeline = self.pipeline
         gathered, reduced = ({s for s in pipeline.own if f"{kind}.{s}" in pieces} for kind in ("gather", "reduce"))
         orders = with_once(work_of(pipeline.name, pipeline.ranks, self.microbatches), gathered, reduced)
-        symmetric = pipeline.symmetric
-        calls = [calls_of(orders, pipeline.ranks_of, rank, ahead=not symmetric) for rank in range(pipeline.ranks)]
-        boxes = self._boxes(calls) if symmetric else None
-        calls = calls[pipeline.rank]
+        calls, boxes = self._calls(orders, ahead=not pipeline.symmetric)
         graphs = dict(pieces)
         for call in calls:
             if call.graph not in graphs:
@@ -80,13 +77,21 @@ class StageGraphs:
         """The program of forward alone, for one batch, where the microbatch's graph has no backward."""
         pipeline, where = self.pipeline, self.pipeline.ranks_of
         graphs = {f"forward.{stage}": step for stage, step in self.whole.items()}
-        orders = [
-            [("forward", stage, 0) for stage, r in enumerate(where) if r == rank] for rank in range(pipeline.ranks)
-        ]
-        every = [calls_of(orders, where, rank, ahead=False) for rank in range(pipeline.ranks)]
-        boxes, calls = self._boxes(every) if pipeline.symmetric else None, every[pipeline.rank]
+        ranks = range(pipeline.ranks)
+        orders = [[("forward", stage, 0) for stage, holder in enumerate(where) if holder == rank] for rank in ranks]
+        calls, boxes = self._calls(orders, ahead=False)
         graphs |= {call.graph: self._message(call.graph, boxes) for call in calls if call.graph not in graphs}
         return StepProgram(graphs | {"share_loss": self._share_loss()}, [*calls, Call("share_loss")])
+
+    def _calls(
+        self, orders: Sequence[Sequence[Work]], ahead: bool
+    ) -> tuple[list[Call], dict[Channel, list[int]] | None]:
+        """(this rank's calls, the boxes of all messages where they go over symmetric memory); see `calls_of`."""
+        pipeline = self.pipeline
+        if not pipeline.symmetric:
+            return calls_of(orders, pipeline.ranks_of, pipeline.rank, ahead), None
+        every = [calls_of(orders, pipeline.ranks_of, rank, ahead) for rank in range(pipeline.ranks)]
+        return every[pipeline.rank], self._boxes(every)
 
     def _boxes(self, calls: list[list[Call]]) -> dict[Channel, list[int]]:
         """Of each channel the box of its messages, as `symmetric_sends` has it. ``calls``: of every rank."""
