@@ -83,7 +83,10 @@ def align(columns: list[str], cells: list[list[str]]) -> list[str]:
 def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     best = best_compile(rows)
     steps, repeats = settings["steps"], settings["repeats"]
+    together = settings.get("together", 1)  # records from before that option lack it
     turns = "providers take turns" if settings["device"] == "cpu" else "one provider after another"
+    if settings["device"] != "cpu" and together > 1:
+        turns = f"{together} providers built together take turns"
     notes = [f"step ms: median of {repeats} repeats, each the median of {steps} steps; {turns}, a process each"]
     if best:
         notes.append(f"vs compile: times as fast as the best torch.compile mode measured ({best.provider})")
