@@ -184,8 +184,9 @@ def dispatch_flex_attention() -> Iterator[None]:
 
 @torch.no_grad()
 def flex_kernel_options(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, Any]:
-    """The options that ``flex_attention`` gives its operator for these (fake) tensors, where nobody asked for others:
-    with the logarithms that a backward reads."""
+    """The options that ``flex_attention`` gives its operator for these (fake) tensors, with the logarithms that a
+    backward reads, by the Triton template alone: that for decoding, which ``AUTO`` takes for fewer than 128 queries,
+    refuses some groups of heads."""
     from torch.nn.attention.flex_attention import _apply_kernel_options
 
-    return dict(_apply_kernel_options(query, key, value, True, None))
+    return dict(_apply_kernel_options(query, key, value, True, {"BACKEND": "TRITON"}))

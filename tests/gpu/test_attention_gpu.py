@@ -113,7 +113,8 @@ def near_to_fp64(model, batch, backend, **options):
     assert abs(loss.double() - exact[0]) <= 2 * abs(usual[0].double() - exact[0]) + noise
     for name, p, right, other in zip("qkv", model.parameters(), exact[1], usual[1], strict=True):
         error, bound = ((x.double() - right).norm() for x in (p.grad, other))
-        assert error <= 2 * bound and error <= 0.02 * right.norm(), name
+        # In fp32 both are as near as their roundings happen to lie.
+        assert error <= 2 * bound + 1e-5 * right.norm() and error <= 0.02 * right.norm(), name
 
 
 @pytest.mark.parametrize("backend", ["flash2", "fa4"])

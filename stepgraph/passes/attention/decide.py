@@ -13,7 +13,7 @@ from stepgraph.kernels.attention import unavailable
 from stepgraph.passes.attention.backends import BACKENDS, refusal, torch_order, torch_refuses, unaligned
 from stepgraph.passes.attention.flex import visited
 from stepgraph.passes.attention.mask import Band, Masks, Pairs
-from stepgraph.passes.attention.nodes import Attention, attention_of
+from stepgraph.passes.attention.nodes import Attention, attention_of, odd_scale
 
 aten = torch.ops.aten
 
@@ -154,7 +154,8 @@ def refused(backend: Backend, decision: Decision, masks: Masks, options: Attenti
         return "FlexAttention's kernels are Inductor's, which does not compile this step"
     if isinstance(found, str):
         return found
-    why = refusal(backend, case, options.capability, options.deterministic)
+    why = None if backend == "flex" else odd_scale(node)
+    why = why or refusal(backend, case, options.capability, options.deterministic)
     if why is None and backend == "flex" and isinstance(seen := masks.seen(node), str):
         why = seen
     if why is None and backend == "fa4" and unaligned(node):

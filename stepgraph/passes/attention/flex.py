@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from stepgraph import compat
 from stepgraph.graph.edit import Builder
@@ -127,9 +127,12 @@ class FlexNodes:
     ) -> list[fx.Node]:
         """The gradients of ``inputs``, from ``grad`` of the result and what `forward` gave."""
         graphs = self._graph(_score), self._graph(_score_gradient)
+        unread = build(
+            aten.zeros_like.default, saved[1]
+        )  # the logarithms' gradient, which older torchs cannot do without
         made = build(
             higher_order.flex_attention_backward,
-            *inputs, *saved, grad, None, *graphs, *self._rest(inputs, seen, scale),
+            *inputs, *saved, grad, unread, *graphs, *self._rest(inputs, seen, scale),
         )  # fmt: skip
         self._count(made, inputs, seen)
         return [build(operator.getitem, made, i) for i in range(3)]
@@ -154,7 +157,7 @@ class FlexNodes:
             nodes, graph, read = make(seen, queries, keys, like)
             values = [node.meta["val"] for node in nodes]
             # Its fields in the order in which this torch hands them to the operators, with nodes for its tensors.
-            layout = BlockMask((queries, keys), *values, BLOCK_SIZE=(BLOCK, BLOCK)).as_tuple()[:-1]
+            layout = BlockMask((queries, keys), *values, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=noop_mask).as_tuple()[:-1]
             node_of = dict(zip(map(id, values), nodes, strict=True))
             mask_graph = self._attribute(f"_flex_mask_{len(self._known)}", graph)
             self._known[key] = (*(node_of.get(id(x), x) for x in layout), mask_graph), read

@@ -56,6 +56,16 @@ def mask_of(node: fx.Node) -> Any:
     return argument(node, "attn_mask" if "for_cpu" in str(node.target) else "attn_bias")
 
 
+def odd_scale(node: fx.Node) -> str | None:
+    """Why no other kernel than FlexAttention can be trusted with the scale of the attention ``node``, or None.
+
+    FlashAttention multiplies after it has subtracted the greatest score: a negative scale overflows, and 0 times the
+    -inf of a hidden key is NaN.
+    """
+    scale = argument(node, "scale")
+    return None if scale is None or scale > 0 else f"its scores are multiplied by {scale}, which is not positive"
+
+
 def take_place(old: fx.Node, new: fx.Node) -> None:
     """Let ``new`` stand for ``old``, of the same shape, in the strides that what reads it was traced for."""
     value, strides = old.meta["val"], zip(old.meta["val"].stride(), new.meta["val"].stride(), strict=True)

@@ -24,7 +24,7 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import argument, getitem_users
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.attention.mask import Band, Masks
-from stepgraph.passes.attention.nodes import Attention, attention_of, take_place
+from stepgraph.passes.attention.nodes import Attention, attention_of, odd_scale, take_place
 from stepgraph.passes.contract import PassReport, register
 
 aten = torch.ops.aten
@@ -124,6 +124,8 @@ def _find(forward: fx.Node, masks: Masks) -> _Windowed | str:
         return band
     if not (band.sees_all or band.is_causal):
         channels = {argument(forward, name).meta["val"].shape[-1] for name in ("query", "key", "value")}
+        if odd := odd_scale(forward):
+            return odd
         if q.dtype not in (torch.bfloat16, torch.float16):
             return f"no kernel for windows in {q.dtype}"
         if len(channels) > 1 or (width := channels.pop()) > _MAX_CHANNELS or width % 8:

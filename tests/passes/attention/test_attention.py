@@ -335,6 +335,17 @@ def test_a_named_backend_is_refused_in_one_line(backend, options, capability, re
     assert reason in text and f"allowed for all of this step: auto, {allowed}: " in text and "\n" not in text
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_that_is_not_positive_stays(scale):
+    """Of which FlashAttention makes NaN or infinity; FlexAttention multiplies first."""
+    shape = (4, 32, 8, 4096, 64, 64)
+    with pytest.raises(ValueError, match=rf"multiplied by {scale}, which is not positive; allowed .* cudnn, flex:"):
+        rewritten(attention_graph(shape=shape, scale=scale), "fa4")
+    report = rewritten(attention_graph(shape=shape, scale=scale))
+    assert report.changed == 0 and report.summary.endswith("1 by cudnn")
+    assert rewritten(attention_graph(shape=(2, 4, 2, 48, 64, 64), scale=scale, device="cpu"), "flex").changed == 1
+
+
 def test_a_missing_package_is_refused_with_its_fix(fa4):
     fa4("flash-attn-4 is not installed")
     with pytest.raises(ValueError, match=r"not installed.*allowed.*cudnn, flash2.*pip install flash-attn-4"):

@@ -74,7 +74,16 @@ def test_reasons(mask, reason):
 
 
 def attention_graph(
-    make_mask, *, op="cudnn", hidden=-INF, shared=False, dtype=torch.bfloat16, channels=64, causal=False, dropout=0.0
+    make_mask,
+    *,
+    op="cudnn",
+    hidden=-INF,
+    shared=False,
+    dtype=torch.bfloat16,
+    channels=64,
+    causal=False,
+    dropout=0.0,
+    scale=0.3,
 ):
     """Forward and backward of attention under ``make_mask(q, padding)``, twice, in CUDA's operators. ``shared``: all
     heads have the same keys."""
@@ -86,12 +95,12 @@ def attention_graph(
         k = k[:, :1].expand(q.shape) if shared else k
         bias = torch.where(mask, 0.0, hidden).to(q.dtype).expand(2, 4, length, length)
         if op == "cudnn":
-            out, lse, *_, seed, offset, _ = forward(q, k, v, bias, True, dropout, causal, False, scale=0.3)
+            out, lse, *_, seed, offset, _ = forward(q, k, v, bias, True, dropout, causal, False, scale=scale)
             rest = (out, lse, seed, offset, bias, None, None, length, length, dropout, causal)
-            return out, *backward(dy, q, k, v, *rest, scale=0.3)
-        out, lse, seed, offset = forward(q, k, v, bias, True, dropout, causal, scale=0.3)
+            return out, *backward(dy, q, k, v, *rest, scale=scale)
+        out, lse, seed, offset = forward(q, k, v, bias, True, dropout, causal, scale=scale)
         rest = (bias, out, lse, seed, offset, dropout, [True, True, True, False], causal)
-        return out, *backward(dy, q, k, v, *rest, scale=0.3)[:3]
+        return out, *backward(dy, q, k, v, *rest, scale=scale)[:3]
 
     def program(q, k, v, dy, padding):
         mask = make_mask(q, padding)
@@ -186,6 +195,8 @@ def padded(q, padding):
         (sliding, {"channels": 320, "op": "efficient"}, "320 channels"),
         (sliding, {"channels": 60, "op": "efficient"}, "60 channels"),
         (sliding, {"causal": True}, "causal and has a mask"),
+        (sliding, {"scale": -0.5}, "multiplied by -0.5, which is not positive"),
+        (sliding, {"scale": 0.0}, "multiplied by 0.0, which is not positive"),
     ],
 )
 def test_what_stays_says_why(make_mask, options, reason):
