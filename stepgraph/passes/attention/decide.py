@@ -25,7 +25,7 @@ _CAPTURED = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: "cpu",
 }
 
-#: Queries from which on, and the share of the scores up to which, FlexAttention is taken for what it skips: a causal
+#: Queries from which on, and the share of the scores up to which, FlexAttention is named for what it skips: a causal
 #: mask leaves 56% of the blocks of 1,024 queries.
 _LONG, _MOST = 1024, 0.6
 
@@ -91,17 +91,15 @@ def decide(node: fx.Node, masks: Masks, options: AttentionOptions) -> Decision:
         return replace(stays, why=f"as torch chose it: {found}")
     refusals = {b: refused(b, stays, masks, options) for b in BACKENDS if b != captured}
     able = [b for b in BACKENDS if b not in refusals or refusals[b] is None]
-    if case.masked and "flex" in able:
-        seen = masks.seen(node)
-        why = _skips(case, seen if isinstance(seen, Band) else masks.within(seen), options)
-        if why is not None:
-            return _by("flex", why, stays, masks)
     if captured in BACKENDS:
         base = captured
     else:  # torch may have taken it for a mask that is gone, or is to choose yet
         base = next((b for b in torch_order(options.capability) if b in able), captured)
     if base not in BACKENDS:
-        return replace(stays, why=f"as torch chose it: {refusals[torch_order(options.capability)[0]]}")
+        why = f"as torch chose it: {refusals[torch_order(options.capability)[0]]}"
+        if case.masked and "flex" in able:
+            why += _advice(case, masks, masks.seen(node), options)
+        return replace(stays, why=why)
     backend, why = fastest(case, base, able, bool(found.backwards), options)
     return _by(backend, why, stays, masks)
 
@@ -111,16 +109,16 @@ def _by(backend: Backend, why: str, stays: Decision, masks: Masks) -> Decision:
     return replace(stays, backend=backend, why=why, seen=seen)
 
 
-def _skips(case: Case, band: Band, options: AttentionOptions) -> str | None:
-    """Why FlexAttention, whose mask lies within ``band``, beats any kernel that gets the mask as numbers, or None.
+def _advice(case: Case, masks: Masks, seen: Band | Pairs, options: AttentionOptions) -> str:
+    """What FlexAttention would skip of a mask that other kernels get as numbers, of which they compute every score.
 
-    Those compute every score, and take 1.4 to 1.8 times as long as without a mask; FlexAttention takes up to 1.4 times
-    as long as the fastest for what it visits. Not in fp32, where its products run without tensor cores.
+    It should be the faster one then, and is named, not taken: it was not measured. Not in fp32, where its products run
+    without tensor cores.
     """
-    share = visited(band, case.queries, case.keys)
+    share = visited(seen if isinstance(seen, Band) else masks.within(seen), case.queries, case.keys)
     if options.lengths_vary or case.dtype is torch.float32 or case.queries < _LONG or share > _MOST:
-        return None
-    return f"it visits at most {share:.0%} of the scores, and kernels that get a mask as numbers all of them"
+        return ""
+    return f"; attention=flex would visit at most {share:.0%} of the scores"
 
 
 def fastest(
