@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepgraph.cache import named_cache
+
 MANIFEST = "manifest.json"
-#: Names the folder of automatic saving, or says "off".
-VARIABLE = "STEPGRAPH_CACHE"
 #: Entries that the automatic folder keeps; the least recently used go first.
 MOST_ENTRIES = 512
 _WRITING = ".writing-"
@@ -35,12 +35,8 @@ class UnsafeFolder(ValueError):
 
 
 def cache_folder() -> Path | None:
-    """The folder of automatic saving: ``STEPGRAPH_CACHE``, else in the user's cache; None where it is ``off``."""
-    named = os.environ.get(VARIABLE)
-    if named == "off":
-        return None
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named).expanduser() if named else Path(home) / "stepgraph" / "steps"
+    """The folder of automatic saving; None where the user wants none."""
+    return named_cache("steps")
 
 
 @dataclass(frozen=True)

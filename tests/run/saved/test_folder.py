@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from stepgraph.run.saved.folder import MOST_ENTRIES, DamagedEntry, Folder, UnsafeFolder, cache_folder
+from stepgraph.train.data.token_cache import default_folder
 from tests.distributed.ranks import TINY
 from tests.run.saved.test_programs import Small, run, same
 from tests.run.saved.test_programs import start as start_of
@@ -187,6 +188,22 @@ def test_the_automatic_folder_is_named_by_the_environment(monkeypatch, tmp_path)
     monkeypatch.delenv("STEPGRAPH_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "stepgraph" / "steps"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
+    """As in a container that runs as a number."""
+
+    def nobody(_):
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for variable in ("HOME", "STEPGRAPH_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    for folder in (cache_folder, default_folder):
+        with pytest.raises(ValueError, match="no home folder; set HOME, or XDG_CACHE_HOME to"):
+            folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert (cache_folder(), default_folder()) == tuple(tmp_path / "stepgraph" / name for name in ("steps", "tokens"))
 
 
 def test_a_damaged_step_is_told_made_again_and_replaced(tmp_path):
