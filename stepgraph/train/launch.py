@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stepgraph.train.faults.orphan import LAUNCHER
+from stepgraph.train.faults.signals import stopping
 from stepgraph.train.faults.watch import last_told
 
 
@@ -39,11 +40,11 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
         rdzv_endpoint=f"localhost:{server.port}",
         rdzv_configs={"rank": 0},
         max_restarts=max_restarts,
-        # The ranks handle SIGTERM and Ctrl-C themselves: they save and end with 0, and then the agent ends too.
-        signals_to_handle="SIGHUP,SIGQUIT",
+        # The ranks handle the others themselves: they save and end with 0, and then the agent ends too.
+        signals_to_handle="SIGQUIT",
     )
     try:
-        with _passed_on(signal.SIGINT, signal.SIGTERM):
+        with _passed_on(*stopping()):
             elastic_launch(config, sys.executable)("-u", "-m", "stepgraph", "train", *arguments)
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
@@ -58,15 +59,17 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
 
 @contextlib.contextmanager
 def _passed_on(*numbers: signal.Signals) -> Iterator[None]:
-    """Forward the first of these signals to this process's children; a second one ends this process as usual."""
+    """Forward the first of these signals to this process's children; a second one, but for SIGHUP, ends this process as
+    usual."""
     before = {number: signal.getsignal(number) for number in numbers}
 
-    def restore() -> None:
+    def restore(kept: int | None = None) -> None:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if number != kept:
+                signal.signal(number, handler)
 
     def pass_on(number: int, _frame: object) -> None:
-        restore()
+        restore(kept=signal.SIGHUP)
         for pid in _children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

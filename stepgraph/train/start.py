@@ -9,6 +9,7 @@ import torch
 from stepgraph import parallel, passes
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
+from stepgraph.step import CapturedStep
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.data import (
     DataBundle,
@@ -100,6 +101,13 @@ def options_lines(config: TrainConfig, *, resumed: bool) -> str:
     before = TrainConfig.from_json((config.resumed_run / "config.json").read_text(encoding="utf-8"))
     changed = [f"{name} {was} -> {now}" for name, (was, now) in config.changes(before).items()]
     return f"{line}\noptions changed since: {', '.join(changed) or 'none'}"
+
+
+def graph_line(step: CapturedStep) -> str:
+    """How long the capture took, of a step that was not loaded, and how many nodes there are."""
+    captured = "" if step.saved.loaded == "start" else f"captured in {step.program.capture_s:.1f} s; "
+    counts = (f"{phase} {n:,}" for phase, n in step.program.count_by_phase().items())
+    return f"graph {captured}nodes after passes: {', '.join(counts)}"
 
 
 def pass_lines(config: TrainConfig, reports: Sequence[passes.PassReport], device: torch.device) -> str:

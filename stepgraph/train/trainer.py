@@ -269,10 +269,9 @@ class Run:
         self.capture_s = time.perf_counter() - began
         if self.captured.saves:
             self.say("\n   ".join([self.captured.saved.line(), *self.captured.saved.notes]))
-        counts = [f"{phase} {n:,}" for phase, n in program.count_by_phase().items()]
         if self.captured.pipeline is not None:
             self.say(str(self.captured.pipeline))
-        self.say(f"graph captured in {program.capture_s:.1f} s; nodes after passes: {', '.join(counts)}")
+        self.say(start.graph_line(self.captured))
         self.say(start.pass_lines(self.config, self.captured.report, self.device))
         self.say(f"ready after {self.capture_s:.1f} s, of it compile {self.compile_s:.1f} s")
         with self.failures.noted():

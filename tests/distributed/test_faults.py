@@ -324,12 +324,16 @@ def test_a_node_is_described_by_where_it_comes_from():
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_launcher_that_is_told_to_stop_lets_its_ranks_save(corpus, tmp_path, number):  # noqa: F811
     words = [*TINY_RUN, "--data", corpus, "--mesh", "fsdp=2", "--nproc", 2, "--steps", 100000]
     words += ["--checkpoint-every", 0, "--val-every", 0, "--out", tmp_path / "run"]
     with Job([], tmp_path, *words) as job:
         job.wait_for(job.out, "\nstep 8/")
+        for rank in range(2) if number == signal.SIGHUP else ():  # the terminal tells all that it is gone
+            os.kill(job.find(rank), number)
         job.process.send_signal(number)
         assert job.process.wait(60) == 0, job.err.read_text()
     assert "Traceback" not in job.err.read_text()

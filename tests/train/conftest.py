@@ -71,13 +71,13 @@ class Trainer:
     def main(self, words: list[str]) -> int:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in the runs with a process of their own: sums depend on it
-        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
         try:
             with pytest.raises(SystemExit) as stop:
                 cli.main(words)
         finally:
             torch.set_num_threads(threads)
-        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
         return stop.value.code
 
     @staticmethod

@@ -42,6 +42,12 @@ def nobody_reads(folder):
     sys.stdout = os.fdopen(write, "w")
 
 
+def hangs_up(folder):
+    read, write = os.openpty()
+    sys.stdout = os.fdopen(write, "w")
+    os.close(read)
+
+
 def refuses(folder):
     raise PermissionError(13, "Permission denied", str(folder.path / "metrics.jsonl"))
 
@@ -59,6 +65,7 @@ def expected(trainer, tmp_path_factory):
         (full, "the records cannot be written ([Errno 28] No space left on device)", False),
         (gone, str(None), False),
         (nobody_reads, "the reader of this output is gone", True),
+        (hangs_up, "the reader of this output is gone", True),
         (refuses, "[Errno 13] Permission denied", False),
     ],
 )

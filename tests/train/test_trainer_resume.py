@@ -101,10 +101,11 @@ def test_sigterm_ends_a_run_cleanly_after_a_save(trainer, whole, tmp_path):
     [
         (build, "build_step", 1, signal.SIGTERM, 0),  # while the step is captured and compiled
         (Run, "_launch", 7, signal.SIGINT, 7),
+        (Run, "_launch", 6, signal.SIGHUP, 6),
         (Run, "_validate", 1, signal.SIGINT, 12),
         (Checkpointer, "save", 2, signal.SIGINT, 8),
     ],
-    ids=["capture", "step", "validation", "save"],
+    ids=["capture", "step", "hang up", "validation", "save"],
 )
 def test_a_signal_at_any_moment_saves_and_ends_cleanly(
     owner, name, call, number, stops_after, trainer, whole, tmp_path, monkeypatch, capsys
@@ -127,6 +128,27 @@ def test_a_signal_at_any_moment_saves_and_ends_cleanly(
     assert f"{number.name}: stopping after step {stops_after}; continue with --resume" in capsys.readouterr().out
     assert trainer.resume(folder) == 0
     assert_went_on(trainer, whole, folder)
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_terminal_that_goes_away_stops_the_run_but_under_nohup(nohup, trainer, tmp_path, monkeypatch):
+    """The shell and the kernel may both send the signal."""
+    original = Run._launch
+
+    def twice(self):
+        if self.step == 1:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+        return original(self)
+
+    monkeypatch.setattr(Run, "_launch", twice)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        assert trainer.here(*OPTIONS, "--steps", "3", "--out", tmp_path / "run") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    summary = trainer.summary(tmp_path / "run")
+    assert (summary["status"], summary["steps"]) == (("finished", 3) if nohup else ("interrupted", 2))
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(trainer, tmp_path, monkeypatch):

@@ -8,18 +8,18 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepgraph.cache import named_cache
+
 MANIFEST = "manifest.json"
-#: Names the folder of automatic saving, or says "off".
-VARIABLE = "STEPGRAPH_CACHE"
 #: Entries that the automatic folder keeps; the least recently used go first.
 MOST_ENTRIES = 512
 _WRITING = ".writing-"
@@ -35,12 +35,8 @@ class UnsafeFolder(ValueError):
 
 
 def cache_folder() -> Path | None:
-    """The folder of automatic saving: ``STEPGRAPH_CACHE``, else in the user's cache; None where it is ``off``."""
-    named = os.environ.get(VARIABLE)
-    if named == "off":
-        return None
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named).expanduser() if named else Path(home) / "stepgraph" / "steps"
+    """The folder of automatic saving; None where the user wants none."""
+    return named_cache("steps")
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Folder:
     def read(self, name: str) -> Entry | None:
         """An entry with all its files, or None where there is none. Raises `DamagedEntry` if one byte differs."""
         self.check()
-        if not os.path.isdir(self.path / name):
+        if not _is_there(self.path / name):
             return None
         manifest = self._manifest(name)
         files = {}
@@ -93,21 +89,25 @@ class Folder:
         if not self.given:
             _refuse_foreign(self.path / name)
         digest, _, body = self._bytes(name, MANIFEST).partition(b"\n")
-        if hashlib.sha256(body).hexdigest().encode() != digest:
+        manifest = _listed(body) if hashlib.sha256(body).hexdigest().encode() == digest else None
+        if manifest is None:
             raise DamagedEntry(f"{self.path / name / MANIFEST} is not what was saved")
-        return json.loads(body)
+        return manifest
 
     def _bytes(self, name: str, file: str) -> bytes:
+        path = self.path / name / file
         try:
-            return (self.path / name / file).read_bytes()
+            if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe or a device would never end
+                raise DamagedEntry(f"{path} is not what was saved: it is no plain file")
+            return path.read_bytes()
         except OSError as failure:
-            raise DamagedEntry(f"{self.path / name / file}: {failure.strerror}") from None
+            raise DamagedEntry(f"{path}: {failure.strerror}") from None
 
     def write(self, name: str, parts: dict[str, Any], files: dict[str, bytes], *, replace: bool = False) -> None:
         """Write an entry whole, or leave the one that is there (``replace``: it is damaged). Raises ``OSError``."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.mkdir(parents=True, exist_ok=True, mode=self._mode)
         self.check()
-        aside = Path(tempfile.mkdtemp(prefix=_WRITING, dir=self.path))
+        aside = self._aside()
         try:
             listed = {}
             for file, data in files.items():
@@ -120,17 +120,34 @@ class Folder:
             shutil.rmtree(aside, ignore_errors=True)
         self._clear()
 
+    @property
+    def _mode(self) -> int:
+        """Of folders that are made: a named one is the caller's to share, as the umask says."""
+        return 0o777 if self.given else 0o700
+
+    def _aside(self) -> Path:
+        """A new folder, in which nothing is looked for."""
+        path = self.path / f"{_WRITING}{secrets.token_hex(8)}"
+        path.mkdir(mode=self._mode)
+        return path
+
     def _publish(self, aside: Path, name: str, replace: bool) -> None:
         if replace:
-            away = tempfile.mkdtemp(prefix=_WRITING, dir=self.path)
+            away = self._aside()
             with contextlib.suppress(OSError):  # another process has replaced it
-                os.rename(self.path / name, away)
+                os.rename(self.path / name, away / name)
             shutil.rmtree(away, ignore_errors=True)
         try:
             os.rename(aside, self.path / name)
         except OSError:
-            if not (self.path / name).is_dir():  # else another process was first, with the same step
+            if not self._is_whole(name):  # else another process was first, with the same step
                 raise
+
+    def _is_whole(self, name: str) -> bool:
+        try:
+            return self.read(name) is not None
+        except (DamagedEntry, UnsafeFolder):
+            return False
 
     def _clear(self) -> None:
         """Remove what writers that were killed left behind, and old entries of the automatic folder."""
@@ -148,6 +165,31 @@ def _folders(path: Path) -> Iterator[Path]:
     """Those in ``path``. One that is not there, may not be read or is no folder has none: writing there says why."""
     with contextlib.suppress(OSError):
         yield from (entry for entry in path.iterdir() if os.path.isdir(entry))
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything, a damaged entry or one that may not be read included."""
+    try:
+        os.lstat(path)
+    except OSError as failure:
+        return not isinstance(failure, FileNotFoundError | NotADirectoryError)
+    return True
+
+
+def _listed(body: bytes) -> dict[str, Any] | None:
+    """A manifest; None if it does not list files of its own folder and parts of a key."""
+    with contextlib.suppress(ValueError):
+        match json.loads(body):
+            case {"files": dict(files), "parts": dict()} as manifest if all(map(_is_listed, files.items())):
+                return manifest
+    return None
+
+
+def _is_listed(item: tuple[str, Any]) -> bool:
+    match item:
+        case str(file), [int(), str()]:
+            return Path(file).name == file
+    return False
 
 
 def _time(entry: Path) -> float:

@@ -25,12 +25,10 @@ from stepgraph.run.saved import key
 from stepgraph.run.saved.describe import Indescribable
 from stepgraph.run.saved.folder import DamagedEntry, Entry, Folder, UnsafeFolder, cache_folder
 from stepgraph.run.saved.graphs import Captured, Reader, Writer, decode_report, decode_reports, encode_reports
+from stepgraph.run.saved.nearest import missed_graph, missed_start
 from stepgraph.run.saved.sources import Sources
 from stepgraph.run.saved.start import Bindings, Start, changed_since, name_groups, record_of, traced_of
 from stepgraph.run.saved.values import NotLoadable, NotSavable
-
-#: So many saved steps are looked at for what a miss says.
-_COMPARED = 16
 
 
 @dataclass
@@ -43,6 +41,11 @@ class Outcome:
     kept: str | None = None
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+
+    def tell(self, note: str) -> None:
+        """Add a note; what is found twice, in looking for the start and for its graph, is told once."""
+        if note not in self.notes:
+            self.notes.append(note)
 
     def line(self) -> str:
         """The outcome in one line."""
@@ -144,7 +147,8 @@ class Store:
         with sources.recorded() if parts else contextlib.nullcontext():
             traced = capture()
         request = Request(traced.program, start)
-        name = self._rewritten(traced, request, rewrite, together, outcome)
+        told = bool(parts and outcome.notes)
+        name = self._rewritten(traced, request, rewrite, together, outcome, told)
         if parts and name:
             self._save_start(start, parts, sources, traced, name, outcome)
         return traced, outcome
@@ -153,7 +157,7 @@ class Store:
         try:
             return start.parts() | surroundings(start)
         except (Indescribable, NotSavable) as reason:
-            outcome.notes.append(f"the step is captured at every start, as nothing stands for {reason}")
+            outcome.tell(f"the step is captured at every start, as nothing stands for {reason}")
             return None
 
     def _started(self, start: Start, parts: dict[str, Any], outcome: Outcome) -> Traced | None:
@@ -161,16 +165,14 @@ class Store:
         name = key.entry_name("start", parts)
         entry = self.read(name, outcome)
         if entry is None:
-            if name not in self.damaged and (nearest := self.nearest("start", parts)):
-                outcome.notes.append(
-                    f"captured, as no saved start is this one; the nearest differs in {_told(nearest[1])}"
-                )
+            if name not in self.damaged:
+                outcome.notes += missed_start(self.folder, parts)
             return None
         record = json.loads(entry.files["start.json"])
         change = changed_since(record)
         if change:
             self.damaged.add(name)  # out of date: to be replaced
-            outcome.notes.append(f"captured, as {change} changed since the saved start")
+            outcome.tell(f"captured, as {change} changed since the saved start")
             return None
         graphs = self.read(record["graph"], outcome)
         if graphs is None:
@@ -178,8 +180,8 @@ class Store:
         try:
             name_groups(start.groups(), axes_of(graphs))
             program = program_of(graphs, own_device(start.device), Bindings(start, record), None, start.mesh, outcome)
-        except NotLoadable as reason:
-            outcome.notes.append(f"a saved step does not fit here: {reason}")
+        except (NotLoadable, OSError) as reason:  # no room where torch unpacks what it compiled
+            outcome.tell(f"a saved step cannot be loaded here: {reason}")
             return None
         return traced_of(start, record, program)
 
@@ -189,25 +191,31 @@ class Store:
         try:
             data = record_of(start, traced, sources, graph)
         except Indescribable as reason:
-            outcome.notes.append(f"the step is captured at every start, as nothing stands for {reason}")
+            outcome.tell(f"the step is captured at every start, as nothing stands for {reason}")
             return
-        self.write(key.entry_name("start", parts), parts, {"start.json": data}, outcome)
+        self.write(key.entry_name("start", parts), parts, lambda: {"start.json": data})
 
     def _rewritten(
-        self, traced: Traced, request: Request, rewrite: Callable[[Traced], None], together: bool, outcome: Outcome
+        self,
+        traced: Traced,
+        request: Request,
+        rewrite: Callable[[Traced], None],
+        together: bool,
+        outcome: Outcome,
+        told: bool,
     ) -> str | None:
         """Load what ``rewrite`` would make of a capture, or let it make it and save it; the name of its entry, None
-        where its graph alone cannot stand for the start."""
+        where its graph alone cannot stand for the start. ``told``: why nothing was found is already in the notes."""
         began = time.perf_counter()
         try:
             parts = request.parts()
         except NotSavable as reason:
-            outcome.notes.append(f"the step cannot be saved: {reason}")
+            outcome.tell(f"the step cannot be saved: {reason}")
             parts = {}
         name = key.entry_name("graph", parts) if parts else None
         found = bool(name) and self._load(name, traced, request, outcome)
-        if name and not found and name not in self.damaged:
-            outcome.notes += self.missed(parts, request.text)
+        if name and not found and name not in self.damaged and not told:
+            outcome.notes += missed_graph(self.folder, parts, request.text)
         outcome.seconds = time.perf_counter() - began
         saved = found
 
@@ -267,8 +275,8 @@ class Store:
             name_groups(request.start.groups(), [name for name in axes_of(entry) if name not in captured])
             live = request.captured.find(traced.program)
             program = program_of(entry, request.own, tensors.get, live, request.start.mesh, outcome)
-        except NotLoadable as reason:
-            outcome.notes.append(f"a saved step does not fit here: {reason}")
+        except (NotLoadable, OSError) as reason:  # no room where torch unpacks what it compiled
+            outcome.tell(f"a saved step cannot be loaded here: {reason}")
             return False
         program.main.capture_s = traced.program.capture_s
         traced.program = program
@@ -279,66 +287,35 @@ class Store:
     def read(self, name: str, outcome: Outcome) -> Entry | None:
         """An entry, or None where there is none that may be used."""
         try:
-            return self.folder.read(name)
-        except DamagedEntry as reason:
+            entry = self.folder.read(name)
+            if entry and key.entry_name(name.partition("-")[0], entry.parts) != name:
+                raise DamagedEntry(f"{self.folder.path / name} holds another step")
+            return entry
+        except (DamagedEntry, UnsafeFolder) as reason:
             self.damaged.add(name)
-            outcome.notes.append(f"a saved step is damaged and not used: {reason}")
-        except UnsafeFolder as reason:
-            outcome.notes.append(f"no saved step is used: {reason}")
+            outcome.tell(f"a saved step is not used: {reason}")
         return None
 
     def _save(self, name: str, parts: dict[str, Any], traced: Traced, request: Request, outcome: Outcome) -> bool:
         """Save the rewritten program; whether it is saved. What cannot be is told, and costs no step."""
         try:
-            files = files_of(traced.program, request)
+            return self.write(name, parts, lambda: files_of(traced.program, request))
         except NotSavable as reason:
-            outcome.notes.append(f"the step cannot be saved: {reason}")
+            outcome.tell(f"the step cannot be saved: {reason}")
             return False
-        return self.write(name, parts, files, outcome)
 
-    def write(self, name: str, parts: dict[str, Any], files: dict[str, bytes], outcome: Outcome) -> bool:
-        """Write an entry; whether it is there. A full disk costs a warning."""
+    def write(self, name: str, parts: dict[str, Any], files: Callable[[], dict[str, bytes]]) -> bool:
+        """Write an entry of ``files``; whether it is there. A full disk, there or where torch packs what it compiled,
+        costs a warning."""
         try:
-            self.folder.write(name, parts, files, replace=name in self.damaged)
+            self.folder.write(name, parts, files(), replace=name in self.damaged)
             self.damaged.discard(name)
             return True
-        except (OSError, UnsafeFolder) as failure:
-            reason = failure.strerror if isinstance(failure, OSError) else failure
-            warnings.warn(f"the step is not saved in {self.folder.path}: {reason}", stacklevel=2)
-            outcome.notes.append(f"the step is not saved: {reason}")
-            return False
-
-    def missed(self, parts: dict[str, Any], text: str) -> list[str]:
-        """Why no saved step is the one that is wanted: what the nearest one differs in."""
-        nearest = self.nearest("graph", parts)
-        if nearest is None or not nearest[1]:  # the one that is wanted is there, and why it is of no use is told
-            return []
-        name, differing = nearest
-        if len(differing) == 1 and differing[0].startswith("graph"):
-            differing = [f"the graph, first at {_first_difference(self._text(name), text)}"]
-        return [f"no saved step fits; the nearest differs in {_told(differing)}"]
-
-    def nearest(self, kind: str, parts: dict[str, Any]) -> tuple[str, list[str]] | None:
-        """(the saved entry that differs in the fewest parts, what differs); None where there is none."""
-        best: tuple[str, list[str]] | None = None
-        try:
-            names = self.folder.names(kind)[:_COMPARED]
-        except UnsafeFolder:
-            return None
-        for name in names:
-            try:
-                found = key.difference(self.folder.parts(name), parts)
-            except (DamagedEntry, UnsafeFolder):
-                continue
-            if best is None or len(found) < len(best[1]):
-                best = name, found
-        return best
-
-    def _text(self, name: str) -> str:
-        try:
-            return gzip.decompress(self.folder.read(name).files["captured.txt.gz"]).decode()
-        except DamagedEntry:
-            return ""
+        except UnsafeFolder as reason:
+            warnings.warn(f"the step is not saved: {reason}", stacklevel=2)
+        except OSError as failure:
+            warnings.warn(f"the step is not saved in {self.folder.path}: {failure.strerror}", stacklevel=2)
+        return False
 
 
 def files_of(program: StepProgram, request: Request) -> dict[str, bytes]:
@@ -423,15 +400,3 @@ def _gathered(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def _told(differing: list[str]) -> str:
-    """What differs, as `key.difference` found it: one thing in full, of several, which make another step, the names."""
-    return ", ".join(differing if len(differing) == 1 else [part.partition(" (")[0] for part in differing])
-
-
-def _first_difference(saved: str, now: str) -> str:
-    for a, b in zip(saved.splitlines(), now.splitlines(), strict=False):
-        if a != b:
-            return f"{b.strip()[:60]!r}, saved was {a.strip()[:60]!r}"
-    return "its end, or a number that the text leaves out"

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from stepgraph.cache import user_cache
 from stepgraph.train.data.sources import Source
 from stepgraph.train.data.stream import begun, stream_of
 from stepgraph.train.data.tokenizer import Tokenizer
@@ -36,8 +37,8 @@ _POLL_S = 0.02
 
 
 def default_folder() -> Path:
-    """``$XDG_CACHE_HOME/stepgraph/tokens``, in ``~/.cache`` where that is not set."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepgraph" / "tokens"
+    """``tokens`` in the user's cache."""
+    return user_cache() / "tokens"
 
 
 class TokenCache:

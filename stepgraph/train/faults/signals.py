@@ -1,16 +1,26 @@
-"""Ctrl-C and SIGTERM as requests to stop, which the run meets where its state is consistent."""
+"""Ctrl-C, SIGTERM and SIGHUP as requests to stop, which the run meets where its state is consistent."""
 
 import signal
 from types import FrameType
 from typing import Any
 
+#: A second of these ends the process at once.
+_URGENT = (signal.SIGINT, signal.SIGTERM)
+
+
+def stopping() -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to stop. ``nohup`` has it ignore that its terminal goes away."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return _URGENT if ignored else (*_URGENT, signal.SIGHUP)
+
 
 class StopSignals:
-    """A context manager that records SIGINT and SIGTERM instead of letting them end the process.
+    """A context manager that records SIGINT, SIGTERM and SIGHUP instead of letting them end the process.
 
-    ``received``: the name of the signal, or None. The first signal, or leaving the context, restores both handlers, so
-    that a second signal ends the process at once. ``patient``: later signals are only recorded too, for ranks that get
-    Ctrl-C from the terminal and again from torchrun.
+    ``received``: the name of the signal, or None. The first signal, or leaving the context, restores the handlers of
+    SIGINT and SIGTERM, so that a second one ends the process at once; a terminal that goes away may send SIGHUP twice.
+    ``patient``: later signals are only recorded too, for ranks that get Ctrl-C from the terminal and again from
+    torchrun.
     """
 
     def __init__(self, *, patient: bool = False) -> None:
@@ -19,15 +29,18 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stopping():
             self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._restore(*self._before)
+
+    def _restore(self, *numbers: int) -> None:
+        for number in numbers:
+            signal.signal(number, self._before[number])
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
         if not self._patient:
-            self.__exit__()
+            self._restore(*_URGENT)

@@ -4,12 +4,16 @@ The run stops as for a signal, on all ranks after the same step, saves, and ends
 """
 
 import contextlib
+import errno
 import os
+import stat
 import sys
 import threading
 from collections.abc import Iterator
+from typing import TextIO
 
 OUTPUT = "the output cannot be written"
+_NOBODY_READS = "the reader of this output is gone"
 
 
 class StoppedError(RuntimeError):
@@ -30,8 +34,11 @@ class SoundFailures:
             yield
         except BrokenPipeError:
             silence()
-            self.first = self.first or "the reader of this output is gone"
+            self.first = self.first or _NOBODY_READS
         except (OSError, *kinds) as failure:
+            if isinstance(failure, OSError) and failure.errno == errno.EIO and silence():  # a terminal hung up
+                self.first = self.first or _NOBODY_READS
+                return
             text = " ".join(str(failure).split())
             nameless = isinstance(failure, OSError) and failure.errno is not None and failure.filename is None
             self.first = self.first or (f"{what} ({text})" if nameless else text)
@@ -59,12 +66,23 @@ class SoundFailures:
             print(*text, flush=True)
 
 
-def silence() -> None:
-    """From now on what is printed goes nowhere, if nobody reads it any more."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+def silence() -> bool:
+    """From now on what is printed goes nowhere, if nobody reads it any more; whether that is so."""
+    streams = [getattr(stream, "rich_proxied_file", stream) for stream in (sys.stdout, sys.stderr)]  # of a live line
+    gone = [stream for stream in streams if _is_gone(stream)]
+    for stream in gone:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+    return bool(gone)
+
+
+def _is_gone(stream: TextIO) -> bool:
+    """Whether it is a pipe that nobody reads, or was a terminal."""
+    try:
+        stream.flush()
+        found = os.fstat(stream.fileno())
+        device = stat.S_ISCHR(found.st_mode) and found.st_rdev != os.stat(os.devnull).st_rdev
+        return device and not stream.isatty()
+    except OSError as failure:  # tests' streams have no number
+        return failure.errno in (errno.EPIPE, errno.EIO)

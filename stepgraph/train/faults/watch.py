@@ -27,6 +27,7 @@ from stepgraph.capture.recorder import user_frame
 from stepgraph.graph.program import StepProgram
 from stepgraph.train.faults.in_flight import first_in_flight, issue_order
 from stepgraph.train.faults.lost_ranks import report
+from stepgraph.train.faults.signals import stopping
 
 _POLL_S = 0.5
 #: A rank that has not reported for this long is silent.
@@ -144,7 +145,7 @@ class Watch:
             self._tell()
             if select.select([self._read], [], [], _POLL_S)[0]:
                 signals = os.read(self._read, 64)
-                if told is None and (signal.SIGTERM in signals or signal.SIGINT in signals):
+                if told is None and any(number in signals for number in stopping()):
                     told = time.monotonic()
             place, now = self._place, time.monotonic()
             if not place.limited or self._slowest_s is None:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,6 +99,19 @@ def test_a_damaged_file_is_named(text, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "_found", {})
     with tuning.autotune(), pytest.raises(ValueError, match=r"norms\.json .* delete the file"):
         tuning.choose(PROBLEM, H200, print)
+
+
+def test_without_a_cache_results_last_as_long_as_the_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STEPGRAPH_CACHE", "off")
+    monkeypatch.setattr(tuning, "_found", {})
+    tuned = []
+    monkeypatch.setattr(tuning, "fastest", lambda configs, run: tuned.append(run) or configs[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with tuning.autotune():
+        first, second = (tuning.choose(PROBLEM, H200, print) for _ in range(2))
+    assert first == second == tuning.neighbours(PROBLEM, H200)[-1] and len(tuned) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_turning_tuning_on_and_off_forgets_plans(monkeypatch):

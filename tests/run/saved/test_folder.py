@@ -1,12 +1,19 @@
 """Entries of a folder: whole or not used, from trusted hands or not read, and never a reason to end a run."""
 
 import errno
+import functools
+import hashlib
+import json
 import os
+import shutil
 import threading
 
 import pytest
+import torch
 
 from stepgraph.run.saved.folder import MOST_ENTRIES, DamagedEntry, Folder, UnsafeFolder, cache_folder
+from stepgraph.train.data.token_cache import default_folder
+from tests.distributed.ranks import TINY
 from tests.run.saved.test_programs import Small, run, same
 from tests.run.saved.test_programs import start as start_of
 
@@ -14,8 +21,17 @@ FILES = {"program.json": b'{"a": 1}', "piece": bytes(range(256))}
 PARTS = {"graph": {"text": "abc"}, "mesh": {"ranks": 1}}
 
 
-def start(saved):
-    return start_of(saved, model=Small)
+class Wide(Small):
+    def __init__(self):
+        super().__init__()
+        self.other = torch.nn.Linear(8, TINY.vocab_size)
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.other(self.embedding(tokens))
+
+
+def start(saved, **options):
+    return start_of(saved, model=Small, **options)
 
 
 @pytest.fixture
@@ -53,6 +69,57 @@ def test_a_file_that_is_cut_or_gone_is_refused(folder, file):
     path.unlink()
     with pytest.raises(DamagedEntry, match="No such file"):
         folder.read("graph-1")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", *FILES])
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_plain_file_is_refused(folder, file, put):
+    path = folder.path / "graph-1" / file
+    path.unlink()
+    put(path)
+    with pytest.raises(DamagedEntry, match=f"{file} is not what was saved: it is no plain file"):
+        folder.read("graph-1")
+    folder.write("graph-1", PARTS, FILES, replace=True)
+    assert folder.read("graph-1").files == FILES and folder.names("graph") == ["graph-1"]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"no JSON",
+        b"[]",
+        b'{"parts": {}}',
+        b'{"parts": {}, "files": {"program.json": []}}',
+        json.dumps({"parts": {}, "files": {"../other": [4, hashlib.sha256(b"mine").hexdigest()]}}).encode(),
+    ],
+)
+def test_a_manifest_that_lists_no_files_of_its_own_folder_is_refused(folder, manifest):
+    (folder.path / "other").write_bytes(b"mine")
+    written = hashlib.sha256(manifest).hexdigest().encode() + b"\n" + manifest
+    (folder.path / "graph-1" / "manifest.json").write_bytes(written)
+    with pytest.raises(DamagedEntry, match="is not what was saved"):
+        folder.read("graph-1")
+
+
+@pytest.mark.parametrize("put", [os.mknod, lambda path: os.symlink("nowhere", path)])
+def test_what_is_no_folder_is_refused_and_replaced(folder, put):
+    put(folder.path / "graph-2")
+    with pytest.raises((DamagedEntry, UnsafeFolder)):
+        folder.read("graph-2")
+    folder.write("graph-2", PARTS, FILES, replace=True)
+    assert folder.read("graph-2").files == FILES and sorted(os.listdir(folder.path)) == ["graph-1", "graph-2"]
+
+
+def test_a_named_folder_is_shared_as_the_umask_says(tmp_path):
+    umask = os.umask(0o022)
+    try:
+        for given, mode in ((True, 0o755), (False, 0o700)):
+            folder = Folder(tmp_path / str(given), given)
+            folder.write("graph-1", PARTS, FILES)
+            for path in (folder.path, folder.path / "graph-1"):
+                assert path.stat().st_mode & 0o777 == mode, path
+    finally:
+        os.umask(umask)
 
 
 @pytest.mark.parametrize("where", ["", "graph-1"])
@@ -123,16 +190,63 @@ def test_the_automatic_folder_is_named_by_the_environment(monkeypatch, tmp_path)
     assert cache_folder() == tmp_path / "stepgraph" / "steps"
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
+    """As in a container that runs as a number."""
+
+    def nobody(_):
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for variable in ("HOME", "STEPGRAPH_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    for folder in (cache_folder, default_folder):
+        with pytest.raises(ValueError, match="no home folder; set HOME, or XDG_CACHE_HOME to"):
+            folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert (cache_folder(), default_folder()) == tuple(tmp_path / "stepgraph" / name for name in ("steps", "tokens"))
+
+
 def test_a_damaged_step_is_told_made_again_and_replaced(tmp_path):
     start(tmp_path)
     for entry in tmp_path.glob("graph-*"):
         file = entry / "program.json"
         file.write_bytes(file.read_bytes().replace(b"aten.mul", b"aten.add", 1))
     step, model = start(tmp_path)
-    assert step.saved.loaded is None and "damaged and not used" in step.saved.notes[0]
+    assert step.saved.loaded is None and "not used: " in step.saved.notes[0]
     assert same(run(*start(None)), run(step, model))
+    assert len(step.saved.notes) == 1  # although it is looked for twice
     loaded = start(tmp_path)[0].saved
     assert loaded.loaded == "start", loaded.notes
+
+
+def test_an_entry_under_another_name_is_told_and_replaced(tmp_path):
+    """Each byte is what was written, but of a step with another eps."""
+    start(tmp_path, optimizer=functools.partial(torch.optim.AdamW, eps=0.1))
+    other = {path.name.partition("-")[0]: path for path in tmp_path.iterdir()}
+    start(tmp_path)
+    for path in set(tmp_path.iterdir()) - set(other.values()):
+        shutil.rmtree(path)
+        shutil.copytree(other[path.name.partition("-")[0]], path)
+    step, model = start(tmp_path)
+    assert step.saved.loaded is None and all("holds another step" in note for note in step.saved.notes)
+    assert same(run(*start(None)), run(step, model))
+    assert start(tmp_path)[0].saved.loaded == "start"
+
+
+def test_what_the_nearest_step_differs_in_is_told_once(tmp_path, monkeypatch):
+    """And in the automatic folder, which holds the steps of all models, only of the same one."""
+    monkeypatch.setenv("STEPGRAPH_CACHE", str(tmp_path / "cache"))
+
+    def notes(saved, model, eps):
+        return start_of(saved, model=model, optimizer=functools.partial(torch.optim.AdamW, eps=eps))[0].saved.notes
+
+    for saved in ("auto", tmp_path / "named"):
+        assert notes(saved, Small, 1e-8) == []
+        (note,) = notes(saved, Small, 1e-6)
+        assert note.startswith("captured, as no saved start is this one; the nearest differs in optimizer (")
+    assert notes("auto", Wide, 1e-8) == []
+    (note,) = notes(tmp_path / "named", Wide, 1e-8)
+    assert note.startswith("captured, as no saved start is this one; the nearest differs in model")
 
 
 def test_a_place_that_is_no_folder_costs_a_warning(tmp_path, monkeypatch):

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
+from stepgraph.cache import named_cache
 from stepgraph.kernels.norm.triton.select import Config, Hardware, Problem, fits, preferences, select
 
 #: How many of `preferences` are varied, and how often each configuration is timed.
 STARTS, REPEATS = 3, 7
 
 _enabled = False
-_found: dict[Path, dict[str, Config]] = {}
+_found: dict[Path | None, dict[str, Config]] = {}
 _on_change: list[Callable[[], None]] = []
 
 
@@ -68,13 +69,15 @@ def choose(problem: Problem, hw: Hardware, run: Callable[[Config], Any]) -> Conf
     """The configuration of a call that ``run`` makes: from the rules, or tuned. Never timed in a CUDA graph capture."""
     if not _enabled:
         return select(problem, hw)
-    found = _load(_file())
+    file = _file()
+    found = _load(file)
     name = "-".join(str(field) for field in problem).replace(" ", "")
     if name not in found:
         if torch.cuda.is_current_stream_capturing():
             return select(problem, hw)
         found[name] = fastest(neighbours(problem, hw), run)
-        _save(_file(), found)
+        if file is not None:
+            _save(file, found)
     return found[name]
 
 
@@ -99,19 +102,22 @@ def _milliseconds(run: Callable[[Config], Any], config: Config) -> float:
     return median(times)
 
 
-def _file() -> Path:
+def _file() -> Path | None:
+    """Where the results are kept; None where the user wants no cache, and they last as long as this process."""
     import triton
 
-    folder = os.environ.get("STEPGRAPH_CACHE") or Path.home() / ".cache" / "stepgraph"
+    folder = named_cache()
+    if folder is None:
+        return None
     gpu = torch.cuda.get_device_name().replace(" ", "-")
-    return Path(folder) / f"norms-{gpu}-triton-{triton.__version__}.json"
+    return folder / f"norms-{gpu}-triton-{triton.__version__}.json"
 
 
-def _load(file: Path) -> dict[str, Config]:
+def _load(file: Path | None) -> dict[str, Config]:
     """What ``file`` holds, read once. Raises ValueError for a file that is not one of ours."""
     if file not in _found:
         _found[file] = {}
-        if file.exists():
+        if file is not None and file.exists():
             try:
                 _found[file] = {name: Config(**config) for name, config in json.loads(file.read_text()).items()}
             except (ValueError, TypeError, AttributeError) as error:
