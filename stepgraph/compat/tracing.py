@@ -119,6 +119,11 @@ def intercept_checkpoint(enter: Callable[[bool], None], leave: Callable[[bool], 
         finally:
             leave(preserve_rng_state)
 
+    def implementation(
+        function: Callable, _args: Any, _kwargs: Any, /, *, preserve_rng_state: bool = True, **_options: Any
+    ) -> Iterator[None]:
+        return generator(function, preserve_rng_state)
+
     class Function:
         @staticmethod
         def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
@@ -138,8 +143,10 @@ def intercept_checkpoint(enter: Callable[[bool], None], leave: Callable[[bool], 
         )
 
     # In torch 2.14 and 2.15 `checkpoint` calls the generator's implementation; 2.11 to 2.13 have only the generator.
-    name = "_checkpoint_without_reentrant_generator" + ("_impl" if TORCH >= (2, 14) else "")
-    hooks = {name: generator, "CheckpointFunction": Function, "_checkpoint_hook": recording}
+    name, run = "_checkpoint_without_reentrant_generator", generator
+    if TORCH >= (2, 14):
+        name, run = f"{name}_impl", implementation
+    hooks = {name: run, "CheckpointFunction": Function, "_checkpoint_hook": recording}
     with replaced(torch_checkpoint, **hooks):
         yield
 
