@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes this folder's records of a GPU again, as the README quotes them; each file is written as it is measured.
 #
-#   benchmarks/records.sh [NAME ...]              without a name: all that one GPU can make (about 25 minutes on an H200)
+#   benchmarks/records.sh [NAME ...]              without a name: all that one GPU can make (about 40 minutes on an H200)
 #   benchmarks/records.sh --forecast [NAME ...]   what `stepgraph plan` says of the rows over several GPUs, without one
 #   benchmarks/records.sh --dry [NAME ...]        the same rows in small, on gloo ranks of a CPU: that they run
 #   OUT=FOLDER PYTHON=PROGRAM GPU=h100            where the files go (benchmarks), what runs them (.venv/bin/python, or
@@ -28,6 +28,7 @@ COMPILED_SHAPES=65536x256,65536x512,65536x1024,65536x2048,4096x2048,16384x4096,6
 TUNED_SHAPES=65536x256,524288x128,65536x512,65536x1024,4096x2048,16384x4096,65536x4096,16384x8192,32768x16384,8192x65536
 TUNED_SHAPES+=,4096x131072
 RULES=compile,compile-no-mix-order,compile-guard,compile-tuned,stepgraph
+FP8=compile,compile-torchao-fp8-tensorwise,stepgraph-cudnn,stepgraph,stepgraph-fp8-tensorwise,stepgraph-fp8-rowwise
 NORMS=stepgraph,stepgraph-norm-kernel,stepgraph-norm-inductor,stepgraph-norm-eager
 
 # Batches of a data-parallel rank: of llama3-1b, llama3-8b, deepseek-v3-16b with 10 of its 27 layers, and whole: on four
@@ -131,7 +132,18 @@ record() {
     16b_ep[48]_balanced)
       n=${1#16b_ep} && n=${n%_balanced}
       balanced "$1" deepseek-v3-16b --mesh "fsdp=$n,ep=$n" $B16 ;;
+    models_3b) # compile and Liger beside; the others of the README's table by name: stepgraph bench model NAME ...
+      stepgraph bench model smollm3-3b --providers compile,liger,stepgraph --together 3 --json "$OUT/${GPU}_smollm3.json" ;;
+    warm_start) "$PYTHON" benchmarks/warm_start.py qwen3-0.6b --json "$OUT/${GPU}_warm_start.json" ;;
+    fp8)
+      step fp8 llama3-1b $B1 --precision bf16 --repeats 3 --together 4 --providers "$FP8" ;;
+    golf_fa4) step golf_fa4 golf --steps 16 --repeats 3 --together 3 --providers compile,stepgraph-cudnn,stepgraph-fa4 ;;
+    fp8_curve)
+      "$PYTHON" benchmarks/fp8_curve.py llama3-debug --device cuda --at-once 4 --json "$OUT/fp8_curve_100m.json" --train \
+        "--model.dim 768 --model.n-layers 14 --model.n-heads 12 --model.n-kv-heads 12 --model.ffn-dim 2048 --seq-len 512" ;;
     1b_pp2) train "$1" llama3-1b --model.no-tie-embeddings --mesh pp=2 --accumulate 8 --seq-len 4096 --batch-size 1 --steps 12 ;;
+    8b_pp2) train "$1" llama3-8b --mesh pp=2 --accumulate 8 $B8 ;;
+    8b_pp2_symmetric) train "$1" llama3-8b --mesh pp=2 --accumulate 8 --pipeline interleaved --stage-sends symmetric $B8 ;;
     8b_pp4) train "$1" llama3-8b --mesh pp=4 --accumulate 8 $B8 ;;
     8b_pp2_fsdp2) train "$1" llama3-8b --mesh pp=2,fsdp=2 --accumulate 8 $B8 ;;
     8b_pp2_fsdp2_tp2) train "$1" llama3-8b --mesh pp=2,fsdp=2,tp=2 --accumulate 8 $B8 ;;
@@ -144,8 +156,8 @@ record() {
 }
 
 ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
-ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor"
-TWO="1b_fsdp2 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_balanced 1b_pp2"
+ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor models_3b warm_start fp8 golf_fa4 fp8_curve"
+TWO="1b_fsdp2 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_balanced 1b_pp2 8b_pp2 8b_pp2_symmetric"
 FOUR="1b_fsdp4 1b_fsdp4_copies 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl 8b_fsdp2_tp2_fp8 16b_ep4 16b_ep4_balanced 8b_pp4 8b_pp2_fsdp2"
 EIGHT="1b_fsdp8 1b_fsdp8_copies 8b_fsdp4_tp2 8b_fsdp8 8b_fsdp4_tp2_fp8 8b_fsdp8_fp8 16b_ep8 16b_ep8_balanced 8b_pp2_fsdp2_tp2"
 MORE_GPUS="$TWO $FOUR $EIGHT ranks"
