@@ -138,6 +138,13 @@ def test_saving_and_resuming(tmp_path):
         check_same(whole, again)
 
 
+def test_saving_captures_nothing_again(tmp_path, recwarn):
+    """``save_pretrained`` writes the model's class and dtype into its configuration."""
+    _, trainer = trained(GraphTrainer, tmp_path, count=8, save_strategy="steps", save_steps=2)
+    assert trainer.model.config.architectures == ["Qwen3ForCausalLM"]
+    assert not [w for w in recwarn if "captured again" in str(w.message)]
+
+
 def test_evaluation_between_steps(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 3, "trainer_options": {"eval_dataset": sequences(4)}}
     logs = []
