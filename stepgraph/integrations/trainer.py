@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepgraph.capture.batch import flatten_batch, form, rebuilt
+from stepgraph.integrations.reads import Reads
 from stepgraph.passes import Passes
 from stepgraph.step import CapturedStep, capture
 
@@ -36,8 +38,8 @@ class GraphTrainer(Trainer):
 
     With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
     here it is multiplied by N before the graph divides by N, which rounds unless N is a power of 2. Where the N differ
-    in shape, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode. Callbacks of
-    ``on_pre_optimizer_step`` and ``on_optimizer_step`` otherwise run behind the update.
+    in shape or in a scalar, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode.
+    Callbacks of ``on_pre_optimizer_step`` and ``on_optimizer_step`` otherwise run behind the update.
 
     Raises:
         ValueError: options that a captured step cannot serve: fp16's scaler, several GPUs in ``Trainer``'s own ways,
@@ -50,6 +52,7 @@ class GraphTrainer(Trainer):
         self._steps: dict[int, CapturedStep] = {}
         self._apart: dict[int, CapturedStep] = {}
         self._waiting: list[dict[str, Any]] = []
+        self._reads, self._told = Reads(), False
         self._refuse()
 
     def _refuse(self) -> None:
@@ -62,12 +65,12 @@ class GraphTrainer(Trainer):
         if args.parallel_mode is not ParallelMode.NOT_PARALLEL or self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(
                 f"GraphTrainer runs on one device, and these arguments ask for {args.parallel_mode.value}; start it "
-                "with CUDA_VISIBLE_DEVICES=0, or shard with stepgraph.parallelize in a loop of your own"
+                "with CUDA_VISIBLE_DEVICES=0, or shard with stepgraph.parallel.parallelize in a loop of your own"
             )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``."""
-        for of_another_run in (self._steps, self._apart, self._waiting):
+        for of_another_run in (self._steps, self._apart, self._waiting, self._reads):
             of_another_run.clear()
         return super().train(*args, **kwargs)
 
@@ -89,6 +92,7 @@ class GraphTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         microbatches, self._waiting = self._waiting, []
+        self._drop_outdated()
         if len({_form(batch) for batch in microbatches}) > 1:
             return self._gradients_apart(model, microbatches)
         batch, count = _together(microbatches), len(microbatches)
@@ -100,13 +104,28 @@ class GraphTrainer(Trainer):
         self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: step.metrics["grad_norm"]
         return loss
 
+    def _drop_outdated(self) -> None:
+        """Forget the captures if something has changed that ``compute_loss`` read of the trainer."""
+        change = self._reads.change()
+        if change is None:
+            return
+        if not self._told:
+            self._told = True
+            logger.warning(
+                f"{change}, and compute_loss reads it: the step is captured again, and so at each change; put what "
+                "changes from step to step into the batch, as a tensor"
+            )
+        for outdated in (self._steps, self._apart, self._reads):
+            outdated.clear()
+
     def _gradients_apart(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
         """Leave the gradients of microbatches of several shapes to ``Trainer``, which clips and applies them."""
         vars(self.accelerator).pop("clip_grad_norm_", None)
         if not self._apart:
             logger.warning(
-                "microbatches of one step differ in shape: their gradients are computed by one graph each, and clipped "
-                "and applied in eager mode; pad to one length and drop the last batch for one graph a step"
+                "microbatches of one step differ in shape, or in values that are no rows: a graph each computes their "
+                "gradients, which are clipped and applied in eager mode; pad to one length and drop the last batch for "
+                "one graph a step"
             )
         count, total = len(microbatches), 0.0
         if count not in self._apart:
@@ -120,7 +139,7 @@ class GraphTrainer(Trainer):
         # Losses that add up to the step's: undo that the graph takes their mean.
         loss_fn = self._loss_fn(lambda loss, is_part: loss * count if is_part and count > 1 else loss)
         # The norm is logged where nothing is clipped too.
-        limit = self.args.max_grad_norm or float("inf")
+        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else float("inf")
         return capture(
             model, loss_fn, batch, self.optimizer, max_grad_norm=limit, accumulate=count, passes=self._passes
         )
@@ -131,7 +150,7 @@ class GraphTrainer(Trainer):
         def loss_fn(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
             inputs = dict(batch)
             targets = inputs.pop(_TARGETS)
-            with self.compute_loss_context_manager():
+            with self._reads.noted(self, self.state, self.args), self.compute_loss_context_manager():
                 loss = self.compute_loss(model, inputs, num_items_in_batch=targets)
             return scaled(loss, self._is_part_of_the_step(targets))
 
@@ -146,20 +165,27 @@ class GraphTrainer(Trainer):
 
 
 def _form(microbatch: dict[str, Any]) -> tuple:
-    """What microbatches of one step must share to run as one graph: shapes of tensors, and values that are none."""
-    return tuple(
-        (name, (value.shape, value.dtype) if isinstance(value, torch.Tensor) else repr(value))
-        for name, value in microbatch.items()
-    )
+    """What microbatches of one step must share to run as one graph: shapes of tensors, and values that have no rows.
+
+    Whether two scalar tensors are equal is on the device; that of the step's targets is one tensor for all.
+    """
+    leaves, spec = flatten_batch(microbatch)
+    return spec, *map(_form_of_leaf, leaves)
+
+
+def _form_of_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return form(leaf)
+    return (leaf.shape, leaf.dtype) if leaf.ndim else id(leaf)
 
 
 def _together(microbatches: list[dict[str, Any]]) -> dict[str, Any]:
     """Microbatches of one form one after the other, along the first dimension of each tensor that has one."""
     if len(microbatches) == 1:
         return microbatches[0]
-    return {
-        name: torch.cat([batch[name] for batch in microbatches])
-        if isinstance(value, torch.Tensor) and value.ndim
-        else value
-        for name, value in microbatches[0].items()
-    }
+    flat, (_, spec) = [flatten_batch(batch)[0] for batch in microbatches], flatten_batch(microbatches[0])
+    joined = [
+        torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].ndim else parts[0]
+        for parts in zip(*flat, strict=True)
+    ]
+    return rebuilt(microbatches[0], joined, spec)

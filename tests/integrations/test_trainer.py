@@ -10,6 +10,7 @@ pytest.importorskip("accelerate")
 
 from transformers import AutoModelForCausalLM, Qwen3Config, Trainer, TrainingArguments, set_seed  # noqa: E402
 
+from stepgraph import CaptureError  # noqa: E402
 from stepgraph.integrations import GraphTrainer  # noqa: E402
 
 VOCAB = 61
@@ -63,6 +64,7 @@ def check_same(first, second):
         {"bf16": True, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 3},
         {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
         {"max_grad_norm": 0.0},
+        {"max_grad_norm": -1.0, "count": 6},  # off, as 0 is
         {"max_grad_norm": 0.3},
         {"optim": "adamw_torch", "num_train_epochs": 2},
     ],
@@ -134,6 +136,13 @@ def test_saving_and_resuming(tmp_path):
         again = trained(GraphTrainer, tmp_path / "again", resume=str(source))
         assert again[0] == whole[0]
         check_same(whole, again)
+
+
+def test_saving_captures_nothing_again(tmp_path, recwarn):
+    """``save_pretrained`` writes the model's class and dtype into its configuration."""
+    _, trainer = trained(GraphTrainer, tmp_path, count=8, save_strategy="steps", save_steps=2)
+    assert trainer.model.config.architectures == ["Qwen3ForCausalLM"]
+    assert not [w for w in recwarn if "captured again" in str(w.message)]
 
 
 def test_evaluation_between_steps(tmp_path):
@@ -208,3 +217,76 @@ def test_microbatches_of_different_lengths(tmp_path, caplog):
     assert ends[0][0] == ends[1][0] and len(ends[0][0]) == 6
     check_same(*ends)
     assert "differ in shape" in caplog.text
+
+
+class Scaled:
+    """A loss times what its batch, nested, has as a scalar."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs["of"]).loss * inputs["scale"]
+
+
+def nested(scale):
+    def collate(rows):
+        of = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return {"of": of, "scale": scale(of["input_ids"])}
+
+    return collate
+
+
+def of_kind(mixin, collate=None, **options):
+    """What `both` gives, for subclasses with ``mixin``."""
+    ends = []
+    for kind in (Trainer, GraphTrainer):
+        arguments = TrainingArguments(
+            per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1, report_to=[], use_cpu=True,
+            disable_tqdm=True, save_strategy="no", **options,
+        )  # fmt: skip
+        own = {"passes": "exact"} if kind is GraphTrainer else {}
+        trainer = type(kind.__name__, (mixin, kind), {})(
+            model=qwen(), args=arguments, train_dataset=sequences(8), data_collator=collate, **own
+        )
+        trainer.train()
+        ends.append(([log["loss"] for log in trainer.state.log_history[:-1]], trainer))
+    return ends
+
+
+def test_nested_batches_are_one_graph(tmp_path):
+    options = {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2}
+    ends = of_kind(Scaled, nested(lambda rows: 2.0), **options)
+    check_same(*ends)
+    assert ends[1][1].captured is not None
+
+
+def test_microbatches_that_differ_in_a_scalar(tmp_path):
+    """Each has its own, where all once had the first one's."""
+    options = {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2}
+    check_same(*of_kind(Scaled, nested(lambda rows: rows.float().mean() / 10), **options))
+
+
+class Annealed:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss * (1 + self.state.global_step)
+
+
+def test_a_loss_that_reads_the_trainers_state(tmp_path, caplog):
+    check_same(*of_kind(Annealed, output_dir=str(tmp_path)))
+    told = [r.message for r in caplog.records if "compute_loss reads it" in r.message]
+    assert len(told) == 1 and told[0].startswith("TrainerState.global_step changed from 0 to 1")
+
+
+@pytest.mark.parametrize("kept", ["tensor", "count"])
+def test_a_loss_that_sets_attributes_is_refused(tmp_path, kept):
+    class Keeps:
+        kept = 0
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            self.kept = loss.detach() if kept == "tensor" else self.kept + 1
+            return loss
+
+    with pytest.raises(CaptureError, match=r"compute_loss sets GraphTrainer\.kept"):
+        of_kind(Keeps, output_dir=str(tmp_path))

@@ -29,6 +29,9 @@ _READ = _TYPES | {FunctionType, MethodType}
 _CONTAINERS = frozenset((dict, list, tuple))
 _LARGEST = 64
 
+#: What transformers' ``save_pretrained`` writes into the configuration of what it saves: it tells of the weights.
+_OF_CHECKPOINTS = frozenset(("architectures", "dtype", "torch_dtype", "transformers_version"))
+
 #: What torch itself reads of a module to call it.
 _OF_TORCH = frozenset((*dir(nn.Module), *vars(nn.Module()))) - {"training", "forward"}
 
@@ -121,8 +124,9 @@ class Plain:
                     self._add(held, name, prefix)
                 elif id(value) not in seen and _is_configuration(name, value):
                     seen.add(id(value))
+                    told = _OF_CHECKPOINTS if "architectures" in vars(value) else ()
                     for key, option in vars(value).items():
-                        if type(option) in _TYPES or _is_plain_container(option):
+                        if key not in told and (type(option) in _TYPES or _is_plain_container(option)):
                             self._add(vars(value), key, f"{prefix}{name}.")
 
     def _add(self, held: dict, name: str, prefix: str) -> None:
