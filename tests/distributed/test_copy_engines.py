@@ -179,7 +179,7 @@ def test_a_step_that_is_broken_off_is_forgotten():
     session.workspaces["a group", ("gather", 0)] = memory
     before = session.age(groups)
     with (
-        mock.patch.object(runner, "groups", {"step": groups}),
+        mock.patch.object(runner, "every_group", groups),
         mock.patch.object(runner, "runners", {"step": mock.Mock(side_effect=MemoryError)}),
         pytest.raises(MemoryError),
     ):

@@ -119,9 +119,13 @@ def test_a_signal_at_any_moment_saves_and_ends_cleanly(
         return original(*arguments)
 
     folder = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, signalled)
-        assert trainer.here(*OPTIONS, "--out", folder) == 0
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, tests start with it ignored
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, signalled)
+            assert trainer.here(*OPTIONS, "--out", folder) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
     summary = trainer.summary(folder)
     assert (summary["status"], summary["steps"]) == ("interrupted", stops_after)
     assert trainer.checkpoints(folder)[-1] == f"step-{stops_after:08d}"
