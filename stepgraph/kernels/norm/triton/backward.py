@@ -14,7 +14,7 @@ Source: the derivatives of Zhang and Sennrich 2019 (arXiv:1910.07467) and Ba, Ki
 import triton
 import triton.language as tl
 
-from stepgraph.kernels.norm.triton.forward import load_weight
+from stepgraph.kernels.norm.triton.forward import load_weight, spread
 from stepgraph.kernels.norm.triton.partials import FANIN, counters_of, grid, tree
 from stepgraph.kernels.norm.triton.rows import hold, row_start, rows_of_step, tile_mask
 from stepgraph.kernels.norm.triton.wide import collect, leave, publish, share_slot, words_of_group
@@ -107,7 +107,7 @@ def backward_rows(
     dbs = ()
     for k in tl.static_range(PIECES):
         if weight is not None:
-            ws = ws + (load_weight(weight, head, col + k * BLOCK, N, H, k < FULL),)
+            ws = ws + (load_weight(weight, head, col + k * BLOCK, N, H, SUM, k < FULL),)
         dws = dws + (tl.zeros((SUM, BLOCK), tl.float32),)
         dbs = dbs + (tl.zeros((SUM, BLOCK), tl.float32),)
 
@@ -145,7 +145,7 @@ def backward_rows(
                 next_dws = next_dws + (dws[k] + fold_rows(product, SUM),)
             if db is not None:
                 next_dbs = next_dbs + (dbs[k] + fold_rows(d, SUM),)
-            w = hold(ws[k], zero, HOLD_W) if weight is not None else None
+            w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
             along += scaled(product, w, OFFSET)
             if LAYER:
                 total += scaled(d, w, OFFSET)
@@ -189,7 +189,7 @@ def backward_rows(
             for k in tl.static_range(PIECES):
                 at = (col + k * BLOCK)[None, :]
                 mask = tile_mask(done_valid, col + k * BLOCK, N, k < FULL)
-                w = hold(ws[k], zero, HOLD_W) if weight is not None else None
+                w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
                 g = scaled(hold(done_ds[k], zero, HOLD_D).to(tl.float32), w, OFFSET)
                 value = g * done_rs[:, None] - about(hold(done_hs[k], zero, HOLD_H), done_mu) * slope[:, None]
                 if LAYER:

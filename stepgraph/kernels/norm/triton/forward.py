@@ -30,25 +30,40 @@ FP8_SMALLEST = tl.constexpr(SMALLEST)
 
 
 @triton.jit
-def load_weight(weight, head, col, N: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr):
-    """One piece of the weight (or bias): (1, BLOCK), or (ROWS, BLOCK) where it differs per head."""
+def load_weight(weight, head, col, N: tl.constexpr, H: tl.constexpr, SUM: tl.constexpr, FULL: tl.constexpr):
+    """One piece of the weight (or bias): (SUM, BLOCK), or (ROWS, BLOCK) where it differs per head.
+
+    ``SUM`` rows give every thread as many elements as it has of a row. With one row the compiler lays the weight out
+    over all threads in another way than the rows, and computes everything that meets it in both.
+    """
     if H == 1:
-        head = tl.zeros((1,), tl.int32)
+        head = tl.zeros((SUM,), tl.int32)
     mask = tile_mask(head < H, col, N, FULL)
     return tl.load(weight + head[:, None] * N + col[None, :], mask=mask, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
+def spread(w, ROWS: tl.constexpr):
+    """The weight, (SUM, BLOCK), for the ROWS rows of a tile: no thread needs what another has."""
+    if w.shape[0] == ROWS or w.shape[0] == 1:
+        return w
+    else:
+        SUM: tl.constexpr = w.shape[0]
+        BLOCK: tl.constexpr = w.shape[1]
+        return tl.reshape(tl.broadcast_to(w[None, :, :], (ROWS // SUM, SUM, BLOCK)), (ROWS, BLOCK))
+
+
+@triton.jit
 def load_weights(weight, bias, head, col, N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-                 FULL: tl.constexpr):  # fmt: skip
+                 SUM: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     """All pieces of weight and bias, where the norm has them."""
     ws = ()
     bs = ()
     for k in tl.static_range(PIECES):
         if weight is not None:
-            ws = ws + (load_weight(weight, head, col + k * BLOCK, N, H, k < FULL),)
+            ws = ws + (load_weight(weight, head, col + k * BLOCK, N, H, SUM, k < FULL),)
         if bias is not None:
-            bs = bs + (load_weight(bias, head, col + k * BLOCK, N, H, k < FULL),)
+            bs = bs + (load_weight(bias, head, col + k * BLOCK, N, H, SUM, k < FULL),)
     return ws, bs
 
 
@@ -89,7 +104,7 @@ def forward_step(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
+    SUM: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
     FP8_MAX: tl.constexpr, FP8_SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """The rows of one step; ``turn`` counts the steps of this program."""
@@ -108,13 +123,13 @@ def forward_step(
     if residual is not None:
         r_row = residual + row_start(row, r_outer, r_inner, r_size, R_ALIGN, R_TWO)[:, None]
     if WEIGHT == "with":
-        ws, bs = load_weights(weight, bias, head, col, N, H, BLOCK, PIECES, FULL)
+        ws, bs = load_weights(weight, bias, head, col, N, H, BLOCK, PIECES, SUM, FULL)
     hs = ()
     for k in tl.static_range(PIECES):
         at = (col + k * BLOCK)[None, :]
         value = row_piece(x_row, r_row, at, tile_mask(valid, col + k * BLOCK, N, k < FULL))
         if WEIGHT == "with" and weight is not None and HOLD and HOLD_W:
-            value = tied(value, ws[k], zero)
+            value = tied(value, spread(ws[k], ROWS), zero)
         hs = hs + (value,)
 
     total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -170,8 +185,8 @@ def forward_step(
         held = ()
         for k in tl.static_range(PIECES):
             held = held + (hold(hs[k], zero, HOLD),)
-            w = hold(ws[k], zero, HOLD_W) if weight is not None else None
-            b = hold(bs[k], zero, HOLD_W) if bias is not None else None
+            w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
+            b = spread(hold(bs[k], zero, HOLD_W), ROWS) if bias is not None else None
             value = tl.abs(affine(held[k], mu, rs, w, b, OFFSET))
             if LAYER and k >= FULL:
                 value = tl.where((col + k * BLOCK < N)[None, :], value, 0.0)
@@ -194,12 +209,12 @@ def forward_step(
         b = None
         if WEIGHT == "after":
             if weight is not None:
-                w = load_weight(weight, head, col + k * BLOCK, N, H, k < FULL)
+                w = spread(load_weight(weight, head, col + k * BLOCK, N, H, SUM, k < FULL), ROWS)
             if bias is not None:
-                b = load_weight(bias, head, col + k * BLOCK, N, H, k < FULL)
+                b = spread(load_weight(bias, head, col + k * BLOCK, N, H, SUM, k < FULL), ROWS)
         else:
-            w = hold(ws[k], zero, HOLD_W) if weight is not None else None
-            b = hold(bs[k], zero, HOLD_W) if bias is not None else None
+            w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
+            b = spread(hold(bs[k], zero, HOLD_W), ROWS) if bias is not None else None
         value = affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET)
         if QUANTIZED:
             value = tl.clamp(value / s[:, None], -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -241,7 +256,7 @@ def forward_rows(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
+    SUM: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
     FP8_MAX: tl.constexpr, FP8_SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """All rows of one of ``programs`` programs: one step, or, where programs share rows, every ``P``-th step."""
@@ -261,7 +276,7 @@ def forward_rows(
             first, 0, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
             tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
             N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-            ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
+            ROWS, BH, BLOCK, PIECES, SPLIT, SUM, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip
     else:
         P = programs // (SPLIT * HEAD_BLOCKS)
@@ -271,13 +286,13 @@ def forward_rows(
             leavers = (words + leavers_at).to(tl.pointer_type(tl.int32), bitcast=True)
             words += group * words_of_group(steps, P, KINDS, SPLIT, ROWS, EXCHANGE)
         if WEIGHT == "before":
-            ws, bs = load_weights(weight, bias, head, part * SLICE + tl.arange(0, BLOCK), N, H, BLOCK, PIECES, FULL)
+            ws, bs = load_weights(weight, bias, head, part * SLICE + tl.arange(0, BLOCK), N, H, BLOCK, PIECES, SUM, FULL)
         for step in tl.range(first, steps, P):
             forward_step(
                 step, (step - first) // P, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
                 tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
                 N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-                ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
+                ROWS, BH, BLOCK, PIECES, SPLIT, SUM, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
             )  # fmt: skip
         if SPLIT > 1:
             leave(words, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
@@ -290,14 +305,14 @@ def forward_kernel(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
+    SUM: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``."""
     forward_rows(
         x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
         leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, tl.program_id(0), tl.num_programs(0),
         N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-        ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
+        ROWS, BH, BLOCK, PIECES, SPLIT, SUM, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
     )  # fmt: skip
 
 
@@ -308,7 +323,7 @@ def forward_pair_kernel(
     N: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, OFFSET: tl.constexpr,
     Q_ALIGN: tl.constexpr, Q_TWO: tl.constexpr, K_ALIGN: tl.constexpr, K_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-    HOLD: tl.constexpr, HOLD_W: tl.constexpr,
+    SUM_Q: tl.constexpr, SUM_K: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr,
 ):  # fmt: skip
     """q and k: the first ``programs_q`` programs take q, the others k."""
     program = tl.program_id(0)
@@ -317,7 +332,7 @@ def forward_pair_kernel(
             q, None, wq, None, yq, None, None, rstd_q, None, None, None,
             0, Mq, q_outer, q_inner, q_size, 0, 0, 1, eps, program, programs_q.to(tl.int32),
             N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
-            HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
+            SUM_Q, HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip
     else:
         forward_rows(
@@ -325,5 +340,5 @@ def forward_pair_kernel(
             0, Mk, k_outer, k_inner, k_size, 0, 0, 1, eps,
             (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
             N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
-            HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
+            SUM_K, HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip

@@ -74,6 +74,7 @@ def _forward_plan(
         "OFFSET": float(norm.weight_offset),
         "BH": cover.heads,
         "SPLIT": config.split,
+        "SUM": plans.sum_rows(problem, config, cover.heads),
         "HOLD": plans.held(x if residual is None else residual),
         "HOLD_W": config.hold_weight and plans.held(weight),
         "WEIGHT": config.weight,
