@@ -14,9 +14,19 @@ Source: the derivatives of Zhang and Sennrich 2019 (arXiv:1910.07467) and Ba, Ki
 import triton
 import triton.language as tl
 
-from stepgraph.kernels.norm.triton.forward import load_weight
+from stepgraph.kernels.norm.triton.forward import load_weight, spread
 from stepgraph.kernels.norm.triton.partials import FANIN, counters_of, grid, tree
-from stepgraph.kernels.norm.triton.rows import hold, row_start, rows_of_step, tile_mask
+from stepgraph.kernels.norm.triton.rows import (
+    full,
+    hold,
+    inside,
+    row_start,
+    rows_of_step,
+    shifted,
+    store_tile,
+    tile_mask,
+    trimmed,
+)
 from stepgraph.kernels.norm.triton.wide import collect, leave, publish, share_slot, words_of_group
 
 
@@ -54,16 +64,17 @@ def fold_rows(value, SUM: tl.constexpr):
 
 
 @triton.jit
-def store_sums(sums, out, head_block, part, N: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr,
-               PIECES: tl.constexpr):  # fmt: skip
+def store_sums(sums, out, head_block, part, shift, N: tl.constexpr, H: tl.constexpr, BH: tl.constexpr,
+               BLOCK: tl.constexpr, PIECES: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
     """Add the rows of the tiles of this program that share a head, and store (BH, columns of this part) at ``out``."""
     head = head_block * BH + tl.arange(0, BH)
     for k in tl.static_range(PIECES):
-        col = part * (BLOCK * PIECES) + k * BLOCK + tl.arange(0, BLOCK)
+        at = part * (BLOCK * PIECES) + k * BLOCK + tl.arange(0, BLOCK)
         tile = sums[k]
         tile = fold_rows(tile, BH)
-        place = out + head[:, None] * N + col[None, :]
-        tl.store(place, tile.to(out.dtype.element_ty), mask=(head < H)[:, None] & (col < N)[None, :])
+        place = out + head[:, None] * N + (at - shift)[None, :]
+        mask = (head < H)[:, None] & inside(at, shift, N, SHIFT)[None, :]
+        tl.store(place, tile.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -75,16 +86,17 @@ def backward_rows(
     D_ALIGN: tl.constexpr, D_TWO: tl.constexpr, H_ALIGN: tl.constexpr, H_TWO: tl.constexpr,
     G_ALIGN: tl.constexpr, G_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr, HOLD_W: tl.constexpr, SUM: tl.constexpr,
-    EXCHANGE: tl.constexpr, FINISH: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr,
-    FANIN: tl.constexpr,
+    PERIOD: tl.constexpr, SHIFT: tl.constexpr, STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr,
+    HOLD_W: tl.constexpr, SUM: tl.constexpr, EXCHANGE: tl.constexpr, FINISH: tl.constexpr,
+    SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr, FANIN: tl.constexpr,
 ):  # fmt: skip
     """All rows of one of ``programs`` programs, and its contribution to the sums over rows."""
     LAYER: tl.constexpr = mean is not None
     SLICE: tl.constexpr = BLOCK * PIECES
     # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
     FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
-    HEAD_BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    SETS: tl.constexpr = H if PERIOD == 1 else PERIOD
+    HEAD_BLOCKS: tl.constexpr = (SETS + BH - 1) // BH
     KINDS: tl.constexpr = 2 if LAYER else 1
     EXCHANGED: tl.constexpr = SPLIT > 1 and dx is not None
 
@@ -93,11 +105,11 @@ def backward_rows(
     group = program // SPLIT
     p = group // HEAD_BLOCKS
     P = programs // (SPLIT * HEAD_BLOCKS)
-    tokens = M // H
-    steps = tl.cdiv(tokens, ROWS // BH).to(tl.int32)
+    steps = tl.cdiv(tl.cdiv(M, SETS), ROWS // BH).to(tl.int32)
+    shift = head_block.to(tl.int32) * (N % SHIFT) % SHIFT
     zero = (M >> 62).to(tl.int32)
     head = head_block * BH + tl.arange(0, ROWS) % BH
-    col = part * SLICE + tl.arange(0, BLOCK)
+    first_at = part * SLICE + tl.arange(0, BLOCK)
     if EXCHANGED:
         leavers = (words + leavers_at).to(tl.pointer_type(tl.int32), bitcast=True)
         shares = words + group * words_of_group(steps, P, KINDS, SPLIT, ROWS, EXCHANGE)
@@ -107,7 +119,7 @@ def backward_rows(
     dbs = ()
     for k in tl.static_range(PIECES):
         if weight is not None:
-            ws = ws + (load_weight(weight, head, col + k * BLOCK, N, H, k < FULL),)
+            ws = ws + (load_weight(weight, head, first_at + k * BLOCK, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)),)
         dws = dws + (tl.zeros((SUM, BLOCK), tl.float32),)
         dbs = dbs + (tl.zeros((SUM, BLOCK), tl.float32),)
 
@@ -121,9 +133,9 @@ def backward_rows(
     last_mu = tl.zeros((ROWS,), tl.float32)
 
     for step in tl.range(p, steps + (P if EXCHANGED else 0), P, num_stages=STAGES):
-        row, valid = rows_of_step(step, tokens, head, H, ROWS, BH, BIG)
-        d_row = dy + row_start(row, d_outer, d_inner, d_size, D_ALIGN, D_TWO)[:, None]
-        h_row = h + row_start(row, h_outer, h_inner, h_size, H_ALIGN, H_TWO)[:, None]
+        row, valid = rows_of_step(step, M, head, SETS, ROWS, BH, BIG)
+        d_row = dy + shifted(row_start(row, d_outer, d_inner, d_size, D_ALIGN, D_TWO), shift, SHIFT)[:, None]
+        h_row = h + shifted(row_start(row, h_outer, h_inner, h_size, H_ALIGN, H_TWO), shift, SHIFT)[:, None]
         rs = tl.load(rstd + row, mask=valid, other=0.0)
         mu = tl.load(mean + row, mask=valid, other=0.0) if LAYER else None
         ds = ()
@@ -133,10 +145,12 @@ def backward_rows(
         along = tl.zeros((ROWS, BLOCK), tl.float32)
         total = tl.zeros((ROWS, BLOCK), tl.float32)
         for k in tl.static_range(PIECES):
-            at = (col + k * BLOCK)[None, :]
-            mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
-            hk = tl.load(h_row + at, mask=mask, other=0.0, eviction_policy="evict_first")
-            dk = tl.load(d_row + at, mask=mask, other=0.0, eviction_policy="evict_first")
+            at = first_at + k * BLOCK
+            mask = tile_mask(valid, at, shift, N, SHIFT, full(k, FULL, SHIFT))
+            hk = tl.load(h_row + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+            dk = tl.load(d_row + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+            hk = trimmed(hk, at, shift, N, SHIFT, full(k, FULL, SHIFT))
+            dk = trimmed(dk, at, shift, N, SHIFT, full(k, FULL, SHIFT))
             hs = hs + (hk,)
             ds = ds + (dk,)
             d = dk.to(tl.float32)
@@ -145,7 +159,7 @@ def backward_rows(
                 next_dws = next_dws + (dws[k] + fold_rows(product, SUM),)
             if db is not None:
                 next_dbs = next_dbs + (dbs[k] + fold_rows(d, SUM),)
-            w = hold(ws[k], zero, HOLD_W) if weight is not None else None
+            w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
             along += scaled(product, w, OFFSET)
             if LAYER:
                 total += scaled(d, w, OFFSET)
@@ -178,7 +192,7 @@ def backward_rows(
                 done_hs = last_hs
                 done_rs = last_rs
                 done_mu = last_mu if LAYER else None
-                done_row, done_valid = rows_of_step(step - P, tokens, head, H, ROWS, BH, BIG)
+                done_row, done_valid = rows_of_step(step - P, M, head, SETS, ROWS, BH, BIG)
                 done_valid = done_valid & (turn > 0)
                 last_ds = ds
                 last_hs = hs
@@ -187,47 +201,54 @@ def backward_rows(
             slope = (c1 / N) * done_rs * done_rs
             level = (c2 / N) * done_rs if LAYER else None
             for k in tl.static_range(PIECES):
-                at = (col + k * BLOCK)[None, :]
-                mask = tile_mask(done_valid, col + k * BLOCK, N, k < FULL)
-                w = hold(ws[k], zero, HOLD_W) if weight is not None else None
+                at = first_at + k * BLOCK
+                w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
                 g = scaled(hold(done_ds[k], zero, HOLD_D).to(tl.float32), w, OFFSET)
                 value = g * done_rs[:, None] - about(hold(done_hs[k], zero, HOLD_H), done_mu) * slope[:, None]
                 if LAYER:
                     value -= level[:, None]
                 if dh is not None:
-                    g_row = dh + row_start(done_row, g_outer, g_inner, g_size, G_ALIGN, G_TWO)[:, None]
-                    value += tl.load(g_row + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+                    g_start = row_start(done_row, g_outer, g_inner, g_size, G_ALIGN, G_TWO)
+                    g_row = dh + shifted(g_start, shift, SHIFT)[:, None]
+                    mask = tile_mask(done_valid, at, shift, N, SHIFT, full(k, FULL, SHIFT))
+                    more = tl.load(g_row + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+                    value += more.to(tl.float32)
                 # Streamed, since the loads are marked evict-first: marking only one side cost bandwidth in forward.
-                place = dx + (done_row.to(tl.int64) * N)[:, None] + at
-                tl.store(place, value.to(dx.dtype.element_ty), mask=mask, cache_modifier=".cs")
+                place = dx + shifted(done_row.to(tl.int64) * N, shift, SHIFT)[:, None] + at[None, :]
+                value = value.to(dx.dtype.element_ty)
+                store_tile(place, value, done_valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), ".cs")
 
     if EXCHANGED:
         leave(shares, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
 
+    # Programs of one period hold sums of the same columns: to those who add, they are like any others.
+    slot = p if PERIOD == 1 else group
+    slots = P if PERIOD == 1 else P * PERIOD
+    sum_block = head_block if PERIOD == 1 else 0
     if FINISH == "direct":
         if dw is not None:
-            store_sums(dws, dw, head_block, part, N, H, BH, BLOCK, PIECES)
+            store_sums(dws, dw, sum_block, part, shift, N, H, BH, BLOCK, PIECES, SHIFT)
         if db is not None:
-            store_sums(dbs, db, head_block, part, N, H, BH, BLOCK, PIECES)
+            store_sums(dbs, db, sum_block, part, shift, N, H, BH, BLOCK, PIECES, SHIFT)
     elif dw is not None or db is not None:
         PLANES: tl.constexpr = 2 if dw is not None and db is not None else 1
         size = H * N
         pitch = (size + 3) // 4 * 4
-        mine = partials + p.to(tl.int64) * (pitch * PLANES)
+        mine = partials + slot.to(tl.int64) * (pitch * PLANES)
         if dw is not None:
-            store_sums(dws, mine, head_block, part, N, H, BH, BLOCK, PIECES)
+            store_sums(dws, mine, sum_block, part, shift, N, H, BH, BLOCK, PIECES, SHIFT)
         if db is not None:
-            store_sums(dbs, mine + (PLANES - 1) * pitch, head_block, part, N, H, BH, BLOCK, PIECES)
+            store_sums(dbs, mine + (PLANES - 1) * pitch, sum_block, part, shift, N, H, BH, BLOCK, PIECES, SHIFT)
         first = dw if dw is not None else db
         if FINISH != "launch":
             counters = (words + counters_at).to(tl.pointer_type(tl.int32), bitcast=True)
         if FINISH == "tree":
             tree(
-                partials, counters + (head_block * SPLIT + part) * counters_of(P), first, db,
-                p, P, head_block, part, size, pitch, N, H, BH, SLICE, PLANES, SUM_WIDTH, FANIN,
+                partials, counters + (sum_block * SPLIT + part) * counters_of(slots), first, db,
+                slot, slots, sum_block, part, size, pitch, N, H, BH, SLICE, PLANES, SUM_WIDTH, FANIN,
             )  # fmt: skip
         if FINISH == "grid":
-            grid(partials, counters, first, db, program, programs, P, size, pitch, PLANES, SUM_ROWS, SUM_WIDTH)
+            grid(partials, counters, first, db, program, programs, slots, size, pitch, PLANES, SUM_ROWS, SUM_WIDTH)
 
 
 @triton.jit
@@ -238,17 +259,18 @@ def backward_kernel(
     D_ALIGN: tl.constexpr, D_TWO: tl.constexpr, H_ALIGN: tl.constexpr, H_TWO: tl.constexpr,
     G_ALIGN: tl.constexpr, G_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr, HOLD_W: tl.constexpr, SUM: tl.constexpr,
-    EXCHANGE: tl.constexpr, FINISH: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr,
+    PERIOD: tl.constexpr, SHIFT: tl.constexpr, STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr,
+    HOLD_W: tl.constexpr, SUM: tl.constexpr, EXCHANGE: tl.constexpr, FINISH: tl.constexpr,
+    SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``."""
+    """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``, or of ``SPLIT * PERIOD``."""
     backward_rows(
         dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words,
         leavers_at, counters_at, M, d_outer, d_inner, d_size, h_outer, h_inner, h_size, g_outer, g_inner, g_size,
         tl.program_id(0), tl.num_programs(0),
         N, H, OFFSET, D_ALIGN, D_TWO, H_ALIGN, H_TWO, G_ALIGN, G_TWO, BIG,
-        ROWS, BH, BLOCK, PIECES, SPLIT, STAGES, HOLD_D, HOLD_H, HOLD_W, SUM, EXCHANGE, FINISH, SUM_ROWS, SUM_WIDTH,
-        FANIN,
+        ROWS, BH, BLOCK, PIECES, SPLIT, PERIOD, SHIFT, STAGES, HOLD_D, HOLD_H, HOLD_W, SUM, EXCHANGE, FINISH,
+        SUM_ROWS, SUM_WIDTH, FANIN,
     )  # fmt: skip
 
 
@@ -272,7 +294,7 @@ def backward_pair_kernel(
             dyq, q, wq, None, rstd_q, None, dq, dwq, None, partials_q, words,
             0, 0, Mq, dq_outer, dq_inner, dq_size, q_outer, q_inner, q_size, 0, 0, 1, program, programs_q.to(tl.int32),
             N, HQ, OFFSET, DQ_ALIGN, DQ_TWO, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
-            STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_Q, "wait", FINISH_Q, 1, SUM_WIDTH, FANIN,
+            1, 1, STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_Q, "wait", FINISH_Q, 1, SUM_WIDTH, FANIN,
         )  # fmt: skip
     else:
         backward_rows(
@@ -280,5 +302,5 @@ def backward_pair_kernel(
             0, counters_k_at, Mk, dk_outer, dk_inner, dk_size, k_outer, k_inner, k_size, 0, 0, 1,
             (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
             N, HK, OFFSET, DK_ALIGN, DK_TWO, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
-            STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_K, "wait", FINISH_K, 1, SUM_WIDTH, FANIN,
+            1, 1, STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_K, "wait", FINISH_K, 1, SUM_WIDTH, FANIN,
         )  # fmt: skip

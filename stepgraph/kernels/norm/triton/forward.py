@@ -22,7 +22,18 @@ import triton.language as tl
 
 from stepgraph.kernels.fp8.cast_triton import _bits, _rounded, _scale, _top
 from stepgraph.kernels.fp8.formats import SMALLEST
-from stepgraph.kernels.norm.triton.rows import hold, row_start, rows_of_step, tied, tile_mask
+from stepgraph.kernels.norm.triton.rows import (
+    full,
+    hold,
+    inside,
+    row_start,
+    rows_of_step,
+    shifted,
+    store_tile,
+    tied,
+    tile_mask,
+    trimmed,
+)
 from stepgraph.kernels.norm.triton.wide import collect, leave, publish, share_slot, words_of_group
 
 FP8_MAX = tl.constexpr(448.0)
@@ -30,36 +41,56 @@ FP8_SMALLEST = tl.constexpr(SMALLEST)
 
 
 @triton.jit
-def load_weight(weight, head, col, N: tl.constexpr, H: tl.constexpr, FULL: tl.constexpr):
-    """One piece of the weight (or bias): (1, BLOCK), or (ROWS, BLOCK) where it differs per head."""
+def load_weight(weight, head, at, shift, N: tl.constexpr, H: tl.constexpr, SUM: tl.constexpr, SHIFT: tl.constexpr,
+                FULL: tl.constexpr):  # fmt: skip
+    """One piece of the weight (or bias): (SUM, BLOCK), or (ROWS, BLOCK) where it differs per head.
+
+    ``SUM`` rows give every thread as many elements as it has of a row. With one row the compiler lays the weight out
+    over all threads in another way than the rows, and computes everything that meets it in both.
+    """
     if H == 1:
-        head = tl.zeros((1,), tl.int32)
-    mask = tile_mask(head < H, col, N, FULL)
-    return tl.load(weight + head[:, None] * N + col[None, :], mask=mask, other=0.0, eviction_policy="evict_last")
+        head = tl.zeros((SUM,), tl.int32)
+    mask = (head < H)[:, None]
+    if not FULL:
+        mask = mask & inside(at, shift, N, SHIFT)[None, :]
+    place = weight + head[:, None] * N + (at - shift)[None, :]
+    return tl.load(place, mask=mask, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
-def load_weights(weight, bias, head, col, N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-                 FULL: tl.constexpr):  # fmt: skip
+def spread(w, ROWS: tl.constexpr):
+    """The weight, (SUM, BLOCK), for the ROWS rows of a tile: no thread needs what another has."""
+    if w.shape[0] == ROWS or w.shape[0] == 1:
+        return w
+    else:
+        SUM: tl.constexpr = w.shape[0]
+        BLOCK: tl.constexpr = w.shape[1]
+        return tl.reshape(tl.broadcast_to(w[None, :, :], (ROWS // SUM, SUM, BLOCK)), (ROWS, BLOCK))
+
+
+@triton.jit
+def load_weights(weight, bias, head, at, shift, N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+                 PIECES: tl.constexpr, SUM: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
     """All pieces of weight and bias, where the norm has them."""
     ws = ()
     bs = ()
     for k in tl.static_range(PIECES):
         if weight is not None:
-            ws = ws + (load_weight(weight, head, col + k * BLOCK, N, H, k < FULL),)
+            ws = ws + (load_weight(weight, head, at + k * BLOCK, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)),)
         if bias is not None:
-            bs = bs + (load_weight(bias, head, col + k * BLOCK, N, H, k < FULL),)
+            bs = bs + (load_weight(bias, head, at + k * BLOCK, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)),)
     return ws, bs
 
 
 @triton.jit
-def row_piece(x_row, r_row, at, mask):
+def row_piece(x_row, r_row, valid, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.constexpr):
     """One piece of the rows to be normalized, residual added and rounded as the residual stream is."""
-    value = tl.load(x_row + at, mask=mask, other=0.0)
+    mask = tile_mask(valid, at, shift, N, SHIFT, FULL)
+    value = tl.load(x_row + at[None, :], mask=mask, other=0.0)
     if r_row is not None:
-        r = tl.load(r_row + at, mask=mask, other=0.0)
+        r = tl.load(r_row + at[None, :], mask=mask, other=0.0)
         value = (value.to(tl.float32) + r.to(tl.float32)).to(r.dtype)
-    return value
+    return trimmed(value, at, shift, N, SHIFT, FULL)
 
 
 @triton.jit
@@ -85,12 +116,12 @@ def at_a_time(x, residual, y):
 @triton.jit
 def forward_step(
     step, turn, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
-    tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
+    M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part, shift,
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
-    FP8_MAX: tl.constexpr, FP8_SMALLEST: tl.constexpr,
+    PERIOD: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr,
+    WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr, FP8_MAX: tl.constexpr, FP8_SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """The rows of one step; ``turn`` counts the steps of this program."""
     LAYER: tl.constexpr = mean is not None
@@ -101,42 +132,41 @@ def forward_step(
     FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
     KINDS: tl.constexpr = (2 if LAYER else 1) + (1 if scale is not None else 0)
 
-    col = part * SLICE + tl.arange(0, BLOCK)
-    row, valid = rows_of_step(step, tokens, head, H, ROWS, BH, BIG)
-    x_row = x + row_start(row, x_outer, x_inner, x_size, X_ALIGN, X_TWO)[:, None]
+    first = part * SLICE + tl.arange(0, BLOCK)
+    row, valid = rows_of_step(step, M, head, H if PERIOD == 1 else PERIOD, ROWS, BH, BIG)
+    x_row = x + shifted(row_start(row, x_outer, x_inner, x_size, X_ALIGN, X_TWO), shift, SHIFT)[:, None]
     r_row = None
     if residual is not None:
-        r_row = residual + row_start(row, r_outer, r_inner, r_size, R_ALIGN, R_TWO)[:, None]
+        r_row = residual + shifted(row_start(row, r_outer, r_inner, r_size, R_ALIGN, R_TWO), shift, SHIFT)[:, None]
+    start = shifted(row.to(tl.int64) * N, shift, SHIFT)[:, None]
     if WEIGHT == "with":
-        ws, bs = load_weights(weight, bias, head, col, N, H, BLOCK, PIECES, FULL)
+        ws, bs = load_weights(weight, bias, head, first, shift, N, H, BLOCK, PIECES, SUM, SHIFT, FULL)
     hs = ()
     for k in tl.static_range(PIECES):
-        at = (col + k * BLOCK)[None, :]
-        value = row_piece(x_row, r_row, at, tile_mask(valid, col + k * BLOCK, N, k < FULL))
+        value = row_piece(x_row, r_row, valid, first + k * BLOCK, shift, N, SHIFT, full(k, FULL, SHIFT))
         if WEIGHT == "with" and weight is not None and HOLD and HOLD_W:
-            value = tied(value, ws[k], zero)
+            value = tied(value, spread(ws[k], ROWS), zero)
         hs = hs + (value,)
 
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for k in tl.static_range(PIECES):
-        at = (col + k * BLOCK)[None, :]
         if h is not None:
-            mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
-            tl.store(h + (row.to(tl.int64) * N)[:, None] + at, hs[k], mask=mask)
+            at = first + k * BLOCK
+            store_tile(h + start + at[None, :], hs[k], valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
         wide = hs[k].to(tl.float32)
         total += wide if LAYER else wide * wide
     share = tl.sum(total, 1)
     mu = None
     if LAYER:
-        columns = tl.maximum(tl.minimum(N - part * SLICE, SLICE), 1).to(tl.float32)
-        mu = share / columns
+        columns = tl.maximum(tl.minimum(N + shift, (part + 1) * SLICE) - tl.maximum(part * SLICE, shift), 1)
+        mu = share / columns.to(tl.float32)
         total = tl.zeros((ROWS, BLOCK), tl.float32)
         held = ()
         for k in tl.static_range(PIECES):
             held = held + (hold(hs[k], zero, HOLD),)
             away = held[k].to(tl.float32) - mu[:, None]
-            if k >= FULL:
-                away = tl.where((col + k * BLOCK < N)[None, :], away, 0.0)
+            if not full(k, FULL, SHIFT):
+                away = tl.where(inside(first + k * BLOCK, shift, N, SHIFT)[None, :], away, 0.0)
             total += away * away
         if SLICE >= 16384:
             hs = held  # overwrites the row: both together take too many registers
@@ -149,7 +179,8 @@ def forward_step(
             mu = tl.sum(sums, 0) / N
             slice_of = tl.arange(0, triton.next_power_of_2(SPLIT))
             # None for parts past the end of the row, and where there is no part.
-            sizes = tl.maximum(tl.minimum(N - slice_of * SLICE, SLICE), 0).to(tl.float32)[:, None]
+            sizes = tl.minimum(N + shift, (slice_of + 1) * SLICE) - tl.maximum(slice_of * SLICE, shift)
+            sizes = tl.maximum(sizes, 0).to(tl.float32)[:, None]
             off = sums / tl.maximum(sizes, 1.0) - mu[None, :]
             within = collect(words, turn, 1, KINDS, SPLIT, ROWS, EXCHANGE)
             squares = tl.sum(within + off * off * sizes, 0)
@@ -159,7 +190,7 @@ def forward_step(
             publish(squares, share_slot(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
             squares = tl.sum(collect(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), 0)
     rs = tl.rsqrt(squares / N + eps)
-    y_row = y + (row.to(tl.int64) * N)[:, None]
+    y_row = y + start
     once = valid & (part == 0)
     tl.store(rstd + row, rs, mask=once)
     if LAYER:
@@ -170,11 +201,11 @@ def forward_step(
         held = ()
         for k in tl.static_range(PIECES):
             held = held + (hold(hs[k], zero, HOLD),)
-            w = hold(ws[k], zero, HOLD_W) if weight is not None else None
-            b = hold(bs[k], zero, HOLD_W) if bias is not None else None
+            w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
+            b = spread(hold(bs[k], zero, HOLD_W), ROWS) if bias is not None else None
             value = tl.abs(affine(held[k], mu, rs, w, b, OFFSET))
-            if LAYER and k >= FULL:
-                value = tl.where((col + k * BLOCK < N)[None, :], value, 0.0)
+            if LAYER and not full(k, FULL, SHIFT):
+                value = tl.where(inside(first + k * BLOCK, shift, N, SHIFT)[None, :], value, 0.0)
             peak = tl.maximum(peak, value)
         hs = held
         amax = tl.max(peak, 1)
@@ -188,27 +219,26 @@ def forward_step(
     tops = tl.zeros((ROWS, BLOCK), tl.int32)
     ys = ()
     for k in tl.static_range(PIECES):
-        at = (col + k * BLOCK)[None, :]
-        mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
+        at = first + k * BLOCK
         w = None
         b = None
         if WEIGHT == "after":
             if weight is not None:
-                w = load_weight(weight, head, col + k * BLOCK, N, H, k < FULL)
+                w = spread(load_weight(weight, head, at, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)), ROWS)
             if bias is not None:
-                b = load_weight(bias, head, col + k * BLOCK, N, H, k < FULL)
+                b = spread(load_weight(bias, head, at, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)), ROWS)
         else:
-            w = hold(ws[k], zero, HOLD_W) if weight is not None else None
-            b = hold(bs[k], zero, HOLD_W) if bias is not None else None
+            w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
+            b = spread(hold(bs[k], zero, HOLD_W), ROWS) if bias is not None else None
         value = affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET)
         if QUANTIZED:
             value = tl.clamp(value / s[:, None], -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
         rounded_y = value.to(y.dtype.element_ty)
-        tl.store(y_row + at, rounded_y, mask=mask)
+        store_tile(y_row + at[None, :], rounded_y, valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
         if BESIDE:
             bits = _bits(rounded_y)
-            if LAYER and k >= FULL:
-                bits = tl.where((col + k * BLOCK < N)[None, :], bits, 0)
+            if LAYER and not full(k, FULL, SHIFT):
+                bits = tl.where(inside(at, shift, N, SHIFT)[None, :], bits, 0)
             tops = tl.maximum(tops, bits)
             ys = ys + (rounded_y,)
 
@@ -226,12 +256,12 @@ def forward_step(
             # Bytes would be stored 16 at a time, and the rows read so too, by other threads: their sums would have
             # other bits. Added is a 0 of which the compiler knows only that it is a multiple of WIDTH.
             WIDTH: tl.constexpr = at_a_time(x, residual, y)
-            values_row = values + (row.to(tl.int64) * N)[:, None] + zero * WIDTH
+            values_row = values + start + zero * WIDTH
             HOLD_Y: tl.constexpr = HOLD and y.dtype.element_ty.primitive_bitwidth == 16
             for k in tl.static_range(PIECES):
-                mask = tile_mask(valid, col + k * BLOCK, N, k < FULL)
+                at = first + k * BLOCK
                 cast = _rounded(hold(ys[k], zero, HOLD_Y), amax[:, None], FP8_MAX, values.dtype.element_ty)
-                tl.store(values_row + (col + k * BLOCK)[None, :], cast, mask=mask)
+                store_tile(values_row + at[None, :], cast, valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
 
 
 @triton.jit
@@ -241,43 +271,47 @@ def forward_rows(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
-    FP8_MAX: tl.constexpr, FP8_SMALLEST: tl.constexpr,
+    PERIOD: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr,
+    WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr, FP8_MAX: tl.constexpr, FP8_SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """All rows of one of ``programs`` programs: one step, or, where programs share rows, every ``P``-th step."""
     SLICE: tl.constexpr = BLOCK * PIECES
     FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
-    HEAD_BLOCKS: tl.constexpr = (H + BH - 1) // BH
-    tokens = M // H
+    SETS: tl.constexpr = H if PERIOD == 1 else PERIOD
+    HEAD_BLOCKS: tl.constexpr = (SETS + BH - 1) // BH
     zero = (M >> 62).to(tl.int32)
     part = program % SPLIT
     group = program // SPLIT
     head = group % HEAD_BLOCKS * BH + tl.arange(0, ROWS) % BH
+    shift = (group % HEAD_BLOCKS).to(tl.int32) * (N % SHIFT) % SHIFT
     first = group // HEAD_BLOCKS
     ws = ()
     bs = ()
     if SPLIT == 1 and WEIGHT != "before":
         forward_step(
             first, 0, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
-            tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
+            M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part, shift,
             N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-            ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
+            ROWS, BH, BLOCK, PIECES, SPLIT, PERIOD, SHIFT, SUM, HOLD, HOLD_W, WEIGHT, EXCHANGE,
+            FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip
     else:
         P = programs // (SPLIT * HEAD_BLOCKS)
-        steps = tl.cdiv(tokens, ROWS // BH).to(tl.int32)
+        steps = tl.cdiv(tl.cdiv(M, SETS), ROWS // BH).to(tl.int32)
         KINDS: tl.constexpr = 1 + (mean is not None) + (scale is not None)
         if SPLIT > 1:
             leavers = (words + leavers_at).to(tl.pointer_type(tl.int32), bitcast=True)
             words += group * words_of_group(steps, P, KINDS, SPLIT, ROWS, EXCHANGE)
         if WEIGHT == "before":
-            ws, bs = load_weights(weight, bias, head, part * SLICE + tl.arange(0, BLOCK), N, H, BLOCK, PIECES, FULL)
+            at = part * SLICE + tl.arange(0, BLOCK)
+            ws, bs = load_weights(weight, bias, head, at, shift, N, H, BLOCK, PIECES, SUM, SHIFT, FULL)
         for step in tl.range(first, steps, P):
             forward_step(
                 step, (step - first) // P, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
-                tokens, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part,
+                M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part, shift,
                 N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-                ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
+                ROWS, BH, BLOCK, PIECES, SPLIT, PERIOD, SHIFT, SUM, HOLD, HOLD_W, WEIGHT, EXCHANGE,
+                FP8_MAX, FP8_SMALLEST,
             )  # fmt: skip
         if SPLIT > 1:
             leave(words, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
@@ -290,14 +324,16 @@ def forward_kernel(
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    HOLD: tl.constexpr, HOLD_W: tl.constexpr, WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
+    PERIOD: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr,
+    WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
-    """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``."""
+    """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``, or of ``SPLIT * PERIOD``."""
     forward_rows(
         x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
         leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, tl.program_id(0), tl.num_programs(0),
         N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-        ROWS, BH, BLOCK, PIECES, SPLIT, HOLD, HOLD_W, WEIGHT, EXCHANGE, FP8_MAX, FP8_SMALLEST,
+        ROWS, BH, BLOCK, PIECES, SPLIT, PERIOD, SHIFT, SUM, HOLD, HOLD_W, WEIGHT, EXCHANGE,
+        FP8_MAX, FP8_SMALLEST,
     )  # fmt: skip
 
 
@@ -308,7 +344,7 @@ def forward_pair_kernel(
     N: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, OFFSET: tl.constexpr,
     Q_ALIGN: tl.constexpr, Q_TWO: tl.constexpr, K_ALIGN: tl.constexpr, K_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-    HOLD: tl.constexpr, HOLD_W: tl.constexpr,
+    SUM_Q: tl.constexpr, SUM_K: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr,
 ):  # fmt: skip
     """q and k: the first ``programs_q`` programs take q, the others k."""
     program = tl.program_id(0)
@@ -317,7 +353,7 @@ def forward_pair_kernel(
             q, None, wq, None, yq, None, None, rstd_q, None, None, None,
             0, Mq, q_outer, q_inner, q_size, 0, 0, 1, eps, program, programs_q.to(tl.int32),
             N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
-            HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
+            1, 1, SUM_Q, HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip
     else:
         forward_rows(
@@ -325,5 +361,5 @@ def forward_pair_kernel(
             0, Mk, k_outer, k_inner, k_size, 0, 0, 1, eps,
             (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
             N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
-            HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
+            1, 1, SUM_K, HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip

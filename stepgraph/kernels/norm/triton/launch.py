@@ -34,6 +34,11 @@ def kinds_of(tensors: Sequence[torch.Tensor | None], numbers: Sequence[int | flo
     return (*pointers, *("fp32" if isinstance(n, float) else "i64" for n in numbers))
 
 
+def constants_of(constants: dict[str, Any], unaligned: Sequence[int]) -> dict[str, Any]:
+    """``constants``; where a tensor begins at no multiple of 16 bytes, rows are read element by element: see `rows`."""
+    return constants | {"SHIFT": 1} if unaligned and "SHIFT" in constants else constants
+
+
 def source_of(
     kernel: Any,
     kinds: Sequence[str],
@@ -46,7 +51,7 @@ def source_of(
 ) -> TritonSource:
     """What to compile: ``kernel``, whose leading parameters have ``kinds``; pointers at ``unaligned`` are no multiples
     of 16."""
-    names = kernel.arg_names
+    names, constants = kernel.arg_names, constants_of(constants, unaligned)
     signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
     absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "constexpr"}
     pointers = [i for i, kind in enumerate(kinds) if kind.startswith("*")]
@@ -139,15 +144,16 @@ class Launch:
 
     def __call__(self, stream: int | None, *tensors: torch.Tensor | None) -> None:
         """Launch on ``stream`` (None: the interpreter)."""
-        if INTERPRETED:
-            self.kernel[(self.grid,)](*tensors, *self.numbers, **self.constants)
-            return
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         bits = 0
         for address in addresses:
             if address is not None:
                 bits |= address
         unaligned = () if bits & 15 == 0 else tuple(i for i, a in enumerate(addresses) if a is not None and a & 15)
+        if INTERPRETED:
+            constants = constants_of(self.constants, unaligned)
+            self.kernel[(self.grid,)](*tensors, *self.numbers, **constants)
+            return
         run = self._runners.get(unaligned)
         if run is None:
             run = self._runners[unaligned] = runner(self._compiled(tensors, unaligned), self.grid, self._rest)

@@ -64,6 +64,8 @@ def _constants(
         "OFFSET": float(norm.weight_offset),
         "BHQ": covers[0].heads,
         "BHK": covers[1].heads,
+        "SUM_Q": plans.sum_rows(problems[0], config, covers[0].heads),
+        "SUM_K": plans.sum_rows(problems[1], config, covers[1].heads),
         "HOLD_W": config.hold_weight and plans.held(wq),
         **plans.tiles(q if q.M > k.M else k, config),
     }
@@ -123,8 +125,6 @@ def _backward_plan(
         "HOLD_D": plans.held(dyq),
         "HOLD_H": plans.held(q),
         "STAGES": config.stages,
-        "SUM_Q": plans.sum_rows(problems[0], config, covers[0].heads),
-        "SUM_K": plans.sum_rows(problems[1], config, covers[1].heads),
         "FINISH_Q": ways[0],
         "FINISH_K": ways[1],
         "SUM_WIDTH": plans.sum_tile("tree", config, covers[0], 0)["SUM_WIDTH"],

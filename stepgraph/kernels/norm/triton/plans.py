@@ -16,7 +16,16 @@ from stepgraph.compat import empty_strided
 from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch
 from stepgraph.kernels.norm.triton.partials import FANIN
 from stepgraph.kernels.norm.triton.rows import rows_of
-from stepgraph.kernels.norm.triton.select import Config, Hardware, Problem, hardware, head_block, vector
+from stepgraph.kernels.norm.triton.select import (
+    Config,
+    Hardware,
+    Problem,
+    hardware,
+    head_block,
+    preferences,
+    runs,
+    vector,
+)
 
 Tensor = torch.Tensor
 Optional = Tensor | None
@@ -101,6 +110,18 @@ def place_of(x: Optional, heads: int) -> Place:
     return Place((rows.outer, rows.inner, rows.size), rows.align, rows.two_levels, rows.tensor is not x)
 
 
+def by_vectors(problem: Problem, hw: Hardware, places: Sequence[Place]) -> Problem:
+    """``problem``, with rows that begin anywhere within 16 bytes read from their beginning, where all tensors (at
+    ``places``) have their rows one behind the other. Not for rows of a few vectors, of which too much would be read,
+    nor for those longer than programs can share so."""
+    width = 16 // min(problem.loads)
+    dense = all(not place.two_levels and place.numbers[0] * place.align == problem.N for place in places)
+    if problem.heads > 1 or problem.N % width == 0 or 8 * width > problem.N or not dense:
+        return problem
+    shifted = problem._replace(shift=width)
+    return shifted if any(runs(shifted, config, hw) for config in preferences(shifted, hw)) else problem
+
+
 def copies(places: Sequence[Place], weights: Sequence[Optional]) -> bool:
     """Whether a call has to copy any of its inputs first: `Place.ready`, `dense`."""
     return any(place.copy for place in places) or any(not (w is None or w.is_contiguous()) for w in weights)
@@ -121,11 +142,13 @@ class Cover(NamedTuple):
 def cover_of(problem: Problem, config: Config, hw: Hardware) -> Cover:
     """One program per step, or at most as many as ``config`` allows at once."""
     heads = head_block(problem, config)
-    head_blocks = -(-problem.heads // heads)
-    slots = -(-(problem.M // problem.heads) // (config.rows // heads))
+    head_blocks = -(-problem.sets // heads)
+    steps = -(-problem.M // problem.sets)
+    slots = -(-steps // (config.rows // heads))
     if config.programs:
         slots = min(slots, max(1, hw.processors * config.programs // (config.split * head_blocks)))
-    return Cover(slots * head_blocks * config.split, slots, slots * head_blocks, heads)
+    groups = slots * head_blocks
+    return Cover(groups * config.split, groups if problem.period > 1 else slots, groups, heads)
 
 
 def held(*tensors: Optional) -> bool:
@@ -138,7 +161,7 @@ def tiles(problem: Problem, config: Config) -> dict[str, Any]:
     return {
         "ROWS": config.rows,
         "BLOCK": config.block,
-        "PIECES": config.pieces(problem.N),
+        "PIECES": config.pieces(problem.span),
         # Fewer rows than 2**31 are counted, multiplied and divided in 32 bits.
         "BIG": problem.M + config.rows * 4096 >= 2**31,
     }
@@ -167,7 +190,7 @@ def share_words(problem: Problem, config: Config, cover: Cover) -> int:
     if config.split == 1:
         return 0
     kinds = 1 + problem.layer + problem.quantized
-    steps = math.ceil(problem.M / config.rows)
+    steps = problem.period * math.ceil(math.ceil(problem.M / problem.period) / config.rows)
     turns = math.ceil(steps / cover.slots) + 1 if INTERPRETED else 4
     return cover.groups * turns * kinds * config.split * config.rows
 
@@ -176,6 +199,8 @@ def finish_of(problem: Problem, config: Config, cover: Cover) -> str:
     """``FINISH`` of a launch: see `partials`."""
     if cover.slots == 1 or not problem.sums:
         return "direct"
+    if problem.period > 1 and config.split > 1 and config.finish == "tree":
+        return "launch"  # parts of rows that begin elsewhere end elsewhere: a tree adds up one part's columns
     # Under the interpreter programs cannot wait for each other.
     return "launch" if INTERPRETED and config.finish == "grid" else config.finish
 

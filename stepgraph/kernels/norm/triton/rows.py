@@ -6,6 +6,11 @@ A slice of a fused QKV projection, a transposed batch and an expanded gradient n
 do not merge (a permutation of three dimensions) are copied. A kernel is given strides divided by ``align``, the largest
 power of two up to 16 that divides both, and multiplies them back: the compiler then knows their alignment and loads 16
 bytes at a time.
+
+Rows one behind the other whose length is no multiple of 16 bytes begin anywhere within 16 bytes, but every
+``PERIOD``-th at the same place. A program takes rows ``PERIOD`` apart, and reads each from ``shift`` elements before
+it, a multiple of ``SHIFT`` elements (16 bytes): so loads are whole vectors there too, and columns lie the same in all
+of its rows. The last vector may reach past the end of a tensor, within 16 bytes that hold the tensor's last element.
 """
 
 import math
@@ -70,19 +75,70 @@ def row_start(row, outer, inner, size, ALIGN: tl.constexpr, TWO_LEVELS: tl.const
 
 
 @triton.jit
-def rows_of_step(step, tokens, head, H: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr, BIG: tl.constexpr):
+def rows_of_step(step, M, head, H: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr, BIG: tl.constexpr):
     """Indices of the rows of a step (one token, or ``ROWS / BH`` tokens with the same heads), and which are valid."""
     token = (step.to(tl.int64) if BIG else step) * (ROWS // BH) + tl.arange(0, ROWS) // BH
-    return token * H + head, (token < tokens) & (head < H)
+    row = token * H + head
+    return row, (row < M) & (head < H)
+
+
+@triton.constexpr_function
+def full(k, FULL, SHIFT):
+    """Whether piece ``k`` lies within the row: the first one begins before a shifted row."""
+    return k < FULL and (SHIFT == 1 or k > 0)
 
 
 @triton.jit
-def tile_mask(valid, col, N: tl.constexpr, FULL: tl.constexpr):
-    """Mask of a tile: valid rows, and valid columns unless the tile is known to be full."""
+def shifted(start, shift, SHIFT: tl.constexpr):
+    """From where a row that begins at ``start`` is read: from a multiple of ``SHIFT`` elements."""
+    if SHIFT == 1:
+        return start
+    else:
+        return tl.multiple_of(start - shift, SHIFT)
+
+
+@triton.jit
+def inside(at, shift, N: tl.constexpr, SHIFT: tl.constexpr):
+    """Which elements ``at``, counted from where the row is read, are the row's."""
+    if SHIFT == 1:
+        return at < N
+    else:
+        return (at >= shift) & (at < N + shift)
+
+
+@triton.jit
+def tile_mask(valid, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.constexpr):
+    """Mask of a tile to be read: valid rows, and valid columns unless the tile is known to be full. Of a shifted row
+    whole vectors are read, with what lies before and behind it: see `trimmed`."""
     if FULL:
         return valid[:, None]
+    elif SHIFT == 1:
+        return valid[:, None] & (at < N)[None, :]
     else:
-        return valid[:, None] & (col < N)[None, :]
+        return valid[:, None] & (at // SHIFT * SHIFT < N + shift)[None, :]
+
+
+@triton.jit
+def trimmed(value, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.constexpr):
+    """A tile as it was read, with zeros for what is not of its rows."""
+    if FULL or SHIFT == 1:
+        return value
+    else:
+        return tl.where(inside(at, shift, N, SHIFT)[None, :], value, tl.zeros_like(value))
+
+
+@triton.jit
+def store_tile(place, value, valid, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.constexpr,
+               CACHE: tl.constexpr):  # fmt: skip
+    """Store a tile at ``place``; of a shifted row, the vectors at its ends element by element."""
+    if FULL or SHIFT == 1:
+        tl.store(place, value, mask=tile_mask(valid, at, shift, N, SHIFT, FULL), cache_modifier=CACHE)
+    else:
+        start = at // SHIFT * SHIFT
+        whole = (start >= shift) & (start + SHIFT <= N + shift)
+        tl.store(place, value, mask=valid[:, None] & whole[None, :], cache_modifier=CACHE)
+        ends = inside(at, shift, N, SHIFT) & ((start < shift) | (start + SHIFT > N + shift))
+        tl.store(place, value, mask=valid[:, None] & ends[None, :], cache_modifier=CACHE)
 
 
 @triton.jit

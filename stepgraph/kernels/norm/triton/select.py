@@ -93,6 +93,23 @@ class Problem(NamedTuple):
     weight_size: int
     """Bytes per element of the weights."""
     quantized: bool = False
+    shift: int = 1
+    """Elements of 16 bytes where rows begin anywhere within them and are read from their beginning (see `rows`)."""
+
+    @property
+    def period(self) -> int:
+        """Every how many rows one begins at the same place within ``shift`` elements."""
+        return self.shift // math.gcd(self.N, self.shift)
+
+    @property
+    def span(self) -> int:
+        """Columns of a row, and the most that are read before it."""
+        return self.N + self.shift - math.gcd(self.N, self.shift)
+
+    @property
+    def sets(self) -> int:
+        """Sets of rows that no program mixes: heads, or places within 16 bytes."""
+        return max(self.heads, self.period)
 
 
 class Hardware(NamedTuple):
@@ -144,7 +161,7 @@ def elements_of_thread(problem: Problem, config: Config) -> tuple[int, int]:
     """Rows, and columns of each, that a thread holds."""
     vec = vector(problem)
     per_row = max(1, config.threads * vec // config.block)
-    columns = max(vec, config.block // config.threads) * config.pieces(problem.N)
+    columns = max(vec, config.block // config.threads) * config.pieces(problem.span)
     return max(1, config.rows // per_row), columns
 
 
@@ -155,7 +172,7 @@ def register_estimate(problem: Problem, config: Config) -> float:
     if problem.heads > 1:
         columns = elements
     held = elements * sum(size / 4 for size in problem.loads[: 2 if problem.backward else 1])
-    if problem.N % vector(problem):
+    if problem.shift == 1 and problem.N % vector(problem):
         # Unaligned rows are loaded element by element: an address for each, and nothing packed.
         held = elements * (5.0 if problem.backward else 3.6)
     if problem.layer and not problem.backward and len(problem.loads) > 1:
@@ -163,14 +180,14 @@ def register_estimate(problem: Problem, config: Config) -> float:
     if config.weight == "after":
         # What ptxas can make do with; given more, it takes more.
         shared = 6 + 10 * (len(problem.loads) - 1) if config.split > 1 else 0
-        return 22 + held + (6 if problem.layer else 0) + 0.5 * config.pieces(problem.N) + shared
+        return 22 + held + (6 if problem.layer else 0) + 0.5 * config.pieces(problem.span) + shared
     weights = columns * problem.weights * (problem.weight_size / 4)
     sums = columns * problem.sums
     along = 1.5 * rows_in_thread * vector(problem)
     pointers = 4.0 * rows_in_thread * (len(problem.loads) + len(problem.stores))
     if config.split > 16 or (config.split > 1 and len(problem.loads) > 2):
         pointers += 24.0  # the shares of all parts at once, or the rows of a third tensor
-    extra = (24 if problem.layer else 0) + (8 if problem.quantized else 0) + 0.5 * config.pieces(problem.N)
+    extra = (24 if problem.layer else 0) + (8 if problem.quantized else 0) + 0.5 * config.pieces(problem.span)
     if config.split > 1:
         # Backward holds the tile of the step before, too.
         extra += 8 + held if problem.backward else 20
@@ -179,13 +196,13 @@ def register_estimate(problem: Problem, config: Config) -> float:
 
 def shared_estimate(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a program."""
-    tile = config.rows * config.block * config.pieces(problem.N)
+    tile = config.rows * config.block * config.pieces(problem.span)
     return (config.stages - 1) * tile * sum(problem.loads) + 1024 * config.warps // 4
 
 
 def runs(problem: Problem, config: Config, hw: Hardware) -> bool:
     """Whether programs that share a row can all run at once, and their tiles fit shared memory."""
-    if config.split > hw.processors * max(1, config.programs):
+    if config.cooperative and config.split * problem.period > hw.processors * max(1, config.programs):
         return False
     shared = hw.shared - (CACHE if config.split > 1 else 0)
     return shared_estimate(problem, config) * max(1, config.programs) <= shared
@@ -197,6 +214,8 @@ def fits(problem: Problem, config: Config, hw: Hardware) -> bool:
         return False
     if math.prod(elements_of_thread(problem, config)) > 64:
         return False
+    if problem.shift > 1 and config.rows > max(1, config.threads * vector(problem) // config.block):
+        return False  # the weight, which lies elsewhere within 16 bytes, is then laid out in another way than the rows
     most = min(config.registers or 255, REGISTERS // config.threads)
     return register_estimate(problem, config) <= most
 
@@ -246,7 +265,7 @@ def _traffic(problem: Problem) -> int:
 
 def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Forward configurations, the best first."""
-    bytes_of_row = problem.N * max(problem.loads)
+    bytes_of_row = problem.span * max(problem.loads)
     shared = list(_forward_shared(problem, hw))
     if bytes_of_row <= LONGEST_FORWARD:
         # While other processors idle, an exchange takes less time than a whole row on one processor.
@@ -264,13 +283,13 @@ def _forward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
     warps = _warps(problem, 2 if problem.layer else 4, most)
     while warps <= 32:
         # Up to, not including, twice what a thread should hold.
-        rows, block = _rows(problem, warps, problem.N, 2 * held - 1, hw, WARPS_FORWARD // warps)
+        rows, block = _rows(problem, warps, problem.span, 2 * held - 1, hw, WARPS_FORWARD // warps)
         one = warps
         while one > 8 and rows > 1:  # rather than rows side by side in many warps, a program for each
             one, rows = one // 2, rows // 2
         first = Config(rows, block, one, 1, 0)
         steps = problem.M / hw.processors
-        if steps > 4 * MANY_STEPS and (rows, one, first.pieces(problem.N)) == (1, 8, 2) and not problem.layer:
+        if steps > 4 * MANY_STEPS and (rows, one, first.pieces(problem.span)) == (1, 8, 2) and not problem.layer:
             # A vector of each of two rows, rather than two of one row: 1% faster.
             yield Config(2, 2 * block, 16, 1, 0, weight=_weight(problem, first))
         while rows >= 1:
@@ -282,7 +301,7 @@ def _forward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
 
 def _forward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Rows shared by programs of 16 warps: two on a processor, or one where they need more registers."""
-    bytes_of_row = problem.N * max(problem.loads)
+    bytes_of_row = problem.span * max(problem.loads)
     slices = [64 * 1024 >> shift for shift in range(6 if problem.heads == 1 else 0)]
     # Few rows: smaller slices, as long as all programs run at once.
     while slices and slices[0] > LEAST_SLICE and problem.M * -(-bytes_of_row // slices[1]) <= 2 * hw.processors:
@@ -290,7 +309,7 @@ def _forward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
     for programs, part in itertools.product((2, 1), slices):
         split = -(-bytes_of_row // part)
         if split > 1:
-            block = _block(-(-problem.N // split), 32 * 16 * vector(problem), 1 / 3)
+            block = _block(-(-problem.span // split), 32 * 16 * vector(problem), 1 / 3)
             weight = "before" if problem.quantized else "after"
             yield Config(1, block, 16, 1, programs, split, weight=weight)
 
@@ -316,7 +335,7 @@ def _weight(problem: Problem, config: Config) -> str:
 def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Backward configurations, the best first."""
     size = max(problem.loads)
-    bytes_of_row = problem.N * size
+    bytes_of_row = problem.span * size
     finish = "grid" if _traffic(problem) > LONG_CALL else "launch"
     shared = list(_backward_shared(problem, hw, finish))
     if shared and bytes_of_row > LONGEST_BACKWARD // 2:
@@ -329,7 +348,7 @@ def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:
         programs = max(1, WARPS_BACKWARD // warps)
         # A program alone on its processor has more loads in flight if it holds one and a half times as much.
         most = HOLD_BACKWARD / size * (1.5 if programs == 1 else 1)
-        rows, block = _rows(problem, warps, problem.N, most, hw, programs)
+        rows, block = _rows(problem, warps, problem.span, most, hw, programs)
         if problem.M <= 2 * rows * hw.processors * programs < 2 * problem.M:
             rows *= 2  # then one step does it
         while rows >= 1:
@@ -341,7 +360,7 @@ def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:
 
 
 def _warps_backward(problem: Problem) -> int:
-    bytes_of_row = problem.N * max(problem.loads)
+    bytes_of_row = problem.span * max(problem.loads)
     if bytes_of_row < 512:
         return 8 if bytes_of_row <= 256 else 4
     if bytes_of_row <= 512 * WARPS_BACKWARD and problem.N & (problem.N - 1) == 0:
@@ -359,7 +378,7 @@ def _backward_shared(problem: Problem, hw: Hardware, finish: str) -> Iterator[Co
     """Backward configurations in which programs share rows: slices of 2048 columns while those are 16 or fewer."""
     if problem.heads > 1:
         return
-    bytes_of_row = problem.N * max(problem.loads)
+    bytes_of_row = problem.span * max(problem.loads)
     if problem.M * bytes_of_row <= 32 * 2**20:
         kinds = ((2048, 4, 2), (1024, 2, 1), (512, 2, 1))
     elif bytes_of_row <= 80 * 1024:
@@ -371,7 +390,7 @@ def _backward_shared(problem: Problem, hw: Hardware, finish: str) -> Iterator[Co
     for part, warps, rows in kinds:
         split = -(-bytes_of_row // (2 * part))
         if split > 1:
-            block = _block(-(-problem.N // split), 32 * warps * vector(problem), 1 / 3)
+            block = _block(-(-problem.span // split), 32 * warps * vector(problem), 1 / 3)
             yield Config(rows, block, warps, 3, WARPS_BACKWARD // warps, split, finish, hold_weight=True)
 
 
@@ -389,7 +408,7 @@ def _select(problem: Problem, hw: Hardware, alone: bool) -> Config:
         if fits(problem, config, hw):
             return config
     # Nothing fits, on a small GPU or for long rows with per-head weights: what spills least is still correct.
-    possible = [config for config in tried if runs(problem, config, hw) and config.pieces(problem.N) <= 64]
+    possible = [config for config in tried if runs(problem, config, hw) and config.pieces(problem.span) <= 64]
     if not possible and problem.heads > 1:
         raise ValueError(
             f"rows of {problem.N} with a weight for each of {problem.heads} heads do not fit a program, "

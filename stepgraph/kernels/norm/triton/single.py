@@ -59,11 +59,12 @@ def _forward_plan(
         (weight is not None) + (bias is not None), 0, 2 if weight is None else weight.element_size(), norm.quantized,
     )  # fmt: skip
     hw = plans.hardware_of(x)
+    x_place, r_place = plans.place_of(x, heads), plans.place_of(residual, heads)
+    problem = plans.by_vectors(problem, hw, (x_place,) if residual is None else (x_place, r_place))
     config = config or tuning.choose(problem, hw, lambda c: forward(norm, x, weight, bias, residual, keep_h, config=c))
     if config.programs and config.split == 1 and config.weight != "before":
         raise ValueError(f"weight={config.weight} is for programs of one step, not programs={config.programs}; use 0")
     cover = plans.cover_of(problem, config, hw)
-    x_place, r_place = plans.place_of(x, heads), plans.place_of(residual, heads)
     # What is beside y changes no sum: its tile is that of the norm by itself, and so are its bits.
     scaled = norm.quantized or beside is not None
     words = plans.share_words(problem._replace(quantized=scaled), config, cover)
@@ -74,6 +75,9 @@ def _forward_plan(
         "OFFSET": float(norm.weight_offset),
         "BH": cover.heads,
         "SPLIT": config.split,
+        "PERIOD": problem.period,
+        "SHIFT": problem.shift,
+        "SUM": plans.sum_rows(problem, config, cover.heads),
         "HOLD": plans.held(x if residual is None else residual),
         "HOLD_W": config.hold_weight and plans.held(weight),
         "WEIGHT": config.weight,
@@ -188,11 +192,12 @@ def _backward_plan(
         2 if weight is None else weight.element_size(),
     )  # fmt: skip
     hw = plans.hardware_of(h)
+    places = plans.place_of(dy, heads), plans.place_of(h, heads), plans.place_of(dh, heads)
+    problem = plans.by_vectors(problem, hw, places if len(loads) > 2 else places[:2])
     arguments = (norm, dy, h, weight, mean, rstd, dh, dx_dtype, need_dx, need_dw, need_db)
     config = config or tuning.choose(problem, hw, lambda c: backward(*arguments, config=c))
     cover = plans.cover_of(problem, config, hw)
     finish = plans.finish_of(problem, config, cover)
-    places = plans.place_of(dy, heads), plans.place_of(h, heads), plans.place_of(dh, heads)
     shares = plans.share_words(problem, config, cover) if need_dx else 0
     counters_at = shares + (cover.groups + 1) // 2
     counters = plans.counters_of(finish, cover)
@@ -203,6 +208,8 @@ def _backward_plan(
         "OFFSET": float(norm.weight_offset),
         "BH": cover.heads,
         "SPLIT": config.split,
+        "PERIOD": problem.period,
+        "SHIFT": problem.shift,
         "HOLD_D": plans.held(dy),
         "HOLD_H": plans.held(h),
         "HOLD_W": config.hold_weight and plans.held(weight),

@@ -18,7 +18,8 @@ from tests.kernels.norm.interpreter.inputs import DTYPES, EPS, LAYOUTS, close, c
 assert INTERPRETED
 
 # The interpreter takes milliseconds for every call inside a kernel: few rows, and few of them in a loop.
-sizes = st.one_of(st.integers(1, 24), st.sampled_from((32, 40, 48)))
+# From 64 on (32 in fp32), rows that begin anywhere within 16 bytes are read from their beginning.
+sizes = st.one_of(st.integers(1, 24), st.sampled_from((32, 40, 48, 33, 38, 65, 66, 68, 77)))
 shapes = st.one_of(
     st.tuples(sizes),
     st.tuples(st.integers(1, 12), sizes),
@@ -83,6 +84,37 @@ def test_forward_and_backward(data):
         if need:
             assert value.is_contiguous() and torch.equal(value, repeated)
             close(name, value, want, (n if name == "dx" else count) * (1 + int(rstd.max())))
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 77), (torch.bfloat16, 92), (torch.float32, 66)])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_rows_that_begin_anywhere_within_16_bytes(kind, dtype, n, split):
+    """What lies before and behind each row, its neighbours and the memory around the tensor, changes nothing: infinite
+    there, and as before where it is written. Several steps a program, and a last one that only some have."""
+    m = 37
+
+    def amid(seed):
+        memory = torch.full((m * n + 64,), torch.inf, dtype=dtype)
+        rows = memory[32 : 32 + m * n].view(m, n)
+        return rows.copy_(tensor((m, n), dtype, "contiguous", seed))
+
+    x, dy, dh = amid(0), amid(1), amid(2)
+    weight, bias = tensor((n,), dtype, "contiguous", 3), tensor((n,), dtype, "contiguous", 4)
+    spec = Norm(kind, EPS, 0.0, dtype)
+    ahead = Config(1, 32, 1, 1, 4 if split > 1 else 0, split)
+    y, _, mean, rstd, _ = triton_norm.forward(spec, x, weight, bias, None, False, config=ahead)
+    (shift,) = {launch.constants["SHIFT"] for launch in list(triton_norm.PLANS.values())[-1].launches}
+    assert shift == 16 // dtype.itemsize
+    back = Config(1, 32, 1, 2, 4, split, finish="launch")
+    dx, dw, db = triton_norm.backward(spec, dy, x, weight, mean, rstd, dh, dtype, True, True, True, config=back)
+    x64, w64, b64 = double(x), double(weight), double(bias)
+    y64 = norm(kind, x64, w64, b64, 0.0)
+    ((y64 * dy.double()).sum() + (x64 * dh.double()).sum()).backward()
+    for name, got, want, terms in (
+        ("y", y, y64.detach(), n), ("dx", dx, x64.grad, n), ("dw", dw, w64.grad, m), ("db", db, b64.grad, m)
+    ):  # fmt: skip
+        close(name, got, want, terms)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
