@@ -6,7 +6,10 @@ import threading
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from stepgraph import parallel
+from stepgraph.parallel import MeshSpec
 from stepgraph.train.checkpoint.background import BackgroundSaves
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 
@@ -52,6 +55,24 @@ def test_memory_is_taken_and_files_are_written_while_the_gpu_works(tmp_path):
     assert {name: tensor.data_ptr() for name, tensor in saves._copies.items()} == taken
     print(saves.check())
     assert saves.checkpointer.latest().name == "step-00000001"
+
+
+def test_shards_are_copied_to_page_locked_memory_too(tmp_path):
+    with parallel.started(MeshSpec.parse("fsdp=1"), "cuda"):
+        mesh = torch.distributed.init_device_mesh("cuda", (1,))
+        one, other = (nn.Linear(512, 256, bias=False, device="cuda") for _ in range(2))
+        for layer in (one, other):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+        saves = BackgroundSaves(Checkpointer(tmp_path / "checkpoints"), parallel.gloo_group())
+        saves.prepare({"model": one})
+        saves._preparing.join()
+        copy = saves._copies["model.weight"]
+        assert isinstance(copy, DTensor) and copy.to_local().is_pinned()
+        saves.begin(1, {"model": one})
+        saves.finish()
+        assert saves._copies["model.weight"] is copy
+        saves.checkpointer.load(saves.checkpointer.folder, {"model": other}, rng=False)
+        assert torch.equal(one.weight.to_local(), other.weight.to_local())
 
 
 def test_page_locked_memory_can_be_taken_while_another_thread_records_a_graph():

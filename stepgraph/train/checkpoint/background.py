@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from stepgraph import compat
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, tensors_of
 from stepgraph.train.checkpoint.files import local
 
@@ -39,6 +41,7 @@ class BackgroundSaves:
     def prepare(self, state: dict) -> None:
         """Let a thread take the host memory for copies of ``state``. The first save waits until it is done; where it
         fails, that save tries again and says why."""
+        self._enough.clear()
         missing = self._missing(tensors_of(state))
 
         def run() -> None:
@@ -123,14 +126,16 @@ class BackgroundSaves:
         for name, tensor in missing.items():
             if self._enough.is_set():
                 return
-            try:
-                self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+            gpu, part = tensor.device.type == "cuda", local(tensor)
+            try:  # operators on DTensors hold Python's lock, which the run's thread needs
+                there = torch.empty_like(part, device="cpu", pin_memory=gpu)
             except RuntimeError as failure:  # torch's for memory that the system does not give
                 raise MemoryError(
                     f"no host memory for a copy of the state: {str(failure).splitlines()[0]}"
                 ) from failure
-            if tensor.device.type != "cuda":
-                local(self._copies[name]).zero_()  # page-locked memory is there, other memory once it is written to
+            if not gpu:
+                there.zero_()  # page-locked memory is there, other memory once it is written to
+            self._copies[name] = compat.with_local(tensor, there) if isinstance(tensor, DTensor) else there
 
     def _fits(self, name: str, tensor: torch.Tensor) -> bool:
         there = self._copies.get(name)

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from stepgraph import parallel
+from stepgraph.parallel import MeshSpec
 from stepgraph.train.checkpoint import background, checkpointer
 from stepgraph.train.checkpoint.background import BackgroundSaves
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, tensors_of
@@ -102,6 +105,29 @@ def test_memory_is_taken_before_the_first_save(saves):
     saves.prepare(state)  # all is there
     saves.finish()
     assert saves.check() == []
+
+
+def test_memory_for_shards_is_taken_as_plain_tensors(saves, monkeypatch):
+    """What operators on DTensors take long for, with Python's lock held, the run's thread would wait for."""
+    made, empty_like = [], torch.empty_like
+    with parallel.started(MeshSpec.parse("fsdp=1"), "cpu"):
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        one, other = (torch.nn.Linear(5, 3) for _ in range(2))
+        for layer in (one, other):
+            for name, param in list(layer.named_parameters()):
+                shard = distribute_tensor(param.detach(), mesh, [Shard(0)])
+                setattr(layer, name, torch.nn.Parameter(shard))
+        monkeypatch.setattr(background.torch, "empty_like", lambda x, **how: (made.append(x), empty_like(x, **how))[1])
+        saves.prepare({"model": one})
+        saves._preparing.join()
+        assert len(made) == 2 and not any(isinstance(tensor, DTensor) for tensor in made)
+        assert all(isinstance(copy, DTensor) for copy in saves._copies.values())
+        saves.begin(1, {"model": one})
+        saves.finish()
+        assert len(made) == 2
+        saves.checkpointer.load(saves.checkpointer.folder, {"model": other}, rng=False)
+        for name, param in one.named_parameters():
+            assert torch.equal(param.to_local(), other.get_parameter(name).to_local())
 
 
 def slow_memory(monkeypatch):
