@@ -1,7 +1,7 @@
 """How long training stands still for a checkpoint: `stepgraph train`, whose process is ended once its save is known.
 
-One GPU holds here what each of two holds of llama3-8b under ``fsdp=2``: 14 layers have 4.06B parameters, and these and
-AdamW's two moments in fp32 are 49 GB, as half of 8.03B are.
+One GPU holds here what each of two holds of llama3-8b under ``fsdp=2``: 14 layers have 4.10B parameters, and these and
+AdamW's two moments in fp32 are 49 GB, where half of 8.03B are 48 GB.
 
     python benchmarks/save_stall.py llama3-8b --model.n-layers 14 --mesh fsdp=1 --touch-gib 100 --json FILE
     python benchmarks/save_stall.py llama3-debug --device cpu --save-at 6          # that it runs
@@ -9,8 +9,7 @@ AdamW's two moments in fp32 are 49 GB, as half of 8.03B are.
 Options that are not below go to `stepgraph train`. A row, of ``--rows``, is a run:
 
 - ``behind``: the save of step ``--save-at``, `--save behind`, when its host memory was taken ahead.
-- ``unprepared``: the same right behind the first steps, so that it waits for that memory: what the first save of a run
-  took before memory was taken ahead.
+- ``unprepared``: the same at the second step, before any memory is taken ahead: the save takes it, and waits.
 - ``wait``: `--save wait`, the run waits until the checkpoint is on the disk.
 
 ``stall_s``: what the run says that it waited. ``gap_s``: the same from outside, from the line of the step before the
@@ -45,8 +44,8 @@ from typing import Any
 from stepgraph.config.environment import environment
 
 ROOT = Path(__file__).parents[1]
-#: The first step at which a save can be due once memory is being taken: that begins when two steps are done.
-EARLY = 3
+#: The step from which on steps are timed, and memory is taken ahead: the first compile and record CUDA graphs.
+FIRST = 3
 #: Steps that a row goes on for after its save is known.
 MORE = 4
 TOUCHING = "import sys, numpy; a = numpy.ones(int(sys.argv[1]), numpy.uint8); print('touched', flush=True); input()"
@@ -78,7 +77,7 @@ class Row:
     """A run and what is seen of it: lines and when they came, and memory."""
 
     def __init__(self, kind: str, words: list[str], save_at: int, folder: Path, limits: tuple[float, float]):
-        self.kind, self.step = kind, save_at if kind == "behind" else EARLY
+        self.kind, self.step = kind, {"behind": save_at, "unprepared": FIRST - 1, "wait": FIRST}[kind]
         self.run, (self.whole_limit, self.limit) = folder / "run", limits
         save = ["--save", "wait" if kind == "wait" else "behind", "--checkpoint-every", str(self.step)]
         records = ["--val-every", "0", "--log-every", "1", "--steps", "100000", "--warmup-steps", "2000"]
@@ -144,12 +143,11 @@ class Row:
         records = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
         steps = {record["step"]: record for record in records if "step_ms" in record}
         (stall,) = [record["save_s"] for record in records if "save_s" in record and record["step"] == self.step]
-        first = EARLY  # the steps before compile and record CUDA graphs
-        ready, whole, end = max(self.ready_at, first - 1), self.whole_at or max(steps), max(steps)
+        ready, whole, end = max(self.ready_at, FIRST - 1), self.whole_at or max(steps), max(steps)
         if self.kind == "behind" and (not self.ready_at or ready > self.step):
             print(f"note: memory was not ready at step {self.step}: choose a later --save-at", flush=True)
         parts = {
-            "taking": (first, min(ready, self.step)),
+            "taking": (FIRST, min(ready, self.step)),
             "before": (ready + 1, self.step),
             "during": (self.step + 1, whole),
             "after": (whole + 1, end),
@@ -158,7 +156,7 @@ class Row:
             name: [steps[step]["step_ms"] for step in range(low, high + 1) if step in steps]
             for name, (low, high) in (parts.items() if self.kind == "behind" else ())
         }
-        usual = statistics.median(steps[step]["step_ms"] for step in steps if step >= first) / 1e3
+        usual = statistics.median(steps[step]["step_ms"] for step in steps if step >= FIRST) / 1e3
         said = "".join(self.said)
         copies = re.search(r"host memory for copies of the state: ([\d.]+) GiB, ready after ([\d.]+) s", said)
         written = re.search(rf"checkpoint of step {self.step}: the run waited [\d.]+ s, written in ([\d.]+) s", said)
