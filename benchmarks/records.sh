@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes this folder's records of a GPU again, as the README quotes them; each file is written as it is measured.
 #
-#   benchmarks/records.sh [NAME ...]              without a name: all that one GPU can make (about 40 minutes on an H200)
+#   benchmarks/records.sh [NAME ...]              without a name: all that one GPU can make (about 45 minutes on an H200)
 #   benchmarks/records.sh --forecast [NAME ...]   what `stepgraph plan` says of the rows over several GPUs, without one
 #   benchmarks/records.sh --dry [NAME ...]        the same rows in small, on gloo ranks of a CPU: that they run
 #   OUT=FOLDER PYTHON=PROGRAM GPU=h100            where the files go (benchmarks), what runs them (.venv/bin/python, or
@@ -135,6 +135,9 @@ record() {
     models_3b) # compile and Liger beside; the others of the README's table by name: stepgraph bench model NAME ...
       stepgraph bench model smollm3-3b --providers compile,liger,stepgraph --together 3 --json "$OUT/${GPU}_smollm3.json" ;;
     warm_start) "$PYTHON" benchmarks/warm_start.py qwen3-0.6b --json "$OUT/${GPU}_warm_start.json" ;;
+    save_stall) # what one of two GPUs holds of llama3-8b; a disk with room for one checkpoint of 49 GB, in TMPDIR
+      "$PYTHON" benchmarks/save_stall.py llama3-8b --model.n-layers 14 --mesh fsdp=1 --touch-gib 100 \
+        --rows behind unprepared wait --json "$OUT/${GPU}_save_stall.json" ;;
     fp8)
       step fp8 llama3-1b $B1 --precision bf16 --repeats 3 --together 4 --providers "$FP8" ;;
     golf_fa4) step golf_fa4 golf --steps 16 --repeats 3 --together 3 --providers compile,stepgraph-cudnn,stepgraph-fa4 ;;
@@ -156,7 +159,7 @@ record() {
 }
 
 ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
-ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor models_3b warm_start fp8 golf_fa4 fp8_curve"
+ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor models_3b warm_start save_stall fp8 golf_fa4 fp8_curve"
 TWO="1b_fsdp2 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_balanced 1b_pp2 8b_pp2 8b_pp2_symmetric"
 FOUR="1b_fsdp4 1b_fsdp4_copies 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl 8b_fsdp2_tp2_fp8 16b_ep4 16b_ep4_balanced 8b_pp4 8b_pp2_fsdp2"
 EIGHT="1b_fsdp8 1b_fsdp8_copies 8b_fsdp4_tp2 8b_fsdp8 8b_fsdp4_tp2_fp8 8b_fsdp8_fp8 16b_ep8 16b_ep8_balanced 8b_pp2_fsdp2_tp2"

@@ -42,6 +42,7 @@ from stepgraph.compat.distributed import (
     several_gloo_threads,
     single_gloo_thread,
     symmetric_memory,
+    with_local,
 )
 from stepgraph.compat.eager import (
     below_autograd,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def all_reduce(tensor: torch.Tensor, op: str, group: torch.distributed.ProcessGroup) -> torch.Tensor:
@@ -29,6 +30,11 @@ def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.Proc
     if mesh.size() == torch.distributed.get_world_size():
         return [torch.distributed.group.WORLD]
     return mesh.get_all_groups()
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """``tensor`` with ``local`` as this rank's part, on any device: ``DTensor.from_local`` moves it to the mesh's."""
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def flight_records(device_type: str) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """When a run's state goes to its checkpoints, and which one it begins with."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,20 @@ class Saving:
         for group, given in zip(build.param_groups(state["optimizer"]), options, strict=True):
             group.update(given)  # --weight-decay and the like may be changed on --resume
 
-    def save(self, step: int, state: dict[str, Any], *, last: bool) -> None:
+    def prepare(self, step: int, state: dict[str, Any]) -> None:
+        """Let a thread take the memory of a background save, if one is due after more than ``step`` updates."""
+        every = self.config.checkpoint_every
+        if self.background and every and (step // every + 1) * every < self.config.steps:
+            self.background.prepare(state)
+
+    def save(self, step: int, state: dict[str, Any], *, last: bool) -> float:
         """Save the state after ``step`` updates, unless that is done; the ``last`` is waited for, and so is the one
-        before. Raises OSError in one line."""
+        before. The seconds that the run waited. Raises OSError in one line."""
+        began = time.perf_counter()
         if last:
             self.finish()
         if step == self.saved_step:
-            return
+            return time.perf_counter() - began
         if self.background and not last:
             try:
                 self.background.begin(step, state)
@@ -57,6 +65,7 @@ class Saving:
         if self.background is None or last:
             self.checkpointer.save(step, state)
         self.saved_step = step
+        return time.perf_counter() - began
 
     def written(self) -> list[str]:
         """What to say of checkpoints since. Raises OSError, in one line, where one could not be written."""

@@ -147,8 +147,7 @@ class Run:
 
         self.params = config.model.num_params()
         self.flops_per_token = flops_per_token(config.model, config.seq_len)
-        peak = device_peak(config, device)
-        self.peak = peak and peak * self.ranks.world  # of all devices together
+        self.peak = (device_peak(config, device) or 0) * self.ranks.world or None  # of all devices together
         self.captured: stepgraph.CapturedStep | None = None
         self.capture_s: float | None = None
         self.finished = 0  # steps that this process has done
@@ -292,6 +291,8 @@ class Run:
                 previous, launched = launched, self._launch()
                 if previous:
                     self._finish(previous, progress)
+                if self.finished == self.warmup:
+                    self.saving.prepare(self.step, self.state)
                 more = self.step < config.steps
                 validate = more and config.val_every and self.step % config.val_every == 0
                 save = more and config.checkpoint_every and self.step % config.checkpoint_every == 0
@@ -324,8 +325,7 @@ class Run:
         self._write_passes()  # what the first steps compiled and recorded is known now
 
     def _asked_to_stop(self) -> bool:
-        """Whether a signal or a failure reached any rank: all must stop after the same step, or one would wait for
-        ever."""
+        """Whether a signal or a failure reached any rank: all stop after the same step, or one would wait for ever."""
         began = time.perf_counter()
         with self.failures.noted():
             for line in self.saving.written():
@@ -373,10 +373,9 @@ class Run:
         if repeats := int(launched.metrics.get("repeated", 0)):
             self.repeated_steps += repeats
             room = capacity_of(self.model).multiple
+            again = f"step {step} repeated with larger buffers for experts; --expert-capacity {room:g} has them"
             with self.failures.noted():
-                progress.note(
-                    f"step {step} repeated with larger buffers for experts; --expert-capacity {room:g} has them"
-                )
+                progress.note(again)
         if not self.finite.accepts(step, loss, grad_norm, launched.batch):
             with self.failures.noted():
                 progress.note(f"step {step} left out: its loss is {loss}, its gradient norm {grad_norm}")
@@ -427,9 +426,11 @@ class Run:
     def _save(self, *, last: bool) -> None:
         self.watch.at(f"the checkpoint of step {self.step}", limited=False)
         self._check_data()
-        self.saving.save(self.step, self.state, last=last)
+        waited_s = self.saving.save(self.step, self.state, last=last)
         with self.failures.noted():
             self.folder.check_there(self.config)
+            if not last:
+                self.folder.log(self.step, save_s=waited_s)
 
     def _check_data(self) -> None:
         """Say it once where the data was rewritten in place: a resumed run would not find the rows of this one."""

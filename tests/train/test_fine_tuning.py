@@ -14,60 +14,28 @@ from stepgraph.train.data import PackedLoader, open_data
 from stepgraph.train.start import with_document_mask
 
 transformers = pytest.importorskip("transformers")
-PAGE = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
-STEPS = 8
+from tests.train.fine_tuning import STEPS, PlainLoop, make, records, tune  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
-    """A folder in which the page's script has run and its command with fewer steps; and the command's words."""
+    """A folder in which the page's script has run and its command with fewer steps."""
     folder = tmp_path_factory.mktemp("fine")
-    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    (command,) = re.findall(r"^stepgraph (train .*--out tuned.*)$", PAGE, re.MULTILINE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        exec(compile(script, "make.py", "exec"), {})
-        samples = ["--val-every", "4", "--sample-every", "4", "--sample-prompt", "What is 2 plus 3?"]
-        with pytest.raises(SystemExit) as stop:
-            cli.main([*command.split(), "--steps", str(STEPS), "--device", "cpu", *samples])
-    assert stop.value.code == 0
+    make(folder)
+    samples = ["--val-every", "4", "--sample-every", "4", "--sample-prompt", "What is 2 plus 3?"]
+    tune(folder, "--device", "cpu", *samples)
     return folder
-
-
-def records(folder, name):
-    lines = map(json.loads, (folder / "tuned" / "metrics.jsonl").read_text().splitlines())
-    return [line[name] for line in lines if name in line]
-
-
-def apart(positions):
-    """Which tokens (B, 1, T, T) see which: those before them in their conversation."""
-    number = (positions == 0).cumsum(1)
-    return (number[:, None, :, None] == number[:, None, None, :]).tril()
 
 
 def test_losses_are_those_of_transformers(example):
     """fp32 on both sides; sums in another order differ by some 1e-7, which 8 steps of AdamW let grow."""
-    model = transformers.LlamaForCausalLM.from_pretrained(example / "base", dtype=torch.float32)
-    data = open_data(str(example / "chat.jsonl"), str(example / "base" / "tokenizer.json"))
-    batches = PackedLoader(data.source, data.tokenizer, batch_size=4, seq_len=128, positions=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
-    losses = []
-    for lr in records(example, "lr"):
-        batch = next(batches)
-        logits = model(batch["tokens"], apart(batch["positions"]), position_ids=batch["positions"]).logits
-        loss = model.loss_function(logits, None, vocab_size=320, shift_labels=batch["targets"])
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        losses.append(loss.item())
+    plain = PlainLoop(example)
+    losses = [plain.step(lr) for lr in records(example / "tuned", "lr")]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 1
-    assert records(example, "loss") == pytest.approx(losses, rel=1e-5)
+    assert records(example / "tuned", "loss") == pytest.approx(losses, rel=1e-5)
 
     out = transformers.LlamaForCausalLM.from_pretrained(example / "out", dtype=torch.float32)
-    for (name, ours), theirs in zip(out.named_parameters(), model.parameters(), strict=True):
+    for (name, ours), theirs in zip(out.named_parameters(), plain.params, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(example / "out")
     assert tokenizer.decode([out.config.eos_token_id]) == "<|im_end|>"
@@ -118,7 +86,7 @@ def test_an_answer_is_that_of_transformers(example, capsys, monkeypatch):
     ]
     assert said == tokenizer.decode(made, skip_special_tokens=True) + "\n" and said.strip()
     # One was written at the validation in the run too; the losses above show that it changed nothing.
-    (sample,) = records(example, "sample")
+    (sample,) = records(example / "tuned", "sample")
     assert isinstance(sample, str)
 
 

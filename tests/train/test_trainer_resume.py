@@ -345,6 +345,9 @@ def test_checkpoints_behind_the_run_are_those_it_would_wait_for(trainer, whole, 
     assert trainer.here(*OPTIONS, "--save", "behind", "--out", folder) == 0
     out = capsys.readouterr().out
     assert re.search(r"\ncheckpoint of step 4: the run waited \d\.\d\d s, written in \d+\.\d s\n", out)
+    assert re.search(r"\nhost memory for copies of the state: 0\.\d\d GiB, ready after \d\.\d s\n", out)
+    saves = dict(trainer.metrics(folder, "save_s"))
+    assert list(saves) == [4, 8, 12, 16, 20] and 0 < max(saves.values()) < 5
     assert trainer.checkpoints(folder) == [f"step-{step:08d}" for step in range(4, 25, 4)]
     for step in (8, 24):
         tensors, texts = trainer.saved(folder, step)

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from stepgraph.train.checkpoint.checkpointer import Checkpointer
+from stepgraph import compat
+from stepgraph.train.checkpoint.checkpointer import Checkpointer, tensors_of
+from stepgraph.train.checkpoint.files import local
 
 _MEMORY = Path("/proc/meminfo")
 
@@ -18,8 +20,10 @@ class BackgroundSaves:
     """Saves of ``checkpointer`` whose files a thread writes, one checkpoint at a time.
 
     The run waits only while the state is copied, from a GPU into page-locked memory of the host, which is kept for the
-    next save: as many bytes as this rank's parameters and optimizer state. Until the last rename of a save the previous
-    checkpoint is the newest, as with a save that is waited for.
+    next save: as many bytes as this rank's parameters and optimizer state, or more, as torch rounds the size of each
+    tensor up to a power of two. To take that memory lasts many times as long as to copy: :meth:`prepare` does it while
+    the run goes on. Until the last rename of a save the previous checkpoint is the newest, as with a save that is
+    waited for.
 
     Every rank of a mesh begins the same saves in the same order. Their threads meet in ``group``, of gloo, which no
     other thread uses; None for one process.
@@ -28,17 +32,40 @@ class BackgroundSaves:
     def __init__(self, checkpointer: Checkpointer, group: torch.distributed.ProcessGroup | None = None):
         self.checkpointer, self.group = checkpointer, group
         self._copies: dict[str, torch.Tensor] = {}
+        self._preparing: threading.Thread | None = None
+        self._enough = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._told: list[str] = []
 
+    def prepare(self, state: dict) -> None:
+        """Let a thread take the host memory for copies of ``state``. The first save waits until it is done; where it
+        fails, that save tries again and says why."""
+        self._enough.clear()
+        missing = self._missing(tensors_of(state))
+
+        def run() -> None:
+            began = time.perf_counter()
+            try:
+                self._allocate(missing)
+            except MemoryError:
+                return
+            if missing and not self._enough.is_set():
+                room, seconds = sum(map(_room_of, missing.values())) / 2**30, time.perf_counter() - began
+                self._told.append(f"host memory for copies of the state: {room:.2f} GiB, ready after {seconds:.1f} s")
+
+        self._preparing = threading.Thread(target=run, name="memory for checkpoints", daemon=True)
+        self._preparing.start()
+
     def begin(self, step: int, state: dict) -> float:
         """Begin to save ``state`` after ``step`` updates; the seconds that the run waited for it, those for the save
-        before it included.
+        before it and for the memory included.
 
         Raises what the save before raised: OSError, one line; and ValueError for a state that cannot be saved.
         """
         began = time.perf_counter()
+        if self._preparing is not None:
+            self._preparing.join()
         self.finish()
         write = self.checkpointer.collect(step, state, self._copied, self.group)
         waited = time.perf_counter() - began
@@ -67,7 +94,11 @@ class BackgroundSaves:
         return told
 
     def finish(self) -> None:
-        """Wait for the save that is going on. Raises what it raised."""
+        """Wait for the save that is going on. Raises what it raised. Memory that is not there yet is not taken."""
+        if self._preparing is not None:
+            self._enough.set()
+            self._preparing.join()
+            self._preparing = None
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -77,16 +108,34 @@ class BackgroundSaves:
 
     def _copied(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """``tensors`` on the host; the memory is that of the save before where it fits."""
-        missing = {name: tensor.detach() for name, tensor in tensors.items() if not self._fits(name, tensor)}
-        _require_room(sum(_local(tensor).numel() * tensor.element_size() for tensor in missing.values()))
-        for name, tensor in missing.items():
-            pinned = tensor.device.type == "cuda"
-            self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        self._enough.clear()
+        self._allocate(self._missing(tensors))
         for name, tensor in tensors.items():
-            _local(self._copies[name]).copy_(_local(tensor.detach()), non_blocking=True)
+            local(self._copies[name]).copy_(local(tensor.detach()), non_blocking=True)
         if any(tensor.device.type == "cuda" for tensor in tensors.values()):
             torch.cuda.synchronize()  # the next step changes what is copied
         return {name: self._copies[name] for name in tensors}
+
+    def _missing(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of ``tensors`` that there is no memory for yet."""
+        return {name: tensor.detach() for name, tensor in tensors.items() if not self._fits(name, tensor)}
+
+    def _allocate(self, missing: dict[str, torch.Tensor]) -> None:
+        """Memory for a copy of each of ``missing``, until there is enough."""
+        _require_room(sum(map(_room_of, missing.values())))
+        for name, tensor in missing.items():
+            if self._enough.is_set():
+                return
+            gpu, part = tensor.device.type == "cuda", local(tensor)
+            try:  # operators on DTensors hold Python's lock, which the run's thread needs
+                there = torch.empty_like(part, device="cpu", pin_memory=gpu)
+            except RuntimeError as failure:  # torch's for memory that the system does not give
+                raise MemoryError(
+                    f"no host memory for a copy of the state: {str(failure).splitlines()[0]}"
+                ) from failure
+            if not gpu:
+                there.zero_()  # page-locked memory is there, other memory once it is written to
+            self._copies[name] = compat.with_local(tensor, there) if isinstance(tensor, DTensor) else there
 
     def _fits(self, name: str, tensor: torch.Tensor) -> bool:
         there = self._copies.get(name)
@@ -103,5 +152,7 @@ def _require_room(needed: int) -> None:
         )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _room_of(tensor: torch.Tensor) -> int:
+    """The bytes that a copy of ``tensor`` takes on this rank's host: torch rounds those of page-locked memory up."""
+    size = local(tensor).numel() * tensor.element_size()
+    return 1 << (size - 1).bit_length() if size and tensor.device.type == "cuda" else size

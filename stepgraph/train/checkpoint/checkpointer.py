@@ -236,6 +236,11 @@ def loader_states(path: Path) -> list[dict]:
 # ---- what goes in, what comes out ----
 
 
+def tensors_of(state: dict) -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint of ``state`` has of this rank, by their names in it."""
+    return _collect({part: state[part] for part in ("model", "optimizer") if part in state})[0]
+
+
 def _fingerprint(model: dict[str, list]) -> str:
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 

@@ -131,9 +131,9 @@ class RunFolder:
 
         The names used are ``loss`` (nats per token), ``grad_norm``, ``lr``, ``step_ms``, ``tokens_per_s``, ``mfu`` (in
         [0, 1]), ``mem_gib``, ``tokens`` (seen so far), ``val_loss``, ``expert_load`` (a list: of each layer with
-        experts, the highest load of an expert over the mean), ``repeated_steps`` and ``sample`` (a text). A name that
-        starts with ``val_`` goes to TensorBoard's ``val/``, others to ``train/``; a list to a tag for each element, by
-        its place.
+        experts, the highest load of an expert over the mean), ``repeated_steps``, ``save_s`` (how long the run waited
+        for the checkpoint) and ``sample`` (a text). A name that starts with ``val_`` goes to TensorBoard's ``val/``,
+        others to ``train/``; a list to a tag for each element, by its place.
         """
         self._metrics.write(json_line({"step": step} | values))
         scalars: dict[str, float] = {}
