@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.passes.contract import Pass
+from stepgraph.run.saved.sources import UNDER_TORCH
 
 #: The version of what is written here and beside: entries of another are never read.
 FORMAT = 1
@@ -69,7 +70,7 @@ def versions() -> dict[str, str]:
     """Of all that decides what a capture, a pass and a compiler make: packages, and stepgraph's own sources."""
     found = {"format": str(FORMAT), "python": platform.python_version(), "torch": torch.__version__}
     found |= {"cuda": str(torch.version.cuda), "stepgraph": own_sources()}
-    for package in ("numpy", "triton", "transformers", "flash-attn-4", "quack-kernels"):
+    for package in ("numpy", *UNDER_TORCH, "transformers", "flash-attn-4", "quack-kernels"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

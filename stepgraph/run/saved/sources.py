@@ -24,13 +24,23 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
 _NUMPY = os.path.dirname(np.__file__) + os.sep
-_FOUND = importlib.util.find_spec("triton")
-_TRITON = os.path.dirname(_FOUND.origin) + os.sep if _FOUND else _TORCH
+
+#: What torch is made with, and calls while it traces and compiles.
+UNDER_TORCH = ("triton", "filelock", "sympy", "mpmath", "networkx", "jinja2", "fsspec")
+
+
+def _folder(package: str) -> str:
+    found = importlib.util.find_spec(package)
+    return os.path.dirname(found.origin) + os.sep if found and found.origin else _TORCH
+
+
+_UNDER_TORCH = tuple(map(_folder, UNDER_TORCH))
 
 
 def counts(file: str) -> bool:
-    """Whether a file is of none of torch, triton, NumPy, Python and stepgraph, which the key has by their versions."""
-    if file.startswith((_TORCH, _TRITON, _OWN, _NUMPY, "<frozen")):
+    """Whether a file is of none of torch, what it is made with, NumPy, Python and stepgraph, which the key has by their
+    versions."""
+    if file.startswith((_TORCH, *_UNDER_TORCH, _OWN, _NUMPY, "<frozen")):
         return False
     return file.startswith(_INSTALLED) or not file.startswith(_PYTHON)
 
