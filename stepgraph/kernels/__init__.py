@@ -10,4 +10,4 @@ from stepgraph.kernels.norm.functional import (
     rms_norm_fp8,
 )
 from stepgraph.kernels.norm.modules import LayerNorm, RMSNorm
-from stepgraph.kernels.norm.triton.tuning import autotune
+from stepgraph.kernels.norm.triton.config.tuning import autotune

@@ -21,7 +21,7 @@ from stepgraph import compat
 from stepgraph.kernels import ahead, compile_worker
 from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.norm.triton import pair, plans, single, workspace
-from stepgraph.kernels.norm.triton.select import Hardware
+from stepgraph.kernels.norm.triton.config.limits import Hardware
 from stepgraph.passes.compile import ahead as beside
 
 BF16, FP32, I32, I64, FP8 = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.float8_e4m3fn

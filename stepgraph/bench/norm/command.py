@@ -39,6 +39,7 @@ GRID_N = (
 )
 GRID_M = tuple(4**power for power in range(11))
 GRID_BYTES = 2 * 2**30
+RANDOM_SHAPES = 120
 CPU_GRID = ((256, 64), (1024, 256), (512, 1024), (64, 8192))
 
 #: Where the host's cost of a call is taken: the kernels are done sooner than the next call is launched.
@@ -57,7 +58,8 @@ class NormOptions:
 
     shapes: str = "grid"
     """Rows x row length with commas between, such as 12288x2880,65536x256. grid: row lengths from 64 to 131072 with 1
-    to 1048576 rows, up to 2 GiB a tensor, in an order of which any first part is a fair sample; few on a CPU."""
+    to 1048576 rows, up to 2 GiB a tensor, in an order of which any first part is a fair sample; few on a CPU. random:
+    120 shapes that are drawn, always the same, with row lengths of any kind, odd ones among them."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Of all tensors."""
@@ -100,6 +102,8 @@ class NormOptions:
         """(M, N) of each shape. Raises ValueError for what is no list of shapes."""
         if self.shapes == "grid":
             return _grid(ITEM_BYTES[self.dtype], device)
+        if self.shapes == "random":
+            return _random(ITEM_BYTES[self.dtype])
         shapes = []
         for word in self.shapes.split(","):
             numbers = word.strip().split("x")
@@ -108,7 +112,7 @@ class NormOptions:
             ):
                 raise ValueError(
                     f"shapes={self.shapes}: {word.strip()!r} is not ROWSxLENGTH, two numbers above 0; "
-                    "write for example --shapes 12288x2880,65536x256"
+                    "write for example --shapes 12288x2880,65536x256, or --shapes random"
                 )
             shapes.append((int(numbers[0]), int(numbers[1])))
         return list(dict.fromkeys(shapes))
@@ -121,6 +125,18 @@ def _grid(item_bytes: int, device: torch.device) -> list[Shape]:
     most = min(GRID_BYTES, free // 16)  # two calls, each with x, dy, y and dx, and what a provider needs besides
     shapes = [(m, n) for n in GRID_N for m in GRID_M if m * n * item_bytes <= most]
     random.Random(0).shuffle(shapes)
+    return shapes
+
+
+def _random(item_bytes: int) -> list[Shape]:
+    """Shapes of 128 KiB to 1 GiB a tensor; row lengths in turn multiples of 128, of 8, and any, from 64 to 131072."""
+    draw, shapes = random.Random(0), []
+    while len(shapes) < RANDOM_SHAPES:
+        multiple = (128, 8, 1)[len(shapes) % 3]
+        n = round(2 ** draw.uniform(6, 17) / multiple) * multiple
+        m = round(2 ** draw.uniform(17, 30) / (n * item_bytes))
+        if 64 <= n <= 131072 and m:
+            shapes.append((m, n))
     return shapes
 
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels.norm.triton import tuning
-from stepgraph.kernels.norm.triton.select import REGISTERS, Hardware, Problem, fits, select, shared_estimate
+from stepgraph.kernels.norm.triton.config import tuning
+from stepgraph.kernels.norm.triton.config.limits import REGISTERS, Hardware, Problem, fits, shared_estimate
+from stepgraph.kernels.norm.triton.config.select import select
 
 H200 = Hardware(132, 228 * 1024 - 4096)
 SIZES = st.sampled_from((2, 4))

@@ -22,7 +22,7 @@ from stepgraph.kernels.norm.spec import FP8, Norm
 from stepgraph.kernels.norm.triton import launch, plans
 from stepgraph.kernels.norm.triton import pair as triton_pair
 from stepgraph.kernels.norm.triton import single as triton_norm
-from stepgraph.kernels.norm.triton.select import Hardware
+from stepgraph.kernels.norm.triton.config.limits import Hardware
 from tests.kernels.triton_tools import exchanged_bytes, spills_allowed
 
 H200 = Hardware(132, 228 * 1024 - 4096)

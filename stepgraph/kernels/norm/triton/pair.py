@@ -10,10 +10,11 @@ import torch
 from stepgraph.kernels.norm.spec import Norm, check_pair
 from stepgraph.kernels.norm.triton import plans
 from stepgraph.kernels.norm.triton.backward import backward_pair_kernel
+from stepgraph.kernels.norm.triton.config.limits import Config, Hardware, Problem
+from stepgraph.kernels.norm.triton.config.select import select
 from stepgraph.kernels.norm.triton.forward import forward_pair_kernel
 from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch, current_device, current_stream
 from stepgraph.kernels.norm.triton.plans import Cover, Form, Place, allocate, form, layout
-from stepgraph.kernels.norm.triton.select import Config, Hardware, Problem, select
 from stepgraph.kernels.norm.triton.workspace import zeros
 
 Tensor = torch.Tensor

@@ -13,19 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.compat import empty_strided
+from stepgraph.kernels.norm.triton.config.limits import Config, Hardware, Problem, hardware, head_block, runs, vector
+from stepgraph.kernels.norm.triton.config.rules import preferences
 from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch
 from stepgraph.kernels.norm.triton.partials import FANIN
 from stepgraph.kernels.norm.triton.rows import rows_of
-from stepgraph.kernels.norm.triton.select import (
-    Config,
-    Hardware,
-    Problem,
-    hardware,
-    head_block,
-    preferences,
-    runs,
-    vector,
-)
 
 Tensor = torch.Tensor
 Optional = Tensor | None

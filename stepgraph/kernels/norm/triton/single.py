@@ -10,14 +10,15 @@ import torch
 
 from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.norm.spec import FP8, Norm, check
-from stepgraph.kernels.norm.triton import plans, tuning
+from stepgraph.kernels.norm.triton import plans
 from stepgraph.kernels.norm.triton.backward import backward_kernel
+from stepgraph.kernels.norm.triton.config import tuning
+from stepgraph.kernels.norm.triton.config.limits import Config, Problem
 from stepgraph.kernels.norm.triton.forward import forward_kernel
 from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch, current_device, current_stream
 from stepgraph.kernels.norm.triton.pair import backward_pair, forward_pair
 from stepgraph.kernels.norm.triton.partials import add_slots_kernel
 from stepgraph.kernels.norm.triton.plans import Form, Place, allocate, form, layout
-from stepgraph.kernels.norm.triton.select import Config, Problem
 from stepgraph.kernels.norm.triton.workspace import zeros
 
 __all__ = ["backward", "backward_pair", "forward", "forward_cast", "forward_pair"]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from stepgraph.kernels.norm.triton.select import Config
+from stepgraph.kernels.norm.triton.config.limits import Config
 from tests.kernels.triton_tools import interpret_masks
 
 EPS = 1e-5

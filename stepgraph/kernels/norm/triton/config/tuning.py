@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from stepgraph.cache import named_cache
-from stepgraph.kernels.norm.triton.select import Config, Hardware, Problem, fits, preferences, select
+from stepgraph.kernels.norm.triton.config.limits import Config, Hardware, Problem, fits
+from stepgraph.kernels.norm.triton.config.rules import preferences
+from stepgraph.kernels.norm.triton.config.select import select
 
 #: How many of `preferences` are varied, and how often each configuration is timed.
 STARTS, REPEATS = 3, 7

@@ -1,0 +1,1 @@
+"""Which configuration a kernel runs with."""
