@@ -42,6 +42,16 @@ CASES = [
     ("layer", (512, 12, 96), BF16, BF16, {"heads": True, "layout": "slice"}),
     ("rms", (2, 1024, 16, 128), BF16, BF16, {"layout": "slice"}),
     ("rms", (3, 5, 7, 64), BF16, BF16, {"layout": "permuted"}),
+    # Rows that begin anywhere within 16 bytes, amid infinities that no result may have read or written.
+    ("rms", (20001, 71), BF16, BF16, {"layout": "amid"}),
+    ("rms", (3001, 333), FP16, FP16, {"layout": "amid"}),
+    ("layer", (5000, 1001), BF16, BF16, {"layout": "amid"}),
+    ("rms", (4000, 2047), BF16, FP32, {"layout": "amid", "residual": BF16}),
+    ("layer", (777, 4099), BF16, BF16, {"layout": "amid", "residual": FP32}),
+    ("rms", (3000, 8191), FP32, FP32, {"layout": "amid"}),
+    ("rms", (600, 50257), BF16, BF16, {"layout": "amid"}),
+    ("layer", (2000, 12291), BF16, BF16, {"layout": "amid"}),
+    ("rms", (100, 131071), BF16, BF16, {"layout": "amid", "offset": 1.0}),
 ]
 
 
@@ -50,6 +60,10 @@ def rows(shape, dtype, layout="contiguous"):
         return torch.randn(*shape[:-2], 3 * shape[-2], shape[-1], device="cuda").to(dtype)[..., : shape[-2], :]
     if layout == "permuted":
         return torch.randn(*(shape[i] for i in (2, 0, 1, 3)), device="cuda").to(dtype).permute(1, 2, 0, 3)
+    if layout == "amid":
+        count = torch.Size(shape).numel()
+        memory = torch.full((count + 128,), torch.inf, dtype=dtype, device="cuda")
+        return memory[64 : 64 + count].view(shape).copy_(torch.randn(shape, device="cuda"))
     return torch.randn(shape, device="cuda").to(dtype)
 
 
