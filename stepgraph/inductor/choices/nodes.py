@@ -19,9 +19,24 @@ def shape_of(along_rows: Any) -> tuple[int, int]:
 
 def column_sums(nodes: list[Any], along_rows: Any) -> list[Any]:
     """Those of ``nodes`` that reduce along columns, unlike ``along_rows``, which reduces the same shape along rows."""
-    numels = compat.inductor().MixOrderReduction.get_numel_rnumel
-    shape = tuple(numels(along_rows))
-    return [node for node in nodes if node.is_reduction() and tuple(numels(node)) != shape]
+    mixed = compat.inductor().MixOrderReduction
+    rows, columns = shape = tuple(mixed.get_numel_rnumel(along_rows))
+
+    def other(node: Any) -> bool:
+        if rows == columns:
+            return not mixed.is_contiguous_node(node)
+        return tuple(mixed.get_numel_rnumel(node)) != shape
+
+    return [node for node in nodes if node.is_reduction() and other(node)]
+
+
+def cross_a_square(node1: Any, node2: Any) -> bool:
+    """Whether one node reduces a square along rows and the other along columns: their numbers do not tell it."""
+    mixed = compat.inductor().MixOrderReduction
+    numels = tuple(mixed.get_numel_rnumel(node1))
+    if len(numels) != 2 or numels[0] != numels[1] or numels != tuple(mixed.get_numel_rnumel(node2)):
+        return False
+    return mixed.is_contiguous_node(node1) != mixed.is_contiguous_node(node2)
 
 
 def loads_of(nodes: list[Any], rows: int, columns: int, sums: int) -> Loads:

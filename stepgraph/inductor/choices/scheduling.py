@@ -11,7 +11,7 @@ from typing import Any
 from stepgraph import compat
 from stepgraph.inductor.choices.column_sums import finished
 from stepgraph.inductor.choices.graph_pass import active
-from stepgraph.inductor.choices.nodes import column_sums, loads_of, shape_of
+from stepgraph.inductor.choices.nodes import column_sums, cross_a_square, loads_of, shape_of
 from stepgraph.inductor.choices.reduction_tuning import Tuning, mixed_tile
 from stepgraph.inductor.choices.registers import Tile
 
@@ -75,9 +75,23 @@ class CUDAScheduling(parts.CUDACombinedScheduling):
         self._triton_scheduling = TritonScheduling(scheduler)
 
 
+def tell_squares() -> None:
+    """From now on Inductor joins sums along rows and along columns of a square too, where a tuning is active."""
+    mixed = parts.MixOrderReduction
+    usual = mixed.has_mix_reduction_orders
+
+    def has_mix_reduction_orders(node1: Any, node2: Any) -> bool:
+        rules = active()
+        tuned = rules is not None and rules.tuning is not None
+        return usual(node1, node2) or (tuned and cross_a_square(node1, node2))
+
+    mixed.has_mix_reduction_orders = staticmethod(has_mix_reduction_orders)
+
+
 @functools.cache
 def register() -> None:
     """From now on Inductor generates CUDA code with `CUDAScheduling` instead of its own class."""
+    tell_squares()
     common = parts.common
     common.init_backend_registration()
     usual = common.device_codegens["cuda"]

@@ -179,6 +179,21 @@ def test_few_rows_are_fused_too_and_small_ones_are_not(codegen, norm):
         assert len(codegen.generate(wide).mixed) == 1
 
 
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_squares_are_fused_too(codegen, norm, kind, tmp_path):
+    """Of as many rows as columns the sums have equal numbers; what they read tells them apart."""
+    square, wide = (norm(kind, rows, 4096)["backward"] for rows in (4096, 8192))
+    assert codegen.generate(square).mixed == []
+    with codegen.rules(tuned_reductions()):
+        (kernel,), (like,) = codegen.generate(square).mixed, codegen.generate(wide).mixed
+    for piece in ("tl.sum", "tl.store", "for _ in"):
+        assert kernel.source.count(piece) == like.source.count(piece)
+    assert launch(kernel, tmp_path)["XBLOCK"] == launch(like, tmp_path)["XBLOCK"]
+    with codegen.rules(tuned_reductions()), codegen.rules(fusion_guard(max_registers=40)):
+        assert codegen.generate(square).mixed == []
+    assert codegen.generate(square).mixed == []
+
+
 def test_guard_and_tuning_hold_together(codegen, norm, tmp_path):
     """The guard judges the tile that the tuning chooses, from one scope or from two."""
     graph = norm("layer", 65536, 1024)["backward"]
