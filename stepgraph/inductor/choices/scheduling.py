@@ -76,7 +76,8 @@ class CUDAScheduling(parts.CUDACombinedScheduling):
 
 
 def tell_squares() -> None:
-    """From now on Inductor joins sums along rows and along columns of a square too, where a tuning is active."""
+    """From now on Inductor joins sums along rows and along columns of a square too, where a tuning is active, as torch
+    2.15 does by itself."""
     mixed = parts.MixOrderReduction
     usual = mixed.has_mix_reduction_orders
 

@@ -183,7 +183,7 @@ def test_few_rows_are_fused_too_and_small_ones_are_not(codegen, norm):
 def test_squares_are_fused_too(codegen, norm, kind, tmp_path):
     """Of as many rows as columns the sums have equal numbers; what they read tells them apart."""
     square, wide = (norm(kind, rows, 4096)["backward"] for rows in (4096, 8192))
-    assert codegen.generate(square).mixed == []
+    assert len(codegen.generate(square).mixed) == (compat.TORCH >= (2, 15))  # which joins them by itself
     with codegen.rules(tuned_reductions()):
         (kernel,), (like,) = codegen.generate(square).mixed, codegen.generate(wide).mixed
     for piece in ("tl.sum", "tl.store", "for _ in"):
@@ -191,7 +191,7 @@ def test_squares_are_fused_too(codegen, norm, kind, tmp_path):
     assert launch(kernel, tmp_path)["XBLOCK"] == launch(like, tmp_path)["XBLOCK"]
     with codegen.rules(tuned_reductions()), codegen.rules(fusion_guard(max_registers=40)):
         assert codegen.generate(square).mixed == []
-    assert codegen.generate(square).mixed == []
+    assert len(codegen.generate(square).mixed) == (compat.TORCH >= (2, 15))
 
 
 def test_guard_and_tuning_hold_together(codegen, norm, tmp_path):
