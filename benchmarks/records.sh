@@ -134,6 +134,13 @@ record() {
       balanced "$1" deepseek-v3-16b --mesh "fsdp=$n,ep=$n" $B16 ;;
     models_3b) # compile and Liger beside; the others of the README's table by name: stepgraph bench model NAME ...
       stepgraph bench model smollm3-3b --providers compile,liger,stepgraph --together 3 --json "$OUT/${GPU}_smollm3.json" ;;
+    grouped) "$PYTHON" benchmarks/grouped.py --json "$OUT/${GPU}_grouped.json" ;;
+    random_norms)
+      norm rms_norm_random --op rms_norm --timing graph --providers ours,eager,quack,liger --shapes random
+      norm layer_norm_random --op layer_norm --timing graph --providers ours,eager,quack,liger --shapes random ;;
+    squares)
+      norm compiled_squares --op rms_norm --timing graph --providers ours,eager,compile-tuned \
+        --shapes 16384x16384,8192x8192,4096x4096 ;;
     warm_start) "$PYTHON" benchmarks/warm_start.py qwen3-0.6b --json "$OUT/${GPU}_warm_start.json" ;;
     save_stall) # what one of two GPUs holds of llama3-8b; a disk with room for one checkpoint of 49 GB, in TMPDIR
       "$PYTHON" benchmarks/save_stall.py llama3-8b --model.n-layers 14 --mesh fsdp=1 --touch-gib 100 \
@@ -159,7 +166,7 @@ record() {
 }
 
 ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
-ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor models_3b warm_start save_stall fp8 golf_fa4 fp8_curve"
+ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor random_norms squares grouped models_3b warm_start save_stall fp8 golf_fa4 fp8_curve"
 TWO="1b_fsdp2 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_balanced 1b_pp2 8b_pp2 8b_pp2_symmetric"
 FOUR="1b_fsdp4 1b_fsdp4_copies 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl 8b_fsdp2_tp2_fp8 16b_ep4 16b_ep4_balanced 8b_pp4 8b_pp2_fsdp2"
 EIGHT="1b_fsdp8 1b_fsdp8_copies 8b_fsdp4_tp2 8b_fsdp8 8b_fsdp4_tp2_fp8 8b_fsdp8_fp8 16b_ep8 16b_ep8_balanced 8b_pp2_fsdp2_tp2"
