@@ -159,6 +159,8 @@ def _account(what: str, options: InspectOptions, words: list[str]) -> dict[str, 
         if not path.is_file():
             raise ValueError(f"{what} has no {PAGE}: give the folder of a run that got as far as its first steps")
     if not path.is_file():
+        if path.suffix == ".html":
+            raise ValueError(f"{what} is not there: give a page of stepgraph inspect, a run folder or a preset")
         raise unknown_name("preset or run", what, PRESETS)
     return read_page(path)
 
