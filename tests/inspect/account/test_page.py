@@ -132,10 +132,11 @@ def test_options_that_only_a_run_has_differ_too(made):
 
 def test_the_command(tmp_path, capsys):
     first, second = tmp_path / "a.html", tmp_path / "b.html"
+    words = "inspect llama3-debug --mesh fsdp=2 --seq-len 32 --model.n-layers 2 --html"
     with pytest.raises(SystemExit) as stop:
-        cli.main(["inspect", "llama3-debug", "--mesh", "fsdp=2", "--seq-len", "32", "--html", str(first)])
+        cli.main([*words.split(), str(first)])
     assert stop.value.code == 0 and "page" in capsys.readouterr().out
-    assert read_page(first)["head"]["mesh"] == "fsdp=2"
+    assert read_page(first)["head"]["mesh"] == "fsdp=2" and read_page(first)["head"]["model"]["n_layers"] == 2
     folder = tmp_path / "run"
     folder.mkdir()
     first.rename(folder / "page.html")
@@ -163,6 +164,11 @@ def test_the_command(tmp_path, capsys):
         ("llama3-8b --html no/x.html", "html=no/x.html: the folder no does not exist; make it first"),
         ("{tmp} --mesh fsdp=2", "--mesh is about a preset, and {tmp} has run: leave it out"),
         ("{tmp}", "{tmp} has no page.html: give the folder of a run that got as far as its first steps"),
+        ("{tmp} --model.n-layers 2", "--model.n-layers is about a preset, and {tmp} has run: leave it out"),
+        (
+            "llama3-debug --model.n-layers 2 --against golf",
+            "--model.n-layers shapes llama3-debug, not golf: compare with a page of that",
+        ),
         (
             "llama3-debug --against {tmp}/none.html",
             "{tmp}/none.html is not there: give a page of stepgraph inspect, a run folder or a preset",
