@@ -27,7 +27,7 @@ Capture a transformer's whole training step as one FX graph, rewrite it with exp
 
 commands:
   train [PRESET] [options]   train a model (default preset: llama3-debug); see stepgraph train --help
-  compile PRESET [options]   save its step in a folder, for train --step FOLDER; see stepgraph compile --help
+  compile [PRESET] [options] save its step in a folder, for train --step FOLDER; see stepgraph compile --help
   bench NAME [options]       measure it beside eager and torch.compile; see stepgraph bench --help
   plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
   sample RUN --prompt TEXT   write text with its model; see stepgraph sample --help
@@ -46,6 +46,13 @@ _READER_GONE = 141
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 DEFAULT_PRESET = "llama3-debug"
+
+#: Of the commands that take the options of a run.
+_DESCRIPTIONS = {
+    "train": "Train a language model from one captured step graph.",
+    "compile": "Make the step that stepgraph train would run with these options, without training, and save it in the "
+    "folder --out, for stepgraph train --step FOLDER.",
+}
 
 _HOUSE = Path(__file__).parent
 
@@ -207,7 +214,6 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
     """
     from stepgraph.config.command_line import parse, refuse_idle, refuse_unused, value_of
     from stepgraph.config.presets import PRESETS, fine_tuning
-    from stepgraph.config.train import TrainConfig
 
     named = bool(arguments) and not arguments[0].startswith("-")
     preset, options = (arguments[0], arguments[1:]) if named else (DEFAULT_PRESET, arguments)
@@ -238,8 +244,8 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         default,
         options,
         usage=f"stepgraph {command} [PRESET]",
-        description=f"{TrainConfig.__doc__} --config FILE.toml, or the config.json of a run, gives the defaults of the "
-        f"other options. Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
+        description=f"{_DESCRIPTIONS[command]} --config FILE.toml, or the config.json of a run, gives the defaults of "
+        f"the other options. Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
     )
     config.validate()
     refuse_idle(config, options)

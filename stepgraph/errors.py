@@ -30,6 +30,12 @@ def require_file(path: Path) -> None:
         raise ValueError(f"{path} is {kind}: give a file")
 
 
+def require_words(name: str, given: object) -> None:
+    """Raise ``ValueError`` where ``given`` is one string, whose letters would be taken for words."""
+    if isinstance(given, str):
+        raise ValueError(f"{name}={given!r} is one word; allowed is a tuple of them: {name}=({given!r},)")
+
+
 def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> ValueError:
     """A ``ValueError`` that refuses ``given`` and offers the nearest allowed name (or all of them)."""
     allowed = sorted(allowed)

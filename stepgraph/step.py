@@ -18,7 +18,7 @@ from stepgraph.capture.batch import batch_sizes, first_places, form, shorter
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, require_words
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
@@ -57,7 +57,7 @@ def capture(
     on_nonfinite: Literal["update", "skip"] = "update",
     passes: Passes = "default",
     disable: Sequence[str] = (),
-    dump: Path | None = None,
+    dump: Path | str | None = None,
     saved: Path | str | None = None,
 ) -> "CapturedStep":
     """Capture the training step of ``model`` as one graph and return it as a callable.
@@ -127,17 +127,18 @@ class CapturedStep:
         on_nonfinite: str,
         passes: Passes,
         disable: Sequence[str],
-        dump: Path | None,
+        dump: Path | str | None,
         saved: Path | str | None,
     ):
         optimizer = compat.accelerated_inside(optimizer)
         checks.check_arguments(model, loss_fn, batch, optimizer)
+        require_words("disable", disable)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.accumulate, self._skip_nonfinite = accumulate, checks.skips_nonfinite(on_nonfinite, optimizer)
         # The norm must be known: an infinite limit leaves gradients as they are.
         self.max_grad_norm = math.inf if max_grad_norm is None and self._skip_nonfinite else max_grad_norm
         self.passes = passes if isinstance(passes, str | StepOptions) else list(passes)
-        self.disable, self.dump = tuple(disable), dump
+        self.disable, self.dump = tuple(disable), None if dump is None else Path(dump)
         self.metrics: dict[str, torch.Tensor] = {}
         self.pipeline = pipeline_of(model)
         if self.pipeline is not None:

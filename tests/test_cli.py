@@ -34,7 +34,7 @@ def run(*arguments):
         ("--hlp", "error: unknown option --hlp: did you mean --help?"),
         ("train llama3-8c", "error: unknown preset 'llama3-8c': did you mean 'llama3-8b'?"),
         ("train --lrr 1e-3", "error: unknown option --lrr: did you mean --lr?"),
-        ("train golf --lr fast", "error: bad value for --lr: could not convert string to float: 'fast'"),
+        ("train golf --lr fast", "error: bad value for --lr: 'fast' is not a number"),
     ],
 )
 def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
@@ -53,7 +53,7 @@ def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
         ("--resume --steps 3", "--resume lacks its value: it takes 1"),
         ("--max-grad-norm none", "bad value for --max-grad-norm: 'none' is neither None nor of type FLOAT"),
         ("--expert-chunks 2", "expert_chunks=2 is about ep and there is none: add ep=2 to the mesh"),
-        ("--steps 1.5", "bad value for --steps: invalid literal for int() with base 10: '1.5'"),
+        ("--steps 1.5", "bad value for --steps: '1.5' is not a whole number"),
         ("--schedule cosin", "bad value for --schedule: 'cosin' is not one of 'cosine', 'wsd', 'constant'"),
         ("--batch_sise=3", "unknown option --batch_sise: did you mean --batch-size?"),
         ("--no-cuda-grap", "unknown option --no-cuda-grap: did you mean --no-cuda-graph?"),
@@ -183,7 +183,7 @@ def test_what_a_terminal_cannot_spell_is_no_error(encoding, monkeypatch, tmp_pat
     assert errors == [
         "error: --lr lacks its value: it takes 1",
         "error: bad value for --schedule: 'cosin' is not one of 'cosine', 'wsd', 'constant'",
-        "error: bad value for --lr: could not convert string to float: 'x'",
+        "error: bad value for --lr: 'x' is not a number",
     ]
 
 
@@ -222,6 +222,14 @@ def test_train_help_shows_every_option_with_its_text(capsys):
             assert "--" + field.name.replace("_", "-") in shown
     assert "Peak learning rate. (default: 0.002)" in shown
     assert "--model.n-layers INT" in shown and "golf" in shown
+    assert shown.count("Train a language model") == 1 and "ValueError" not in shown
+
+
+def test_compile_help_says_what_it_does_with_the_options_of_train(capsys):
+    with pytest.raises(SystemExit):
+        parse_train(["--help"], "compile")
+    shown = capsys.readouterr().out
+    assert "Make the step that stepgraph train would run" in shown and "Train a language model" not in shown
 
 
 def test_no_preset_is_llama3_debug():

@@ -4,6 +4,7 @@ import copy
 import gc
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -316,8 +317,9 @@ def test_report_and_graph():
     assert both.step.graph.mesh is None
 
 
-def test_text_before_and_after_each_pass(tmp_path):
-    both = Pair(nn.Linear(6, 6), pair(), dump=tmp_path / "graphs")
+@pytest.mark.parametrize("kind", [Path, str])
+def test_text_before_and_after_each_pass(kind, tmp_path):
+    both = Pair(nn.Linear(6, 6), pair(), dump=kind(tmp_path / "graphs"))
     names = sorted(p.name for p in (tmp_path / "graphs").iterdir())
     assert names[0] == "00-captured.txt"
     assert len(names) == 1 + len(both.step.report)

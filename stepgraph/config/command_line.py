@@ -34,6 +34,8 @@ _PLAIN = [
         r"'\2' is neither None nor of type \1",
     ),
     (r"^Error parsing (\S+):", r"bad value for \1:"),
+    (r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not a whole number"),
+    (r"could not convert string to float: (.*)", r"\1 is not a number"),
 ]
 
 

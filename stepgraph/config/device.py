@@ -19,6 +19,14 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def device_of(config: TrainConfig) -> torch.device:
+    """What a run of ``config`` computes on. Raises ``ValueError`` for options that this device does not have."""
+    device = pick_device(config.device)
+    if config.memory_snapshot and device.type == "cpu":
+        raise ValueError("memory_snapshot records a GPU's allocations and torch sees no GPU here: leave it out")
+    return device
+
+
 def device_name(device: torch.device) -> str:
     """What the run computes on, for people."""
     if device.type == "cuda":

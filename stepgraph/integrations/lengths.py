@@ -151,7 +151,10 @@ def choose_lengths(
     a choice is the expected length of a padded batch.
     """
     if not lengths or min(lengths) < 1 or min(count, batch_size, multiple_of) < 1:
-        raise ValueError("choose_lengths needs lengths, count, batch_size and multiple_of of at least 1")
+        given = (
+            f"{len(lengths)} lengths, the least {min(lengths, default=None)}, {count=}, {batch_size=}, {multiple_of=}"
+        )
+        raise ValueError(f"choose_lengths: {given}; give one length or more, and nothing below 1")
     steps = sorted(-(-n // multiple_of) for n in lengths)
     sizes = sorted(set(steps))
     ends = [bisect_left(steps, size + 1) / len(steps) for size in sizes]

@@ -8,7 +8,7 @@ import typing
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from stepgraph.errors import unknown_name
+from stepgraph.errors import require_words, unknown_name
 from stepgraph.passes.contract import get
 from stepgraph.passes.loss.chunk import check_chunks
 from stepgraph.passes.memory.recompute import parse_policy
@@ -80,8 +80,7 @@ class StepOptions:
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
         for name in ("disable_pass", "fp8_skip"):
-            if isinstance(value := getattr(self, name), str):
-                raise ValueError(f"{name}={value!r} is one word; allowed is a tuple of them: {name}=({value!r},)")
+            require_words(name, getattr(self, name))
         parse_policy(self.memory)
         check_chunks(self.loss_chunks)
         for name in self.disable_pass:

@@ -170,13 +170,14 @@ def format_report(reports: Sequence[PassReport], *, asked: Collection[str] | Non
     """
     lines, several, quiet = [], len({report.graph for report in reports}) > 1, []
     for graph, group in itertools.groupby(reports, key=lambda report: report.graph):
-        lines += [f"graph of the {graph}:"] if several else []
+        told = []
         for i, report in enumerate(group, 1):
             if asked is None or report.acted or report.name in asked:
-                lines.append(f"{i}. {report.line()}")
-                lines += [f"   {note}" for note in report.notes]
+                told.append(f"{i}. {report.line()}")
+                told += [f"   {note}" for note in report.notes]
             else:
                 quiet.append(report.skipped)
+        lines += [f"graph of the {graph}:", *told] if several and told else told
     if quiet:
         skipped = sum(why is not None for why in quiet)
         lines.append(f"{len(quiet)} other passes changed nothing, {skipped} of them skipped; passes.txt has all")

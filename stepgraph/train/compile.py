@@ -13,7 +13,7 @@ import torch
 
 from stepgraph import compat, parallel
 from stepgraph.config import build
-from stepgraph.config.device import pick_device
+from stepgraph.config.device import device_of
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS_PER_NODE
 from stepgraph.run.saved.store import Outcome
@@ -64,7 +64,7 @@ def _rank(_: int, rank: int, config: TrainConfig, chat: bool) -> None:
 
 
 def _compile(rank: int, config: TrainConfig, chat: bool) -> int:
-    device = pick_device(config.device)
+    device = device_of(config)
     mesh = None if config.mesh_spec is None else parallel.Mesh(config.mesh_spec, device.type)
     model = build.empty_model(config, device, mesh)
     optimizer = build.build_optimizer(config, model)

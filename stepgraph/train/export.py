@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         known = ", ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
         raise ValueError(f"{run} is a model of {family.name}, and Hugging Face has forms for {known} only")
     family.hugging_face.write_config(config.model, torch.float32)  # refused before anything is read
-    check_export(options.out)
+    check_export(options.out, "out")
     TokenizerFiles(config.tokenizer)
     model, step = load_trained(run, config)
     try:
@@ -53,20 +53,21 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def check_export(folder: Path) -> None:
-    """Raise ``ValueError`` where an export to ``folder`` would overwrite something, or could not be written."""
+def check_export(folder: Path, option: str = "export_hf") -> None:
+    """Raise ``ValueError`` where an export to ``folder``, which ``option`` names, would overwrite something, or could
+    not be written."""
     try:
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"export_hf={folder} is a file: give a new folder")
+            raise ValueError(f"{option}={folder} is a file: give a new folder")
         if folder.is_dir() and any(folder.iterdir()):
-            raise ValueError(f"export_hf={folder} is not empty: give a new folder")
+            raise ValueError(f"{option}={folder} is not empty: give a new folder")
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:
-        raise ValueError(f"export_hf={folder} cannot be looked at: {error.strerror}; give another folder") from error
+        raise ValueError(f"{option}={folder} cannot be looked at: {error.strerror}; give another folder") from error
     if not there.is_dir():
-        raise ValueError(f"export_hf={folder} lies in {there}, which is a file: give a new folder")
+        raise ValueError(f"{option}={folder} lies in {there}, which is a file: give a new folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"export_hf={folder} cannot be written, {there} is read-only: give another folder")
+        raise ValueError(f"{option}={folder} cannot be written, {there} is read-only: give another folder")
 
 
 def export(model: nn.Module, folder: Path, tokenizer: str) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 import stepgraph
 from stepgraph import parallel, passes
 from stepgraph.config import build
-from stepgraph.config.device import device_name, device_peak, is_out_of_memory, peak_mem_gib, pick_device
+from stepgraph.config.device import device_name, device_of, device_peak, is_out_of_memory, peak_mem_gib
 from stepgraph.config.environment import environment
 from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import TrainConfig, parse_steps
@@ -60,7 +60,7 @@ def run(config: TrainConfig) -> int:
     Errors of use raise ``ValueError`` with one line; those found before the run begins leave no run folder behind.
     """
     config.validate()
-    device = pick_device(config.device)
+    device = device_of(config)
     # Ranks may begin some time apart: what they import is large.
     with parallel.started(config.mesh_spec, device.type, max(MEETING_S, config.comm_timeout)) as mesh:
         try:

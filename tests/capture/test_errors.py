@@ -252,9 +252,10 @@ def test_microbatches_that_do_not_divide(accumulate):
     assert f"accumulate={accumulate} does not divide the batch's first dimension 3; try accumulate=" in message
 
 
-@pytest.mark.parametrize("accumulate", [0, -1])
-def test_microbatches_fewer_than_one(accumulate):
-    assert "1 or more" in refuse(same, accumulate=accumulate, error=ValueError)
+@pytest.mark.parametrize("accumulate", [0, -1, 2.0, "2"])
+def test_microbatches_are_a_whole_number_from_one_on(accumulate):
+    message = refuse(same, accumulate=accumulate, error=ValueError)
+    assert f"accumulate={accumulate!r} is not allowed" in message and "from 1 on" in message
 
 
 def test_batch_of_an_object():
@@ -292,11 +293,13 @@ def test_unknown_passes():
     assert "did you mean 'recompute'" in refuse(same, passes=["recompote"], error=ValueError)
     assert "did you mean 'inductor'" in refuse(same, disable=["inducter"], error=ValueError)
     assert "unknown passes 'fast'" in refuse(same, passes="fast", error=ValueError)
+    message = refuse(same, disable="dead_code", error=ValueError)
+    assert message == "disable='dead_code' is one word; allowed is a tuple of them: disable=('dead_code',)"
 
 
-@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), "1.0"])
 def test_a_norm_to_clip_to_is_above_zero(norm):
-    refuse(lambda m, x: x, error=ValueError, max_grad_norm=norm)
+    assert "must be a number above 0" in refuse(lambda m, x: x, error=ValueError, max_grad_norm=norm)
 
 
 def test_layer_drop_is_told_how_to_be_turned_off(monkeypatch):

@@ -6,6 +6,9 @@ import sys
 import pytest
 import torch
 
+from stepgraph.config.device import device_of
+from stepgraph.config.train import TrainConfig
+
 
 def test_peak_memory_is_this_processs_and_counts_what_was_given_back():
     code = (
@@ -18,3 +21,10 @@ def test_peak_memory_is_this_processs_and_counts_what_was_given_back():
     before, after = map(float, shown.split())
     assert 0.05 < before < 1
     assert after - before == pytest.approx(0.25, abs=0.1)
+
+
+def test_where_there_is_no_gpu_its_allocations_are_not_recorded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(TrainConfig()).type == "cpu"
+    with pytest.raises(ValueError, match=r"^memory_snapshot records a GPU's allocations and torch sees no GPU here: "):
+        device_of(TrainConfig(memory_snapshot=True))

@@ -267,3 +267,10 @@ def test_graph_trainer_beside_the_plain_trainer_without_padding(tmp_path):
     assert len(trainer.captured._forms) == 2
     for ours, plain in zip(*reversed(logs), strict=True):
         assert ours == pytest.approx(plain, rel=1e-4)
+
+
+def test_a_choice_of_nothing_says_what_was_given():
+    with pytest.raises(ValueError, match="2 lengths, the least 3, count=0, batch_size=1, multiple_of=64; give one"):
+        choose_lengths([3, 4], 0)
+    with pytest.raises(ValueError, match="0 lengths, the least None, count=4"):
+        choose_lengths([])

@@ -25,7 +25,7 @@ from stepgraph.passes import (
     resolve,
     run_passes,
 )
-from stepgraph.passes.contract import NoOptions, register
+from stepgraph.passes.contract import NoOptions, PassReport, register
 from stepgraph.passes.order import ORDER
 from stepgraph.run import runner_of
 
@@ -268,6 +268,13 @@ def test_options_and_report_reach_the_pass(step):
         "\n1 other passes changed nothing, 0 of them skipped; passes.txt has all"
     )
     assert format_report(reports, asked={"dead_code"}) == text
+
+
+def test_the_short_report_has_no_heading_over_nothing():
+    reports = [PassReport("one", "exact", graph="stage 0", changed=1), PassReport("two", "exact", graph="forward.0")]
+    short = format_report(reports, asked=()).splitlines()
+    assert short[0] == "graph of the stage 0:" and short[1].startswith("1. one") and len(short) == 3
+    assert "graph of the forward.0:" in format_report(reports)
 
 
 def test_both_times_are_in_the_report(step):

@@ -24,6 +24,12 @@ from stepgraph.passes import PASSES, PassReport
 
 #: Of the account's form. A page of another form is not read.
 FORMAT = 2
+#: Options that a step's graphs depend on: those of a forecast, and those that only a run has.
+_OPTIONS = (
+    *SETTINGS,
+    *("document_mask", "on_nonfinite", "max_grad_norm", "optimizer", "betas", "eps", "weight_decay"),
+    *("pipeline", "split"),
+)
 _STATE = ("parameter", "buffer", "optimizer", "accumulator")
 
 
@@ -67,7 +73,7 @@ def account_of(
         "gpu": gpu.name,
         "gpu_memory": gpu.memory,
         "device": device,
-        "options": {key: _plain(getattr(config, key)) for key in SETTINGS},
+        "options": {key: _plain(getattr(config, key)) for key in _OPTIONS},
         "model": {key: _plain(value) for key, value in dataclasses.asdict(config.model).items()},
         "versions": package_versions(),
         "tokens": config.tokens_per_step,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from stepgraph.config.command_line import parse, refuse_idle, require_folder
 from stepgraph.config.presets import PRESETS
-from stepgraph.config.train import TrainConfig
+from stepgraph.config.train import ModelConfig, TrainConfig
 from stepgraph.costs.hardware import GPUS, Gpu
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.account.account import account_of
@@ -16,6 +16,7 @@ from stepgraph.inspect.account.page import PAGE, read_page, write_page
 from stepgraph.inspect.forecast.forecast import SETTINGS, microbatches, simulated
 from stepgraph.inspect.forecast.pipeline import simulated_stage
 from stepgraph.inspect.ranks import graphs_of_ranks, report
+from stepgraph.models import llama3_debug
 from stepgraph.passes import StepOptions, Target
 
 
@@ -77,6 +78,9 @@ class InspectOptions(StepOptions):
     expert_exchange: str = "collectives"
     """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""
 
+    model: ModelConfig = dataclasses.field(default_factory=llama3_debug)
+    """Shape of a preset's model."""
+
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph inspect ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
@@ -88,7 +92,7 @@ def main(argv: list[str]) -> int:
     what, words = (argv[0], argv[1:]) if named else ("llama3-debug", argv)
     config = PRESETS[what]() if what in PRESETS else TrainConfig()
     options = parse(
-        InspectOptions(**{key: getattr(config, key) for key in SETTINGS if key != "accumulate"}),
+        InspectOptions(model=config.model, **{key: getattr(config, key) for key in SETTINGS if key != "accumulate"}),
         words,
         usage="stepgraph inspect RUN|PRESET",
         description=f"{InspectOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {config.preset}.",
@@ -102,12 +106,16 @@ def main(argv: list[str]) -> int:
     about_runs = {"html", "against", "ranks", "gpu"} if options.ranks else {"html", "against"}
     if what not in PRESETS and given - about_runs:
         raise ValueError(f"--{min(given - about_runs)} is about a preset, and {what} has run: leave it out")
+    elsewhere = options.against in PRESETS and options.against != what
+    if elsewhere and (shape := [name for name in given if name.startswith("model.")]):
+        raise ValueError(f"--{min(shape)} shapes {what}, not {options.against}: compare with a page of that")
     if options.ranks:
         return _ranks(what, options, words, given)
     account = _account(what, options, words)
     other = None
     if options.against is not None:
-        other = _account(options.against, dataclasses.replace(options, text=None), words)
+        model = PRESETS[options.against]().model if elsewhere else options.model
+        other = _account(options.against, dataclasses.replace(options, text=None, model=model), words)
     write_page(options.html, account, other and difference(account, other, what, options.against))
     print(f"page {options.html}, {options.html.stat().st_size / 1e6:.1f} MB: open it in a browser")
     return 0
@@ -142,8 +150,8 @@ def _preset(name: str, options: InspectOptions, words: list[str]) -> TrainConfig
     """The configuration of a preset with ``options``."""
     chosen = {key: getattr(options, key) for key in SETTINGS}
     chosen["accumulate"] = microbatches(options.accumulate, options.mesh, PRESETS[name]())
-    given = {"mesh": options.mesh, "pipeline": options.pipeline, "split": options.split}
-    config = dataclasses.replace(PRESETS[name](), **given, **chosen)
+    chosen |= {key: getattr(options, key) for key in ("mesh", "pipeline", "split")}
+    config = dataclasses.replace(PRESETS[name](), **chosen, model=options.model)
     config.validate()
     refuse_idle(config, words, Target.forecast(GPUS[options.gpu]))
     return config
@@ -159,6 +167,8 @@ def _account(what: str, options: InspectOptions, words: list[str]) -> dict[str, 
         if not path.is_file():
             raise ValueError(f"{what} has no {PAGE}: give the folder of a run that got as far as its first steps")
     if not path.is_file():
+        if path.suffix == ".html":
+            raise ValueError(f"{what} is not there: give a page of stepgraph inspect, a run folder or a preset")
         raise unknown_name("preset or run", what, PRESETS)
     return read_page(path)
 

@@ -52,7 +52,9 @@ def _options(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
         return own | {f"version of {key}": value for key, value in head["versions"].items()}
 
     x, y = flat(a), flat(b)
-    return [[key, x.get(key), y.get(key)] for key in x | y if x.get(key) != y.get(key)]
+    # An option that a page made earlier does not tell is not one that differs.
+    untold = a["options"].keys() ^ b["options"].keys()
+    return [[key, x.get(key), y.get(key)] for key in x | y if x.get(key) != y.get(key) and key not in untold]
 
 
 def _figures(account: Mapping[str, Any]) -> dict[str, float | None]:

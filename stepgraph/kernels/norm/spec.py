@@ -88,6 +88,8 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 def _check_dtype(name: str, dtype: torch.dtype, like: torch.Tensor, extra: tuple[torch.dtype, ...] = ()) -> None:
     if dtype in DTYPES or dtype in extra or (dtype == like.dtype == torch.float64 and like.device.type != "cuda"):
         return
+    if name == "out_dtype":
+        raise ValueError(f"out_dtype is {dtype}; allowed are {_names(DTYPES)}: give one, or call the function for fp8")
     raise ValueError(f"{name} has dtype {dtype}; allowed are {_names(DTYPES + extra)}: convert it with {name}.to(...)")
 
 

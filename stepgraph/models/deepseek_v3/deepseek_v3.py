@@ -25,7 +25,7 @@ LATENT_EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeepSeekV3Config:
-    """Shape of a DeepSeek-V3 model. Raises ``ValueError`` for a shape that cannot be built."""
+    """Shape of a DeepSeek-V3 model."""
 
     dim: int  # width of the residual stream
     n_layers: int  # number of blocks
@@ -46,6 +46,7 @@ class DeepSeekV3Config:
     tie_embeddings: bool = False  # the head uses the embedding's weight
 
     def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a shape that cannot be built."""
         sizes = ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "max_seq_len", "kv_lora_rank")
         heads = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check_positive(self, *sizes, *heads, "rope_theta", "norm_eps")

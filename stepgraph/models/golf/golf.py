@@ -38,7 +38,7 @@ TP_SIZES = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 
 @dataclass(frozen=True)
 class GolfConfig:
-    """Shape of a golf model, by default the pytorch issue's. Raises ``ValueError`` for a shape that cannot be built."""
+    """Shape of a golf model, by default the pytorch issue's."""
 
     dim: int = 512  # width of the residual stream
     n_layers: int = 11  # number of blocks
@@ -50,6 +50,7 @@ class GolfConfig:
     residual_scales: bool = False  # a learned scale per channel on each residual branch
 
     def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a shape that cannot be built."""
         check_positive(self, "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
         check_heads(self.dim, self.n_heads, self.n_kv_heads)
 

@@ -42,7 +42,7 @@ TP_SIZES = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 
 @dataclass(frozen=True)
 class Llama3Config:
-    """Shape of a Llama 3 model. Raises ``ValueError`` for a shape that cannot be built."""
+    """Shape of a Llama 3 model."""
 
     dim: int  # width of the residual stream
     n_layers: int  # number of blocks
@@ -58,6 +58,7 @@ class Llama3Config:
     attention: AttentionName = "sdpa"  # scaled_dot_product_attention or FlexAttention
 
     def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a shape that cannot be built."""
         sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")
         check_positive(self, *sizes, "rope_theta", "norm_eps")
         check_heads(self.dim, self.n_heads, self.n_kv_heads)

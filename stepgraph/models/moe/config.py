@@ -11,7 +11,7 @@ Scoring = Literal["sigmoid", "softmax"]
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Shape of a mixture-of-experts layer. Raises ``ValueError`` for one that cannot be built."""
+    """Shape of a mixture-of-experts layer."""
 
     n_experts: int  # routed experts
     top_k: int  # experts that each token goes to
@@ -27,6 +27,7 @@ class MoEConfig:
     balance_loss: float = 0.0  # weight of each layer's sequence-wise balance loss in the training loss; 0: none
 
     def __post_init__(self) -> None:
+        """Raises ``ValueError`` for one that cannot be built."""
         check_positive(self, "n_experts", "top_k", "ffn_dim", "scale", "n_groups", "top_groups")
         for name in ("n_shared", "balance_rate", "balance_loss"):
             if not getattr(self, name) >= 0:

@@ -26,9 +26,9 @@ def resolve(path: str | os.PathLike) -> Path:
     """
     path = Path(path)
     if not path.is_dir():
-        raise ValueError(
-            f"{path} is {'a file' if path.exists() else 'not there'}; give a run folder or a step-* folder"
-        )
+        here = ", ".join(found.name for found in checkpoints(path.parent))
+        fix = f"{path.parent} has {here}: give one of them" if here else "give a run folder or a step-* folder"
+        raise ValueError(f"{path} is {'a file' if path.exists() else 'not there'}; {fix}")
     if _STEP.fullmatch(path.name) or (path / MANIFEST).exists():
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -137,13 +137,12 @@ def _files(word: str) -> list[str]:
 
 
 def _names(words: list[str]) -> list[str]:
-    """Short, different names for metrics: ``code`` for ``data/code.jsonl.gz``."""
+    """Short, different names for metrics: ``code`` for ``data/code.jsonl.gz``, ``web`` for ``data/web/*.parquet``."""
     names: list[str] = []
     for word in words:
-        stem = (
-            re.sub(r"\W+", "_", Path(word.removeprefix(WHOLE).removeprefix(STREAMED)).name.split(".")[0]).strip("_")
-            or "part"
-        )
+        path = Path(word.removeprefix(WHOLE).removeprefix(STREAMED))
+        plain = (re.sub(r"\W+", "_", part).strip("_") for part in (path.name.split(".")[0], *path.parts[-2::-1]))
+        stem = next(filter(None, plain), "part")
         number = 2
         name = stem
         while name in names:

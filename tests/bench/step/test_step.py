@@ -191,7 +191,7 @@ def test_presets_bring_their_own_sizes():
         ("step gulf", "unknown preset 'gulf': did you mean 'golf'?"),
         ("step --providers eager,compil", "unknown provider 'compil': did you mean 'compile'?"),
         ("step --stepz 3", "unknown option --stepz: did you mean --steps?"),
-        ("step --steps many", "bad value for --steps: invalid literal for int()"),
+        ("step --steps many", "bad value for --steps: 'many' is not a whole number"),
         ("step --steps 0", "steps=0 must be above 0"),
         ("step golf --batch-size 0", "batch_size=0 must be above 0"),
         ("step --device tpu", "bad value for --device: 'tpu' is not one of 'auto', 'cpu', 'cuda'"),

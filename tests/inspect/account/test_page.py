@@ -118,12 +118,25 @@ def test_an_option_differs_with_what_it_does():
     assert flops[2] > flops[1]
 
 
+def test_options_that_only_a_run_has_differ_too(made):
+    other = account("fsdp=4", inductor="full", document_mask="on", on_nonfinite="skip", betas=(0.9, 0.99))[0]
+    assert difference(made, other, "a", "b")["options"] == [
+        ["document_mask", "auto", "on"],
+        ["on_nonfinite", "stop", "skip"],
+        ["betas", "(0.9, 0.95)", "(0.9, 0.99)"],
+    ]
+    earlier = copy.deepcopy(other)
+    del earlier["head"]["options"]["document_mask"]
+    assert [name for name, *_ in difference(made, earlier, "a", "b")["options"]] == ["on_nonfinite", "betas"]
+
+
 def test_the_command(tmp_path, capsys):
     first, second = tmp_path / "a.html", tmp_path / "b.html"
+    words = "inspect llama3-debug --mesh fsdp=2 --seq-len 32 --model.n-layers 2 --html"
     with pytest.raises(SystemExit) as stop:
-        cli.main(["inspect", "llama3-debug", "--mesh", "fsdp=2", "--seq-len", "32", "--html", str(first)])
+        cli.main([*words.split(), str(first)])
     assert stop.value.code == 0 and "page" in capsys.readouterr().out
-    assert read_page(first)["head"]["mesh"] == "fsdp=2"
+    assert read_page(first)["head"]["mesh"] == "fsdp=2" and read_page(first)["head"]["model"]["n_layers"] == 2
     folder = tmp_path / "run"
     folder.mkdir()
     first.rename(folder / "page.html")
@@ -151,6 +164,15 @@ def test_the_command(tmp_path, capsys):
         ("llama3-8b --html no/x.html", "html=no/x.html: the folder no does not exist; make it first"),
         ("{tmp} --mesh fsdp=2", "--mesh is about a preset, and {tmp} has run: leave it out"),
         ("{tmp}", "{tmp} has no page.html: give the folder of a run that got as far as its first steps"),
+        ("{tmp} --model.n-layers 2", "--model.n-layers is about a preset, and {tmp} has run: leave it out"),
+        (
+            "llama3-debug --model.n-layers 2 --against golf",
+            "--model.n-layers shapes llama3-debug, not golf: compare with a page of that",
+        ),
+        (
+            "llama3-debug --against {tmp}/none.html",
+            "{tmp}/none.html is not there: give a page of stepgraph inspect, a run folder or a preset",
+        ),
         (
             "{tmp}/notes.txt",
             "{tmp}/notes.txt is no page of stepgraph inspect: give a run folder, a preset or such a page",

@@ -219,7 +219,10 @@ REFUSED = {
         lambda: layer_norm(X, out_dtype=torch.float8_e4m3fn),
         "call rms_norm_fp8 or layer_norm_fp8",
     ),
-    "out_dtype": (lambda: layer_norm(X, out_dtype=torch.int8), "out_dtype has dtype torch.int8"),
+    "out_dtype": (
+        lambda: layer_norm(X, out_dtype=torch.int8),
+        "out_dtype is torch.int8; allowed are float16, bfloat16, float32: ",
+    ),
     "device": (lambda: rms_norm(X, META), r"weight is on meta, x on cpu; .*weight.to\(x.device\)"),
     "strides": (lambda: rms_norm(X.transpose(1, 2)), r"x has stride 8 in its last dimension; .* x.contiguous\(\)"),
     "residual strides": (

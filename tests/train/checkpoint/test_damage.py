@@ -216,8 +216,13 @@ def test_resolve_says_what_is_there(tmp_path):
         (other / name).touch()
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / "config.json").touch()
+    (tmp_path / "whole" / "checkpoints" / "step-00000050").mkdir(parents=True)
     for path, match in [
         (tmp_path / "nowhere", "nowhere is not there; give a run folder"),
+        (
+            tmp_path / "whole" / "checkpoints" / "step-50",
+            "is not there; .*checkpoints has step-00000050: give one of them",
+        ),
         (other / "a", "a is a file"),
         (empty, "empty holds no checkpoint yet"),
         (tmp_path / "killed", "the run .*killed has no checkpoint, and one is written every --checkpoint-every"),

@@ -171,10 +171,14 @@ def test_long_conversations_are_told(folder, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([{"messages": "hello"}], r"a.jsonl:1: 'messages' must be a list of messages such as"),
-        ([{"messages": [{"role": "user"}]}], r"a.jsonl:1: 'messages' must be a list of messages such as"),
-        ([{"messages": []}], r"a.jsonl:1: 'messages' must be a list of messages such as"),
-        ([{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "must be a list of messages such as"),
+        ([{"messages": "hello"}], r"a.jsonl:1: 'messages' is str: give a list of messages such as"),
+        ([{"messages": [{"role": "user"}]}], r"a.jsonl:1: 'content' of message 1 of 'messages' is missing: give"),
+        ([{"messages": []}], r"a.jsonl:1: 'messages' is empty: give a list of messages such as"),
+        ([{"messages": ["hello"]}], r"a.jsonl:1: message 1 of 'messages' is str: give a list of messages such as"),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
+            r"a.jsonl:1: 'content' of message 1 of 'messages' is list, not a string: give a list of messages such as",
+        ),
         (
             [{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}],
             "a.jsonl:1: conversations with tools",

@@ -136,6 +136,8 @@ def test_weights_and_names_of_a_mixture(tmp_path, monkeypatch):
     parts = open_parts(f"{a}:3,{b}:1.")
     assert [(part.name, part.share) for part in parts] == [("text", 0.75), ("text_2", 0.25)]
     assert [len(part.source.val) for part in open_validation(f"{a},{b}")] == [2, 2]
+    web = f"{tmp_path}/a/*.jsonl:1,{tmp_path}/b/**/t*.jsonl:1,{tmp_path}/b/**/*.jsonl:1"
+    assert [part.name for part in open_parts(web)] == ["a", "t", "b"]
     many = [tmp_path / f"{'many' * 20}{i}.jsonl" for i in range(4)]
     for file in many:
         write_lines(file, ["x", "y"])

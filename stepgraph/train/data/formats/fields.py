@@ -48,15 +48,19 @@ def conversation(value: object, where: str, field: str) -> bytes:
 
     Keys without a value are left out: a column of messages has those of all its messages in each.
     """
-    messages = value if isinstance(value, list) else []
-    messages = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in messages]
-    for message in messages or [None]:
-        if isinstance(message, dict) and message.get("tool_calls"):
+    fix = 'give a list of messages such as {"role": "user", "content": "Hello"}'
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where}: {field!r} is {'empty' if value == [] else type(value).__name__}: {fix}")
+    messages = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in value]
+    for i, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"{where}: message {i} of {field!r} is {type(message).__name__}: {fix}")
+        if message.get("tool_calls"):
             raise no_tools(where)
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(
-                f'{where}: {field!r} must be a list of messages such as {{"role": "user", "content": "Hello"}}'
-            )
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                given = f"is {type(message[key]).__name__}, not a string" if key in message else "is missing"
+                raise ValueError(f"{where}: {key!r} of message {i} of {field!r} {given}: {fix}")
     return encoded(json.dumps(messages, ensure_ascii=False), where, field)
 
 
