@@ -55,6 +55,8 @@ from stepgraph.compat.eager import (
 from stepgraph.compat.fake import (
     DataDependentOutputException,
     checks_of_known_values,
+    fake_storage,
+    fake_tensor,
     negative_view,
     operator_needing_values,
     refuse_data_pointers,

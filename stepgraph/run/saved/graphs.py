@@ -199,7 +199,7 @@ class Reader:
         graph, attributes, nodes = fx.Graph(), {}, {}
         values = Values(saved["storages"], self.own, self.mode)
         places = [_place(json.loads(text)) for text in saved["provenance"]]
-        with self.mode:
+        with compat.without_modes():
             for op, target, name, args, kwargs, meta in saved["nodes"]:
                 if op == "get_attr":
                     target, constant = target
