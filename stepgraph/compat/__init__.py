@@ -86,6 +86,7 @@ from stepgraph.compat.tracing import (
     inline_compiled,
     intercept_checkpoint,
     is_tracing,
+    lazy_graph_module,
     node_of_trace,
     record_call,
     rename_exactly,

@@ -367,7 +367,8 @@ def program_of(
     for size in saved["constants"]:
         constants.append(entry.files["constants"][at : at + size])
         at += size
-    program = Reader(own, constants, lambda kind, name: tensor((kind, name)), live).program(saved["program"], mesh)
+    reader = Reader(own, constants, lambda kind, name: tensor((kind, name)), live)
+    program = reader.program(saved["program"], mesh, saved["pieces"])
     # Triton's cache is another's on another machine or GPU, and may have been emptied.
     ahead = Ahead(step.graph for step in program.graphs.values())
     ahead.start()
