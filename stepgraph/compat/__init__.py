@@ -55,6 +55,8 @@ from stepgraph.compat.eager import (
 from stepgraph.compat.fake import (
     DataDependentOutputException,
     checks_of_known_values,
+    fake_storage,
+    fake_tensor,
     negative_view,
     operator_needing_values,
     refuse_data_pointers,
@@ -84,6 +86,7 @@ from stepgraph.compat.tracing import (
     inline_compiled,
     intercept_checkpoint,
     is_tracing,
+    lazy_graph_module,
     node_of_trace,
     record_call,
     rename_exactly,

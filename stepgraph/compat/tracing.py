@@ -2,13 +2,14 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 
 from stepgraph.compat.replaced import replaced
@@ -36,6 +37,12 @@ def collector_off() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def lazy_graph_module(attributes: Mapping[str, Any], graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module of ``graph`` whose code is generated when it is first called or read, and not for one that is run node
+    by node."""
+    return _LazyGraphModule(attributes, graph)
 
 
 def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:

@@ -266,4 +266,4 @@ def _with_calls(
         elif node not in within:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     constants = {n.target: operator.attrgetter(n.target)(module) for n in module.graph.find_nodes(op="get_attr")}
-    return fx.GraphModule(constants | attributes, graph)
+    return compat.lazy_graph_module(constants | attributes, graph)  # `stepgraph.run` interprets it

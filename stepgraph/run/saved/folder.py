@@ -5,6 +5,7 @@ the size and SHA-256 of each file and the parts of the key that the entry was sa
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -45,6 +46,11 @@ class Entry:
 
     parts: dict[str, Any]
     files: dict[str, bytes]
+
+    @functools.cached_property
+    def program(self) -> dict[str, Any]:
+        """What it says of a program; of a deep model it is megabytes, which are decoded once."""
+        return json.loads(self.files["program.json"])
 
 
 class Folder:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -179,27 +179,28 @@ class Reader:
         self.own, self.constants, self.tensor, self.live = own, constants, tensor, live
         self.mode = fake_mode()
 
-    def program(self, saved: Mapping[str, Any], mesh: Any) -> StepProgram:
+    def program(self, saved: Mapping[str, Any], mesh: Any, compiled: Container[str]) -> StepProgram:
+        """``compiled``: names of the graphs that compiled pieces run for."""
         for name, schema in saved["operators"].items():
             now = str(target_named(name)._schema)
             if now != schema:
                 raise NotLoadable(f"the operator {name} is {now}, saved was {schema}")
-        graphs = {name: self.step(step, mesh) for name, step in saved["graphs"].items()}
+        graphs = {name: self.step(step, mesh, name in compiled) for name, step in saved["graphs"].items()}
         return StepProgram(graphs, [Call(*call) for call in saved["schedule"]])
 
-    def step(self, saved: Mapping[str, Any], mesh: Any) -> StepGraph:
+    def step(self, saved: Mapping[str, Any], mesh: Any, compiled: bool) -> StepGraph:
         inputs = [InputSpec(kind, name, self.tensor(kind, name)) for kind, name in saved["inputs"]]
         outputs = [OutputSpec(kind, name) for kind, name in saved["outputs"]]
-        module = self.graph(saved["graph"])
+        module = self.graph(saved["graph"], compat.lazy_graph_module if compiled else fx.GraphModule)
         for node, spec in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             _check_form(node, spec)
         return StepGraph(module, inputs, outputs, saved["blocks"], mesh, saved["axes"])
 
-    def graph(self, saved: Mapping[str, Any]) -> fx.GraphModule:
+    def graph(self, saved: Mapping[str, Any], made: Callable[..., fx.GraphModule] = fx.GraphModule) -> fx.GraphModule:
         graph, attributes, nodes = fx.Graph(), {}, {}
         values = Values(saved["storages"], self.own, self.mode)
         places = [_place(json.loads(text)) for text in saved["provenance"]]
-        with self.mode:
+        with compat.without_modes():
             for op, target, name, args, kwargs, meta in saved["nodes"]:
                 if op == "get_attr":
                     target, constant = target
@@ -211,12 +212,12 @@ class Reader:
                 node = nodes[name] = graph.create_node(op, target, *arguments, name=name)
                 if node.name != name:
                     compat.rename_exactly(node, name)
-                node.meta = {mark: meta[mark] for mark in _MARKS if mark in meta}
+                node.meta.update((mark, meta[mark]) for mark in _MARKS if mark in meta)
                 if "val" in meta:
                     node.meta["val"] = values.decode(meta["val"])
                 if "from" in meta:
                     set_provenance(node, places[meta["from"]])
-        return fx.GraphModule(attributes, graph)
+        return made(attributes, graph)
 
     def _function(self, target: Any) -> Any:
         if isinstance(target, str):

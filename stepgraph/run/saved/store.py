@@ -160,6 +160,7 @@ class Store:
             outcome.tell(f"the step is captured at every start, as nothing stands for {reason}")
             return None
 
+    @compat.collector_off()
     def _started(self, start: Start, parts: dict[str, Any], outcome: Outcome) -> Traced | None:
         """The step of a start that was saved, without a capture."""
         name = key.entry_name("start", parts)
@@ -264,6 +265,7 @@ class Store:
         outcome.notes.insert(0, f"rank {maker}, which has the same graph, made the step")
         return True
 
+    @compat.collector_off()
     def _load(self, name: str, traced: Traced, request: Request, outcome: Outcome) -> bool:
         """Put the saved step ``name`` in the place of the captured program; whether it is there and whole."""
         entry = self.read(name, outcome)
@@ -280,7 +282,7 @@ class Store:
             return False
         program.main.capture_s = traced.program.capture_s
         traced.program = program
-        request.live = json.loads(entry.files["program.json"])["live"]
+        request.live = entry.program["live"]
         outcome.loaded = "graph"
         return True
 
@@ -360,12 +362,13 @@ def program_of(
 ) -> StepProgram:
     """The program of an entry, bound to live tensors. ``tensor``, ``live``: see `Reader`, ``tensor`` of one pair.
     Raises `NotLoadable`."""
-    saved = json.loads(entry.files["program.json"])
+    saved = entry.program
     constants, at = [], 0
     for size in saved["constants"]:
         constants.append(entry.files["constants"][at : at + size])
         at += size
-    program = Reader(own, constants, lambda kind, name: tensor((kind, name)), live).program(saved["program"], mesh)
+    reader = Reader(own, constants, lambda kind, name: tensor((kind, name)), live)
+    program = reader.program(saved["program"], mesh, saved["pieces"])
     # Triton's cache is another's on another machine or GPU, and may have been emptied.
     ahead = Ahead(step.graph for step in program.graphs.values())
     ahead.start()
@@ -383,7 +386,7 @@ def program_of(
 
 def axes_of(entry: Entry) -> list[str]:
     """The names that its graphs give process groups."""
-    graphs = json.loads(entry.files["program.json"])["program"]["graphs"].values()
+    graphs = entry.program["program"]["graphs"].values()
     return list(dict.fromkeys(name for step in graphs for name in step["axes"]))
 
 

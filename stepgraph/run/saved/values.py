@@ -149,19 +149,14 @@ class Forms:
 
 
 class Values:
-    """Reads what `Forms` wrote, as fake tensors of ``mode``."""
+    """Reads what `Forms` wrote, as fake tensors of ``mode``; used outside all modes."""
 
     def __init__(self, storages: list[list[Any]], own: torch.device | None, mode: compat.FakeTensorMode):
         self.own, self.mode = own, mode
-        with mode:
-            self.storages = [
-                torch.empty(size, dtype=torch.uint8, device=decode({"device": device}, own)).untyped_storage()
-                for size, device in storages
-            ]
-        self.devices = [decode({"device": device}, own) for _, device in storages]
+        self.storages = [(decode({"device": on}, own), compat.fake_storage(size)) for size, on in storages]
 
     def decode(self, form: Mapping[str, Any]) -> Any:
-        """The value of a form; call it inside ``mode``."""
+        """The value of a form."""
         if "tensor" in form:
             return self._tensor(*form["tensor"])
         if "several" in form:
@@ -170,8 +165,8 @@ class Values:
         return decode(form["plain"], self.own)
 
     def _tensor(self, dtype: str, shape: list, strides: list, offset: int, storage: int, *bits: str) -> torch.Tensor:
-        tensor = torch.empty(0, dtype=getattr(torch, dtype), device=self.devices[storage])
-        tensor.set_(self.storages[storage], offset, shape, strides)
+        device, memory = self.storages[storage]
+        tensor = compat.fake_tensor(self.mode, device, getattr(torch, dtype), memory, offset, shape, strides)
         for bit in bits:
             tensor = tensor.conj() if bit == "conj" else compat.negative_view(tensor)
         return tensor
