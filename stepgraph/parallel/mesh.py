@@ -206,6 +206,11 @@ class Mesh(Axes):
     shard, averaged = "dp_shard", ("dp_replicate", "dp_shard")
 
     def __init__(self, spec: MeshSpec, device_type: str):
+        if not dist.is_initialized():
+            raise ValueError(
+                f"mesh {spec} needs process groups and none are open: have it from stepgraph.parallel.started, or call "
+                "torch.distributed.init_process_group first"
+            )
         spec.check_world(dist.get_world_size())
         self.spec, self.sizes = spec, spec.sizes
         names = tuple(name for name in reversed(spec.sizes) if spec.sizes[name] > 1 and name != "pp")

@@ -196,3 +196,9 @@ def _meet_where_another_listens(_):
 def test_a_port_in_use_is_one_line():
     """In a process of its own: torch has counted the group that it could not make."""
     on_processes(1, _meet_where_another_listens, ())
+
+
+def test_a_mesh_without_process_groups_says_how_to_open_them():
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match=r"^mesh fsdp=2 needs process groups and none are open: .*parallel\.started"):
+        Mesh(MeshSpec.parse("fsdp=2"), "cpu")

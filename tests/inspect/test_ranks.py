@@ -63,11 +63,12 @@ def test_what_follows_from_no_axis_and_what_the_text_leaves_out():
 
 @pytest.mark.parametrize("mesh", ["fsdp=2", pytest.param("fsdp=2,tp=2", marks=pytest.mark.long)])
 def test_the_ranks_of_a_mesh_have_one_graph(mesh, monkeypatch):
-    """Also where ranks' parts differ in size: 131 rows are padded."""
+    """Also where ranks' parts differ in size: 131 rows of each tp rank are padded."""
     preload()
     monkeypatch.setattr("multiprocessing.set_forkserver_preload", lambda names: None)  # other tests' ranks need theirs
     chosen = config(mesh)
-    chosen = dataclasses.replace(chosen, model=dataclasses.replace(chosen.model, vocab_size=131, n_layers=1))
+    rows = 131 * chosen.mesh_spec.tp
+    chosen = dataclasses.replace(chosen, model=dataclasses.replace(chosen.model, vocab_size=rows, n_layers=1))
     graphs = graphs_of_ranks(chosen, "h200")
     assert len(graphs) == chosen.mesh_spec.size and "all_gather" in graphs[0].text
     assert f"all {len(graphs)} ranks have one graph" in "\n".join(report(chosen.mesh_spec, graphs))
