@@ -135,8 +135,9 @@ class Store:
         began = time.perf_counter()
         together = together and _several_ranks()
         outcome = Outcome()
-        parts = self._start_parts(start, outcome)
-        traced = self._started(start, parts, outcome) if parts else None
+        with compat.collector_off():
+            parts = self._start_parts(start, outcome)
+            traced = self._started(start, parts, outcome) if parts else None
         if together and not all(_gathered(traced is not None)):
             traced = None  # a capture may open process groups, which all ranks must do
         if traced is not None:
@@ -160,7 +161,6 @@ class Store:
             outcome.tell(f"the step is captured at every start, as nothing stands for {reason}")
             return None
 
-    @compat.collector_off()
     def _started(self, start: Start, parts: dict[str, Any], outcome: Outcome) -> Traced | None:
         """The step of a start that was saved, without a capture."""
         name = key.entry_name("start", parts)
