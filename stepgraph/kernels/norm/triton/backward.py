@@ -22,6 +22,7 @@ from stepgraph.kernels.norm.triton.rows import (
     inside,
     row_start,
     rows_of_step,
+    shift_of,
     shifted,
     store_tile,
     tile_mask,
@@ -106,7 +107,7 @@ def backward_rows(
     p = group // HEAD_BLOCKS
     P = programs // (SPLIT * HEAD_BLOCKS)
     steps = tl.cdiv(tl.cdiv(M, SETS), ROWS // BH).to(tl.int32)
-    shift = head_block.to(tl.int32) * (N % SHIFT) % SHIFT
+    shift = shift_of(head_block, N, SHIFT)
     zero = (M >> 62).to(tl.int32)
     head = head_block * BH + tl.arange(0, ROWS) % BH
     first_at = part * SLICE + tl.arange(0, BLOCK)

@@ -28,6 +28,7 @@ from stepgraph.kernels.norm.triton.rows import (
     inside,
     row_start,
     rows_of_step,
+    shift_of,
     shifted,
     store_tile,
     tied,
@@ -283,7 +284,7 @@ def forward_rows(
     part = program % SPLIT
     group = program // SPLIT
     head = group % HEAD_BLOCKS * BH + tl.arange(0, ROWS) % BH
-    shift = (group % HEAD_BLOCKS).to(tl.int32) * (N % SHIFT) % SHIFT
+    shift = shift_of(group % HEAD_BLOCKS, N, SHIFT)
     first = group // HEAD_BLOCKS
     ws = ()
     bs = ()

@@ -83,6 +83,19 @@ def rows_of_step(step, M, head, H: tl.constexpr, ROWS: tl.constexpr, BH: tl.cons
 
 
 @triton.constexpr_function
+def common(N, SHIFT):
+    """The greatest common divisor of a length and the elements of 16 bytes."""
+    return math.gcd(N, SHIFT)
+
+
+@triton.jit
+def shift_of(rows_set, N: tl.constexpr, SHIFT: tl.constexpr):
+    """Elements of a vector before the rows of a set."""
+    AT_ONCE: tl.constexpr = common(N, SHIFT)
+    return rows_set.to(tl.int32) * (N // AT_ONCE) % (SHIFT // AT_ONCE) * AT_ONCE
+
+
+@triton.constexpr_function
 def full(k, FULL, SHIFT):
     """Whether piece ``k`` lies within the row: the first one begins before a shifted row."""
     return k < FULL and (SHIFT == 1 or k > 0)
@@ -99,11 +112,14 @@ def shifted(start, shift, SHIFT: tl.constexpr):
 
 @triton.jit
 def inside(at, shift, N: tl.constexpr, SHIFT: tl.constexpr):
-    """Which elements ``at``, counted from where the row is read, are the row's."""
+    """Which elements ``at``, counted from where the row is read, are the row's: told for as many at a time as divide
+    the length of rows and what is read before them."""
     if SHIFT == 1:
         return at < N
     else:
-        return (at >= shift) & (at < N + shift)
+        AT_ONCE: tl.constexpr = common(N, SHIFT)
+        first = at // AT_ONCE * AT_ONCE
+        return (first >= shift) & (first < N + shift)
 
 
 @triton.jit

@@ -180,7 +180,7 @@ def fits(problem: Problem, config: Config, hw: Hardware) -> bool:
     """Whether, by the estimate, a configuration runs and spills no registers."""
     if not runs(problem, config, hw):
         return False
-    if math.prod(elements_of_thread(problem, config)) > 64:
+    if math.prod(elements_of_thread(problem, config)) > (64 if problem.backward else 72):
         return False
     if problem.shift > 1 and config.rows > max(1, config.threads * vector(problem) // config.block):
         return False  # the weight, which lies elsewhere within 16 bytes, is then laid out in another way than the rows

@@ -49,7 +49,7 @@ WARPS_FORWARD = 32
 #: Steps of a program above which sharing rows pays, where one program could hold a row.
 MANY_STEPS = 24
 #: Bytes of the longest row that one program holds.
-LONGEST_FORWARD, LONGEST_BACKWARD = 128 * 1024, 24 * 1024
+LONGEST_FORWARD, LONGEST_BACKWARD = 144 * 1024, 24 * 1024
 
 
 def _floor(x: float) -> int:
@@ -75,9 +75,12 @@ def _block(n: int, widest: int, padding: float, least: int | None = None) -> int
 def _rows(problem: Problem, warps: int, part: int, most: float, hw: Hardware, programs: int) -> tuple[int, int]:
     """Rows and columns of a tile of slices of ``part`` columns, a thread holding at most ``most`` elements."""
     threads = 32 * warps
-    # For long rows, padding costs more than narrow tiles; for the longest, less than sharing the row.
+    # For long rows, padding costs more than narrow tiles; for the longest, less than sharing the row. Where processors
+    # idle, it costs nothing.
     bytes_of_part = part * max(problem.loads)
     padding = 1 / 3 if problem.backward else 1 / 8 if 24 * 1024 < bytes_of_part <= 32 * 1024 else 1 / 4
+    if not problem.backward and hw.processors >= problem.M:
+        padding = 1 / 2
     block = _block(part, threads * vector(problem), padding)
     least = max(1, threads * vector(problem) // block)
     rows = max(least, _floor(most * threads / (-(-part // block) * block)))
@@ -117,7 +120,8 @@ def _forward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
     most = 8 if problem.layer else 16 if problem.N * size <= 32 * 1024 else 32
     warps = _warps(problem, 2 if problem.layer else 4, most)
     if problem.shift > 1:
-        warps = min(32, _floor(problem.span * size / 2048)) if problem.span * size > 512 else 4
+        warps = min(32, _floor(problem.span * size / (512 if hw.processors > problem.M else 2048)))
+        warps = 4 if problem.span * size <= 512 else warps
     while warps <= 32:
         # Up to, not including, twice what a thread should hold.
         rows, block = _rows(problem, warps, problem.span, held * 5 / 4 if long else 2 * held - 1, hw,
@@ -126,8 +130,10 @@ def _forward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
         while one > 4 and rows > 1:  # rather than rows side by side in many warps, a program for each
             one, rows = one // 2, rows // 2
         if problem.shift > 1:
-            block = _block(problem.span, 2 * 32 * one * vector(problem), 1 / 8, 32 * one * vector(problem) // 2)
-            rows = min(rows, max(1, 32 * one * vector(problem) // block))
+            full = 32 * one * vector(problem)
+            short = problem.span * size <= 512  # rows in narrow tiles, side by side
+            block = _block(problem.span, 64 if short else 2 * full, 0.14, 32 if short else full // 2)
+            rows = min(_floor(held * 5 / 4 * 32 * one / problem.span) if short else rows, max(1, full // block))
         first = Config(rows, block, one, 1, 0)
         steps = problem.M / hw.processors
         if steps > 64 and (rows, one, first.pieces(problem.span)) == (1, 8, 2) and not long:
