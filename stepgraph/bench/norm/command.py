@@ -40,6 +40,8 @@ GRID_N = (
 GRID_M = tuple(4**power for power in range(11))
 GRID_BYTES = 2 * 2**30
 RANDOM_SHAPES = 120
+#: Of a drawn tensor on a CPU, at most.
+CPU_BYTES = 2**19
 CPU_GRID = ((256, 64), (1024, 256), (512, 1024), (64, 8192))
 
 #: Where the host's cost of a call is taken: the kernels are done sooner than the next call is launched.
@@ -59,7 +61,8 @@ class NormOptions:
     shapes: str = "grid"
     """Rows x row length with commas between, such as 12288x2880,65536x256. grid: row lengths from 64 to 131072 with 1
     to 1048576 rows, up to 2 GiB a tensor, in an order of which any first part is a fair sample; few on a CPU. random:
-    120 shapes that are drawn, always the same, with row lengths of any kind, odd ones among them."""
+    120 shapes that are drawn, always the same, with row lengths of any kind, odd ones among them; the small ones on a
+    CPU."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Of all tensors."""
@@ -103,7 +106,7 @@ class NormOptions:
         if self.shapes == "grid":
             return _grid(ITEM_BYTES[self.dtype], device)
         if self.shapes == "random":
-            return _random(ITEM_BYTES[self.dtype])
+            return _random(ITEM_BYTES[self.dtype], device)
         shapes = []
         for word in self.shapes.split(","):
             numbers = word.strip().split("x")
@@ -118,17 +121,22 @@ class NormOptions:
         return list(dict.fromkeys(shapes))
 
 
+def _most(device: torch.device) -> int:
+    """Bytes of the largest tensor that a GPU is given."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free // 16  # two calls, each with x, dy, y and dx, and what a provider needs besides
+
+
 def _grid(item_bytes: int, device: torch.device) -> list[Shape]:
     if device.type == "cpu":
         return list(CPU_GRID)
-    free, _ = torch.cuda.mem_get_info(device)
-    most = min(GRID_BYTES, free // 16)  # two calls, each with x, dy, y and dx, and what a provider needs besides
+    most = min(GRID_BYTES, _most(device))
     shapes = [(m, n) for n in GRID_N for m in GRID_M if m * n * item_bytes <= most]
     random.Random(0).shuffle(shapes)
     return shapes
 
 
-def _random(item_bytes: int) -> list[Shape]:
+def _random(item_bytes: int, device: torch.device) -> list[Shape]:
     """Shapes of 128 KiB to 1 GiB a tensor; row lengths in turn multiples of 128, of 8, and any, from 64 to 131072."""
     draw, shapes = random.Random(0), []
     while len(shapes) < RANDOM_SHAPES:
@@ -137,7 +145,8 @@ def _random(item_bytes: int) -> list[Shape]:
         m = round(2 ** draw.uniform(17, 30) / (n * item_bytes))
         if 64 <= n <= 131072 and m:
             shapes.append((m, n))
-    return shapes
+    most = CPU_BYTES if device.type == "cpu" else _most(device)
+    return [(m, n) for m, n in shapes if m * n * item_bytes <= most]
 
 
 def main(argv: list[str]) -> int:

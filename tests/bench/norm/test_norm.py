@@ -147,6 +147,19 @@ def test_a_budget_ends_the_run_after_a_shape(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_random_shapes_are_always_the_same_and_of_every_kind(monkeypatch):
+    monkeypatch.setattr(norm, "_most", lambda device: 2**40)
+    gpu = torch.device("cuda")
+    shapes = norm.NormOptions(shapes="random").shape_list(gpu)
+    assert len(set(shapes)) == 120 and shapes == norm.NormOptions(shapes="random").shape_list(gpu)
+    assert [kind(n) for kind in (lambda n: n % 128, lambda n: n % 8) for _, n in shapes].count(0) > 80
+    assert sum(n % 2 for _, n in shapes) > 20 and max(m * n * 2 for m, n in shapes) <= 1.01 * 2**30
+    monkeypatch.setattr(norm, "_most", lambda device: 2**25)
+    fewer = norm.NormOptions(shapes="random").shape_list(gpu)
+    assert fewer == [(m, n) for m, n in shapes if m * n * 2 <= 2**25]
+    assert 0 < len(norm.NormOptions(shapes="random").shape_list(CPU)) < len(fewer)
+
+
 def test_torch_compile_runs_backward_again_and_again(tmp_path):
     path = tmp_path / "norm.json"
     words = "--device cpu --dtype fp32 --op rms_norm --providers ours,compile,compile-max-autotune,compile-tuned "

@@ -149,10 +149,11 @@ def test_quantized(shape, kind, config):
 @given(
     shape=shapes, kind=st.sampled_from(("rms", "layer")), dtype=st.sampled_from(DTYPES), out=st.sampled_from(DTYPES),
     streams=st.booleans(), weighted=st.booleans(), cast=st.booleans(), config=configs(False, True, WEIGHTS),
+    layout=st.sampled_from(("slice of columns", "contiguous")),
 )  # fmt: skip
-def test_casts_beside_have_the_bits_of_those_apart(shape, kind, dtype, out, streams, weighted, cast, config):
+def test_casts_beside_have_the_bits_of_those_apart(shape, kind, dtype, out, streams, weighted, cast, config, layout):
     """And so have the norm's results: by the same configuration, whatever it is."""
-    x, residual = tensor(shape, dtype, "slice of columns", 0), tensor(shape, torch.float32, "contiguous", 1)
+    x, residual = tensor(shape, dtype, layout, 0), tensor(shape, torch.float32, "contiguous", 1)
     weight = tensor(shape[-1:], torch.float32, "contiguous", 2) if weighted else None
     given = Norm(kind, EPS, 1.0, out), x, weight, weight, residual if streams else None, True
     apart = triton_norm.forward(*given, config=config)
