@@ -1,7 +1,8 @@
 """The first step of an unmodified model of ``transformers``, cold and from a saved step: each start is a process of its
 own; the first has an empty folder of saved steps and empty compile caches, the others have what the first left.
 
-Seconds: ``imports``, ``build`` (model and batch on the device), ``capture`` (until `stepgraph.capture` returns),
+Seconds: ``imports``, ``build`` (model and batch on the device), ``capture`` (until `stepgraph.capture` returns; of a
+step that is made new, ``trace``, ``compile`` by Inductor and the ``rest``, passes and saving among it, are told apart),
 ``first_call`` (until its loss is there), ``to_first_step`` (the last two) and ``process`` (all of them). ``loaded``: as
 ``step.saved`` says, and ``notes``, what else it says. The first losses must be the same bits; those after an update be
 near, as attention's backward on a GPU may add in another order each time.
@@ -28,6 +29,12 @@ ROOT = Path(__file__).parents[1]
 LOSS_TOLERANCE = 1e-4
 
 
+def parts_of(step: Any, whole: float) -> dict[str, float]:
+    """Seconds of a capture by part: tracing, Inductor, and passes with all else."""
+    compiling = sum(report.compile_s or 0.0 for report in step.report)
+    return {"trace": step.capture_s, "compile": compiling, "rest": whole - step.capture_s - compiling}
+
+
 def start(name: str, device: str, layers: int | None, folder: str) -> dict[str, Any]:
     """One start, in this process."""
     began = time.perf_counter()
@@ -50,6 +57,7 @@ def start(name: str, device: str, layers: int | None, folder: str) -> dict[str, 
     optimizer = fused_adamw(list(model.parameters()))
     step = stepgraph.capture(model, loss_of, batch, optimizer, max_grad_norm=MAX_GRAD_NORM, saved=folder)
     captured = time.perf_counter()
+    parts = {} if step.saved.loaded else parts_of(step, captured - built)
     losses = [step(batch).item()]
     ran = time.perf_counter()
     losses += [step(batch).item() for _ in range(3)]
@@ -59,6 +67,7 @@ def start(name: str, device: str, layers: int | None, folder: str) -> dict[str, 
         "imports": imported - began,
         "build": built - imported,
         "capture": captured - built,
+        **parts,
         "first_call": ran - captured,
         "to_first_step": ran - built,
         "process": ran - began,
