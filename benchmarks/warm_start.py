@@ -32,7 +32,7 @@ LOSS_TOLERANCE = 1e-4
 def parts_of(step: Any, whole: float) -> dict[str, float]:
     """Seconds of a capture by part: tracing, Inductor, and passes with all else."""
     compiling = sum(report.compile_s or 0.0 for report in step.report)
-    return {"trace": step.capture_s, "compile": compiling, "rest": whole - step.capture_s - compiling}
+    return {"trace": step.graph.capture_s, "compile": compiling, "rest": whole - step.graph.capture_s - compiling}
 
 
 def start(name: str, device: str, layers: int | None, folder: str) -> dict[str, Any]:
