@@ -11,7 +11,7 @@
 A row is ``PIECES`` tiles of ``BLOCK`` columns, a power of two: 5120 is 5 x 1024, with nothing wasted. A program takes
 one step of ``ROWS`` rows; only programs that share rows (see `wide`) stride over the steps. ``WEIGHT`` says when the
 weight is loaded: before the rows, with them, or after their sums, from the L2 cache. A program can so hold a whole row
-of up to 65,536 bfloat16 columns, which is faster than sharing it. With per-head weights (``H`` > 1) the rows of a step
+of up to 73,728 bfloat16 columns, which is faster than sharing it. With per-head weights (``H`` > 1) the rows of a step
 are ``ROWS / BH`` tokens of ``BH`` heads. Loads are not marked evict-first: as the stores are not either, that cost up
 to 6% of bandwidth at rows of 4096 and more.
 Source: Zhang and Sennrich 2019 (arXiv:1910.07467); Ba, Kiros and Hinton 2016 (arXiv:1607.06450).

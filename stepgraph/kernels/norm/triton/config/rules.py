@@ -6,7 +6,8 @@ from 64 to 131,072 columns and from 1 to 2 million rows; see `benchmarks/`):
 
 forward     a thread holds 32 bytes of a row, and rows until it holds 32 bytes, fewer where the call is so short that
             all programs run at once; each program does one step. A layer norm, whose programs meet twice, holds 64
-            bytes in at most 8 warps. Rows of up to 128 KiB stay whole, the longest in 32 warps with their weight
+            bytes in at most 8 warps, and so do rows that begin anywhere within 16 bytes (see `rows`), whose weight is
+            loaded element by element. Rows of up to 144 KiB stay whole, the longest in 32 warps with their weight
             loaded after the sum; if there are too few rows to occupy all processors, programs share them.
 backward    few warps a program, so that its sums over a row meet in few places: one for rows of up to 3 KiB, four up to
             12, eight up to 24. A program takes one row a step, or as many as make 3 KiB, with two or three steps of
