@@ -1,6 +1,5 @@
-"""Checkpoints of two ranks with DTensors. Run as a script, this file is one rank: ``... two_ranks FOLDER RANK``."""
+"""Checkpoints of two ranks with DTensors."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from stepgraph.train.checkpoint.background import BackgroundSaves
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
-from tests.train.checkpoint.cases import Loader, equal, script, succeed
+from tests.distributed.ranks import on_ranks
+from tests.train.checkpoint.cases import Loader, equal
 
 
 def sharded(placement, mesh, seed: int) -> dict:
@@ -28,15 +28,14 @@ def sharded(placement, mesh, seed: int) -> dict:
     return {"model": model, "optimizer": optimizer, "loader": Loader()}
 
 
-def two_ranks(folder: str, rank: str) -> None:
-    rank = int(rank)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def two_ranks(folder: Path) -> None:
+    rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     state = sharded(Shard(0), mesh, 1)
     state["optimizer"].step()
     state["loader"].position = 10 + rank
     torch.manual_seed(100 + rank)
-    checkpointer = Checkpointer(Path(folder) / "run")
+    checkpointer = Checkpointer(folder / "run")
     checkpointer.save(1, state)
     path = checkpointer.save(2, state)
     stream = torch.rand(2)
@@ -56,7 +55,7 @@ def two_ranks(folder: str, rank: str) -> None:
         file = path / "__1_0.distcp"
         file.write_bytes(b"x" + file.read_bytes()[1:])
     dist.barrier()
-    for broken in (path, Path(folder) / "nowhere"):
+    for broken in (path, folder / "nowhere"):
         with pytest.raises(ValueError, match=r"__1_0\.distcp does not match .*step-00000001 is intact|is not there"):
             checkpointer.load(broken, other)
     state["loader"].position = object() if rank == 1 else 0  # an error on one rank reaches both
@@ -74,22 +73,16 @@ def two_ranks(folder: str, rank: str) -> None:
     checkpointer.load(checkpointer.folder / "step-00000004", state)
     assert equal([p.to_local().detach() for p in state["model"].parameters()], as_it_was)
     if rank == 0:
-        torch.save([p.full_tensor() for p in state["model"].parameters()], Path(folder) / "full.pt")
+        torch.save([p.full_tensor() for p in state["model"].parameters()], folder / "full.pt")
     else:
         [p.full_tensor() for p in state["model"].parameters()]
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def test_two_ranks_with_dtensors(tmp_path):
-    succeed(*[script(__file__, "two_ranks", tmp_path, rank) for rank in range(2)])
+    on_ranks(2, two_ranks, tmp_path)
     # One process reads what two ranks wrote: the weights, but not streams and positions that it has no ranks for.
     path, model = tmp_path / "run" / "step-00000001", nn.Linear(6, 4)
     Checkpointer(path.parent).load(path, {"model": model}, rng=False)
     assert equal([p.detach() for p in model.parameters()], torch.load(tmp_path / "full.pt"))
     with pytest.raises(ValueError, match="of 2 ranks and this run has 1; run with 2"):
         Checkpointer(path.parent).load(path, {"model": model})
-
-
-if __name__ == "__main__":
-    {"two_ranks": two_ranks}[sys.argv[1]](*sys.argv[2:])
