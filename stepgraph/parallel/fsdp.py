@@ -38,8 +38,11 @@ def unshard(stored: DTensor, layout: Layout) -> torch.Tensor:
     if not layout.sharded:
         return local if local.dtype == layout.param_dtype else local.to(layout.param_dtype)
     dim, op = layout.shard_dim, "avg" if mesh.shard in mesh.averaged else "sum"
-    shard = DTensor.from_local(local, mesh.axis(mesh.shard), [Shard(dim)], run_check=False)
+    # Gathered along dimension 0 and then put in place: DTensor's gather of columns has a node for each rank.
+    shard = DTensor.from_local(local, mesh.axis(mesh.shard), [Shard(0)], run_check=False)
     whole = shard.redistribute(placements=[Replicate()], **dtypes).to_local(grad_placements=[Partial(op)])
+    if dim:
+        whole = whole.unflatten(0, (-1, len(local))).movedim(0, dim).flatten(dim, dim + 1)
     return whole.narrow(dim, 0, layout.rows) if layout.padded else whole
 
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stepgraph import compat
-from stepgraph.parallel import Mesh, MeshSpec
+from stepgraph.capture import trace_step
+from stepgraph.parallel import Mesh, MeshSpec, layouts, next_token_loss
 from stepgraph.parallel.layout import Layout, fsdp_dim
+from tests.distributed.ranks import TINY, in_fake_world, make_mesh, on_ranks, own_batch, parallel_model, whole_model
 
 
 @pytest.fixture
@@ -69,3 +71,40 @@ def test_fsdp_splits_the_dimension_that_spares_padding(first, second, ranks):
     assert padded[chosen] <= max(1.125, min(padded))
     assert chosen == 0 or padded[0] > 1.125
     assert fsdp_dim((first,), ranks) == 0
+
+
+#: A head whose 3 rows are more padding than weight over 4 ranks: its columns are split.
+FEW_ROWS = dataclasses.replace(TINY, vocab_size=3)
+
+
+def _columns_are_gathered():
+    mesh = make_mesh("fsdp=4")
+    model, whole = parallel_model(mesh, FEW_ROWS), whole_model(FEW_ROWS)
+    layout = layouts(model)["head.weight"]
+    assert layout.shard_dim == 1
+    weight = model.head.weight
+    assert torch.equal(weight, whole.head.weight)
+    grads = [torch.randn(weight.shape, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    weight.backward(grads[dist.get_rank()])
+    grad = model.head._parameters["weight"].grad
+    assert grad.placements == layout.at_rest()
+    torch.testing.assert_close(grad.full_tensor(), torch.stack(grads).mean(0))
+
+
+def test_columns_are_gathered_and_their_gradients_reduced():
+    on_ranks(4, _columns_are_gathered)
+
+
+def _count(world, counts):
+    mesh = make_mesh(f"fsdp={world}")
+    model = parallel_model(mesh, FEW_ROWS)
+    assert layouts(model)["head.weight"].shard_dim == 1
+    loss_fn, batch = next_token_loss(mesh), own_batch(mesh, 0)
+    graph = trace_step(model, loss_fn, batch, torch.optim.AdamW(model.parameters())).step.graph
+    (counts / str(world)).write_text(str(len(graph.nodes)))
+
+
+def test_a_graph_does_not_grow_with_the_ranks(tmp_path):
+    for world in (512, 1024):  # both beyond every dimension: the same are padded
+        in_fake_world(0, world, _count, world, tmp_path)
+    assert (tmp_path / "512").read_text() == (tmp_path / "1024").read_text()
