@@ -39,6 +39,9 @@ class StepOptions:
     attention: Literal["auto", "cudnn", "flash2", "fa4", "flex", "eager"] = "auto"
     """Kernels of attention: cuDNN's, FlashAttention 2 or 4, Flex, or as torch chose; auto: the fastest measured."""
 
+    grouped: Literal["auto", "torch", "quack"] = "auto"
+    """Products of experts' rows by torch's kernels, or QuACK's where that is installed; auto: the faster measured."""
+
     loss_chunks: int | Literal["auto"] = "auto"
     """Compute a head and its loss in this many parts of the tokens; auto: as many as keep the logits near a GiB."""
 
@@ -91,6 +94,8 @@ class StepOptions:
             raise ValueError(
                 f"attention={self.attention} with passes=exact, which leaves attention to eager: drop one of them"
             )
+        if self.passes == "exact" and self.grouped == "quack":
+            raise ValueError("grouped=quack with passes=exact, which leaves products to torch: drop one of them")
         if self.attention == "flex" and not self.compiles_attention:
             why = "inductor=off" if self.inductor == "off" else f"disable_pass={','.join(self.disable_pass)}"
             raise ValueError(

@@ -9,10 +9,12 @@ from stepgraph.kernels.moe import (
     grouped_mm,
     grouped_mm_weight,
     grouped_triton,
+    quack,
     route_triton,
     rows_triton,
     sort_by_expert,
 )
+from stepgraph.kernels.moe.grouped import KERNELS
 from tests.kernels.moe.test_moe_triton import row_cases, sort_cases, zero_cases
 
 FUNCTIONS = {
@@ -50,12 +52,19 @@ def test_sort_of_many_slots(experts):
     assert torch.equal(counts.long(), torch.bincount(flat[used], minlength=experts))
 
 
-def layer(x, weights, chosen, up, down):
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    if request.param == "quack" and quack.unavailable() is not None:
+        pytest.skip(quack.unavailable())
+    return request.param
+
+
+def layer(x, weights, chosen, up, down, kernel):
     """Experts of one layer, weighted."""
     order, places, counts = sort_by_expert(chosen, up.shape[0])
     offsets = counts.cumsum(0, dtype=torch.int32)
-    hidden = torch.nn.functional.silu(grouped_mm(gather_rows(x, order, places), up.mT, offsets))
-    return combine_rows(grouped_mm(hidden, down.mT, offsets), places, weights, order)
+    hidden = torch.nn.functional.silu(grouped_mm(gather_rows(x, order, places), up.mT, offsets, kernel))
+    return combine_rows(grouped_mm(hidden, down.mT, offsets, kernel), places, weights, order)
 
 
 def inputs(tokens=512, D=256, width=384, experts=16, slots=4, dtype=torch.bfloat16):
@@ -69,10 +78,10 @@ def inputs(tokens=512, D=256, width=384, experts=16, slots=4, dtype=torch.bfloat
     return x, weights.detach().float().requires_grad_(), chosen, up, down
 
 
-def test_layer_against_float64():
+def test_layer_against_float64(kernel):
     x, weights, chosen, up, down = inputs()
     wide = [t.detach().double().requires_grad_() for t in (x, weights, up, down)]
-    y, (X, W, U, D) = layer(x, weights, chosen, up, down), wide
+    y, (X, W, U, D) = layer(x, weights, chosen, up, down, kernel), wide
     total = 0
     for k in range(chosen.shape[1]):
         e = chosen[:, k].clamp(min=0)
@@ -86,15 +95,15 @@ def test_layer_against_float64():
         assert (found.double() - right).norm() <= 2e-2 * right.norm()
 
 
-def test_no_wait_and_the_same_every_time():
+def test_no_wait_and_the_same_every_time(kernel):
     x, weights, chosen, up, down = inputs()
     torch.cuda.synchronize()
     results = []
-    layer(x, weights, chosen, up, down).sum().backward()  # compiles
+    layer(x, weights, chosen, up, down, kernel).sum().backward()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            y = layer(x, weights, chosen, up, down)
+            y = layer(x, weights, chosen, up, down, kernel)
             results.append((y, *torch.autograd.grad(y.float().square().sum(), [x, weights, up, down])))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -102,17 +111,17 @@ def test_no_wait_and_the_same_every_time():
         assert all(map(torch.equal, results[0], other))
 
 
-def test_rows_past_the_end_are_zero():
+def test_rows_past_the_end_are_zero(kernel):
     offsets = torch.tensor([3, 3, 40], dtype=torch.int32, device="cuda")
     rows = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16)
     rows[40:] = torch.nan
     weight = torch.randn(3, 64, 72, device="cuda", dtype=torch.bfloat16)
     for _ in range(20):  # memory that was used before
         torch.full((100, 72), torch.nan, device="cuda", dtype=torch.bfloat16)
-        out = grouped_mm(rows, weight, offsets)
+        out = grouped_mm(rows, weight, offsets, kernel)
         assert not out[40:].any() and out[:40].isfinite().all()
         out[40:] = torch.nan
-        gradient = grouped_mm_weight(rows, out, offsets)
+        gradient = grouped_mm_weight(rows, out, offsets, kernel)
         assert gradient.isfinite().all() and not gradient[1].any()
 
 
