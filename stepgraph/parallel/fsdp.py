@@ -72,6 +72,30 @@ def parametrize(module: nn.Module, layouts: dict[str, Layout], forward: Callable
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     module.__class__ = type(base.__name__, (base,), members)
     setattr(module, _LAYOUTS, layouts)
+    if any(layout.padded for layout in layouts.values()):
+        module.register_state_dict_post_hook(_leave_padding_out)
+        module.register_load_state_dict_pre_hook(_put_padding_in)
+
+
+def _leave_padding_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """``state_dict`` gives parameters in their true shapes, as views; with ``keep_vars`` it gives them as they are."""
+    for name, layout in own_layouts(module).items():
+        value = state.get(prefix + name)
+        if layout.padded and value is not None and not isinstance(value, nn.Parameter):
+            state[prefix + name] = layout.without_padding(value)
+
+
+def _put_padding_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """``load_state_dict`` takes DTensors of the true shapes too, in any placements on the parameter's mesh."""
+    for name, layout in own_layouts(module).items():
+        value = state.get(prefix + name)
+        if not layout.padded or not isinstance(value, DTensor) or value.shape != layout.shape:
+            continue
+        if value.device_mesh == layout.mesh.devices:
+            part = value.redistribute(placements=layout.at_rest()).to_local()
+            local = part.new_zeros(layout.local_shape)
+            layout.own(local).copy_(part)
+            state[prefix + name] = layout.store(local)
 
 
 def _getter(name: str) -> Callable[[nn.Module], torch.Tensor]:

@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from stepgraph import compat
 from stepgraph.capture import trace_step
@@ -108,3 +110,48 @@ def test_a_graph_does_not_grow_with_the_ranks(tmp_path):
     for world in (512, 1024):  # both beyond every dimension: the same are padded
         in_fake_world(0, world, _count, world, tmp_path)
     assert (tmp_path / "512").read_text() == (tmp_path / "1024").read_text()
+
+
+def _state_dicts(folder):
+    mesh, config = make_mesh("fsdp=2,tp=2"), dataclasses.replace(TINY, vocab_size=130, dim=44, n_heads=2, n_kv_heads=2)
+    model, whole = parallel_model(mesh, config), whole_model(config)
+    live = dict(model.named_parameters())
+    padded = [name for name, layout in layouts(model).items() if layout.padded]
+    assert padded
+    state = model.state_dict()
+    for name, right in whole.state_dict().items():
+        assert state[name].shape == right.shape
+        assert torch.equal(state[name].full_tensor() if isinstance(state[name], DTensor) else state[name], right), name
+    assert all(model.state_dict(keep_vars=True)[name] is p for name, p in live.items())
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        assert all(torch.equal(full[name], right) for name, right in whole.state_dict().items())
+    # Back as it was given, replicated, and by way of a checkpoint of torch's.
+    dcp.save({"model": state}, checkpoint_id=folder)
+    read = {"model": parallel_model(mesh, config).state_dict()}
+    for tensor in read["model"].values():
+        tensor.zero_()
+    dcp.load(read, checkpoint_id=folder)
+    replicated = {
+        n: v.redistribute(placements=[Replicate()] * 2) if isinstance(v, DTensor) else v for n, v in state.items()
+    }
+    for one in (state, replicated, read["model"], model.state_dict(keep_vars=True)):
+        for assign in (False, True):
+            if assign and one is replicated:
+                continue  # which is what it says: parameters are then what is given
+            other = parallel_model(mesh, config)
+            for p in other.parameters():
+                p.data.to_local().fill_(7)
+            other.load_state_dict(one, assign=assign)
+            for name, p in other.named_parameters():
+                layout = layouts(other)[name]
+                assert torch.equal(p.to_local(), live[name].to_local()), name  # zeros beyond the end
+                assert p.placements == layout.at_rest()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        wrong = dict(state)
+        wrong[padded[0]] = torch.zeros(3, 3)
+        other.load_state_dict(wrong)
+
+
+def test_state_dicts_are_without_padding(tmp_path):
+    on_ranks(4, _state_dicts, tmp_path)
