@@ -11,8 +11,8 @@ from stepgraph.graph.collectives import ALL_GATHER
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.provenance import provenance
 from stepgraph.models import next_token_loss as one_rank_loss
-from stepgraph.parallel import next_token_loss
-from stepgraph.passes import configured
+from stepgraph.parallel import layouts, next_token_loss
+from stepgraph.passes import StepOptions, configured
 from stepgraph.passes.memory.recompute import Plan
 from tests.distributed.ranks import (
     TINY,
@@ -196,3 +196,26 @@ def test_full_recomputation_gathers_again():
 @pytest.mark.parametrize("text", [pytest.param(m, marks=[pytest.mark.long] * (m == "fsdp=2")) for m in MESHES])
 def test_mesh(text):
     on_ranks(MESHES[text], _check, text)
+
+
+def _check_columns():
+    """Five ranks split the twelve rows of keys and values by columns, of which the last rank has fewer."""
+    config = dataclasses.replace(TINY, n_kv_heads=1)
+    mesh = make_mesh("fsdp=5")
+    columns = {name for name, found in layouts(parallel_model(mesh, config)).items() if found.shard_dim == 1}
+    assert columns == {"layers.0.attn.k_proj.weight", "layers.0.attn.v_proj.weight"}
+    check_gradients(mesh, config=config)
+    check_training(mesh, config=config)
+    # Buckets, gathers again in backward and prefetching, whose sums are those of the same collectives.
+    loss_fn, batch = next_token_loss(mesh), own_batch(mesh, 0)
+    right, model = parallel_model(mesh, config), parallel_model(mesh, config)
+    loss_fn(right, batch).backward()
+    options = StepOptions(reshard="always", inductor="off")
+    stepgraph.capture(model, loss_fn, batch, passes=options)(batch)
+    for a, b in zip(right.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad.to_local(), b.grad.to_local())
+
+
+@pytest.mark.slow
+def test_parameters_split_by_columns():
+    on_ranks(5, _check_columns)
