@@ -14,7 +14,8 @@ Where a step is found. Two keys, each in named parts, so that a miss says which 
   The step is captured again, and neither rewritten nor compiled. Tensors that the model keeps outside parameters and
   buffers, and launches of Triton kernels, are taken from that capture.
 - the *start*: instead of the graph's text, all that the capture reads: model, loss, batch, optimizer and step options,
-  every source file that the trace went through, and the global values that its functions name. Nothing is captured.
+  every source file that the trace went through, and the global values, environment variables and files that its
+  functions read (`stepgraph.run.saved.reads`). Nothing is captured.
   Where a part cannot be described in full, such as a model that launches kernels of its own, there is no such key, and
   the reason is told.
 

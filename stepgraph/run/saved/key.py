@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.passes.contract import Pass
-from stepgraph.run.saved.sources import UNDER_TORCH
+from stepgraph.run.saved.reads.places import UNDER_TORCH
 
 #: The version of what is written here and beside: entries of another are never read.
 FORMAT = 1
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
     """Of all that decides what a capture, a pass and a compiler make: packages, and stepgraph's own sources."""
     found = {"format": str(FORMAT), "python": platform.python_version(), "torch": torch.__version__}
     found |= {"cuda": str(torch.version.cuda), "stepgraph": own_sources()}
-    for package in ("numpy", *UNDER_TORCH, "transformers", "flash-attn-4", "quack-kernels"):
+    for package in ("numpy", *UNDER_TORCH, "opt-einsum", "transformers", "flash-attn-4", "quack-kernels"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -124,7 +124,9 @@ def settings(compiles: bool) -> dict[str, str]:
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),
             cuda.cudnn_sdp_enabled(),
+            cuda.fp16_bf16_reduction_math_sdp_allowed(),
         ],
+        "einsum": [torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy],
         "reduced precision": [
             cuda.matmul.allow_bf16_reduced_precision_reduction,
             cuda.matmul.allow_fp16_reduced_precision_reduction,

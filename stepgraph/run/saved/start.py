@@ -23,9 +23,10 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.passes.contract import Pass
 from stepgraph.run.saved import key
-from stepgraph.run.saved.describe import Describer, Indescribable, describe_hooks, describe_model, form_of
-from stepgraph.run.saved.patches import described_patches
-from stepgraph.run.saved.sources import Sources, described_environment, described_globals, file_digest
+from stepgraph.run.saved.reads.describe import Describer, Indescribable, form_of
+from stepgraph.run.saved.reads.model import describe_hooks, describe_model, module_names
+from stepgraph.run.saved.reads.patches import described_patches
+from stepgraph.run.saved.reads.sources import Sources
 from stepgraph.run.saved.values import NotLoadable
 
 #: Kinds of inputs that are tensors of the model or its optimizer; calls bring or runners allocate the others.
@@ -47,6 +48,7 @@ class Start:
 
     def __post_init__(self) -> None:
         self.slots = model_slots(self.model)
+        self.open: dict[Any, Any] = {}  # see `Describer`
         self.mesh = next((s.tensor.device_mesh for s in self.slots if hasattr(s.tensor, "device_mesh")), None)
 
     def parts(self) -> dict[str, Any]:
@@ -56,12 +58,12 @@ class Start:
             raise Indescribable(f"the mode around the capture ({', '.join(around) or 'autocast'})")
         leaves, spec = flatten_batch(self.batch)
         forms = [form_of(x) if isinstance(x, torch.Tensor) else f"{type(x).__name__} {x!r}" for x in leaves]
-        names = {id(module): f"module {path or 'model'}" for path, module in self.model.named_modules()}
+        names = module_names(self.model)
         return {
-            "model": describe_model(self.model),
-            "hooks": describe_hooks(self.model),
-            "patches": described_patches(),
-            "loss": Describer(names)(self.loss_fn, "the loss function"),
+            "model": describe_model(self.model, Describer(open=self.open)),
+            "hooks": describe_hooks(Describer(names, self.open)),
+            "patches": described_patches(self.open),
+            "loss": Describer(names, self.open)(self.loss_fn, "the loss function"),
             "batch": {str(i): form for i, form in enumerate(forms)}
             | {"structure": f"{type(self.batch).__qualname__} {spec} {first_places(leaves)}"},
             "optimizer": self._optimizer(),
@@ -107,8 +109,9 @@ def record_of(start: Start, traced: Traced, sources: Sources, graph: str) -> byt
     record = {
         "graph": graph,
         "sources": sources.files(),
-        "globals": sources.globals(),
+        "globals": sources.globals(start.open),
         "environment": sources.environment(),
+        "read": sources.read(),
         "reads": {paths[module]: sorted(found) for module, found in traced.reads.names.items() if module in paths},
         "landing": [slot.name for slot, _ in traced.landing],
         "leaves": traced.tensor_leaves,
@@ -135,28 +138,6 @@ def _place_of(repair: Repair, model: nn.Module, level: str) -> list[Any]:
                 if held is owner:
                     return [path, f"{name}.{inner}.{method.__name__}", given]
     raise Indescribable(f"what repairs an unfit step ({level}), which is no method of what a module holds")
-
-
-def changed_since(record: Mapping[str, Any]) -> str | None:
-    """The source file, environment variable or global value that is not what it was, or None."""
-    now = described_environment(record["environment"])
-    for name, text in record["environment"].items():
-        if now[name] != text:
-            return f"the environment variable {name}"
-    for file, digest in record["sources"].items():
-        if file_digest(file) != digest:
-            return f"the source file {file}"
-    for module, saved in record["globals"].items():
-        try:
-            now = described_globals(module, sorted(saved))
-        except ImportError:
-            return f"the module {module}, which cannot be imported,"
-        except Indescribable as reason:
-            return f"a global: {reason}"
-        for name, text in saved.items():
-            if now.get(name) != text:
-                return f"the global {module}.{name}"
-    return None
 
 
 class Bindings:

@@ -22,12 +22,12 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import PieceCall, piece_calls, with_functions
 from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.run.saved import key
-from stepgraph.run.saved.describe import Indescribable
 from stepgraph.run.saved.folder import DamagedEntry, Entry, Folder, UnsafeFolder, cache_folder
 from stepgraph.run.saved.graphs import Captured, Reader, Writer, decode_report, decode_reports, encode_reports
 from stepgraph.run.saved.nearest import missed_graph, missed_start
-from stepgraph.run.saved.sources import Sources
-from stepgraph.run.saved.start import Bindings, Start, changed_since, name_groups, record_of, traced_of
+from stepgraph.run.saved.reads.describe import Indescribable
+from stepgraph.run.saved.reads.sources import Sources, changed_since
+from stepgraph.run.saved.start import Bindings, Start, name_groups, record_of, traced_of
 from stepgraph.run.saved.values import NotLoadable, NotSavable
 
 
@@ -134,17 +134,16 @@ class Store:
         """
         began = time.perf_counter()
         together = together and _several_ranks()
-        outcome = Outcome()
+        outcome, sources = Outcome(), Sources()
         with compat.collector_off():
             parts = self._start_parts(start, outcome)
-            traced = self._started(start, parts, outcome) if parts else None
+            traced = self._started(start, parts, sources, outcome) if parts else None
         if together and not all(_gathered(traced is not None)):
             traced = None  # a capture may open process groups, which all ranks must do
         if traced is not None:
             outcome.loaded, outcome.kept = "start", key.entry_name("start", parts)
             outcome.seconds = time.perf_counter() - began
             return traced, outcome
-        sources = Sources()
         with sources.recorded() if parts else contextlib.nullcontext():
             traced = capture()
         request = Request(traced.program, start)
@@ -161,7 +160,7 @@ class Store:
             outcome.tell(f"the step is captured at every start, as nothing stands for {reason}")
             return None
 
-    def _started(self, start: Start, parts: dict[str, Any], outcome: Outcome) -> Traced | None:
+    def _started(self, start: Start, parts: dict[str, Any], sources: Sources, outcome: Outcome) -> Traced | None:
         """The step of a start that was saved, without a capture."""
         name = key.entry_name("start", parts)
         entry = self.read(name, outcome)
@@ -170,7 +169,7 @@ class Store:
                 outcome.notes += missed_start(self.folder, parts)
             return None
         record = json.loads(entry.files["start.json"])
-        change = changed_since(record)
+        change = changed_since(record, sources)
         if change:
             self.damaged.add(name)  # out of date: to be replaced
             outcome.tell(f"captured, as {change} changed since the saved start")

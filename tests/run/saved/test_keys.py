@@ -18,7 +18,8 @@ from stepgraph.capture.optimizer import Update
 from stepgraph.parallel.layout import Layout
 from stepgraph.passes import Target, resolve
 from stepgraph.run.saved import key
-from stepgraph.run.saved.describe import Describer, Indescribable, code_digest
+from stepgraph.run.saved.reads.code import code_digest
+from stepgraph.run.saved.reads.describe import Describer, Indescribable
 from stepgraph.run.saved.start import Start
 from stepgraph.run.saved.store import surroundings
 
