@@ -76,6 +76,7 @@ class Joined(Source):
         require_one_kind(sources)
         self.name, self._sources, self.unit, self.chat = name, sources, sources[0].unit, sources[0].chat
         self.size = sum(source.size for source in sources)
+        self.field = ",".join(source.field for source in sources)
         self._starts = np.cumsum([0, *map(len, sources)])
         self.train = np.concatenate([s.train + start for s, start in zip(sources, self._starts, strict=False)])
         self.val = np.concatenate([s.val + start for s, start in zip(sources, self._starts, strict=False)])

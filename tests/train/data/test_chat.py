@@ -164,6 +164,8 @@ def test_long_conversations_are_told(folder, tmp_path):
         loader = PackedLoader(silent.source, silent.tokenizer, **options)
         loader.tokens.wait(10**9)
         loader.tokens.close()
+    with pytest.raises(ValueError, match=r"b.jsonl has nothing to train on: no message of the role assistant is in"):
+        loader.ready()  # and not for ever
     (batch,) = validation_batches(data.source, data.tokenizer, n=1, batch_size=1, seq_len=44)
     assert (batch["targets"] >= 0).any() and (batch["targets"] == -100).any()
 

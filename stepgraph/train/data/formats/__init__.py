@@ -37,7 +37,7 @@ def open_source(data: str, text_field: str = "text") -> Corpus:
         return source
     if source.chat:
         raise ValueError(f"{source.name} holds one conversation: give two or more, of which one is for validation")
-    return Sections(source.name, source.size, first)
+    return Sections(source, first)
 
 
 def _open_file(data: str, text_field: str) -> Source:

@@ -82,7 +82,7 @@ class JsonLines(Source):
     """
 
     def __init__(self, path: Path, text_field: str):
-        self.name, self.size, self._path, self._field = str(path), path.stat().st_size, path, text_field
+        self.name, self.size, self._path, self.field = str(path), path.stat().st_size, path, text_field
         offsets, numbers, position = array.array("q"), array.array("q"), 0
         self._file = path.open("rb")
         for number, line in enumerate(self._file, 1):
@@ -94,9 +94,9 @@ class JsonLines(Source):
             raise ValueError(f"{path} holds no documents, only blank lines: give a JSON object per line")
         self._offsets, self._numbers = np.array(offsets), np.array(numbers)
         first, _ = self._record(0)
-        self.chat = self._field not in first and MESSAGES in first
+        self.chat = self.field not in first and MESSAGES in first
         if self.chat:
-            self._field, self.unit = MESSAGES, "conversations"
+            self.field, self.unit = MESSAGES, "conversations"
         self.split_by_index(len(offsets))
 
     def stamp(self) -> str:
@@ -104,11 +104,11 @@ class JsonLines(Source):
 
     def read(self, index: int) -> bytes:
         record, where = self._record(index)
-        if self._field not in record:
-            raise no_field(where, self._field, record)
+        if self.field not in record:
+            raise no_field(where, self.field, record)
         if self.chat and record.get(TOOLS):
             raise no_tools(where)
-        return (conversation if self.chat else encoded)(record[self._field], where, self._field)
+        return (conversation if self.chat else encoded)(record[self.field], where, self.field)
 
     def _record(self, index: int) -> tuple[dict[str, Any], str]:
         """The object in a line, and where that is."""
@@ -124,7 +124,7 @@ class JsonLines(Source):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not valid JSON ({error}): give a JSON object per line") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object with the field {self._field!r}")
+            raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object with the field {self.field!r}")
         return record, where
 
     def identity(self) -> bytes:
@@ -143,7 +143,7 @@ class Parquet(Source):
             self._file = parquet.ParquetFile(path)
         except (self._pa.ArrowException, OSError) as error:
             raise self._corrupt(error) from error
-        self._field, self.chat, self.unit = field_of(self._file.schema_arrow.names, text_field, str(path))
+        self.field, self.chat, self.unit = field_of(self._file.schema_arrow.names, text_field, str(path))
         metadata = self._file.metadata
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if not sum(rows):
@@ -160,11 +160,11 @@ class Parquet(Source):
         group = int(self.blocks[index])
         if self._group[0] != group:
             try:
-                self._group = (group, self._file.read_row_group(group, columns=[self._field]).column(self._field))
+                self._group = (group, self._file.read_row_group(group, columns=[self.field]).column(self.field))
             except (self._pa.ArrowException, OSError) as error:
                 raise self._corrupt(error) from error
         value = self._group[1][int(index - self._first_row[group])].as_py()
-        return (conversation if self.chat else encoded)(value, f"{self._path}, row {index}", self._field)
+        return (conversation if self.chat else encoded)(value, f"{self._path}, row {index}", self.field)
 
     def _corrupt(self, error: Exception) -> ValueError:
         reason = str(error).splitlines()[0]
