@@ -11,9 +11,11 @@ from stepgraph.models.hf_files import read_json, write_json
 from stepgraph.train.data.tokenizer import open_tokenizer
 
 BEGIN_OF_TEXT_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
-SETTINGS = "tokenizer_config.json"
+SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+#: Of transformers, whose special tokens are those that the settings name, and no others.
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 #: Beside a tokenizer.json: what else belongs to it, and how to generate with its model.
-BESIDE = (SETTINGS, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+BESIDE = (SETTINGS, SPECIAL, "chat_template.jinja", "generation_config.json")
 
 
 class TokenizerFiles:
@@ -30,8 +32,10 @@ class TokenizerFiles:
         self._path = None if name == "bytes" else Path(name)
         self._tokenizer = byte_level() if self._path is None else tokenizers.Tokenizer.from_file(str(self._path))
         self.settings: dict[str, Any] = {}
-        if self._path is not None and (self._path.parent / SETTINGS).exists():
-            self.settings = read_json(self._path.parent / SETTINGS)
+        there = [file for file in (SETTINGS, SPECIAL) if self._path is not None and (self._path.parent / file).exists()]
+        for file in there:
+            if "added_tokens_decoder" not in self.settings:  # else they name all, which those of older ones do not
+                self.settings |= read_json(self._path.parent / file)
         names = [self._named("bos_token"), *BEGIN_OF_TEXT_NAMES]
         ids = [self._tokenizer.token_to_id(token) for token in names if token]
         self.bos_id = next((found for found in ids if found is not None), None)
@@ -47,9 +51,13 @@ class TokenizerFiles:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The texts of ``bos_token``, ``eos_token``, ``pad_token`` and the like, as a chat template reads them."""
+        """The texts of ``bos_token``, ``eos_token``, ``pad_token`` and the like, as a chat template reads them: those
+        that the settings name. Where they are of a class of one model, or there are none, the usual ones count too."""
         known = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        if self.settings.get("tokenizer_class") in _PLAIN_CLASSES:
+            known = {}
         tokens = {key: self._tokenizer.id_to_token(i) for key, i in known.items() if i is not None}
+        tokens = {key: text for key, text in tokens.items() if key not in self.settings}
         named = {key: self._named(key) for key in self.settings if key.endswith("_token")}
         return tokens | {key: text for key, text in named.items() if text is not None}
 

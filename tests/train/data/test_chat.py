@@ -1,6 +1,7 @@
 """Conversations as tokens: beside transformers' own rendering, and rows of generated ones."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -77,6 +78,36 @@ def test_tokens_and_masks_are_those_of_transformers(folder, template):
             assert theirs.decode(marked[marked >= 0]) == said
 
     check()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "{% if tools is not none %}tools{% endif %}{% if documents is none %}no documents{% endif %}",
+        "{{ {'b': 'ä', 'a': 1} | tojson(True, 1, separators=(',', ':'), sort_keys=True) }}{{ 'ä' | tojson }}",
+        "{{ bos_token }}{{ eos_token }}{{ pad_token }}",
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}",
+    ],
+)
+@pytest.mark.parametrize("named", ["settings", "map", "nothing"])
+def test_whatever_a_template_reads_is_what_transformers_gives_it(part, named, folder, tmp_path):
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | (names if named == "settings" else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if named == "map":
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    ours, theirs = tokenizer_of(tmp_path, part + CHATML.removeprefix("{{ bos_token }}"))
+    chats = [
+        conversation([("Hi", "Hö")]),
+        [{"role": "system", "content": "x"}, *conversation([("a", "b"), ("c", "d")])],
+    ]
+    for messages in [*chats, [{"role": "assistant", "content": "first"}, *chats[0]]]:
+        marked = ours.encode(json.dumps(messages))
+        expected = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+        assert np.where(marked < 0, ~marked, marked).tolist() == expected
+        said = "".join(f"{m['content']}<|im_end|>\n" for m in messages if m["role"] == "assistant")
+        assert theirs.decode(marked[marked >= 0]) == said
 
 
 def test_a_template_that_rewrites_earlier_messages_is_refused():
