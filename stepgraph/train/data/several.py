@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ import numpy as np
 from stepgraph.train.data.formats import STREAMED, WHOLE, Streamed, open_source
 from stepgraph.train.data.sources import Corpus, Source, megabytes
 
-_WEIGHTED = r"(.+):(\d+\.?\d*|\.\d+)"
+#: Of any sign and size: what is no weight is refused as one, not taken for a part of the name.
+_WEIGHTED = r"(.+):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ def open_parts(data: str, text_field: str = "text") -> list[Part]:
         missing = next(word for word, match in zip(words, found, strict=True) if match is None)
         raise ValueError(f"data {data}: {missing!r} has no weight and others have: write {missing}:1")
     weights = [float(match[2]) for match in found]
-    if min(weights) <= 0:
-        raise ValueError(f"data {data}: every weight must be above 0: leave out what is not wanted")
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"data {data}: every weight must be finite, and above 0: leave out what is not wanted")
     sources = [_joined(match[1], _files(match[1]), text_field) for match in found]
     names = _names([match[1] for match in found])
     return [Part(s, n, w / sum(weights)) for s, n, w in zip(sources, names, weights, strict=True)]

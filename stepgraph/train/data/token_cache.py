@@ -28,7 +28,7 @@ import numpy as np
 
 from stepgraph.cache import user_cache
 from stepgraph.train.data.sources import Source
-from stepgraph.train.data.stream import begun, stream_of
+from stepgraph.train.data.stream import Stream, begun, stream_of
 from stepgraph.train.data.tokenizer import Tokenizer
 
 CHUNK_BYTES = 4 << 20  # text that is tokenized at a time
@@ -197,6 +197,7 @@ class TokenCache:
             return
         done, begun_before = found["documents"], found["begins"]
         stream = stream_of(self._tokenizer.eos_id, self._row, found["tokens"])
+        stream.counts.update(found.get("counts", {}))
         tokens_file = self._opened("tokens.bin", found["tokens"] * self._dtype.itemsize)
         begins_file = self._opened("begins.bin", begun_before * 8)
         with tokens_file, begins_file:
@@ -216,7 +217,7 @@ class TokenCache:
                     for file in (tokens_file, begins_file):
                         file.flush()
                         os.fsync(file.fileno())  # progress on disk is never ahead of the tokens
-                    self._record(done, stream.there, begun_before, stream.told)
+                    self._record(done, begun_before, stream)
                 except OSError as error:
                     raise OSError(self._cannot_write(error)) from error
             if stream.told:
@@ -243,9 +244,9 @@ class TokenCache:
         file.truncate()
         return file
 
-    def _record(self, documents: int, tokens: int, begins: int, told: str) -> None:
-        content = {"documents": documents, "tokens": tokens, "begins": begins}
-        content |= {"whole": documents == len(self._documents)} | ({"told": told} if told else {})
+    def _record(self, documents: int, begins: int, stream: Stream) -> None:
+        content = {"documents": documents, "tokens": stream.there, "begins": begins, "counts": dict(stream.counts)}
+        content |= {"whole": documents == len(self._documents)} | ({"told": stream.told} if stream.told else {})
         aside = self.folder / "progress.tmp"
         aside.write_text(json.dumps(content))
         aside.replace(self.folder / "progress.json")

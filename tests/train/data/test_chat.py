@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from stepgraph.train.data import PackedLoader, open_data, validation_batches
+from stepgraph.train.data import PackedLoader, open_data, token_cache, validation_batches
 from stepgraph.train.data.chat import ChatTemplate, ChatTokenizer
 from stepgraph.train.data.stream import Rows, inputs_and_targets
 from stepgraph.train.data.tokenizer_files import byte_level
@@ -147,9 +147,9 @@ def test_rows_hold_whole_conversations(documents, seq_len, data):
     stream = np.concatenate([*pieces, rows.close()]).astype(np.int64)
     assert rows.there == len(stream)
     kept = [ids[:seq_len].tolist() for ids in documents if (ids[:seq_len] >= 0).any()]
-    assert rows.cut_out + rows.silent == len(documents) - len(kept)
-    assert rows.silent == sum(not (ids >= 0).any() for ids in documents)
-    assert rows.cut == sum(len(ids) > seq_len and (ids[:seq_len] >= 0).any() for ids in documents)
+    assert rows.counts["cut out"] + rows.counts["silent"] == len(documents) - len(kept)
+    assert rows.counts["silent"] == sum(not (ids >= 0).any() for ids in documents)
+    assert rows.counts["cut"] == sum(len(ids) > seq_len and (ids[:seq_len] >= 0).any() for ids in documents)
     if not kept:
         assert not len(stream)
         return
@@ -169,6 +169,31 @@ def test_rows_hold_whole_conversations(documents, seq_len, data):
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def test_what_is_told_counts_all_that_earlier_writers_left_out(folder, tmp_path, monkeypatch):
+    tokenizer_of(folder, CHATML)
+    chats = [conversation([("q" * (10 * (i % 3)), "a" * 30)]) for i in range(40)]
+    data = open_data(write(tmp_path / "a.jsonl", [{"messages": c} for c in chats]), str(folder / "tokenizer.json"))
+    monkeypatch.setattr(token_cache, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(token_cache.warnings, "warn", lambda *_, **__: None)
+    read, left = data.source.read, iter(range(25))
+
+    def some(index):
+        if next(left, None) is None:
+            raise ValueError("killed")
+        return read(index)
+
+    def told(cache):
+        loader = PackedLoader(data.source, data.tokenizer, batch_size=2, seq_len=44, cache=cache)
+        loader.tokens.wait(10**9)
+        return loader.tokens.describe().partition("; ")[2]
+
+    monkeypatch.setattr(data.source, "read", some)
+    with pytest.raises(ValueError, match="killed"):
+        told(tmp_path / "one")
+    monkeypatch.setattr(data.source, "read", read)
+    assert told(tmp_path / "one") == told(tmp_path / "two") != ""
 
 
 def test_long_conversations_are_told(folder, tmp_path):

@@ -56,10 +56,11 @@ def _open_file(data: str, text_field: str) -> Source:
         raise ValueError(f"cannot read data {path}: {error.strerror}") from error
     there = unpacked(path) if packed else path
     if suffix == ".txt":
-        source = TextFile(there)
+        source = TextFile(there, str(path))
+    elif suffix == ".jsonl":
+        source = JsonLines(there, text_field, str(path))
     else:
-        source = (JsonLines if suffix == ".jsonl" else Parquet)(there, text_field)
+        source = Parquet(path, text_field)
     if packed:
-        source.name = str(path)
         source.stamp = lambda: str(path.stat().st_mtime_ns)  # not that of the copy
     return source

@@ -35,22 +35,23 @@ class TextFile(Source):
     """A UTF-8 text file. The marker ``<|endoftext|>`` ends a document, as in the files that corpora are published in.
 
     Without that marker the file is one document (blank lines separate paragraphs, not documents), cut by position
-    as in ``Sections``. The file stays on disk; only the document positions are in memory.
+    as in ``Sections``. The file stays on disk; only the document positions are in memory. ``name``: of the file that
+    ``path`` is, or was unpacked from.
     """
 
-    def __init__(self, path: Path):
-        self.name, self.size, self._path = str(path), path.stat().st_size, path
+    def __init__(self, path: Path, name: str):
+        self.name, self.size, self._path = name, path.stat().st_size, path
         self._file = path.open("rb")
         with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            _check_utf8(path, text)
+            _check_utf8(name, text)
             spans = _text_spans(text)
             if not spans:
-                raise ValueError(f"{path} holds no text, only white space: give a file with text")
+                raise ValueError(f"{name} holds no text, only white space: give a file with text")
             self._one_document = len(spans) == 1
             if self._one_document:
                 start, end = spans[0]
                 if end - start < 2:
-                    raise ValueError(f"{path} holds one document of 1 byte: too little to split; give more text")
+                    raise ValueError(f"{name} holds one document of 1 byte: too little to split; give more text")
                 bounds, self.train, self.val = cut_sections(text, start, end)
                 self._starts, self._ends = bounds[:-1], bounds[1:]
                 self.unit = "sections"
@@ -78,11 +79,11 @@ class JsonLines(Source):
     Where the first line has ``messages`` and no such field, each line is a conversation.
 
     Only the byte offset and number of each line are in memory. Lines are parsed when they are read, so a bad line far
-    into a large file raises only when the run reaches it.
+    into a large file raises only when the run reaches it. ``name``: as of `TextFile`.
     """
 
-    def __init__(self, path: Path, text_field: str):
-        self.name, self.size, self._path, self.field = str(path), path.stat().st_size, path, text_field
+    def __init__(self, path: Path, text_field: str, name: str):
+        self.name, self.size, self._path, self.field = name, path.stat().st_size, path, text_field
         offsets, numbers, position = array.array("q"), array.array("q"), 0
         self._file = path.open("rb")
         for number, line in enumerate(self._file, 1):
@@ -91,7 +92,7 @@ class JsonLines(Source):
                 numbers.append(number)
             position += len(line)
         if not offsets:
-            raise ValueError(f"{path} holds no documents, only blank lines: give a JSON object per line")
+            raise ValueError(f"{name} holds no documents, only blank lines: give a JSON object per line")
         self._offsets, self._numbers = np.array(offsets), np.array(numbers)
         first, _ = self._record(0)
         self.chat = self.field not in first and MESSAGES in first
@@ -112,7 +113,7 @@ class JsonLines(Source):
 
     def _record(self, index: int) -> tuple[dict[str, Any], str]:
         """The object in a line, and where that is."""
-        where = f"{self._path}:{self._numbers[index]}"
+        where = f"{self.name}:{self._numbers[index]}"
         self._file.seek(self._offsets[index])
         line = self._file.readline().rstrip()
         try:
@@ -171,7 +172,7 @@ class Parquet(Source):
         return ValueError(f"{self._path} is not a readable parquet file ({reason}): copy or download it again")
 
 
-def _check_utf8(path: Path, text: mmap.mmap) -> None:
+def _check_utf8(name: str, text: mmap.mmap) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     step = 1 << 20
     for start in range(0, len(text), step):
@@ -180,7 +181,7 @@ def _check_utf8(path: Path, text: mmap.mmap) -> None:
             decoder.decode(text[start : start + step], final=start + step >= len(text))
         except UnicodeDecodeError as error:
             at = start - held + error.start
-            raise ValueError(f"{path}: not UTF-8 at byte {at} (0x{text[at]:02x}): convert the file to UTF-8") from error
+            raise ValueError(f"{name}: not UTF-8 at byte {at} (0x{text[at]:02x}): convert the file to UTF-8") from error
 
 
 def _text_spans(text: mmap.mmap) -> list[tuple[int, int]]:
