@@ -75,7 +75,7 @@ def test_validation_sets_of_their_own(trainer, parts, tmp_path):
 def test_weights_that_are_there_have_the_rows_that_they_have():
     """More than the model is advised only where the model is new."""
     small = dataclasses.replace(llama3_debug(), vocab_size=256)
-    with pytest.raises(ValueError, match="the tokenizer has 257 tokens, the model 256: try --model.vocab-size 320"):
+    with pytest.raises(ValueError, match=r"the tokenizer has 257 tokens, the model 256: try --model\.vocab-size 320"):
         open_fitting_data(TrainConfig(model=small))
     for given in ({"init_from_hf": Path("base")}, {"resume": Path("run")}):
         with pytest.raises(ValueError, match="the tokenizer has 257 tokens, the model 256: give the one of these weig"):
