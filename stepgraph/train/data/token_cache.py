@@ -12,6 +12,7 @@ Whoever finds the lock free goes on where the last writer stopped, so a killed r
 tokens reach the disk before the record that counts them.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -198,8 +199,9 @@ class TokenCache:
         done, begun_before = found["documents"], found["begins"]
         stream = stream_of(self._tokenizer.eos_id, self._row, found["tokens"])
         stream.counts.update(found.get("counts", {}))
-        tokens_file = self._opened("tokens.bin", found["tokens"] * self._dtype.itemsize)
-        begins_file = self._opened("begins.bin", begun_before * 8)
+        with self._writing():
+            tokens_file = self._opened("tokens.bin", found["tokens"] * self._dtype.itemsize)
+            begins_file = self._opened("begins.bin", begun_before * 8)
         with tokens_file, begins_file:
             if not done:
                 tokens_file.write(stream.open().astype(self._dtype).tobytes())
@@ -211,17 +213,27 @@ class TokenCache:
                     tokens.append(stream.close())
                 begins, stream.begins = np.array(stream.begins, dtype=np.int64), []
                 begun_before += len(begins)
-                try:
+                with self._writing(tokens_file, begins_file):
                     tokens_file.write(np.concatenate(tokens).astype(self._dtype).tobytes())
                     begins_file.write(begins.tobytes())
                     for file in (tokens_file, begins_file):
                         file.flush()
                         os.fsync(file.fileno())  # progress on disk is never ahead of the tokens
                     self._record(done, begun_before, stream)
-                except OSError as error:
-                    raise OSError(self._cannot_write(error)) from error
             if stream.told:
                 warnings.warn(f"{self._source.name}: {stream.told}", stacklevel=2)
+
+    @contextlib.contextmanager
+    def _writing(self, *files: BinaryIO) -> Iterator[None]:
+        """Inside, an OSError becomes the line about this cache. ``files`` are closed first: what they hold fails again,
+        and would be told in place of it."""
+        try:
+            yield
+        except OSError as error:
+            for file in files:
+                with contextlib.suppress(OSError):
+                    file.close()
+            raise OSError(self._cannot_write(error)) from error
 
     def _next_texts(self, done: int) -> list[bytes]:
         """The next documents after the first ``done``."""

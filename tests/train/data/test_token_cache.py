@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
 import time
@@ -188,6 +189,15 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_tokens_are_needed(tmp_pat
     with pytest.raises(OSError, match=full):
         FullDisk(source, ByteTokenizer(), np.arange(10), tmp_path / "full").wait(10**9)
     assert everything(TokenCache(source, ByteTokenizer(), np.arange(10), tmp_path / "full"))  # once there is room
+    path.write_text('{"text": "x"}\n' * 100)
+    lines = open_source(str(path))  # of which where they begin takes more than their tokens
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))  # the kernel refuses what lies beyond
+    try:
+        with pytest.raises(OSError, match=full.replace("No space left on device", "File too large")):
+            opened(lines, tmp_path / "full").wait(10**9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot write the token cache .*: Not a directory; choose another folder by"):
         opened(source, tmp_path / "file")
