@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from stepgraph.train.data import PackedLoader, open_data, token_cache, validation_batches
+from stepgraph.train.data import PackedLoader, open_data, open_validation, token_cache, validation_batches
 from stepgraph.train.data.chat import ChatTemplate, ChatTokenizer
 from stepgraph.train.data.stream import Rows, inputs_and_targets
 from stepgraph.train.data.tokenizer_files import byte_level
@@ -264,6 +264,17 @@ def test_conversations_need_a_template_and_more_than_one(folder, tmp_path):
         open_data(write(tmp_path / "b.jsonl", [good]), str(folder / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"c.jsonl:2: no field 'messages' \(it has text\)"):
         open_data(write(tmp_path / "c.jsonl", [good, {"text": "x"}]), str(folder / "tokenizer.json")).source.read(1)
+
+
+def test_files_of_a_conversation_each_are_split_together(folder, tmp_path):
+    tokenizer_of(folder, CHATML)
+    for i in range(30):
+        write(tmp_path / f"chat-{i:02}.jsonl", [{"messages": conversation([(f"What is {i}?", f"It is {i}.")])}])
+    source = open_data(f"{tmp_path}/chat-*.jsonl", str(folder / "tokenizer.json")).source
+    assert sorted([*source.train, *source.val]) == list(range(30)) and 0 < len(source.val) < 5
+    assert json.loads(source.read(7))[1]["content"] == "It is 7."
+    (one,) = open_validation(str(tmp_path / "chat-00.jsonl"))  # has no need for a second
+    assert len(one.source.val) == 1
 
 
 def test_several_files_are_all_conversations_or_none(folder, tmp_path):

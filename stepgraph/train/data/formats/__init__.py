@@ -33,11 +33,8 @@ def open_source(data: str, text_field: str = "text") -> Corpus:
     else:
         source = _open_file(data, text_field)
     first = source.read(0)
-    if len(source) > 1:
-        return source
-    if source.chat:
-        raise ValueError(f"{source.name} holds one conversation: give two or more, of which one is for validation")
-    return Sections(source, first)
+    # A conversation that is alone cannot be cut: it is for training, unless all are for validation.
+    return source if source.chat or len(source) > 1 else Sections(source, first)
 
 
 def _open_file(data: str, text_field: str) -> Source:
