@@ -333,6 +333,9 @@ class TrainConfig(StepOptions, _Training):
                 known = ", ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
                 raise ValueError(f"{name} works for {known} models only: choose a preset of theirs or drop it")
         if self.export_hf is not None:  # refuses now what could not be written at the end
+            if self.out is not None and self.out.resolve() == self.export_hf.resolve():
+                raise ValueError(f"out={self.out} and export_hf={self.export_hf} are one folder, and both have a "
+                                 "config.json: give two")  # fmt: skip
             family_of(self.model).hugging_face.write_config(self.model, torch.float32)
 
     @property

@@ -9,6 +9,8 @@ from stepgraph.models.cache import LayerCache
 
 #: Logits (V,) fp32 on the CPU -> the next token.
 Choose = Callable[[torch.Tensor], int]
+#: Below this temperature no token but the likeliest has a share that fp32 can tell from 0, and logits may overflow.
+_GREEDY = 1e-30
 
 
 @torch.no_grad()
@@ -35,14 +37,15 @@ def generate(model: nn.Module, prompt: list[int], n: int, choose: Choose, stop: 
 def sampler(temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> Choose:
     """Draws from the softmax of ``logits / temperature``, out of the fewest likeliest tokens that hold ``top_p`` of it.
 
-    With temperature 0 the likeliest token. The numbers are drawn on the CPU: a seed gives the same ones everywhere.
+    With temperature 0, or next to nothing, the likeliest token. The numbers are drawn on the CPU: a seed gives the same
+    ones everywhere.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1 (nucleus sampling).
     """
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: torch.Tensor) -> int:
-        if temperature == 0:
+        if temperature < _GREEDY:
             return int(logits.argmax())
         probability, order = (logits / temperature).softmax(dim=0).sort(descending=True, stable=True)
         before = probability.cumsum(dim=0) - probability  # the mass of likelier tokens: the first is always in

@@ -39,7 +39,11 @@ def require(raw: dict[str, Any], path: Path, title: str, needed: dict[str, Any])
 
 
 def rope_settings(raw: dict[str, Any]) -> tuple[float, str, dict[str, Any]]:
-    """(theta, kind, all settings) of the RoPE: in one table from transformers 5 on, two keys before."""
-    rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
+    """(theta, kind, all settings) of the RoPE: in one table from transformers 5 on, two keys before. Where there are
+    both, as transformers reads them. Raises ``ValueError`` for a table that is none."""
+    table = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(table, dict):
+        raise ValueError(f"the settings of its RoPE are {table!r}, not a JSON object")
+    rope = {"rope_theta": raw.get("rope_theta")} | table
     theta = rope.get("rope_theta") or 10_000.0  # the default of transformers' configurations
     return theta, rope.get("rope_type", rope.get("type", "default")), rope

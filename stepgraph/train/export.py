@@ -83,8 +83,9 @@ def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
 def export_saved(model: nn.Module, config: TrainConfig, run: Path, step: int) -> None:
     """`export` at the end of ``run``, whose checkpoint of ``step`` is written: OSError says how to do without it."""
     try:
+        Ranks().first(lambda: check_export(config.export_hf))  # another run may have written there since
         export(model, config.export_hf, config.tokenizer)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise OSError(
             f"the export failed: {error}; step {step} is saved: stepgraph export {run} --out FOLDER"
         ) from error

@@ -145,7 +145,7 @@ class Writer:
         if chat and tokenizer == "bytes":
             raise ValueError("chat needs a tokenizer with a chat template, and the run's is bytes: leave it out")
         self.tokenizer: Tokenizer = ChatTokenizer(tokenizer) if chat else open_tokenizer(tokenizer)
-        self._stop = {self.tokenizer.eos_id, TokenizerFiles(tokenizer).eos_id}
+        self._stop = {self.tokenizer.eos_id, *TokenizerFiles(tokenizer).ends}
 
     def prompt(self, text: str) -> list[int]:
         """The tokens before those that the model writes. A document begins, as in training, behind an end of text."""

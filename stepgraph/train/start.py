@@ -58,9 +58,11 @@ def open_fitting_data(config: TrainConfig) -> DataBundle:
     """The data of a run. Raises ``ValueError`` where the tokenizer has more tokens than the model."""
     data = open_data(config.data, config.tokenizer, config.text_field)
     if data.tokenizer.vocab_size > config.model.vocab_size:
+        fix = f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
+        if config.init_from_hf is not None or config.resume is not None:
+            fix = "give the one of these weights, or resize their embeddings first"
         raise ValueError(
-            f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model {config.model.vocab_size}: "
-            f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
+            f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model {config.model.vocab_size}: {fix}"
         )
     return data
 

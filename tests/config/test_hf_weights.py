@@ -157,6 +157,9 @@ def test_the_older_config_form_is_read(checkpoint):
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     path.write_text(json.dumps(raw | {"rope_theta": 500_000.0, "rope_scaling": scaling}))
     assert config_from_hf(checkpoint) == replace(SMALL, rope_scaling=SCALING)
+    path.write_text(json.dumps(raw | {"rope_theta": 500_000.0, "rope_parameters": {"rope_type": "default"}}))
+    assert config_from_hf(checkpoint).rope_theta == 500_000.0  # both, as transformers reads them
+    assert LlamaConfig.from_pretrained(checkpoint).rope_parameters["rope_theta"] == 500_000.0
     path.write_text(json.dumps(raw | {"rope_theta": 500_000.0, "rope_scaling": None}))
     assert config_from_hf(checkpoint) == SMALL
 
@@ -302,6 +305,7 @@ def test_a_checkpoint_of_another_model_is_refused(checkpoint, change, parts):
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "lacks 'factor'"),
+        ({"rope_parameters": ["default"]}, "config.json: the settings of its RoPE are ['default'], not a JSON object"),
         ({"head_dim": 32}, "head_dim=32 is not hidden_size / num_attention_heads = 16"),
         ({"hidden_size": 66}, "n_heads=4 does not divide dim=66"),
         ({"hidden_size": "64"}, "config.json: dim='64' is not a whole number; give one above 0"),

@@ -99,6 +99,11 @@ def test_draws_have_the_frequencies_of_the_softmax_and_depend_on_the_seed_alone(
         assert count / 4000 == pytest.approx(expected[token].item(), abs=5 * math.sqrt(0.25 / 4000))
 
 
+@pytest.mark.parametrize("temperature", [1e-31, 1e-40, 1e-300, 5e-324])
+def test_next_to_no_temperature_is_none(temperature):
+    assert sampler(temperature)(torch.tensor([3.0, 1e9, -2.0, 9e8])) == 1
+
+
 def test_what_a_cache_cannot_hold_is_refused():
     model = model_of(LLAMA)
     with pytest.raises(ValueError, match="the prompt has no tokens"):

@@ -1,9 +1,15 @@
-"""Runs on a mixture, with several validation sets."""
+"""Runs on a mixture, with several validation sets, and data that does not fit the model."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
+
+from stepgraph.config.train import TrainConfig
+from stepgraph.models import llama3_debug
+from stepgraph.train.start import open_fitting_data
 
 WORDS = ["--model.n-layers", 1, "--steps", 6, "--val-every", 3, "--checkpoint-every", 3, "--log-every", 1]
 
@@ -64,3 +70,13 @@ def test_validation_sets_of_their_own(trainer, parts, tmp_path):
     ((_, loss, web, text), *_) = trainer.metrics(tmp_path / "run", "val_loss", "val_loss_web", "val_loss_text")
     assert loss == pytest.approx((web + text) / 2)
     assert trainer.events(tmp_path / "run", "val/loss_web")[0] == (3, pytest.approx(web))
+
+
+def test_weights_that_are_there_have_the_rows_that_they_have():
+    """More than the model is advised only where the model is new."""
+    small = dataclasses.replace(llama3_debug(), vocab_size=256)
+    with pytest.raises(ValueError, match=r"the tokenizer has 257 tokens, the model 256: try --model\.vocab-size 320"):
+        open_fitting_data(TrainConfig(model=small))
+    for given in ({"init_from_hf": Path("base")}, {"resume": Path("run")}):
+        with pytest.raises(ValueError, match="the tokenizer has 257 tokens, the model 256: give the one of these weig"):
+            open_fitting_data(TrainConfig(model=small, **given))

@@ -52,6 +52,10 @@ def write(path, content):
         (lambda tmp: ["--init-from-hf", tmp], "config.json"),
         (lambda tmp: ["--export-hf", tmp], "is not empty: give a new folder"),
         (lambda tmp: ["--export-hf", tmp / "file"], "is a file: give a new folder"),
+        (
+            lambda tmp: ["--export-hf", tmp / ".." / "run"],
+            "in/../run are one folder, and both have",
+        ),
         (lambda tmp: ["--export-hf", tmp / "file" / "out"], "in/file, which is a file: give a new folder"),
         (
             lambda tmp: ["--sample-every", 7],

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from stepgraph.config import build, hf_weights
+from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
+from stepgraph.train.export import export_saved
 from stepgraph.train.records.folder import RunFolder
 from stepgraph.train.trainer import Run
 
@@ -280,6 +282,12 @@ def test_an_export_that_fails_says_what_is_saved(trainer, whole, tmp_path, monke
     error = capsys.readouterr().err
     assert error.startswith("error: the export failed: cannot write") and error.count("\n") == 1
     assert not list(tmp_path.rglob("*.part"))
+    config = TrainConfig(export_hf=tmp_path / "theirs")
+    config.export_hf.mkdir()
+    (config.export_hf / "tokenizer.json").write_text("theirs")
+    with pytest.raises(OSError, match="theirs is not empty: give a new folder; step 24 is saved: stepgraph export "):
+        export_saved(None, config, folder, 24)  # another run was faster
+    assert [file.read_text() for file in config.export_hf.iterdir()] == ["theirs"]
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(trainer, whole, tmp_path, capsys):

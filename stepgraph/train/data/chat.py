@@ -63,7 +63,8 @@ class ChatTemplate:
         for place, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, after = self.render(messages[:place], prompt=True), self.render(messages[: place + 1])
+            after = self.render(messages[: place + 1])
+            before = self.render(messages[:place], prompt=True) if place else self._before_first(message, after)
             if not (text.startswith(after) and after.startswith(before)):
                 raise ValueError(
                     "the chat template rewrites earlier messages, so it does not tell what the assistant says: put "
@@ -72,13 +73,28 @@ class ChatTemplate:
             spans.append((len(before), len(after)))
         return text, spans
 
-    def _render(self, messages: list[Message], prompt: bool) -> str:
+    def _before_first(self, message: Message, text: str) -> str:
+        """What stands in ``text``, that of ``message`` alone, before what the assistant says in it."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, **self._tokens)
+            return self.render([], prompt=True)
+        except ValueError:  # many templates look at the first message, whatever it is
+            introduction = self.render([message], prompt=True).removeprefix(text)
+            before, found, _ = text.partition(introduction) if introduction else ("", "", "")
+            if not found:
+                raise
+            return before + found
+
+    def _render(self, messages: list[Message], prompt: bool) -> str:
+        # Neither tools nor documents: templates ask whether these are None, as transformers gives them.
+        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompt}
+        try:
+            return self._template.render(**given, **self._tokens)
         except Exception as error:  # a template is a program, and may divide by zero or call itself for ever
             reason = error if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             said = " / ".join(str(message.get("content"))[:40] for message in messages[:2])
-            raise ValueError(f"the chat template refuses a conversation ({reason}): {said!r}") from error
+            raise ValueError(
+                f"the chat template refuses a conversation ({reason}): {said!r}; leave it out, or mend the template"
+            ) from error
 
 
 class _Generation(Extension):
@@ -105,8 +121,15 @@ def _without_marks(text: str) -> tuple[str, list[Span]]:
     return whole, spans
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter of transformers, in the order of its arguments."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> None:

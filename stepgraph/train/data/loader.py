@@ -62,6 +62,7 @@ class PackedLoader:
         documents = source.order(documents, 0, 0) if shuffle else documents
         self.tokens = TokenCache(source, tokenizer, documents, cache, seq_len if source.chat else None)
         self._batch_size, self._seq_len, self._rank, self._world_size = batch_size, seq_len, rank, world_size
+        self._name = source.name
         self._seed, self._shuffle, self._positions, self._chat = seed, shuffle, positions, source.chat
         self._buffer = max(1, BUFFER_TOKENS // seq_len)  # rows
         self._there, self._whole = 0, False  # tokens that are there, and whether these are all
@@ -117,6 +118,11 @@ class PackedLoader:
         needed = (row // self._buffer + 1) * self._buffer * self._seq_len + 1
         if not self._whole and self._there < needed:
             self._there, self._whole = self.tokens.wait(needed)
+            if self._whole and self._there < 2:  # of conversations only: text has an end, and one before it
+                raise ValueError(
+                    f"{self._name} has nothing to train on: no message of the role assistant is in the first "
+                    f"{self._seq_len} tokens of a conversation: give others or a larger seq_len"
+                )
         return -(-(self._there - 1) // self._seq_len) if self._whole else None
 
     def _read(self, epoch: int, row: int, read: Callable[[int, int], np.ndarray] | None = None) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ import numpy as np
 from stepgraph.train.data.formats import STREAMED, WHOLE, Streamed, open_source
 from stepgraph.train.data.sources import Corpus, Source, megabytes
 
-_WEIGHTED = r"(.+):(\d+\.?\d*|\.\d+)"
+#: Of any sign and size: what is no weight is refused as one, not taken for a part of the name.
+_WEIGHTED = r"(.+):([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,15 @@ def open_parts(data: str, text_field: str = "text") -> list[Part]:
         raise ValueError(f"text_field={text_field} names a field and {data} has none: drop --text-field")
     found = [re.fullmatch(_WEIGHTED, word) for word in words]
     if not any(found):
-        return [Part(_joined(data, [file for word in words for file in _files(word)], text_field), "", 1.0)]
+        files = [file for word in words for file in _files(word)]
+        return [Part(_with_validation(_joined(data, files, text_field)), "", 1.0)]
     if not all(found):
         missing = next(word for word, match in zip(words, found, strict=True) if match is None)
         raise ValueError(f"data {data}: {missing!r} has no weight and others have: write {missing}:1")
     weights = [float(match[2]) for match in found]
-    if min(weights) <= 0:
-        raise ValueError(f"data {data}: every weight must be above 0: leave out what is not wanted")
-    sources = [_joined(match[1], _files(match[1]), text_field) for match in found]
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"data {data}: every weight must be finite, and above 0: leave out what is not wanted")
+    sources = [_with_validation(_joined(match[1], _files(match[1]), text_field)) for match in found]
     names = _names([match[1] for match in found])
     return [Part(s, n, w / sum(weights)) for s, n, w in zip(sources, names, weights, strict=True)]
 
@@ -70,15 +73,19 @@ def _plain(word: str) -> str:
 
 
 class Joined(Source):
-    """The documents of several sources, one behind the other; each is split by itself."""
+    """The documents of several sources, one behind the other; each is split by itself, but for those of a conversation
+    each, which are split together."""
 
     def __init__(self, name: str, sources: Sequence[Source]):
         require_one_kind(sources)
         self.name, self._sources, self.unit, self.chat = name, sources, sources[0].unit, sources[0].chat
         self.size = sum(source.size for source in sources)
+        self.field = ",".join(source.field for source in sources)
         self._starts = np.cumsum([0, *map(len, sources)])
         self.train = np.concatenate([s.train + start for s, start in zip(sources, self._starts, strict=False)])
         self.val = np.concatenate([s.val + start for s, start in zip(sources, self._starts, strict=False)])
+        if not len(self.val):
+            self.split_by_index(len(self.train))
         if any(source.blocks is not None for source in sources):
             self.blocks = self._joined_blocks()
 
@@ -125,6 +132,13 @@ def _joined(name: str, files: list[str], text_field: str) -> Corpus:
             f"data {name}: {streamed.name} joins no others, as its end is far: give weights, as in A:1,B:1"
         )
     return Joined(name, sources)
+
+
+def _with_validation(source: Corpus) -> Corpus:
+    """``source``; ``ValueError`` where it has no document to spare for validation."""
+    if isinstance(source, Source) and not len(source.val):
+        raise ValueError(f"{source.name} holds one conversation: give two or more, of which one is for validation")
+    return source
 
 
 def _files(word: str) -> list[str]:

@@ -29,12 +29,14 @@ class Corpus(ABC):
         unit: what a document is, in the plural ("files").
         chat: a document is a conversation, the JSON of a list of messages.
         most_sampled: tokens at most of which a statistic of all is taken.
+        field: the field that holds the documents, where the data has several; empty for other data.
     """
 
     name: str
     unit = "documents"
     chat: bool = False
     most_sampled = 20_000_000
+    field = ""
     fingerprint: str
 
     @abstractmethod
@@ -173,15 +175,16 @@ class Stdlib(Source):
 class Sections(Source):
     """One document cut by position: the first 95% train, the last 5% validation, in sections of about 64 KiB.
 
-    Sections are the unit that is shuffled; to the loader each is a document.
+    Sections are the unit that is shuffled; to the loader each is a document. ``source``: whose only document it is.
     """
 
     unit = "sections"
 
-    def __init__(self, name: str, size: int, text: bytes):
+    def __init__(self, source: Source, text: bytes):
         if len(text) < 2:
-            raise ValueError(f"{name} holds one document of {len(text)} bytes: too little to split; give more text")
-        self.name, self.size, self._text = name, size, text
+            raise ValueError(f"{source.name} holds one document of {len(text)} bytes: too little to split, give more")
+        self.name, self.size, self.field, self._text = source.name, source.size, source.field, text
+        self.stamp = source.stamp
         self._bounds, self.train, self.val = cut_sections(text, 0, len(text))
 
     def read(self, index: int) -> bytes:

@@ -4,6 +4,7 @@ Text has an end-of-text token before the first document and behind each. Convers
 row to the next: see `Rows`.
 """
 
+from collections import Counter
 from typing import Protocol
 
 import numpy as np
@@ -13,11 +14,12 @@ from stepgraph.models.loss import IGNORE
 
 class Stream(Protocol):
     """Lays out documents one after the other; ``there``: how many tokens there are so far; ``begins``: the places in
-    the stream of the first tokens of the documents that this object laid out; ``told``: what people should know of
-    those added, or nothing."""
+    the stream of the first tokens of the documents that this object laid out; ``counts``: how many were changed or left
+    out, by why; ``told``: what people should know of these, or nothing."""
 
     there: int
     begins: list[int]
+    counts: Counter[str]
     told: str
 
     def open(self) -> np.ndarray:
@@ -40,6 +42,7 @@ class Text:
 
     def __init__(self, eos_id: int, there: int = 0):
         self._end, self.there, self.begins = np.array([eos_id], np.int32), there, []
+        self.counts: Counter[str] = Counter()
 
     def open(self) -> np.ndarray:
         self.begins.append(0)
@@ -69,19 +72,18 @@ class Rows(Text):
     def __init__(self, eos_id: int, seq_len: int, there: int = 0):
         super().__init__(eos_id, there)
         self._seq_len, self._fill = seq_len, ~np.int32(eos_id)
-        self.cut = self.cut_out = self.silent = 0  # of those left out: by the cut, and without an assistant at all
 
     @property
     def told(self) -> str:
-        found = []
-        if self.cut + self.cut_out:
+        found, (cut, cut_out, silent) = [], (self.counts[why] for why in ("cut", "cut out", "silent"))
+        if cut + cut_out:
             found.append(
-                f"{self.cut:,} conversations are cut to seq_len={self._seq_len} tokens, and {self.cut_out:,} left out, "
+                f"{cut:,} conversations are cut to seq_len={self._seq_len} tokens, and {cut_out:,} left out, "
                 "which have nothing of the assistant's in these: a larger --seq-len keeps them"
             )
-        if self.silent:
+        if silent:
             found.append(
-                f"{self.silent:,} conversations are left out, in which no message of the role assistant says anything"
+                f"{silent:,} conversations are left out, in which no message of the role assistant says anything"
             )
         return "; ".join(found)
 
@@ -93,10 +95,9 @@ class Rows(Text):
         for ids in documents:
             kept = ids[: self._seq_len]
             if not (kept >= 0).any():
-                nothing = not (ids >= 0).any()
-                self.silent, self.cut_out = self.silent + nothing, self.cut_out + (not nothing)
+                self.counts["cut out" if (ids >= 0).any() else "silent"] += 1
                 continue
-            self.cut += len(kept) < len(ids)
+            self.counts["cut"] += len(kept) < len(ids)
             if at % self._seq_len + len(kept) > self._seq_len:
                 self.begins.append(at)
                 pieces.append(np.full(-at % self._seq_len, self._fill))

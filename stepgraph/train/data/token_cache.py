@@ -12,6 +12,7 @@ Whoever finds the lock free goes on where the last writer stopped, so a killed r
 tokens reach the disk before the record that counts them.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -20,7 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +29,7 @@ import numpy as np
 
 from stepgraph.cache import user_cache
 from stepgraph.train.data.sources import Source
-from stepgraph.train.data.stream import begun, stream_of
+from stepgraph.train.data.stream import Stream, begun, stream_of
 from stepgraph.train.data.tokenizer import Tokenizer
 
 CHUNK_BYTES = 4 << 20  # text that is tokenized at a time
@@ -91,6 +92,7 @@ class TokenCache:
     def _key(self) -> str:
         facts = [self._source.fingerprint, self._stamp, self._tokenizer.fingerprint, str(self._dtype), "begins"]
         facts += [] if self._row is None else [f"row {self._row}"]
+        facts += [f"field {self._source.field}"]  # the fingerprint knows two documents of it alone
         digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=12)
         digest.update(self._documents.tobytes())
         return digest.hexdigest()
@@ -196,8 +198,10 @@ class TokenCache:
             return
         done, begun_before = found["documents"], found["begins"]
         stream = stream_of(self._tokenizer.eos_id, self._row, found["tokens"])
-        tokens_file = self._opened("tokens.bin", found["tokens"] * self._dtype.itemsize)
-        begins_file = self._opened("begins.bin", begun_before * 8)
+        stream.counts.update(found.get("counts", {}))
+        with self._writing():
+            tokens_file = self._opened("tokens.bin", found["tokens"] * self._dtype.itemsize)
+            begins_file = self._opened("begins.bin", begun_before * 8)
         with tokens_file, begins_file:
             if not done:
                 tokens_file.write(stream.open().astype(self._dtype).tobytes())
@@ -209,17 +213,27 @@ class TokenCache:
                     tokens.append(stream.close())
                 begins, stream.begins = np.array(stream.begins, dtype=np.int64), []
                 begun_before += len(begins)
-                try:
+                with self._writing(tokens_file, begins_file):
                     tokens_file.write(np.concatenate(tokens).astype(self._dtype).tobytes())
                     begins_file.write(begins.tobytes())
                     for file in (tokens_file, begins_file):
                         file.flush()
                         os.fsync(file.fileno())  # progress on disk is never ahead of the tokens
-                    self._record(done, stream.there, begun_before, stream.told)
-                except OSError as error:
-                    raise OSError(self._cannot_write(error)) from error
+                    self._record(done, begun_before, stream)
             if stream.told:
                 warnings.warn(f"{self._source.name}: {stream.told}", stacklevel=2)
+
+    @contextlib.contextmanager
+    def _writing(self, *files: BinaryIO) -> Iterator[None]:
+        """Inside, an OSError becomes the line about this cache. ``files`` are closed first: what they hold fails again,
+        and would be told in place of it."""
+        try:
+            yield
+        except OSError as error:
+            for file in files:
+                with contextlib.suppress(OSError):
+                    file.close()
+            raise OSError(self._cannot_write(error)) from error
 
     def _next_texts(self, done: int) -> list[bytes]:
         """The next documents after the first ``done``."""
@@ -242,9 +256,9 @@ class TokenCache:
         file.truncate()
         return file
 
-    def _record(self, documents: int, tokens: int, begins: int, told: str) -> None:
-        content = {"documents": documents, "tokens": tokens, "begins": begins}
-        content |= {"whole": documents == len(self._documents)} | ({"told": told} if told else {})
+    def _record(self, documents: int, begins: int, stream: Stream) -> None:
+        content = {"documents": documents, "tokens": stream.there, "begins": begins, "counts": dict(stream.counts)}
+        content |= {"whole": documents == len(self._documents)} | ({"told": stream.told} if stream.told else {})
         aside = self.folder / "progress.tmp"
         aside.write_text(json.dumps(content))
         aside.replace(self.folder / "progress.json")

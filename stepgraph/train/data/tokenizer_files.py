@@ -11,9 +11,11 @@ from stepgraph.models.hf_files import read_json, write_json
 from stepgraph.train.data.tokenizer import open_tokenizer
 
 BEGIN_OF_TEXT_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
-SETTINGS = "tokenizer_config.json"
+SETTINGS, SPECIAL, GENERATION = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
+#: Of transformers, whose special tokens are those that the settings name, and no others.
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 #: Beside a tokenizer.json: what else belongs to it, and how to generate with its model.
-BESIDE = (SETTINGS, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+BESIDE = (SETTINGS, SPECIAL, "chat_template.jinja", GENERATION)
 
 
 class TokenizerFiles:
@@ -21,8 +23,9 @@ class TokenizerFiles:
 
     ``bos_id``, ``eos_id``: ids of the tokens that tokenizer_config.json calls ``bos_token`` and ``eos_token``. Where it
     names none: a token by one of the usual names, or None; and the token behind each document of the training data.
+    ``ends``: ids that end what a model writes, those in generation_config.json and ``eos_id``.
 
-    Raises ``ValueError``, in one line, as `open_tokenizer` does, and for a tokenizer_config.json without an object.
+    Raises ``ValueError``, in one line, as `open_tokenizer` does, and for a file beside it that should hold an object.
     """
 
     def __init__(self, name: str):
@@ -30,14 +33,24 @@ class TokenizerFiles:
         self._path = None if name == "bytes" else Path(name)
         self._tokenizer = byte_level() if self._path is None else tokenizers.Tokenizer.from_file(str(self._path))
         self.settings: dict[str, Any] = {}
-        if self._path is not None and (self._path.parent / SETTINGS).exists():
-            self.settings = read_json(self._path.parent / SETTINGS)
+        for file in (SETTINGS, SPECIAL):
+            if "added_tokens_decoder" not in self.settings:  # else they name all, which those of older ones do not
+                self.settings |= self._beside(file)
         names = [self._named("bos_token"), *BEGIN_OF_TEXT_NAMES]
         ids = [self._tokenizer.token_to_id(token) for token in names if token]
         self.bos_id = next((found for found in ids if found is not None), None)
         eos = self._named("eos_token")
         found = None if eos is None else self._tokenizer.token_to_id(eos)
         self.eos_id = opened.eos_id if found is None else found
+        self._generation = self._beside(GENERATION)
+        given = self._generation.get("eos_token_id")
+        given = [i for i in (given if isinstance(given, list) else [given]) if isinstance(i, int)]
+        self.ends = given if self.eos_id in given else [*given, self.eos_id]
+
+    def _beside(self, name: str) -> dict[str, Any]:
+        """What the file of that name beside the tokenizer holds; nothing where there is none."""
+        file = None if self._path is None else self._path.parent / name
+        return {} if file is None or not file.exists() else read_json(file)
 
     def _named(self, key: str) -> str | None:
         """The text of a special token in tokenizer_config.json, where it is a string or an object."""
@@ -47,9 +60,13 @@ class TokenizerFiles:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The texts of ``bos_token``, ``eos_token``, ``pad_token`` and the like, as a chat template reads them."""
+        """The texts of ``bos_token``, ``eos_token``, ``pad_token`` and the like, as a chat template reads them: those
+        that the settings name. Where they are of a class of one model, or there are none, the usual ones count too."""
         known = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        if self.settings.get("tokenizer_class") in _PLAIN_CLASSES:
+            known = {}
         tokens = {key: self._tokenizer.id_to_token(i) for key, i in known.items() if i is not None}
+        tokens = {key: text for key, text in tokens.items() if key not in self.settings}
         named = {key: self._named(key) for key in self.settings if key.endswith("_token")}
         return tokens | {key: text for key, text in named.items() if text is not None}
 
@@ -78,6 +95,8 @@ class TokenizerFiles:
             for name in BESIDE:
                 if (self._path.parent / name).is_file():
                     shutil.copyfile(self._path.parent / name, folder / name)
+        if (folder / GENERATION).exists() and self._generation.get("eos_token_id") not in (self.eos_id, self.ends):
+            write_json(folder / GENERATION, self._generation | {"eos_token_id": self.ends})  # it wins over config.json
         if not (folder / SETTINGS).exists():
             kinds = {"bos_token": self.bos_id, "eos_token": self.eos_id}
             tokens = {kind: self._tokenizer.id_to_token(i) for kind, i in kinds.items() if i is not None}

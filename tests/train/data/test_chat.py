@@ -1,6 +1,7 @@
 """Conversations as tokens: beside transformers' own rendering, and rows of generated ones."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from stepgraph.train.data import PackedLoader, open_data, validation_batches
+from stepgraph.train.data import PackedLoader, open_data, open_validation, token_cache, validation_batches
 from stepgraph.train.data.chat import ChatTemplate, ChatTokenizer
 from stepgraph.train.data.stream import Rows, inputs_and_targets
 from stepgraph.train.data.tokenizer_files import byte_level
@@ -79,6 +80,36 @@ def test_tokens_and_masks_are_those_of_transformers(folder, template):
     check()
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        "{% if tools is not none %}tools{% endif %}{% if documents is none %}no documents{% endif %}",
+        "{{ {'b': 'ä', 'a': 1} | tojson(True, 1, separators=(',', ':'), sort_keys=True) }}{{ 'ä' | tojson }}",
+        "{{ bos_token }}{{ eos_token }}{{ pad_token }}",
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}",
+    ],
+)
+@pytest.mark.parametrize("named", ["settings", "map", "nothing"])
+def test_whatever_a_template_reads_is_what_transformers_gives_it(part, named, folder, tmp_path):
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | (names if named == "settings" else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if named == "map":
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    ours, theirs = tokenizer_of(tmp_path, part + CHATML.removeprefix("{{ bos_token }}"))
+    chats = [
+        conversation([("Hi", "Hö")]),
+        [{"role": "system", "content": "x"}, *conversation([("a", "b"), ("c", "d")])],
+    ]
+    for messages in [*chats, [{"role": "assistant", "content": "first"}, *chats[0]]]:
+        marked = ours.encode(json.dumps(messages))
+        expected = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+        assert np.where(marked < 0, ~marked, marked).tolist() == expected
+        said = "".join(f"{m['content']}<|im_end|>\n" for m in messages if m["role"] == "assistant")
+        assert theirs.decode(marked[marked >= 0]) == said
+
+
 def test_a_template_that_rewrites_earlier_messages_is_refused():
     template = ChatTemplate(REWRITING, {})
     template.spans(conversation([("1+1?", "two")]))
@@ -116,9 +147,9 @@ def test_rows_hold_whole_conversations(documents, seq_len, data):
     stream = np.concatenate([*pieces, rows.close()]).astype(np.int64)
     assert rows.there == len(stream)
     kept = [ids[:seq_len].tolist() for ids in documents if (ids[:seq_len] >= 0).any()]
-    assert rows.cut_out + rows.silent == len(documents) - len(kept)
-    assert rows.silent == sum(not (ids >= 0).any() for ids in documents)
-    assert rows.cut == sum(len(ids) > seq_len and (ids[:seq_len] >= 0).any() for ids in documents)
+    assert rows.counts["cut out"] + rows.counts["silent"] == len(documents) - len(kept)
+    assert rows.counts["silent"] == sum(not (ids >= 0).any() for ids in documents)
+    assert rows.counts["cut"] == sum(len(ids) > seq_len and (ids[:seq_len] >= 0).any() for ids in documents)
     if not kept:
         assert not len(stream)
         return
@@ -138,6 +169,31 @@ def test_rows_hold_whole_conversations(documents, seq_len, data):
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def test_what_is_told_counts_all_that_earlier_writers_left_out(folder, tmp_path, monkeypatch):
+    tokenizer_of(folder, CHATML)
+    chats = [conversation([("q" * (10 * (i % 3)), "a" * 30)]) for i in range(40)]
+    data = open_data(write(tmp_path / "a.jsonl", [{"messages": c} for c in chats]), str(folder / "tokenizer.json"))
+    monkeypatch.setattr(token_cache, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(token_cache.warnings, "warn", lambda *_, **__: None)
+    read, left = data.source.read, iter(range(25))
+
+    def some(index):
+        if next(left, None) is None:
+            raise ValueError("killed")
+        return read(index)
+
+    def told(cache):
+        loader = PackedLoader(data.source, data.tokenizer, batch_size=2, seq_len=44, cache=cache)
+        loader.tokens.wait(10**9)
+        return loader.tokens.describe().partition("; ")[2]
+
+    monkeypatch.setattr(data.source, "read", some)
+    with pytest.raises(ValueError, match="killed"):
+        told(tmp_path / "one")
+    monkeypatch.setattr(data.source, "read", read)
+    assert told(tmp_path / "one") == told(tmp_path / "two") != ""
 
 
 def test_long_conversations_are_told(folder, tmp_path):
@@ -164,6 +220,8 @@ def test_long_conversations_are_told(folder, tmp_path):
         loader = PackedLoader(silent.source, silent.tokenizer, **options)
         loader.tokens.wait(10**9)
         loader.tokens.close()
+    with pytest.raises(ValueError, match=r"b.jsonl has nothing to train on: no message of the role assistant is in"):
+        loader.ready()  # and not for ever
     (batch,) = validation_batches(data.source, data.tokenizer, n=1, batch_size=1, seq_len=44)
     assert (batch["targets"] >= 0).any() and (batch["targets"] == -100).any()
 
@@ -206,6 +264,17 @@ def test_conversations_need_a_template_and_more_than_one(folder, tmp_path):
         open_data(write(tmp_path / "b.jsonl", [good]), str(folder / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"c.jsonl:2: no field 'messages' \(it has text\)"):
         open_data(write(tmp_path / "c.jsonl", [good, {"text": "x"}]), str(folder / "tokenizer.json")).source.read(1)
+
+
+def test_files_of_a_conversation_each_are_split_together(folder, tmp_path):
+    tokenizer_of(folder, CHATML)
+    for i in range(30):
+        write(tmp_path / f"chat-{i:02}.jsonl", [{"messages": conversation([(f"What is {i}?", f"It is {i}.")])}])
+    source = open_data(f"{tmp_path}/chat-*.jsonl", str(folder / "tokenizer.json")).source
+    assert sorted([*source.train, *source.val]) == list(range(30)) and 0 < len(source.val) < 5
+    assert json.loads(source.read(7))[1]["content"] == "It is 7."
+    (one,) = open_validation(str(tmp_path / "chat-00.jsonl"))  # has no need for a second
+    assert len(one.source.val) == 1
 
 
 def test_several_files_are_all_conversations_or_none(folder, tmp_path):

@@ -17,6 +17,7 @@ from stepgraph.train.data import (
     PackedLoader,
     Source,
     open_data,
+    open_source,
     token_cache,
     unigram_entropy,
     validation_batches,
@@ -334,9 +335,11 @@ def test_sections_partition_one_document_by_position(text, times):
             assert text[at] & 0xC0 != 0x80  # no character is cut
 
 
-def test_sections_read_back_to_the_document():
+def test_sections_read_back_to_the_document(tmp_path):
     text = b"".join(b"line %d\n" % i for i in range(60_000))
-    source = Sections("x", len(text), text)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text.decode()}))
+    source = open_source(str(tmp_path / "a.jsonl"))
+    assert isinstance(source, Sections)
     parts = [source.read(i) for i in range(len(source))]
     assert b"".join(parts) == text and len(parts) > 5
     assert all(part.endswith(b"\n") for part in parts)

@@ -168,6 +168,9 @@ def test_parquet_bad_files_are_refused(tmp_path):
     path.write_bytes(good)
     assert "no field 'body' (it has id, text)" in refusal(str(path), text_field="body")
     assert "row 0: 'id' is int, not a string" in refusal(str(path), text_field="id")
+    twice = pa.Table.from_arrays([pa.array(["a", "b"])] * 2, names=["text", "text"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    assert refusal(str(tmp_path / "twice.parquet")).endswith("2 columns are called 'text': keep one of them")
     assert "holds no rows" in refusal(write_parquet(path, pa.array([], pa.string())))
     source = open_source(write_parquet(path, ["a", "b", None]))
     with pytest.raises(ValueError, match="row 2: 'text' is NoneType"):

@@ -120,8 +120,14 @@ def test_a_packed_file_is_unpacked_once_and_its_stamp_is_its_own(tmp_path):
     stamp = first.stamp()
     path.touch()
     assert first.stamp() != stamp
-    with pytest.raises(ValueError, match=r"no field 'text' .*name the one with the text by --text-field"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl\.gz:1: no field 'text' .*name the one with the text by --text-field"
+    ):
         open_data(str(path))
+    for name in ("b.jsonl.gz", "b.txt.gz") * 2:  # again with the copy of the first time
+        (tmp_path / name).exists() or (tmp_path / name).write_bytes(gzip.compress(b""))
+        with pytest.raises(ValueError, match=rf"{name} is empty: give a file with text"):
+            open_data(str(tmp_path / name))
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz is not a readable gzip file .*: copy or download it again"):
         open_data(str(path))
@@ -133,7 +139,7 @@ def test_weights_and_names_of_a_mixture(tmp_path, monkeypatch):
         for folder in ("a", "b")
         if not (tmp_path / folder).mkdir()
     )
-    parts = open_parts(f"{a}:3,{b}:1.")
+    parts = open_parts(f"{a}:3e0,{b}:1.")
     assert [(part.name, part.share) for part in parts] == [("text", 0.75), ("text_2", 0.25)]
     assert [len(part.source.val) for part in open_validation(f"{a},{b}")] == [2, 2]
     web = f"{tmp_path}/a/*.jsonl:1,{tmp_path}/b/**/t*.jsonl:1,{tmp_path}/b/**/*.jsonl:1"
@@ -154,7 +160,9 @@ def test_weights_and_names_of_a_mixture(tmp_path, monkeypatch):
     ("data", "says"),
     [
         ("{a}:0.5,{a}", "has no weight and others have: write"),
-        ("{a}:0,{a}:1", "every weight must be above 0"),
+        ("{a}:0,{a}:1", "every weight must be finite, and above 0"),
+        ("{a}:-0.5,{a}:1", "every weight must be finite, and above 0"),
+        ("{a}:1e999", "every weight must be finite, and above 0"),
         ("{tmp}/*.jsonl.gz", r"no file is called .*\*\.jsonl\.gz"),
         ("{a},{tmp}/none.jsonl", "none.jsonl: No such file"),
         ("{tmp}/b.parquet.gz", "unknown data"),

@@ -5,13 +5,18 @@ import json
 import multiprocessing
 import os
 import re
+import resource
+import shutil
 import signal
 import time
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from stepgraph.train.data import ByteTokenizer, open_source, token_cache
+from stepgraph.train.data import ByteTokenizer, open_data, open_source, token_cache
 from stepgraph.train.data.token_cache import TokenCache
 
 LINES = [f"document {i}: " + "text " * (i % 7) for i in range(400)]
@@ -51,6 +56,46 @@ def test_a_second_cache_reads_what_the_first_wrote(source, tmp_path, monkeypatch
     (again.folder / "tokens.bin").unlink()
     assert everything(opened(source, tmp_path / "c")) == wanted
     assert again.describe() == f"{len(wanted):,} tokens in {again.folder}"
+
+
+def write_anew(path, form, middle):
+    """A file or folder at ``path`` whose size, first and last document do not depend on ``middle``, one letter."""
+    texts = ["first", *(f"{middle * 10} {i}" for i in range(40)), "last"]
+    lone = "a" * 200_000 + middle * 200_000 + "z" * 200_000
+    if form == "saved to disk":
+        shutil.rmtree(path, ignore_errors=True)
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(path)
+        return f"hf:{path}"
+    file = path.with_suffix(".parquet" if form == "lone parquet" else ".jsonl")
+    if form == "lone parquet":
+        pq.write_table(pa.table({"text": [lone]}), file, compression="none")
+    else:
+        file.write_text("".join(json.dumps({"text": t}) + "\n" for t in ([lone] if form == "lone jsonl" else texts)))
+    os.utime(file, ns=(1, ord(middle)))  # clocks of file systems are coarse
+    return f"{file},{file}" if form == "twice" else str(file)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "lone jsonl", "lone parquet", "twice", "saved to disk"])
+def test_data_written_anew_is_tokenized_anew(tmp_path, form):
+    for middle in "xy":
+        source = open_data(write_anew(tmp_path / "data", form, middle)).source
+        cache = opened(source, tmp_path / "c")
+        assert everything(cache) == expected(source)
+        assert not cache.rewritten()
+    if form != "saved to disk":  # of which the library holds a copy
+        write_anew(tmp_path / "data", form, "z")
+        assert cache.rewritten()
+
+
+def test_another_field_has_tokens_of_its_own(tmp_path):
+    rows = [("same", "same"), *((f"text {i}", f"more {i}") for i in range(40)), ("end", "end")]
+    table = pa.table({"text": [text for text, _ in rows], "more": [more for _, more in rows]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    for data in ("a.parquet", "a.jsonl", "a.*"):
+        for field in ("text", "more"):
+            source = open_data(str(tmp_path / data), text_field=field).source
+            assert everything(opened(source, tmp_path / "c")) == expected(source)
 
 
 def test_it_is_told_now_and_then_how_far_it_is(source, tmp_path, monkeypatch):
@@ -144,6 +189,15 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_tokens_are_needed(tmp_pat
     with pytest.raises(OSError, match=full):
         FullDisk(source, ByteTokenizer(), np.arange(10), tmp_path / "full").wait(10**9)
     assert everything(TokenCache(source, ByteTokenizer(), np.arange(10), tmp_path / "full"))  # once there is room
+    path.write_text('{"text": "x"}\n' * 100)
+    lines = open_source(str(path))  # of which where they begin takes more than their tokens
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))  # the kernel refuses what lies beyond
+    try:
+        with pytest.raises(OSError, match=full.replace("No space left on device", "File too large")):
+            opened(lines, tmp_path / "full").wait(10**9)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot write the token cache .*: Not a directory; choose another folder by"):
         opened(source, tmp_path / "file")

@@ -57,6 +57,15 @@ def test_settings_beside_the_tokenizer_are_kept(folder, tmp_path):
         (folder / "tokenizer_config.json").write_text(json.dumps(odd | {"chat_template": templates}))
         files = TokenizerFiles(str(folder / "tokenizer.json"))
         assert (files.bos_id, files.eos_id, files.chat_template) == (1, 0, None)
+    (folder / "tokenizer_config.json").write_text("{}")
+    for stop, ends in ((0, [0]), (2, [2, 0]), ([2, 1], [2, 1, 0]), ([1, 0], [1, 0]), (None, [0]), ("x", [0])):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop, "top_k": 5}))
+        files = TokenizerFiles(str(folder / "tokenizer.json"))
+        files.write(tmp_path / "out")
+        assert files.ends == ends
+        read = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+        assert (read.eos_token_id, read.top_k) == (stop if stop in (0, [1, 0]) else ends, 5)
+    (folder / "generation_config.json").unlink()
     (folder / "tokenizer_config.json").write_text("[")
     with pytest.raises(ValueError, match=r"tokenizer_config.json is not valid JSON"):
         TokenizerFiles(str(folder / "tokenizer.json"))

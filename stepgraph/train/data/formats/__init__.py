@@ -33,11 +33,8 @@ def open_source(data: str, text_field: str = "text") -> Corpus:
     else:
         source = _open_file(data, text_field)
     first = source.read(0)
-    if len(source) > 1:
-        return source
-    if source.chat:
-        raise ValueError(f"{source.name} holds one conversation: give two or more, of which one is for validation")
-    return Sections(source.name, source.size, first)
+    # A conversation that is alone cannot be cut: it is for training, unless all are for validation.
+    return source if source.chat or len(source) > 1 else Sections(source, first)
 
 
 def _open_file(data: str, text_field: str) -> Source:
@@ -56,10 +53,11 @@ def _open_file(data: str, text_field: str) -> Source:
         raise ValueError(f"cannot read data {path}: {error.strerror}") from error
     there = unpacked(path) if packed else path
     if suffix == ".txt":
-        source = TextFile(there)
+        source = TextFile(there, str(path))
+    elif suffix == ".jsonl":
+        source = JsonLines(there, text_field, str(path))
     else:
-        source = (JsonLines if suffix == ".jsonl" else Parquet)(there, text_field)
+        source = Parquet(path, text_field)
     if packed:
-        source.name = str(path)
         source.stamp = lambda: str(path.stat().st_mtime_ns)  # not that of the copy
     return source

@@ -12,16 +12,19 @@ TOOLS = "tools"  # beside it: what the assistant may call, which templates would
 def field_of(names: Iterable[str], text_field: str, where: str) -> tuple[str, bool, str]:
     """Of columns: the one with the documents, whether these are conversations, and what they are called.
 
-    Raises ``ValueError`` where there is neither ``text_field`` nor ``messages``, and for conversations with tools.
+    Raises ``ValueError`` where there is neither ``text_field`` nor ``messages``, or two of one, and for conversations
+    with tools.
     """
     names = list(names)
-    if text_field not in names and MESSAGES in names:
-        if TOOLS in names:
-            raise no_tools(where)
-        return MESSAGES, True, "conversations"
-    if text_field not in names:
+    chat = text_field not in names and MESSAGES in names
+    field = MESSAGES if chat else text_field
+    if chat and TOOLS in names:
+        raise no_tools(where)
+    if field not in names:
         raise no_field(where, text_field, names)
-    return text_field, False, "documents"
+    if (count := names.count(field)) > 1:
+        raise ValueError(f"{where}: {count} columns are called {field!r}: keep one of them")
+    return field, chat, "conversations" if chat else "documents"
 
 
 def optional(package: str, purpose: str) -> ModuleType:

@@ -35,22 +35,23 @@ class TextFile(Source):
     """A UTF-8 text file. The marker ``<|endoftext|>`` ends a document, as in the files that corpora are published in.
 
     Without that marker the file is one document (blank lines separate paragraphs, not documents), cut by position
-    as in ``Sections``. The file stays on disk; only the document positions are in memory.
+    as in ``Sections``. The file stays on disk; only the document positions are in memory. ``name``: of the file that
+    ``path`` is, or was unpacked from.
     """
 
-    def __init__(self, path: Path):
-        self.name, self.size, self._path = str(path), path.stat().st_size, path
+    def __init__(self, path: Path, name: str):
+        self.name, self.size, self._path = name, path.stat().st_size, path
         self._file = path.open("rb")
         with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            _check_utf8(path, text)
+            _check_utf8(name, text)
             spans = _text_spans(text)
             if not spans:
-                raise ValueError(f"{path} holds no text, only white space: give a file with text")
+                raise ValueError(f"{name} holds no text, only white space: give a file with text")
             self._one_document = len(spans) == 1
             if self._one_document:
                 start, end = spans[0]
                 if end - start < 2:
-                    raise ValueError(f"{path} holds one document of 1 byte: too little to split; give more text")
+                    raise ValueError(f"{name} holds one document of 1 byte: too little to split; give more text")
                 bounds, self.train, self.val = cut_sections(text, start, end)
                 self._starts, self._ends = bounds[:-1], bounds[1:]
                 self.unit = "sections"
@@ -78,11 +79,11 @@ class JsonLines(Source):
     Where the first line has ``messages`` and no such field, each line is a conversation.
 
     Only the byte offset and number of each line are in memory. Lines are parsed when they are read, so a bad line far
-    into a large file raises only when the run reaches it.
+    into a large file raises only when the run reaches it. ``name``: as of `TextFile`.
     """
 
-    def __init__(self, path: Path, text_field: str):
-        self.name, self.size, self._path, self._field = str(path), path.stat().st_size, path, text_field
+    def __init__(self, path: Path, text_field: str, name: str):
+        self.name, self.size, self._path, self.field = name, path.stat().st_size, path, text_field
         offsets, numbers, position = array.array("q"), array.array("q"), 0
         self._file = path.open("rb")
         for number, line in enumerate(self._file, 1):
@@ -91,12 +92,12 @@ class JsonLines(Source):
                 numbers.append(number)
             position += len(line)
         if not offsets:
-            raise ValueError(f"{path} holds no documents, only blank lines: give a JSON object per line")
+            raise ValueError(f"{name} holds no documents, only blank lines: give a JSON object per line")
         self._offsets, self._numbers = np.array(offsets), np.array(numbers)
         first, _ = self._record(0)
-        self.chat = self._field not in first and MESSAGES in first
+        self.chat = self.field not in first and MESSAGES in first
         if self.chat:
-            self._field, self.unit = MESSAGES, "conversations"
+            self.field, self.unit = MESSAGES, "conversations"
         self.split_by_index(len(offsets))
 
     def stamp(self) -> str:
@@ -104,15 +105,15 @@ class JsonLines(Source):
 
     def read(self, index: int) -> bytes:
         record, where = self._record(index)
-        if self._field not in record:
-            raise no_field(where, self._field, record)
+        if self.field not in record:
+            raise no_field(where, self.field, record)
         if self.chat and record.get(TOOLS):
             raise no_tools(where)
-        return (conversation if self.chat else encoded)(record[self._field], where, self._field)
+        return (conversation if self.chat else encoded)(record[self.field], where, self.field)
 
     def _record(self, index: int) -> tuple[dict[str, Any], str]:
         """The object in a line, and where that is."""
-        where = f"{self._path}:{self._numbers[index]}"
+        where = f"{self.name}:{self._numbers[index]}"
         self._file.seek(self._offsets[index])
         line = self._file.readline().rstrip()
         try:
@@ -124,7 +125,7 @@ class JsonLines(Source):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not valid JSON ({error}): give a JSON object per line") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object with the field {self._field!r}")
+            raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object with the field {self.field!r}")
         return record, where
 
     def identity(self) -> bytes:
@@ -143,7 +144,7 @@ class Parquet(Source):
             self._file = parquet.ParquetFile(path)
         except (self._pa.ArrowException, OSError) as error:
             raise self._corrupt(error) from error
-        self._field, self.chat, self.unit = field_of(self._file.schema_arrow.names, text_field, str(path))
+        self.field, self.chat, self.unit = field_of(self._file.schema_arrow.names, text_field, str(path))
         metadata = self._file.metadata
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if not sum(rows):
@@ -160,18 +161,18 @@ class Parquet(Source):
         group = int(self.blocks[index])
         if self._group[0] != group:
             try:
-                self._group = (group, self._file.read_row_group(group, columns=[self._field]).column(self._field))
+                self._group = (group, self._file.read_row_group(group, columns=[self.field]).column(self.field))
             except (self._pa.ArrowException, OSError) as error:
                 raise self._corrupt(error) from error
         value = self._group[1][int(index - self._first_row[group])].as_py()
-        return (conversation if self.chat else encoded)(value, f"{self._path}, row {index}", self._field)
+        return (conversation if self.chat else encoded)(value, f"{self._path}, row {index}", self.field)
 
     def _corrupt(self, error: Exception) -> ValueError:
         reason = str(error).splitlines()[0]
         return ValueError(f"{self._path} is not a readable parquet file ({reason}): copy or download it again")
 
 
-def _check_utf8(path: Path, text: mmap.mmap) -> None:
+def _check_utf8(name: str, text: mmap.mmap) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     step = 1 << 20
     for start in range(0, len(text), step):
@@ -180,7 +181,7 @@ def _check_utf8(path: Path, text: mmap.mmap) -> None:
             decoder.decode(text[start : start + step], final=start + step >= len(text))
         except UnicodeDecodeError as error:
             at = start - held + error.start
-            raise ValueError(f"{path}: not UTF-8 at byte {at} (0x{text[at]:02x}): convert the file to UTF-8") from error
+            raise ValueError(f"{name}: not UTF-8 at byte {at} (0x{text[at]:02x}): convert the file to UTF-8") from error
 
 
 def _text_spans(text: mmap.mmap) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """Data sets of the ``datasets`` library, read whole."""
 
+import hashlib
 import os
 from types import ModuleType
 
@@ -31,8 +32,8 @@ class HuggingFace(Source):
         if not len(loaded["train"]):
             raise ValueError(f"{self.name} has no rows in its train split: give a dataset with text")
         for part in parts:
-            self._field, self.chat, self.unit = field_of(part.column_names, text_field, self.name)
-        self._parts = [part.select_columns([self._field]) for part in parts]
+            self.field, self.chat, self.unit = field_of(part.column_names, text_field, self.name)
+        self._parts = [part.select_columns([self.field]) for part in parts]
         self.size = sum(part.data.nbytes for part in self._parts)
         self._train_rows = len(parts[0])
         if len(parts) == 2:
@@ -41,11 +42,17 @@ class HuggingFace(Source):
         else:
             self.split_by_index(self._train_rows)
 
+    def stamp(self) -> str:
+        """Of the files that the library maps: it writes others where the data is another."""
+        files = [file["filename"] for part in self._parts for file in part.cache_files]
+        facts = [f"{file} {os.stat(file).st_mtime_ns}" for file in files]
+        return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+
     def read(self, index: int) -> bytes:
         part, row = (0, index) if index < self._train_rows else (1, index - self._train_rows)
-        value = self._parts[part][int(row)][self._field]
+        value = self._parts[part][int(row)][self.field]
         where = f"{self.name}, {('train', 'validation')[part]} row {row}"
-        return (conversation if self.chat else encoded)(value, where, self._field)
+        return (conversation if self.chat else encoded)(value, where, self.field)
 
 
 def parts_of(spec: str) -> tuple[str, str | None]:

@@ -20,8 +20,15 @@ def unpacked(path: Path) -> Path:
     key = f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}"
     folder = default_folder().with_name("unpacked") / hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
     target = folder / path.stem
-    if target.exists():
-        return target
+    if not target.exists():
+        _unpack(path, target)
+    if not target.stat().st_size:
+        raise ValueError(f"{path} is empty: give a file with text")
+    return target
+
+
+def _unpack(path: Path, target: Path) -> None:
+    folder = target.parent
     aside = folder / f".{path.stem}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,6 +41,3 @@ def unpacked(path: Path) -> Path:
         raise ValueError(f"cannot unpack {path} into {folder}: {error.strerror}; make room there") from error
     finally:
         aside.unlink(missing_ok=True)
-    if not target.stat().st_size:
-        raise ValueError(f"{path} is empty: give a file with text")
-    return target

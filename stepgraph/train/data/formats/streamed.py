@@ -43,9 +43,9 @@ class Streamed(Corpus):
         require_train(self.name, splits)
         if first is None:
             raise ValueError(f"{self.name} has no rows in its train split: give a dataset with text")
-        self._field, self.chat, self.unit = field_of(first, text_field, self.name)
+        self.field, self.chat, self.unit = field_of(first, text_field, self.name)
         self._decode(first, 0, 0)
-        self._train = splits["train"].select_columns([self._field])
+        self._train = splits["train"].select_columns([self.field])
         self._validation = splits.get("validation")
         self.files: int = self._train.num_shards
         self._paths = [str(path) for path in (builder.config.data_files or {}).get("train", [])]
@@ -63,7 +63,7 @@ class Streamed(Corpus):
 
     def texts(self, split: str | None) -> Iterator[bytes]:
         if split == "val" and self._validation is not None:
-            for number, row in enumerate(self._checked(self._validation.select_columns([self._field]), "validation")):
+            for number, row in enumerate(self._checked(self._validation.select_columns([self.field]), "validation")):
                 yield self._decode(row, "validation", number)
             return
         for file in shuffled(np.arange(self.files), hash64("0/0")).tolist():
@@ -88,7 +88,7 @@ class Streamed(Corpus):
         folders = {os.path.dirname(path) for path in self._paths if "://" not in path}
         root = os.path.commonpath(folders) if folders else ""
         names = [os.path.relpath(p, root) if "://" not in p else re.sub(r"@[0-9a-f]{7,}", "", p) for p in self._paths]
-        facts = [type(self).__name__, self._field, str(self.files), *names]
+        facts = [type(self).__name__, self.field, str(self.files), *names]
         return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
 
     def _is_validation(self, file: int, number: int) -> bool:
@@ -115,4 +115,4 @@ class Streamed(Corpus):
 
     def _decode(self, row: dict[str, Any], file: int | str, number: int) -> bytes:
         where = f"{self.name}, {file if isinstance(file, str) else f'file {file}'} row {number}"
-        return (conversation if self.chat else encoded)(row[self._field], where, self._field)
+        return (conversation if self.chat else encoded)(row[self.field], where, self.field)
