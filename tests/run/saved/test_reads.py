@@ -296,7 +296,7 @@ def test_what_is_in_the_place_of_a_function_of_torch_is_compared(what, monkeypat
 def test_packages_of_another_python_count():
     """A virtual environment that sees the packages of the Python that it was made by has them inside that Python."""
     inside = os.path.join(os.path.dirname(os.__file__), "site-packages", "of_the_user.py")
-    assert counts(inside) and counts("/work/model.py")
+    assert counts(inside) and counts("/program/model.py")
     assert not counts(os.__file__) and not counts(torch.__file__) and not counts(stepgraph.__file__)
 
 
