@@ -50,7 +50,7 @@ ORDER = (
     "dedupe_unshards",  # one gather of each parameter per forward or backward
     "fuse_experts",  # numerics: experts of other libraries by our kernels
     "weight_experts",  # numerics: experts weighted before their last product
-    "grouped_products",  # numerics: grouped products by the faster of those installed
+    "grouped_products",  # numerics: grouped products by QuACK
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
     "gather_activations_fp8",  # numerics: tensor parallelism's gathers of activations likewise
