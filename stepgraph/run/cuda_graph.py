@@ -3,6 +3,7 @@
 import functools
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,11 +31,16 @@ class Shared:
 
     def __init__(self, session: Session):
         self.session = session
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
-    @functools.cached_property
-    def pool(self) -> Any:
-        """The memory pool, made where the first graph is recorded."""
-        return torch.cuda.graph_pool_handle()
+    def pool(self, graph: torch.cuda.CUDAGraph) -> Any:
+        """The memory pool, which ``graph`` joins. It is another one where no graph is left in it: torch refuses a pool
+        without graphs, as long as some of its memory was not given back."""
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
+        return self._pool
 
 
 class GraphRunner:
@@ -111,7 +117,6 @@ class GraphRunner:
         self.spans = [spanned(flat[i]).clone() for i in self.batch]
         for span, i in zip(self.spans, self.batch, strict=True):
             self.static[i] = span.as_strided(flat[i].shape, flat[i].stride())
-        pool = self.shared.pool
         values: dict[fx.Node, Any] = {}
         inputs = iter(self.static)
         program: list[_Piece] = []
@@ -124,7 +129,7 @@ class GraphRunner:
                 piece = _Piece(
                     getattr(self.module, node.target), fx.map_arg(node.args, values.__getitem__), self.session
                 )
-                values[node] = piece.record(pool)
+                values[node] = piece.record(self.shared)
                 program.append(piece)
             elif node.op == "call_function":  # getitem of a piece's results
                 values[node] = node.target(*fx.map_arg(node.args, values.__getitem__))
@@ -190,7 +195,7 @@ class _Piece:
         self.graph = torch.cuda.CUDAGraph() if module.group == "device" else None
         self.results: Any = None
 
-    def record(self, pool: Any) -> Any:
+    def record(self, shared: Shared) -> Any:
         """Record the piece (or just run it) and run it once. Its results stay where later replays write them."""
         if self.graph is None:
             # Later pieces read these tensors in place, so each replay copies its new results into them.
@@ -207,7 +212,9 @@ class _Piece:
         stream = recording_stream(torch.cuda.current_device())
         try:
             # Other threads may go on: NCCL's watchdog asks after events of earlier collectives.
-            with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                self.graph, pool=shared.pool(self.graph), stream=stream, capture_error_mode="thread_local"
+            ):
                 self.results = self.run(self.args)
                 join_collectives(self.results, self.session)
         except RuntimeError as error:

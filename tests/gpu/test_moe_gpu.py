@@ -14,7 +14,7 @@ from stepgraph.kernels.moe import (
     rows_triton,
     sort_by_expert,
 )
-from stepgraph.kernels.moe.grouped import KERNELS
+from stepgraph.kernels.moe.grouped import BACKENDS
 from tests.kernels.moe.test_moe_triton import row_cases, sort_cases, zero_cases
 
 FUNCTIONS = {
@@ -52,7 +52,7 @@ def test_sort_of_many_slots(experts):
     assert torch.equal(counts.long(), torch.bincount(flat[used], minlength=experts))
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=BACKENDS)
 def kernel(request):
     if request.param == "quack" and quack.unavailable() is not None:
         pytest.skip(quack.unavailable())

@@ -18,7 +18,7 @@ from stepgraph.kernels.moe import quack
 Tensor = torch.Tensor
 
 #: Whose product runs on such a GPU. ``quack``: the optional package ``quack-kernels`` (see `quack`).
-KERNELS = ("torch", "quack")
+BACKENDS = ("torch", "quack")
 
 
 def on_device(x: Tensor) -> bool:
@@ -48,28 +48,28 @@ def weight_reference(rows: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("stepgraph::grouped_mm", mutates_args=())
-def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, kernel: str = "torch") -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
     """Multiply the rows of each expert with its matrix.
 
     Args:
         rows: (R, D), sorted by expert; fp32, bf16 or fp16, on a CPU fp64 too.
         weight: (E, D, F), the dtype of ``rows``, in any strides: ``stored.mT`` for parameters of (E, F, D).
         offsets: (E,) int32, the end of each expert's rows: ``counts.cumsum(0, dtype=torch.int32)``.
-        kernel: one of `KERNELS`.
+        backend: one of `BACKENDS`.
 
     Returns:
         (R, F), contiguous, in the dtype of ``rows``; rows past ``offsets[-1]`` are zero, and so is their gradient.
 
-    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where the kernel's package is missing. In bf16 on a
+    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where the backend's package is missing. In bf16 on a
     GPU of compute capability 9 or 10 D and F must be multiples of 8, and the host does not wait for the GPU; elsewhere
     it waits for the offsets, and the reference is what runs.
     """
-    _check(rows, weight, offsets, kernel)
+    _check(rows, weight, offsets, backend)
     if not rows.numel() or not weight.numel():
         return rows.new_zeros(rows.shape[0], weight.shape[2])
     if not on_device(rows):
         return reference(rows, weight, offsets)
-    if kernel == "quack":
+    if backend == "quack":
         with torch.cuda.device(rows.device):
             return _zero_past(quack.product(_dense(rows).contiguous(), _dense(weight), offsets), offsets)
     return _zero_past(F.grouped_mm(_dense(rows), _dense(weight), offs=offsets).contiguous(), offsets)
@@ -83,7 +83,7 @@ def _zero_past(out: Tensor, offsets: Tensor) -> Tensor:
 
 
 @launching("grouped_mm")
-def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, kernel: str = "torch") -> Tensor:
+def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
     """What `grouped_mm` launches beside the product, which needs addresses."""
     if not rows.numel() or not weight.numel() or not on_device(rows):
         return rows
@@ -91,40 +91,40 @@ def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, kernel: str = "torch"
 
 
 @torch.library.custom_op("stepgraph::grouped_mm_weight", mutates_args=())
-def grouped_mm_weight(rows: Tensor, dy: Tensor, offsets: Tensor, kernel: str = "torch") -> Tensor:
+def grouped_mm_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
     """The gradient of the matrices of `grouped_mm`.
 
     Args:
         rows: (R, D), what `grouped_mm` got; fp32, bf16 or fp16, on a CPU fp64 too.
         dy: (R, F), the gradient of what it gave, in the same dtype.
         offsets: (E,) int32, the end of each expert's rows.
-        kernel: one of `KERNELS`.
+        backend: one of `BACKENDS`.
 
     Returns:
         (E, D, F), contiguous, in the dtype of ``rows``; zeros for an expert without rows.
 
     Raises ``ValueError`` as `grouped_mm`.
     """
-    _check_weight(rows, dy, offsets, kernel)
+    _check_weight(rows, dy, offsets, backend)
     if not rows.numel() or not dy.numel():
         return rows.new_zeros(offsets.shape[0], rows.shape[1], dy.shape[1])
     if not on_device(rows):
         return weight_reference(rows, dy, offsets)
-    if kernel == "quack":
+    if backend == "quack":
         with torch.cuda.device(rows.device):
             return quack.weight_product(_dense(rows).contiguous(), _dense(dy).contiguous(), offsets)
     return F.grouped_mm(_dense(rows).t(), _dense(dy), offs=offsets).contiguous()
 
 
 @grouped_mm.register_fake
-def _(rows: Tensor, weight: Tensor, offsets: Tensor, kernel: str = "torch") -> Tensor:
-    _check(rows, weight, offsets, kernel)
+def _(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
+    _check(rows, weight, offsets, backend)
     return rows.new_empty(rows.shape[0], weight.shape[2])
 
 
 @grouped_mm_weight.register_fake
-def _(rows: Tensor, dy: Tensor, offsets: Tensor, kernel: str = "torch") -> Tensor:
-    _check_weight(rows, dy, offsets, kernel)
+def _(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
+    _check_weight(rows, dy, offsets, backend)
     return rows.new_empty(offsets.shape[0], rows.shape[1], dy.shape[1])
 
 
@@ -138,33 +138,33 @@ def _dense(x: Tensor) -> Tensor:
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-# Gradients, by the kernel of what they are gradients of
+# Gradients, by the backend of what they are gradients of
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.kernel = inputs
+    *tensors, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _gradient(ctx, grad):
     rows, weight, offsets = ctx.saved_tensors
     need_rows, need_weight, *_ = ctx.needs_input_grad
-    drows = grouped_mm(grad, weight.mT, offsets, ctx.kernel) if need_rows else None
-    return drows, _weight_gradient(rows, weight, grad, offsets, ctx.kernel) if need_weight else None, None, None
+    drows = grouped_mm(grad, weight.mT, offsets, ctx.backend) if need_rows else None
+    return drows, _weight_gradient(rows, weight, grad, offsets, ctx.backend) if need_weight else None, None, None
 
 
-def _weight_gradient(rows: Tensor, weight: Tensor, grad: Tensor, offsets: Tensor, kernel: str) -> Tensor:
+def _weight_gradient(rows: Tensor, weight: Tensor, grad: Tensor, offsets: Tensor, backend: str) -> Tensor:
     """The gradient of ``weight``, laid out in memory as that is: a transposed parameter gets it without a copy."""
     if weight.stride(1) == 1 and weight.stride(2) != 1:
-        return grouped_mm_weight(grad, rows, offsets, kernel).mT
-    return grouped_mm_weight(rows, grad, offsets, kernel)
+        return grouped_mm_weight(grad, rows, offsets, backend).mT
+    return grouped_mm_weight(rows, grad, offsets, backend)
 
 
 def _gradient_of_gradient(ctx, grad):
     rows, dy, offsets = ctx.saved_tensors
     need_rows, need_dy, *_ = ctx.needs_input_grad
-    drows = grouped_mm(dy, grad.mT, offsets, ctx.kernel) if need_rows else None
-    return drows, grouped_mm(rows, grad, offsets, ctx.kernel) if need_dy else None, None, None
+    drows = grouped_mm(dy, grad.mT, offsets, ctx.backend) if need_rows else None
+    return drows, grouped_mm(rows, grad, offsets, ctx.backend) if need_dy else None, None, None
 
 
 grouped_mm.register_autograd(_gradient, setup_context=_save)
@@ -187,8 +187,8 @@ def _weight_flops(rows_shape, dy_shape, *_, **__) -> int:
 # Checks
 
 
-def _check(rows: Tensor, weight: Tensor, offsets: Tensor, kernel: str) -> None:
-    _check_kernel(kernel)
+def _check(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> None:
+    _check_backend(backend)
     right = rows.ndim == 2 and weight.ndim == 3 and rows.shape[1] == weight.shape[1] and rows.dtype == weight.dtype
     if not (right and rows.is_floating_point() and offsets.dtype == torch.int32 and offsets.shape == weight.shape[:1]):
         raise ValueError(
@@ -198,8 +198,8 @@ def _check(rows: Tensor, weight: Tensor, offsets: Tensor, kernel: str) -> None:
     _check_widths(rows, *weight.shape[1:])
 
 
-def _check_weight(rows: Tensor, dy: Tensor, offsets: Tensor, kernel: str) -> None:
-    _check_kernel(kernel)
+def _check_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str) -> None:
+    _check_backend(backend)
     right = rows.ndim == dy.ndim == 2 and rows.shape[0] == dy.shape[0] and rows.dtype == dy.dtype
     if not (right and rows.is_floating_point() and offsets.dtype == torch.int32 and offsets.ndim == 1):
         raise ValueError(
@@ -209,9 +209,9 @@ def _check_weight(rows: Tensor, dy: Tensor, offsets: Tensor, kernel: str) -> Non
     _check_widths(rows, rows.shape[1], dy.shape[1])
 
 
-def _check_kernel(kernel: str) -> None:
-    if kernel not in KERNELS:
-        raise unknown_name("kernel of grouped products", kernel, KERNELS)
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise unknown_name("backend of grouped products", backend, BACKENDS)
 
 
 def _check_widths(rows: Tensor, inner: int, outer: int) -> None:
