@@ -10,7 +10,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot, make_fx
 
 from stepgraph.compat.replaced import replaced
 from stepgraph.compat.versions import TORCH
@@ -57,8 +57,24 @@ def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.
         torch.set_autocast_cache_enabled(caches)  # put back by make_fx
         return function(*flat)
 
-    with collector_off():
+    with collector_off(), _generators_as_arguments():
         return make_fx(with_cache, _disable_torch_fn_metadata_mode=True)(*fakes)
+
+
+@contextlib.contextmanager
+def _generators_as_arguments() -> Iterator[None]:
+    """Nodes may be given a `torch.Generator`, as an attribute of the module: torch before 2.13 refuses it."""
+    plain = PythonKeyTracer.create_arg
+
+    def create_arg(self: PythonKeyTracer, value: Any) -> Any:
+        if not isinstance(value, torch.Generator):
+            return plain(self, value)
+        name = f"_generator_{id(value)}"
+        setattr(self.root, name, value)
+        return self.create_node("get_attr", name, (), {})
+
+    with replaced(PythonKeyTracer, create_arg=create_arg) if TORCH < (2, 13) else contextlib.nullcontext():
+        yield
 
 
 def graph_of_trace() -> torch.fx.Graph:

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.experts import capacity_of
 from stepgraph.parallel.ranks import Ranks
-from stepgraph.run.spans import Waits
 from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.closing import close
@@ -38,6 +36,7 @@ from stepgraph.train.faults.sound import OUTPUT, SoundFailures, StoppedError
 from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder
+from stepgraph.train.records.launched import Figures, Launched
 from stepgraph.train.records.progress import Progress
 from stepgraph.train.records.tracker import Wandb, package
 from stepgraph.train.sample import Samples
@@ -86,20 +85,6 @@ def run(config: TrainConfig) -> int:
             parallel.leave(status)
         run.captured = None  # its CUDA graphs end before the mesh does
         return status
-
-
-@dataclass
-class Launched:
-    """A step that was launched; its loss and metrics may still be on their way."""
-
-    step: int
-    tokens: int  # seen so far
-    loss: torch.Tensor
-    metrics: dict[str, torch.Tensor]
-    batch: dict[str, torch.Tensor]
-    lr: float
-    data_ms: float  # that the loop waited for the batch
-    waits: Waits  # for other stages of a pipeline
 
 
 class Run:
@@ -360,13 +345,14 @@ class Run:
         self.done["step"] += 1
         self.done["tokens"] += self.config.tokens_per_step
         captured, tokens = self.captured, self.done["tokens"]
-        return Launched(self.step, tokens, loss, captured.metrics, batch, lr, data_ms, captured.waits)
+        figures = Figures(loss, captured.metrics["grad_norm"])
+        return Launched(self.step, tokens, figures, captured.metrics, batch, lr, data_ms, captured.waits)
 
     def _finish(self, launched: Launched, progress: Progress) -> None:
         """Wait for a launched step, check its loss, and record it."""
         step = launched.step
         self.watch.waits_for(step)
-        loss, grad_norm = launched.loss.item(), launched.metrics["grad_norm"].item()
+        loss, grad_norm = launched.figures.read()
         now = time.perf_counter()
         step_ms, self.last_time = (now - self.last_time) * 1e3, now
         self.finished += 1

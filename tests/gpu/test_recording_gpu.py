@@ -1,10 +1,13 @@
-"""CUDA graphs recorded more than once."""
+"""CUDA graphs recorded more than once, and what the host reads while they replay."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from stepgraph.train.records.launched import Figures
 
 RECORDED_AGAIN = """
 import torch, stepgraph
@@ -26,3 +29,12 @@ def test_graphs_are_recorded_again(expandable):
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
     ran = subprocess.run([sys.executable, "-c", RECORDED_AGAIN], env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_figures_of_a_step_do_not_wait_for_the_next():
+    """The loop reads them when the next step is launched already, behind them on the same stream."""
+    figure = torch.ones((), device="cuda") * 3
+    figures, begun = Figures(figure, figure + 1), torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    begun.record()
+    assert figures.read() == [3.0, 4.0] and not begun.query()

@@ -11,8 +11,11 @@ Span = tuple[float, float]  # start, end
 #: Categories of a Chrome trace that are work on the GPU, whatever stream it is on.
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
-#: What moves data between GPUs: NCCL's kernels, copies from GPU to GPU, and symmetric memory's kernels and signals.
-_COMMUNICATION = re.compile(r"nccl|PtoP|multimem|(one|two)_shot_all_reduce|(barrier|(put|wait)_signal)_kernel")
+#: What moves data between GPUs: NCCL's kernels, copies from GPU to GPU, symmetric memory's kernels and signals, and
+#: those of our exchange of experts' rows (`kernels.comm.expert_rows_triton`).
+_COMMUNICATION = re.compile(
+    r"nccl|PtoP|multimem|(one|two)_shot_all_reduce|(barrier|(put|wait)_signal)_kernel|^_(send|share|tell|wait)_kernel$"
+)
 
 
 @dataclass(frozen=True)

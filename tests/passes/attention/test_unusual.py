@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import stepgraph
+from stepgraph import compat
 from stepgraph.passes import configured
 
 BF16 = torch.bfloat16
@@ -95,6 +96,8 @@ CASES = {
 @pytest.mark.parametrize("memory", ["none", "full"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_eager(name, memory):
+    if name == "no heads" and compat.TORCH < (2, 13):
+        pytest.skip("torch's own attention ends the process there")
     torch.manual_seed(0)
     model = Attend(**CASES[name])
     batch = {"x": torch.randn(model.q.shape[0], 1, 1, 1, dtype=model.q.dtype)}
