@@ -14,6 +14,7 @@ import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,9 +33,17 @@ GPU = GPUS["h200"]
 
 def of_ranks(name: str, settings: dict) -> tuple[float, float]:
     """(GiB allocated at the peak, milliseconds) of the step of ``name`` over a mesh."""
-    job = {key: settings[key] for key in (*SETTINGS, "mesh", "reshard") if key in settings}
-    found = forecast_ranks(dataclasses.replace(PRESETS[name](), accumulate=1, **job), GPU)
+    config = PRESETS[name]()
+    job = {"accumulate": 1} | {key: settings[key] for key in (*SETTINGS, "mesh", "reshard") if key in settings}
+    job["model"] = changed(config.model, settings["model"])
+    found = forecast_ranks(dataclasses.replace(config, **job), GPU)
     return found.peak.total / 2**30, 1e3 * found.timeline.step_seconds
+
+
+def changed(sizes: Any, fields: dict[str, Any]) -> Any:
+    """The dataclass ``sizes`` with ``fields`` of a record, dataclasses inside it too."""
+    inner = {name: getattr(sizes, name) for name in fields if dataclasses.is_dataclass(getattr(sizes, name))}
+    return dataclasses.replace(sizes, **fields | {name: changed(one, fields[name]) for name, one in inner.items()})
 
 
 def of_step(name: str, settings: dict) -> tuple[float, float]:

@@ -37,6 +37,7 @@ B1="--batch-size 4 --seq-len 4096"
 B8="--batch-size 1 --seq-len 8192 --steps 12"
 B16_10="--batch-size 4 --seq-len 4096 --steps 12"
 B16="--batch-size 2 --seq-len 4096 --steps 12"
+SYMMETRIC="--expert-exchange symmetric --expert-chunks 2"
 
 stepgraph() { "$PYTHON" -m stepgraph "$@"; }
 
@@ -122,12 +123,15 @@ record() {
       plot "train_$1" ;;
     8b_fsdp[28]_fp8)
       n=${1#8b_fsdp}
-      train "$1" llama3-8b --mesh "fsdp=${n%_fp8}" --fp8 tensorwise $B8 ;;
+      train "$1" llama3-8b --mesh "fsdp=${n%_fp8}" --fp8 tensorwise --copy-engines $B8 ;;
     8b_fsdp[24]_tp2_fp8)
       n=${1#8b_fsdp}
       train "$1" llama3-8b --mesh "fsdp=${n%_tp2_fp8},tp=2" --fp8 tensorwise $B8 ;;
-    16b10_ep2) train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16_10 ;;
-    16b10_ep2_balanced) balanced "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16_10 ;;
+    16b10_ep2)
+      train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $SYMMETRIC $B16_10
+      plot "train_$1" ;;
+    16b10_ep2_nccl) train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16_10 --providers stepgraph ;;
+    16b10_ep2_balanced) balanced "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $SYMMETRIC $B16_10 ;;
     16b_ep[48]) train "$1" deepseek-v3-16b --mesh "fsdp=${1#16b_ep},ep=${1#16b_ep}" $B16 ;;
     16b_ep[48]_balanced)
       n=${1#16b_ep} && n=${n%_balanced}
@@ -167,7 +171,7 @@ record() {
 
 ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
 ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor random_norms squares grouped models_3b warm_start save_stall fp8 golf_fa4 fp8_curve"
-TWO="1b_fsdp2 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_balanced 1b_pp2 8b_pp2 8b_pp2_symmetric"
+TWO="1b_fsdp2 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_nccl 16b10_ep2_balanced 1b_pp2 8b_pp2 8b_pp2_symmetric"
 FOUR="1b_fsdp4 1b_fsdp4_copies 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl 8b_fsdp2_tp2_fp8 16b_ep4 16b_ep4_balanced 8b_pp4 8b_pp2_fsdp2"
 EIGHT="1b_fsdp8 1b_fsdp8_copies 8b_fsdp4_tp2 8b_fsdp8 8b_fsdp4_tp2_fp8 8b_fsdp8_fp8 16b_ep8 16b_ep8_balanced 8b_pp2_fsdp2_tp2"
 MORE_GPUS="$TWO $FOUR $EIGHT ranks"

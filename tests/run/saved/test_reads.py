@@ -1,6 +1,7 @@
 """What a trace reads is compared wherever it lies: in classes, decorators, slots, modules, files and another's copy."""
 
 import copy
+import cProfile
 import importlib
 import os
 import re
@@ -364,3 +365,15 @@ def test_hooks_of_what_autograd_keeps_have_no_text(tmp_path):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
         step = stepgraph.capture(model, lambda m, x: m(x).sum(), torch.ones(2, 3), passes="exact", saved=tmp_path)
     assert "the mode around the capture (torch.autograd.graph.saved_tensors_hooks)" in step.saved.notes[0]
+
+
+def test_a_profiler_that_is_on_stays_on(tmp_path):
+    """cProfile's is an object in C, which `sys.setprofile` does not take back."""
+    profiler, model = cProfile.Profile(), nn.Linear(4, 4)
+    profiler.enable()
+    try:
+        stepgraph.capture(model, lambda m, b: m(b).sum(), torch.ones(2, 4), passes="exact", saved=tmp_path)
+        "on".upper()
+    finally:
+        profiler.disable()
+    assert any("method 'upper'" in entry.code for entry in profiler.getstats() if isinstance(entry.code, str))

@@ -265,13 +265,17 @@ def _outside_collections() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _profiled(note: Callable[[types.FrameType], None], _: Any) -> Iterator[None]:
-    """``note`` sees the calls of functions."""
+    """``note`` sees the calls of functions; a profiler that is on does not see those of inside."""
     outer = sys.getprofile()
     sys.setprofile(lambda frame, event, _: note(frame) if event == "call" else None)
     try:
         yield
     finally:
-        sys.setprofile(outer)
+        if outer is None or callable(outer):
+            sys.setprofile(outer)
+        else:  # cProfile's, which is no function
+            sys.setprofile(None)
+            outer.enable()
 
 
 @contextlib.contextmanager
