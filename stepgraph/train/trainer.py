@@ -345,14 +345,15 @@ class Run:
         self.done["step"] += 1
         self.done["tokens"] += self.config.tokens_per_step
         captured, tokens = self.captured, self.done["tokens"]
-        figures = Figures(loss, captured.metrics["grad_norm"])
+        loads = [captured.metrics[name] for name in ("expert_load",) if name in captured.metrics]
+        figures = Figures(loss, captured.metrics["grad_norm"], *loads)
         return Launched(self.step, tokens, figures, captured.metrics, batch, lr, data_ms, captured.waits)
 
     def _finish(self, launched: Launched, progress: Progress) -> None:
         """Wait for a launched step, check its loss, and record it."""
         step = launched.step
         self.watch.waits_for(step)
-        loss, grad_norm = launched.figures.read()
+        loss, grad_norm, *loads = launched.figures.read()
         now = time.perf_counter()
         step_ms, self.last_time = (now - self.last_time) * 1e3, now
         self.finished += 1
@@ -382,8 +383,8 @@ class Run:
                 "mfu": mfu(tokens_per_s, self.flops_per_token, self.peak),
                 "mem_gib": peak_mem_gib(self.device),
             }
-            if "expert_load" in launched.metrics:
-                record["expert_load"] = launched.metrics["expert_load"].tolist()
+            if loads:
+                (record["expert_load"],) = loads
             repeated = {"repeated_steps": self.repeated_steps} if "repeated" in launched.metrics else {}
             rest = {"lr": launched.lr, "tokens": launched.tokens, "data_ms": launched.data_ms}
             with self.failures.noted():

@@ -1,6 +1,7 @@
 """A step under way, and its numbers on their way to the host."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,11 +18,11 @@ class Figures:
         if self._there:
             self._there.record()
 
-    def read(self) -> list[float]:
-        """The numbers; waits until they are there."""
+    def read(self) -> list[Any]:
+        """The numbers, as lists where they are vectors; waits until they are there."""
         if self._there:
             self._there.synchronize()
-        return [figure.item() for figure in self._host]
+        return [figure.tolist() for figure in self._host]
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Launched:
 
     step: int
     tokens: int  # seen so far
-    figures: Figures  # the loss and the gradient norm
+    figures: Figures  # the loss, the gradient norm and, of layers with experts, their loads
     metrics: dict[str, torch.Tensor]
     batch: dict[str, torch.Tensor]
     lr: float
