@@ -1,8 +1,8 @@
 """Rows of experts: how many of a buffer's rows routing fills, and the products of them.
 
 A buffer that a rank receives rows of other ranks in has a fixed size, larger than balanced routing needs. Grouped
-products stop at the last row of the last expert; everything else works on the whole buffer, an exchange by torch's
-collectives too, and one over symmetric memory on the rows that exist.
+products stop at the last row of the last expert, and our SwiGLU reads no further; everything else works on the whole
+buffer, an exchange by torch's collectives too, and one over symmetric memory on the rows that exist.
 """
 
 import torch
@@ -21,6 +21,9 @@ GROUPED = {
     ours.grouped_mm_weight.default,
     torch.ops.aten._grouped_mm.default,
 }
+
+#: Read no row past the last expert's, and write zeros there.
+ROWWISE = {ours.swiglu_rows.default, ours.swiglu_rows_backward.default}
 
 
 def filled(graph: fx.Graph, load: float = 1.0) -> dict[int, float]:
@@ -51,7 +54,7 @@ def is_grouped(node: fx.Node) -> bool:
 
 
 def rows_of(node: fx.Node) -> int:
-    """Rows that the grouped product ``node`` works on."""
+    """Rows of the buffer that the grouped product, or the SwiGLU, ``node`` works on."""
     first = node.args[0].meta["val"]  # of torch's products that of a weight's gradient has them in columns
     weights = node.target is torch.ops.aten._grouped_mm.default and node.args[1].meta["val"].ndim == 2
     return first.shape[1 if weights else 0]

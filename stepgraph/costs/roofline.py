@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from stepgraph.costs import attention
-from stepgraph.costs.experts import filled, is_grouped, rows_of
+from stepgraph.costs.experts import ROWWISE, filled, is_grouped, rows_of
 from stepgraph.costs.flops import flops, is_attention, is_fp8
 from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.costs.hardware import ASSUMED, ATTENTION_REACHED, FP8_REACHED, GROUPED_REACHED, PRODUCTS_REACHED, Gpu
@@ -75,7 +75,7 @@ class Roofline:
         for members in kernels.values():
             work = sum(_work(node, shares) for node in members)
             self.flops += work
-            copied = _copied(members[-1], load)
+            copied = _copied(members[-1], load, shares)
             moved = _traffic(members, aliases, readers) if copied is None else copied
             self.moved[members[-1]] = moved
             self.seconds[members[-1]] = gpu.kernel_seconds(
@@ -103,9 +103,12 @@ def _reached(node: fx.Node, gpu: Gpu) -> float:
     return GROUPED_REACHED if is_grouped(node) else PRODUCTS_REACHED
 
 
-def _copied(node: fx.Node, load: float) -> int | None:
-    """Bytes that kernels move where a collective between ranks' memories begins or ends; None for other nodes.
-    ``load``: as of `Roofline`."""
+def _copied(node: fx.Node, load: float, shares: Mapping[int, float]) -> int | None:
+    """Bytes that kernels move where a collective between ranks' memories begins or ends, and of a kernel that reads the
+    filled rows of experts alone; None for other nodes. ``load``: as of `Roofline`, ``shares``: as of `_work`."""
+    if node.target in ROWWISE:
+        read = sum(map(tensor_bytes, node.all_input_nodes))
+        return round(shares.get(rows_of(node), 1.0) * read) + tensor_bytes(node)
     if node.target is GATHER_BEGIN:
         shards, sizes, dtype, *_ = node.args
         return sum(map(tensor_bytes, shards)) + sum(sizes) * dtype.itemsize

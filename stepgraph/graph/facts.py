@@ -38,7 +38,7 @@ _PURE = {
     ours.swiglu_magnitudes.default, ours.swiglu_backward_magnitudes.default, ours.cast_by_magnitudes.default,
     ours.sort_by_expert.default, ours.gather_rows.default, ours.combine_rows.default,
     ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
-    ours.expert_places.default,
+    ours.swiglu_rows.default, ours.swiglu_rows_backward.default, ours.expert_places.default,
     ours.flash4_attention.default, ours.flash4_attention_backward.default,
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.moe.experts
 import stepgraph.passes.moe.products
+import stepgraph.passes.moe.swiglu
 import stepgraph.passes.moe.weighting
 import stepgraph.passes.norm.fuse
 import stepgraph.passes.optimizer.expand
@@ -50,6 +51,7 @@ ORDER = (
     "dedupe_unshards",  # one gather of each parameter per forward or backward
     "fuse_experts",  # numerics: experts of other libraries by our kernels
     "weight_experts",  # numerics: experts weighted before their last product
+    "expert_swiglu",  # numerics: SwiGLU of the rows of experts that are in use
     "grouped_products",  # numerics: grouped products by QuACK
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read

@@ -61,3 +61,19 @@ def test_torchs_products_count_alike():
     gradient = hand(aten._grouped_mm.default, columns, y, offsets)
     assert tuple(gradient.meta["val"].shape) == (2, 16, 32)
     assert flops(y) == flops(gradient) == 2 * 64 * 16 * 32
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "combine"])
+def test_swiglu_reads_filled_rows_and_writes_all(kind):
+    graph, y, gradient = layer(kind)
+    hand = Hand()
+    hand.graph = graph
+    with graph.inserting_before(gradient):
+        h = hand(ours.swiglu_rows.default, y, gradient.args[2])
+        back = hand(ours.swiglu_rows_backward.default, h, y, gradient.args[2])
+    half, offsets = ROWS * FFN // 2 * 2, HERE * 4  # bytes of bf16 and of int32
+    share = 0.5 if kind == "dispatch" else 1.0
+    found = cost(graph, 1.0)
+    assert found.moved[h] == round(share * (2 * half + offsets)) + half
+    assert found.moved[back] == round(share * (3 * half + offsets)) + 2 * half
+    assert flops(h) == flops(back) == 0

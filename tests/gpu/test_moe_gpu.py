@@ -13,9 +13,12 @@ from stepgraph.kernels.moe import (
     route_triton,
     rows_triton,
     sort_by_expert,
+    swiglu_rows,
+    swiglu_triton,
 )
 from stepgraph.kernels.moe.grouped import BACKENDS
-from tests.kernels.moe.test_moe_triton import row_cases, sort_cases, zero_cases
+from stepgraph.kernels.moe.swiglu import backward_reference, reference, swiglu_rows_backward
+from tests.kernels.moe.test_moe_triton import row_cases, sort_cases, swiglu_cases, zero_cases
 
 FUNCTIONS = {
     "sort": route_triton.launch,
@@ -23,6 +26,8 @@ FUNCTIONS = {
     "combine": rows_triton.combine,
     "combine_backward": rows_triton.combine_backward,
     "zero_past": grouped_triton.zero_past,
+    "swiglu": swiglu_triton.launch,
+    "swiglu_backward": swiglu_triton.launch_backward,
 }
 
 
@@ -31,7 +36,7 @@ def on_gpu(value):
 
 
 def test_kernels_against_references():
-    for name, arguments, expected in [*sort_cases(), *zero_cases(), *row_cases()]:
+    for name, arguments, expected in [*sort_cases(), *zero_cases(), *swiglu_cases(), *row_cases()]:
         found = FUNCTIONS[name](*map(on_gpu, arguments))
         expected, found = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected, found))
         for mine, theirs in zip(found, expected, strict=True):
@@ -131,3 +136,46 @@ def test_what_cannot_run_is_said():
         grouped_mm(
             torch.ones(8, 12, device="cuda").bfloat16(), torch.ones(1, 12, 16, device="cuda").bfloat16(), offsets
         )
+
+
+@pytest.mark.parametrize(("R", "F"), [(4096, 1408), (513, 768), (300, 33), (77, 1001), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_swiglu_of_rows(R, F, dtype, share):
+    """Against plain torch in the same dtype on the GPU; rows past the end are not read, nor waited for."""
+    end = round(share * R)
+    offsets = torch.tensor([end // 3, end // 3, end], dtype=torch.int32, device="cuda")
+    gate_up, dy = (torch.randn(R, width, device="cuda").to(dtype) for width in (2 * F, F))
+    expected = reference(gate_up, offsets), backward_reference(dy, gate_up, offsets)
+    gate_up[end:] = torch.nan
+    dy[end:] = torch.nan
+    found = [(swiglu_rows(gate_up, offsets), swiglu_rows_backward(dy, gate_up, offsets))]  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):  # memory that was used before
+            torch.full((R, 2 * F), torch.nan, device="cuda", dtype=dtype)
+            leaf = gate_up.clone().requires_grad_()
+            out = swiglu_rows(leaf, offsets)
+            found.append((out.detach(), *torch.autograd.grad(out, leaf, dy)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
+    for mine, theirs in zip(found[0], expected, strict=True):
+        assert mine.dtype == dtype and mine.is_contiguous() and not mine[end:].any()
+        # An exponential of another library may round the other way, and then each of two roundings behind it.
+        tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_swiglu_of_more_elements_than_32_bits_count():
+    R, F = 2**20 + 3, 1024  # 2**31 elements of gate and up, and more
+    offsets = torch.tensor([R - 1], dtype=torch.int32, device="cuda")
+    gate_up = torch.zeros(R, 2 * F, device="cuda", dtype=torch.bfloat16)
+    gate_up[-3:] = 1.0
+    out = swiglu_rows(gate_up, offsets)
+    gradient = swiglu_rows_backward(torch.ones_like(out), gate_up, offsets)
+    expected = backward_reference(torch.ones_like(out[-3:]), gate_up[-3:], offsets - offsets + 2)
+    assert torch.equal(out[-3:], reference(gate_up[-3:], offsets - offsets + 2)) and not out[:-3].any()
+    torch.testing.assert_close(gradient[-3:], expected, rtol=2**-7, atol=0)

@@ -105,6 +105,9 @@ def expert_calls(layout: Callable, data: Callable) -> Iterator[Call]:
     yield f"combine_rows_backward {name}", ours.combine_rows_backward, arguments
     yield f"grouped_mm {name}", ours.grouped_mm, (layout(rows), layout(weight), offsets)
     yield f"grouped_mm, transposed {name}", ours.grouped_mm, (rows, layout(weight.mT.contiguous()).mT, offsets)
+    gate_up = layout(data(13, 40))
+    yield f"swiglu_rows {name}", ours.swiglu_rows, (gate_up, offsets)
+    yield f"swiglu_rows_backward {name}", ours.swiglu_rows_backward, (layout(data(13, 20)), gate_up, offsets)
     yield f"grouped_mm_weight {name}", ours.grouped_mm_weight, (layout(rows), layout(dy), offsets)
 
 

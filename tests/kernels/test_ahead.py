@@ -96,6 +96,8 @@ def examples(t):
     yield "combine_rows", (t(2048, 1024), places, t(512, 4), order)
     yield "combine_rows_backward", (t(512, 1024), t(2048, 1024), places, t(512, 4), order)
     yield "grouped_mm", (t(2048, 1024), t(16, 1024, 768), t(16, dtype=I32))
+    yield "swiglu_rows", (t(2048, 1536), t(16, dtype=I32))
+    yield "swiglu_rows_backward", (t(2048, 768), t(2048, 1536), t(16, dtype=I32))
     there, back = t(2048, dtype=I32), t(4096, dtype=I32)
     yield "counts_begin", (t(16, dtype=I32), 2, "ep")
     yield "counts_end", (t(1, dtype=I32), t(16, dtype=I32), 2, "ep")

@@ -4,6 +4,7 @@
     offsets = counts.cumsum(0, dtype=torch.int32)
     rows = gather_rows(x, order, places)                            # (N, D) -> (N * K, D)
     rows = grouped_mm(rows, weight, offsets)                        # weight (E, D, F), one product for all experts
+    rows = swiglu_rows(rows, offsets)                               # (N * K, 2F) -> (N * K, F)
     x = combine_rows(rows, places, weights, order)                  # (N * K, F) -> (N, F)
 
 Everything stays on the device: sizes are fixed, counts are tensors. Deterministic, forward and backward.
@@ -12,3 +13,4 @@ Everything stays on the device: sizes are fixed, counts are tensors. Determinist
 from stepgraph.kernels.moe.grouped import grouped_mm, grouped_mm_weight
 from stepgraph.kernels.moe.route import sort_by_expert
 from stepgraph.kernels.moe.rows import combine_rows, gather_rows
+from stepgraph.kernels.moe.swiglu import swiglu_rows

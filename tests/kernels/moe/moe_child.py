@@ -10,7 +10,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton
+from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton, swiglu_triton
 from tests.kernels.triton_tools import interpret_masks
 
 interpret_masks()
@@ -21,5 +21,7 @@ FUNCTIONS = {
     "combine": rows_triton.combine,
     "combine_backward": rows_triton.combine_backward,
     "zero_past": grouped_triton.zero_past,
+    "swiglu": swiglu_triton.launch,
+    "swiglu_backward": swiglu_triton.launch_backward,
 }
 torch.save([FUNCTIONS[name](*arguments) for name, *arguments in torch.load(sys.argv[1])], sys.argv[2])

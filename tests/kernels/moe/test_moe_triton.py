@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.kernels.moe import route, rows
+from stepgraph.kernels.moe import route, rows, swiglu
 from tests.kernels.moe.test_moe import data, routing
 from tests.kernels.strides import padded, swapped
 from tests.kernels.triton_tools import assert_no_spills, interpreted
@@ -56,10 +56,26 @@ def zero_cases():
     return cases
 
 
+def swiglu_cases():
+    """Ends before, within and behind a tile; narrow and odd widths, several tiles of columns; one expert, several."""
+    cases, dtypes = [], (torch.float32, torch.bfloat16, torch.float16)
+    shapes = [(70, 5, 33), (64, 300, 64), (40, 8, 0), (5, 1100, 2), (3000, 1, 2049), (1, 128, 1), (0, 8, 0), (3, 0, 2)]
+    for i, (R, F, end) in enumerate(shapes):
+        dtype, layout = dtypes[i % 3], padded if i % 2 else torch.Tensor.clone
+        gate_up, dy = data(R, 2 * F, seed=i, dtype=dtype), data(R, F, seed=i + 9, dtype=dtype)
+        gate_up[end:] = torch.nan
+        dy[end:] = torch.nan
+        offsets = torch.tensor([end // 2, end][i % 2 :], dtype=torch.int32)
+        cases.append(("swiglu", (layout(gate_up), offsets), swiglu.reference(gate_up, offsets)))
+        expected = swiglu.backward_reference(dy, gate_up, offsets)
+        cases.append(("swiglu_backward", (layout(dy), layout(gate_up), offsets), expected))
+    return cases
+
+
 @pytest.mark.slow
 def test_kernels_interpreted(tmp_path):
     pytest.importorskip("triton")
-    cases = [*sort_cases(), *zero_cases(), *row_cases()]
+    cases = [*sort_cases(), *zero_cases(), *swiglu_cases(), *row_cases()]
     results = interpreted(CHILD, tmp_path, [(name, *arguments) for name, arguments, _ in cases])
     for (name, arguments, expected), found in zip(cases, results, strict=True):
         expected, found = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected, found))
@@ -67,8 +83,9 @@ def test_kernels_interpreted(tmp_path):
             what = f"{name} {[tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in arguments]}"
             assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride()), what
             # The interpreter rounds otherwise to 16 bits; products are added up over columns in another order.
-            tolerance = torch.finfo(mine.dtype).eps if name.startswith("combine") and mine.itemsize == 2 else 0
-            tolerance = 1e-5 if name == "combine_backward" and mine.itemsize == 4 else tolerance
+            rounds = name.startswith(("combine", "swiglu"))
+            tolerance = torch.finfo(mine.dtype).eps if rounds and mine.itemsize == 2 else 0
+            tolerance = 1e-5 if rounds and name != "combine" and mine.itemsize == 4 else tolerance
             torch.testing.assert_close(
                 mine, theirs, rtol=tolerance, atol=10 * tolerance, msg=lambda m, w=what: f"{w}: {m}"
             )
@@ -77,10 +94,10 @@ def test_kernels_interpreted(tmp_path):
 @pytest.mark.parametrize("element", ["fp32", "bf16"])
 def test_no_configuration_spills(element):
     pytest.importorskip("triton")
-    from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton
+    from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton, swiglu_triton
 
     pointer = f"*{element}"
-    kinds = dict.fromkeys(("x", "rows", "out", "dy", "drows"), pointer)
+    kinds = dict.fromkeys(("x", "rows", "out", "dy", "drows", "gate_up", "dgate_up"), pointer)
     kinds |= dict.fromkeys(("places", "order", "starts", "counts", "offsets"), "*i32") | {"chosen": "*i64"}
     kinds |= dict.fromkeys(("weights", "dweights"), "*fp32")
     kinds |= dict.fromkeys(("N", "R", "D", "F", "E", "n", "blocks", "stride", "dy_stride", "experts"), "i32")
@@ -94,6 +111,10 @@ def test_no_configuration_spills(element):
         assert_no_spills(rows_triton._combine_backward_kernel, plain, tile, rows_triton.WARPS, aligned)
         constants = {**tile, "K": 8, "WEIGHTED": True}
         assert_no_spills(rows_triton._combine_kernel, kinds, constants, rows_triton.WARPS, aligned)
+    for F, aligned in ((1408, [*tensors, "F"]), (1024, [*tensors, "F"]), (1001, tensors)):
+        rows, block = swiglu_triton.configuration(F)
+        for kernel in (swiglu_triton._swiglu_rows_kernel, swiglu_triton._swiglu_rows_backward_kernel):
+            assert_no_spills(kernel, kinds, {"ROWS": rows, "BLOCK": block}, swiglu_triton.WARPS, aligned)
     wide = {"ROWS": 32, "BLOCK": 256}
     assert_no_spills(rows_triton._zero_kernel, kinds, wide, 8, tensors)
     assert_no_spills(grouped_triton._zero_past_kernel, kinds, wide, grouped_triton.WARPS, tensors)
