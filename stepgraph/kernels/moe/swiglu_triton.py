@@ -17,13 +17,18 @@ TILE = 2048
 
 
 @triton.jit
-def _swiglu_rows_kernel(gate_up, offsets, out, experts, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of the product."""
-    end = tl.minimum(tl.load(offsets + experts - 1), R)
+def _tile(offsets, experts, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first row of this program's tile, the end of the rows in use, and the tile's rows and columns."""
     across = tl.cdiv(F, BLOCK)
     first = (tl.program_id(0) // across) * ROWS
-    row = first + tl.arange(0, ROWS)
-    column = ((tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    return first, tl.minimum(tl.load(offsets + experts - 1), R), first + tl.arange(0, ROWS), column[None, :]
+
+
+@triton.jit
+def _swiglu_rows_kernel(gate_up, offsets, out, experts, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of the product."""
+    first, end, row, column = _tile(offsets, experts, R, F, ROWS, BLOCK)
     wide = row.to(tl.int64)[:, None]
     to, there = out + wide * F + column, (row < R)[:, None] & (column < F)
     if first >= end:
@@ -40,11 +45,7 @@ def _swiglu_rows_backward_kernel(
     dy, gate_up, offsets, dgate_up, experts, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A tile of both gradients."""
-    end = tl.minimum(tl.load(offsets + experts - 1), R)
-    across = tl.cdiv(F, BLOCK)
-    first = (tl.program_id(0) // across) * ROWS
-    row = first + tl.arange(0, ROWS)
-    column = ((tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    first, end, row, column = _tile(offsets, experts, R, F, ROWS, BLOCK)
     wide = row.to(tl.int64)[:, None]
     at, there = wide * (2 * F) + column, (row < R)[:, None] & (column < F)
     if first >= end:
