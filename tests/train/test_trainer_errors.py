@@ -16,6 +16,7 @@ from stepgraph.models import next_token_loss
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
+from stepgraph.train.records.launched import Figures
 from stepgraph.train.trainer import Run
 
 ONE_LAYER = ["--model.n-layers", 1]
@@ -228,7 +229,7 @@ def test_the_bad_step_is_never_saved_even_when_it_is_the_last(ahead, trainer, tm
         self.runs_ahead = ahead
         launched = original(self)
         if launched.step == 8:
-            launched.loss.fill_(float("inf"))
+            launched.figures = Figures(torch.tensor(float("inf")), launched.metrics["grad_norm"])
         return launched
 
     monkeypatch.setattr(Run, "_launch", poisoned)
