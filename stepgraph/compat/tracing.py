@@ -65,11 +65,12 @@ def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.
 def _generators_as_arguments() -> Iterator[None]:
     """Nodes may be given a `torch.Generator`, as an attribute of the module: torch before 2.13 refuses it."""
     plain = PythonKeyTracer.create_arg
+    names: dict[int, str] = {}  # in order: the graph's text is the same in every process
 
     def create_arg(self: PythonKeyTracer, value: Any) -> Any:
         if not isinstance(value, torch.Generator):
             return plain(self, value)
-        name = f"_generator_{id(value)}"
+        name = names.setdefault(id(value), f"_generator_{len(names)}")
         setattr(self.root, name, value)
         return self.create_node("get_attr", name, (), {})
 
