@@ -4,8 +4,8 @@ On a CPU the products are emulated: values rounded to fp8 bit for bit, products 
 in shorter accumulators is not in it. Every linear layer but the head is in fp8, also those that are too small to gain.
 ``val_loss``: of the whole validation split, after the last step. ``spread``: the sample standard deviation over seeds.
 
-    python benchmarks/fp8_curve.py [PRESET] [--steps N] [--seeds N] [--device cpu] [--json FILE] [--at-once N]
-        [--train "..."]
+    python benchmarks/fp8_curve.py [PRESET] [--steps N] [--seeds N] [--recipes tensorwise rowwise] [--device cpu]
+        [--json FILE] [--at-once N] [--train "..."]
 """
 
 import argparse
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("preset", nargs="?", default="llama3-debug")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--recipes", nargs="+", choices=get_args(Recipe), default=get_args(Recipe))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--at-once", type=int, default=1, help="runs beside each other")
@@ -85,7 +86,7 @@ def main() -> None:
     words += ["--val-every", str(options.steps), *shlex.split(options.train)]
     record = {"environment": environment(), "train": shlex.join(words), "emulated": options.device == "cpu"}
     runs: list[dict[str, Any]] = []
-    todo = [(fp8, seed) for seed in range(options.seeds) for fp8 in ("off", *get_args(Recipe))]
+    todo = [(fp8, seed) for seed in range(options.seeds) for fp8 in ("off", *options.recipes)]
     with ThreadPoolExecutor(options.at_once) as pool:
         for one in pool.map(lambda job: run(*job, words), todo):
             runs.append(one)

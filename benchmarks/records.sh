@@ -153,8 +153,9 @@ record() {
       step fp8 llama3-1b $B1 --precision bf16 --repeats 3 --together 4 --providers "$FP8" ;;
     golf_fa4) step golf_fa4 golf --steps 16 --repeats 3 --together 3 --providers compile,stepgraph-cudnn,stepgraph-fa4 ;;
     fp8_curve)
-      "$PYTHON" benchmarks/fp8_curve.py llama3-debug --device cuda --at-once 4 --json "$OUT/fp8_curve_100m.json" --train \
-        "--model.dim 768 --model.n-layers 14 --model.n-heads 12 --model.n-kv-heads 12 --model.ffn-dim 2048 --seq-len 512" ;;
+      "$PYTHON" benchmarks/fp8_curve.py llama3-debug --device cuda --at-once 9 --recipes tensorwise rowwise \
+        --json "$OUT/fp8_curve_100m.json" --train "--checkpoint-every 0 --seq-len 512 --model.dim 768 --model.n-layers 14 \
+        --model.n-heads 12 --model.n-kv-heads 12 --model.ffn-dim 2048" ;;
     1b_pp2) train "$1" llama3-1b --model.no-tie-embeddings --mesh pp=2 --accumulate 8 --seq-len 4096 --batch-size 1 --steps 12 ;;
     8b_pp2) train "$1" llama3-8b --mesh pp=2 --accumulate 8 $B8 ;;
     8b_pp2_symmetric) train "$1" llama3-8b --mesh pp=2 --accumulate 8 --pipeline interleaved --stage-sends symmetric $B8 ;;
