@@ -261,3 +261,33 @@ def test_the_first_call_does_not_wait(monkeypatch):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert workspace._chunks, "no counters were needed: nothing was tested"
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize(("m", "n", "split"), [(4, 97408, 12), (60, 27372, 4), (150, 33001, 3), (7, 262144, 16)])
+@pytest.mark.parametrize("residual", [False, True])
+def test_sums_by_a_launch_ahead_have_the_bits_of_those_that_are_waited_for(kind, m, n, split, residual):
+    """The second launch begins before the first ends: in a loop over new rows, each made just before, alone and in a
+    CUDA graph."""
+    norm = Norm(kind, EPS, 0.0, BF16)
+    w = torch.randn(n, device="cuda").bfloat16()
+    wait = Config(1, 4096, 16, 1, 1, split, weight="after")
+    ahead = replace(wait, exchange="launch")
+    x, r = (torch.empty(m, n, device="cuda", dtype=BF16) for _ in range(2))
+
+    def run(config):
+        return triton_norm.forward(norm, x, w, w, r if residual else None, True, config=config)
+
+    run(ahead), run(wait)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.normal_()
+        r.normal_()
+        recorded = run(ahead)
+    for _ in range(20):
+        graph.replay()
+        waited = run(wait)
+        x.mul_(1)  # the last kernel before the launch ahead writes what that reads
+        for found in (run(ahead), recorded):
+            for mine, theirs in zip(found, waited, strict=True):
+                assert mine is theirs is None or torch.equal(mine, theirs)

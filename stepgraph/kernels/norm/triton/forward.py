@@ -19,6 +19,7 @@ Source: Zhang and Sennrich 2019 (arXiv:1910.07467); Ba, Kiros and Hinton 2016 (a
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from stepgraph.kernels.fp8.cast_triton import _bits, _rounded, _scale, _top
 from stepgraph.kernels.fp8.formats import SMALLEST
@@ -108,6 +109,37 @@ def affine(h, mu, rs, w, b, OFFSET: tl.constexpr):
     return y
 
 
+@triton.jit
+def sums_of_slice(hs, first, part, shift, zero, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                  PIECES: tl.constexpr, FULL: tl.constexpr, SHIFT: tl.constexpr, HOLD: tl.constexpr,
+                  LAYER: tl.constexpr):  # fmt: skip
+    """The slice; and of each row of it the sum, the mean, and the sum of squares about that mean (rms: of squares, in
+    place of all three)."""
+    SLICE: tl.constexpr = BLOCK * PIECES
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for k in tl.static_range(PIECES):
+        wide = hs[k].to(tl.float32)
+        total += wide if LAYER else wide * wide
+    share = tl.sum(total, 1)
+    mu = share
+    squares = share
+    if LAYER:
+        columns = tl.maximum(tl.minimum(N + shift, (part + 1) * SLICE) - tl.maximum(part * SLICE, shift), 1)
+        mu = share / columns.to(tl.float32)
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        held = ()
+        for k in tl.static_range(PIECES):
+            held = held + (hold(hs[k], zero, HOLD),)
+            away = held[k].to(tl.float32) - mu[:, None]
+            if not full(k, FULL, SHIFT):
+                away = tl.where(inside(first + k * BLOCK, shift, N, SHIFT)[None, :], away, 0.0)
+            total += away * away
+        if SLICE >= 16384:
+            hs = held  # overwrites the row: both together take too many registers
+        squares = tl.sum(total, 1)
+    return hs, share, mu, squares
+
+
 @triton.constexpr_function
 def at_a_time(x, residual, y):
     """The most elements of x, the residual stream and y that 16 bytes hold."""
@@ -149,29 +181,15 @@ def forward_step(
             value = tied(value, spread(ws[k], ROWS), zero)
         hs = hs + (value,)
 
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for k in tl.static_range(PIECES):
-        if h is not None:
-            at = first + k * BLOCK
-            store_tile(h + start + at[None, :], hs[k], valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
-        wide = hs[k].to(tl.float32)
-        total += wide if LAYER else wide * wide
-    share = tl.sum(total, 1)
+    for k in tl.static_range(PIECES if h is not None else 0):
+        at = first + k * BLOCK
+        store_tile(h + start + at[None, :], hs[k], valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
+    hs, share, middle, squares = sums_of_slice(
+        hs, first, part, shift, zero, N, ROWS, BLOCK, PIECES, FULL, SHIFT, HOLD, LAYER
+    )
     mu = None
     if LAYER:
-        columns = tl.maximum(tl.minimum(N + shift, (part + 1) * SLICE) - tl.maximum(part * SLICE, shift), 1)
-        mu = share / columns.to(tl.float32)
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
-        held = ()
-        for k in tl.static_range(PIECES):
-            held = held + (hold(hs[k], zero, HOLD),)
-            away = held[k].to(tl.float32) - mu[:, None]
-            if not full(k, FULL, SHIFT):
-                away = tl.where(inside(first + k * BLOCK, shift, N, SHIFT)[None, :], away, 0.0)
-            total += away * away
-        if SLICE >= 16384:
-            hs = held  # overwrites the row: both together take too many registers
-        squares = tl.sum(total, 1)
+        mu = middle
         if SPLIT > 1:
             # Slices have different means: each sums squares about its own.
             publish(share, share_slot(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
@@ -185,11 +203,9 @@ def forward_step(
             off = sums / tl.maximum(sizes, 1.0) - mu[None, :]
             within = collect(words, turn, 1, KINDS, SPLIT, ROWS, EXCHANGE)
             squares = tl.sum(within + off * off * sizes, 0)
-    else:
-        squares = share
-        if SPLIT > 1:
-            publish(squares, share_slot(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
-            squares = tl.sum(collect(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), 0)
+    elif SPLIT > 1:
+        publish(squares, share_slot(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
+        squares = tl.sum(collect(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), 0)
     rs = tl.rsqrt(squares / N + eps)
     y_row = y + start
     once = valid & (part == 0)
@@ -316,6 +332,46 @@ def forward_rows(
             )  # fmt: skip
         if SPLIT > 1:
             leave(words, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
+
+
+@triton.jit
+def sums_kernel(
+    x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
+    leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps,
+    N: tl.constexpr, X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr,
+    BIG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
+    PERIOD: tl.constexpr, SHIFT: tl.constexpr, HOLD: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """What programs that share rows publish, found by a launch ahead of `forward_kernel` with ``EXCHANGE`` "collect":
+    the same sums of the same slices, bit for bit. Grid: a program for each slice of each step."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+    LAYER: tl.constexpr = mean is not None
+    KINDS: tl.constexpr = 2 if LAYER else 1
+    SLICE: tl.constexpr = BLOCK * PIECES
+    FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else 0
+    zero = (M >> 62).to(tl.int32)
+    part = tl.program_id(0) % SPLIT
+    group = tl.program_id(0) // SPLIT
+    head = group % PERIOD + tl.zeros((ROWS,), tl.int32)
+    shift = shift_of(group % PERIOD, N, SHIFT)
+    first = part * SLICE + tl.arange(0, BLOCK)
+    row, valid = rows_of_step(group // PERIOD, M, head, PERIOD, ROWS, 1, BIG)
+    x_row = x + shifted(row_start(row, x_outer, x_inner, x_size, X_ALIGN, X_TWO), shift, SHIFT)[:, None]
+    r_row = None
+    if residual is not None:
+        r_row = residual + shifted(row_start(row, r_outer, r_inner, r_size, R_ALIGN, R_TWO), shift, SHIFT)[:, None]
+    hs = ()
+    for k in tl.static_range(PIECES):
+        hs = hs + (row_piece(x_row, r_row, valid, first + k * BLOCK, shift, N, SHIFT, full(k, FULL, SHIFT)),)
+    hs, share, _, squares = sums_of_slice(
+        hs, first, part, shift, zero, N, ROWS, BLOCK, PIECES, FULL, SHIFT, HOLD, LAYER
+    )
+    words += group * words_of_group(1, 1, KINDS, SPLIT, ROWS, "publish")
+    if LAYER:
+        publish(share, share_slot(words, part * 0, 0, KINDS, SPLIT, ROWS, "publish"), part, part * 0, ROWS, "publish")
+    slot = share_slot(words, part * 0, KINDS - 1, KINDS, SPLIT, ROWS, "publish")
+    publish(squares, slot, part, part * 0, ROWS, "publish")
 
 
 @triton.jit

@@ -48,6 +48,7 @@ def source_of(
     warps: int,
     registers: int | None,
     cooperative: bool,
+    dependent: bool,
 ) -> TritonSource:
     """What to compile: ``kernel``, whose leading parameters have ``kinds``; pointers at ``unaligned`` are no multiples
     of 16."""
@@ -56,7 +57,7 @@ def source_of(
     absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "constexpr"}
     pointers = [i for i, kind in enumerate(kinds) if kind.startswith("*")]
     attrs = {(i,): [["tt.divisibility", 16]] for i in pointers if i not in unaligned}
-    options: dict[str, Any] = {"num_warps": warps, "launch_cooperative_grid": cooperative}
+    options: dict[str, Any] = {"num_warps": warps, "launch_cooperative_grid": cooperative, "launch_pdl": dependent}
     if registers is not None:
         options["maxnreg"] = registers
     return TritonSource.of(kernel, signature, constants | absent, attrs, options)
@@ -119,6 +120,8 @@ def runner(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner:
 
 class Launch:
     """A kernel with everything fixed but the stream and its tensors, whose dtypes are those of the first call.
+    ``cooperative``: its programs all run at once. ``dependent``: it may begin before the kernel ahead of it ends, and
+    waits for it itself.
 
     Its leading parameters are the tensors of a call (or None), then ``numbers``.
     """
@@ -133,12 +136,13 @@ class Launch:
         warps: int,
         registers: int | None = None,
         cooperative: bool = False,
+        dependent: bool = False,
     ):
         self.kernel = kernel
         self.numbers = numbers
         self.constants = constants
         self.grid = grid
-        self.options = {"warps": warps, "registers": registers, "cooperative": cooperative}
+        self.options = {"warps": warps, "registers": registers, "cooperative": cooperative, "dependent": dependent}
         self._rest = (*numbers, *(None for _ in constants))
         self._runners: dict[tuple[int, ...], Runner] = {}
 

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 Optional = Tensor | None
 
 #: The GPU that the interpreter pretends to be: few processors, so that small shapes take every path.
-INTERPRETED_HARDWARE = Hardware(4, 227 * 1024)
+INTERPRETED_HARDWARE = Hardware(4, 227 * 1024, dependent=False)
 
 _MOST_PLANS = 8192
 
@@ -64,6 +64,11 @@ def form(shape: Sequence[int], dtype: torch.dtype, wanted: bool = True) -> Form:
 def allocate(forms: Sequence[Form]) -> list[Optional]:
     """Memory for outputs, on the current device."""
     return [None if form is None else _empty(*form) for form in forms]
+
+
+def scratch(words: int) -> Tensor:
+    """Memory for ``words`` of 64 bits, with anything in them."""
+    return _empty((words,), (1,), torch.int64)
 
 
 def dense(weight: Optional) -> Optional:
@@ -137,7 +142,7 @@ def cover_of(problem: Problem, config: Config, hw: Hardware) -> Cover:
     head_blocks = -(-problem.sets // heads)
     steps = -(-problem.M // problem.sets)
     slots = -(-steps // (config.rows // heads))
-    if config.programs:
+    if config.programs and config.exchange == "wait":
         slots = min(slots, max(1, hw.processors * config.programs // (config.split * head_blocks)))
     groups = slots * head_blocks
     return Cover(groups * config.split, groups if problem.period > 1 else slots, groups, heads)
@@ -177,13 +182,27 @@ def launches(
     )  # fmt: skip
 
 
+def launches_ahead(
+    ahead: Any, kernel: Any, numbers: tuple[int | float, ...], constants: dict[str, Any], grid: int, config: Config,
+    hw: Hardware,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """Two launches, the first of which writes what the second collects: ``exchange="launch"``."""
+    options = {"warps": config.warps, "registers": config.registers}
+    needed = {name: value for name, value in constants.items() if name in ahead.arg_names}
+    second = constants | {"EXCHANGE": "depend" if hw.dependent else "collect"}
+    return (
+        Launch(ahead, numbers, needed | {"DEPENDENT": hw.dependent}, grid, **options),
+        Launch(kernel, numbers, second, grid, dependent=hw.dependent, **options),
+    )
+
+
 def share_words(problem: Problem, config: Config, cover: Cover) -> int:
     """Words of memory through which the groups of a launch exchange: see `wide`."""
     if config.split == 1:
         return 0
     kinds = 1 + problem.layer + problem.quantized
     steps = problem.period * math.ceil(math.ceil(problem.M / problem.period) / config.rows)
-    turns = math.ceil(steps / cover.slots) + 1 if INTERPRETED else 4
+    turns = math.ceil(steps / cover.slots) + 1 if INTERPRETED or config.exchange == "launch" else 4
     return cover.groups * turns * kinds * config.split * config.rows
 
 

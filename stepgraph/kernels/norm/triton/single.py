@@ -4,6 +4,7 @@ A call looks up its plan, allocates outputs, and makes one launch (two if a seco
 ``config`` replaces the configuration that `select` would choose: for tuning and for tests.
 """
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from stepgraph.kernels.norm.triton import plans
 from stepgraph.kernels.norm.triton.backward import backward_kernel
 from stepgraph.kernels.norm.triton.config import tuning
 from stepgraph.kernels.norm.triton.config.limits import Config, Problem
-from stepgraph.kernels.norm.triton.forward import forward_kernel
+from stepgraph.kernels.norm.triton.forward import forward_kernel, sums_kernel
 from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch, current_device, current_stream
 from stepgraph.kernels.norm.triton.pair import backward_pair, forward_pair
 from stepgraph.kernels.norm.triton.partials import add_slots_kernel
@@ -40,6 +41,8 @@ class ForwardPlan(NamedTuple):
     x: Place
     residual: Place
     words: int
+    ahead: bool
+    """Whether a launch of its own writes the words: any memory serves for them."""
     outputs: tuple[Form, ...]
     copies: bool
     """Whether kernels read a copy of some input."""
@@ -65,9 +68,11 @@ def _forward_plan(
     config = config or tuning.choose(problem, hw, lambda c: forward(norm, x, weight, bias, residual, keep_h, config=c))
     if config.programs and config.split == 1 and config.weight != "before":
         raise ValueError(f"weight={config.weight} is for programs of one step, not programs={config.programs}; use 0")
-    cover = plans.cover_of(problem, config, hw)
     # What is beside y changes no sum: its tile is that of the norm by itself, and so are its bits.
     scaled = norm.quantized or beside is not None
+    if scaled:  # the largest value of a row is known once its sum is: programs exchange twice
+        config = replace(config, exchange="wait")
+    cover = plans.cover_of(problem, config, hw)
     words = plans.share_words(problem._replace(quantized=scaled), config, cover)
     numbers = (words, problem.M, *x_place.numbers, *r_place.numbers, float(norm.eps))
     constants = {
@@ -86,9 +91,12 @@ def _forward_plan(
         **r_place.constants("R"),
         **plans.tiles(problem, config),
     }
-    # fp8: the largest value of a row is known once its sum is.
-    rounds = 2 if scaled else 1
-    found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1, rounds)
+    ahead = config.split > 1 and config.exchange == "launch"
+    if ahead:
+        found = plans.launches_ahead(sums_kernel, forward_kernel, numbers, constants, cover.grid, config, hw)
+    else:
+        rounds = 2 if scaled else 1
+        found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1, rounds)
     shape, rows = x.shape, x.shape[:-1]
     outputs = (
         form(shape, norm.out_dtype),
@@ -100,7 +108,7 @@ def _forward_plan(
     )
     words = words + (cover.groups + 1) // 2 if words else 0
     copies = plans.copies((x_place, r_place), (weight, bias))
-    return ForwardPlan(found, x_place, r_place, words, outputs, copies)
+    return ForwardPlan(found, x_place, r_place, words, ahead, outputs, copies)
 
 
 def forward(
@@ -147,7 +155,9 @@ def _forward(
         plan = PLANS.make(key, _forward_plan, norm, x, weight, bias, residual, keep_h, config, beside)
     y, h, mean, rstd, scale, values = allocate(plan.outputs)
     stream = current_stream(device)
-    words = zeros(device, stream, plan.words) if plan.words else None
+    words = None
+    if plan.words:
+        words = plans.scratch(plan.words) if plan.ahead else zeros(device, stream, plan.words)
     if plan.copies:
         x, residual = plan.x.ready(x), plan.residual.ready(residual)
         weight, bias = plans.dense(weight), plans.dense(bias)

@@ -1,5 +1,7 @@
 """The norm kernels against float64, with shapes, layouts, dtypes and configurations chosen by hypothesis."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton.language as tl
@@ -111,6 +113,8 @@ def test_rows_that_begin_anywhere_within_16_bytes(kind, dtype, n, split):
     spec = Norm(kind, EPS, 0.0, dtype)
     ahead = Config(1, 32, 1, 1, 4 if split > 1 else 0, split)
     y, _, mean, rstd, _ = triton_norm.forward(spec, x, weight, bias, None, False, config=ahead)
+    twice = triton_norm.forward(spec, x, weight, bias, None, False, config=replace(ahead, exchange="launch"))
+    assert torch.equal(twice[0], y) and torch.equal(twice[3], rstd)
     (shift,) = {launch.constants["SHIFT"] for launch in list(triton_norm.PLANS.values())[-1].launches}
     assert shift == 16 // dtype.itemsize
     back = Config(1, 32, 1, 2, 4, split, finish="launch")

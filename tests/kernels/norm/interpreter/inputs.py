@@ -72,6 +72,7 @@ def configs(backward: bool, split: bool, weights: tuple[str, ...] = ("before",))
         split=st.sampled_from((1, 2, 3)) if split else st.just(1),
         finish=st.sampled_from(("tree", "launch")) if backward else st.just("tree"),
         weight=st.sampled_from(weights),
+        exchange=st.sampled_from(("wait", "launch")) if split and not backward else st.just("wait"),
     )
     # Only a weight that is there before all rows can serve more than one step of a program that has rows to itself.
     return made.map(lambda c: replace(c, programs=0) if c.weight != "before" and c.split == 1 else c)

@@ -35,6 +35,9 @@ class Config:
     """Keep the weight in 16 bits and convert it at each use: fewer registers, more instructions."""
     weight: str = "before"
     """When forward loads the weight: "before" all rows, "with" each step's, or "after" their sums."""
+    exchange: str = "wait"
+    """How programs that share rows get each other's sums: they "wait" for them, or, forward, a "launch" ahead finds
+    them (see `wide`). ``programs`` then only bounds the registers: there is a program for each slice of each step."""
 
     @property
     def threads(self) -> int:
@@ -48,7 +51,7 @@ class Config:
     @property
     def cooperative(self) -> bool:
         """Whether programs wait for each other: then all must run at once."""
-        return self.split > 1 or self.finish == "grid"
+        return (self.split > 1 and self.exchange == "wait") or self.finish == "grid"
 
     @property
     def registers(self) -> int | None:
@@ -100,13 +103,16 @@ class Hardware(NamedTuple):
     processors: int
     shared: int
     """Bytes of shared memory that programs on one processor can use together."""
+    dependent: bool = True
+    """Whether a kernel may begin before the one ahead of it ends: compute capability 9.0 and more."""
 
 
 @functools.cache
 def hardware(index: int) -> Hardware:
     """Limits of CUDA device ``index``."""
     properties = torch.cuda.get_device_properties(index)
-    return Hardware(properties.multi_processor_count, properties.shared_memory_per_multiprocessor - 4096)
+    shared = properties.shared_memory_per_multiprocessor - 4096
+    return Hardware(properties.multi_processor_count, shared, properties.major >= 9)
 
 
 def vector(problem: Problem) -> int:
