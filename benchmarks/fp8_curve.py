@@ -2,7 +2,8 @@
 
 On a CPU the products are emulated: values rounded to fp8 bit for bit, products summed in fp32, so what tensor cores sum
 in shorter accumulators is not in it. Every linear layer but the head is in fp8, also those that are too small to gain.
-``val_loss``: of the whole validation split, after the last step. ``spread``: the sample standard deviation over seeds.
+``loss``: means of ten steps. ``val_loss``: of the whole validation split, after the last step. ``spread``: the sample
+standard deviation over seeds.
 
     python benchmarks/fp8_curve.py [PRESET] [--steps N] [--seeds N] [--recipes tensorwise rowwise] [--device cpu]
         [--json FILE] [--at-once N] [--train "..."]
@@ -24,6 +25,9 @@ from stepgraph.config.environment import environment
 from stepgraph.passes.matmul.casts import Recipe
 from stepgraph.train.records.files import read_metrics
 
+#: Steps that one figure of a curve is the mean of.
+MEAN_OF = 10
+
 #: `stepgraph train` without the rule that leaves small layers in bf16.
 CHILD = """
 import sys
@@ -44,12 +48,14 @@ def run(fp8: str, seed: int, words: list[str]) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(f"stepgraph train {shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         records = read_metrics(out / "metrics.jsonl")
+    losses = [record["loss"] for record in records if record.get("loss") is not None]
+    parts = [losses[i : i + MEAN_OF] for i in range(0, len(losses), MEAN_OF)]
     (summary,) = [line for line in done.stdout.splitlines() if "linear layers in fp8" in line] or [""]
     return {
         "fp8": fp8,
         "seed": seed,
         "pass": summary.split("; nodes")[0],
-        "loss": [record["loss"] for record in records if record.get("loss") is not None],
+        "loss": [round(statistics.mean(part), 4) for part in parts],
         "val_loss": [record["val_loss"] for record in records if "val_loss" in record][-1],
     }
 

@@ -39,7 +39,8 @@ def test_a_killed_and_a_hung_stage_are_named_with_their_microbatch(corpus, tmp_p
         assert re.search(what, lines[-1]), lines
         assert any("rank 0 (" in line and " lost another rank (" in line for line in lines)
     else:
-        (line,) = [line for line in lines if "made no progress" in line]
+        # Which of the two is noticed first depends on the machine: rank 0 stands still, rank 1 tells nothing.
+        (line,) = [line for line in lines if "made no progress" in line or "silent for" in line]
         assert line.startswith("error: rank 0 (") and "--comm-timeout 16" in line, line
         assert re.search(r"it waits for stage 1 on rank 1 in backward\.0 of microbatch \d+\b", line), line
         assert re.search(rf"rank 1 \(.*, pid {last}\) was in {CALL.format(1)} \d+ s ago", line), line

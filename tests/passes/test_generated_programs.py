@@ -77,6 +77,7 @@ def test_programs_of_all_operators(program, optimizer, memory):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @generated(*programs.OPERATORS, examples=5000, derandomize=False)
 def test_fresh_programs(program, optimizer, memory):
     check(program, optimizer, memory)

@@ -136,7 +136,25 @@ def test_long_rows_stay_whole_while_they_fit_and_occupy_all_processors():
     assert select(FORWARD, H200).split == 1
     assert select(FORWARD._replace(N=131072), H200).split > 1
     assert select(FORWARD._replace(M=1), H200).split > 1
-    assert select(FORWARD._replace(M=1, N=32768), H200).split == 1
+    assert select(FORWARD._replace(M=1, N=16384), H200).split == 1
+
+
+def test_a_launch_ahead_finds_the_sums_of_a_few_long_rows():
+    """Rows of 64 KiB: 16 are read again from the L2 cache, more are held. What is quantized exchanges twice."""
+    few = FORWARD._replace(M=16, N=32768)
+    assert select(few, H200).exchange == "launch" and not select(few, H200).cooperative
+    assert select(few._replace(M=64), H200).split == 1
+    assert select(few._replace(quantized=True), H200).exchange == "wait"
+    assert select(few._replace(M=64, N=131072), H200).exchange == "wait"
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "shift"), [(5013, 136, 1), (2602, 168, 1), (695, 816, 1), (948, 84, 8), (1301, 271, 8)]
+)
+def test_rows_of_brief_calls_lie_whole_in_a_tile(m, n, shift):
+    """With few elements a thread, as all programs run at once."""
+    config = select(FORWARD._replace(M=m, N=n, shift=shift), H200)
+    assert config.pieces(n) == 1 and config.rows * config.block <= 8 * config.threads
 
 
 @pytest.mark.parametrize(("n", "weight"), [(4096, "with"), (16384, "before"), (32768, "after"), (131072, "after")])

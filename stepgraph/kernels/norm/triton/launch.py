@@ -48,7 +48,7 @@ def source_of(
     warps: int,
     registers: int | None,
     cooperative: bool,
-    dependent: bool,
+    dependent: bool = False,
 ) -> TritonSource:
     """What to compile: ``kernel``, whose leading parameters have ``kinds``; pointers at ``unaligned`` are no multiples
     of 16."""

@@ -137,7 +137,7 @@ def elements_of_thread(problem: Problem, config: Config) -> tuple[int, int]:
 def register_estimate(problem: Problem, config: Config) -> float:
     """Registers per thread, about."""
     rows_in_thread, columns = elements_of_thread(problem, config)
-    elements = rows_in_thread * columns
+    elements, at_once = rows_in_thread * columns, math.gcd(problem.N, problem.shift)
     if problem.heads > 1:
         columns = elements
     held = elements * sum(size / 4 for size in problem.loads[: 2 if problem.backward else 1])
@@ -149,6 +149,8 @@ def register_estimate(problem: Problem, config: Config) -> float:
     if config.weight == "after":
         # What ptxas can make do with; given more, it takes more.
         shared = 6 + 10 * (len(problem.loads) - 1) + 2 * (problem.shift > 1) if config.split > 1 else 0
+        if problem.layer and problem.shift > 1 and config.split > 1 and config.exchange == "wait":
+            shared += 20 + elements * (0.1 + 1.6 / at_once)  # what is of the row is told for so many at a time
         return 22 + held + (6 if problem.layer else 0) + 0.5 * config.pieces(problem.span) + shared
     weights = columns * problem.weights * (problem.weight_size / 4)
     sums = columns * problem.sums
@@ -162,7 +164,7 @@ def register_estimate(problem: Problem, config: Config) -> float:
         extra += 8 + held if problem.backward else 20
     if problem.shift > 1 and problem.backward:
         # The ends of rows are told apart.
-        extra += elements * (1.9 if not problem.layer else 1.0 if config.split == 1 else 0.3)
+        extra += elements * (1.9 if not problem.layer else 1.2 if config.split == 1 else 0.3 + 0.1 / at_once)
     every = 18 + pointers + held + weights + sums + along + extra
     # Of a single tile, products are summed as they are made.
     return 0.8 * every if problem.backward and config.split > 1 and config.pieces(problem.span) == 1 else every

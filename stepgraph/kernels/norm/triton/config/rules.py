@@ -45,6 +45,12 @@ WARPS_BACKWARD = 8
 LONG_CALL = 2**30
 #: Bytes of the shortest slice of a row that is shared to occupy all processors.
 LEAST_SLICE = 16 * 1024
+#: Bytes of a tensor up to which a forward takes a few microseconds, all its programs at once: padding costs nothing.
+BRIEF = 3 * 2**19
+#: Bytes of the shortest row whose sums a launch ahead finds, in brief calls, and of its slices.
+LEAST_AHEAD, SLICE_AHEAD = 48 * 1024, 4 * 1024
+#: Bytes of the longest row that, beginning anywhere within 16 bytes, lies in narrow tiles.
+SHORT = 640
 #: Warps that a processor runs at once in forward, by their registers.
 WARPS_FORWARD = 32
 #: Steps of a program above which sharing rows pays, where one program could hold a row.
@@ -80,7 +86,7 @@ def _rows(problem: Problem, warps: int, part: int, most: float, hw: Hardware, pr
     # idle, it costs nothing.
     bytes_of_part = part * max(problem.loads)
     padding = 1 / 3 if problem.backward else 1 / 8 if 24 * 1024 < bytes_of_part <= 32 * 1024 else 1 / 4
-    if not problem.backward and hw.processors >= problem.M:
+    if not problem.backward and _few(problem, hw):
         padding = 1 / 2
     block = _block(part, threads * vector(problem), padding)
     least = max(1, threads * vector(problem) // block)
@@ -96,6 +102,16 @@ def _warps(problem: Problem, least: int, most: int) -> int:
     return max(least, min(most, _floor(1.2 * problem.N * max(problem.loads) / 1024)))
 
 
+def _few(problem: Problem, hw: Hardware) -> bool:
+    """Whether every row has a processor to itself."""
+    return hw.processors >= problem.M
+
+
+def _bytes(problem: Problem) -> int:
+    """Bytes of one tensor read."""
+    return problem.M * problem.span * max(problem.loads)
+
+
 def _traffic(problem: Problem) -> int:
     """Bytes read and written."""
     return problem.M * problem.N * sum(problem.loads + problem.stores)
@@ -105,6 +121,11 @@ def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Forward configurations, the best first."""
     bytes_of_row = problem.span * max(problem.loads)
     shared = list(_forward_shared(problem, hw))
+    if _bytes(problem) <= BRIEF and bytes_of_row > LEAST_AHEAD and problem.heads == 1 and not problem.quantized:
+        split = -(-bytes_of_row // SLICE_AHEAD)
+        warps = 8 if problem.M * split <= 2 * hw.processors else 4
+        block = _block(-(-problem.span // split), 32 * warps * vector(problem), 1 / 3)
+        yield Config(1, block, warps, 1, 4, split, weight="after", exchange="launch")
     if bytes_of_row <= LONGEST_FORWARD:
         # While other processors idle, an exchange takes less time than a whole row on one processor.
         if bytes_of_row > LONGEST_FORWARD // 2 and problem.M * -(-bytes_of_row // LEAST_SLICE) <= 2 * hw.processors:
@@ -117,12 +138,17 @@ def _forward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Rows held by one program."""
     size = max(problem.loads)
     long = problem.layer or problem.shift > 1  # threads of few warps that hold more
+    if problem.heads == 1 and not problem.layer:
+        brief = _forward_brief(problem, hw)
+        if brief is not None:
+            yield replace(brief, weight=_weight(problem, brief, hw))
     held = (HOLD_LAYER if long else HOLD_FORWARD) // size
     most = 8 if problem.layer else 16 if problem.N * size <= 32 * 1024 else 32
     warps = _warps(problem, 2 if problem.layer else 4, most)
+    short = problem.shift > 1 and problem.span * size <= SHORT  # rows in narrow tiles, side by side
     if problem.shift > 1:
-        warps = min(32, _floor(problem.span * size / (512 if hw.processors > problem.M else 2048)))
-        warps = 4 if problem.span * size <= 512 else warps
+        warps = min(32, _floor(problem.span * size / (512 if _few(problem, hw) else 2048)))
+        warps = 4 if short else warps
     while warps <= 32:
         # Up to, not including, twice what a thread should hold.
         rows, block = _rows(problem, warps, problem.span, held * 5 / 4 if long else 2 * held - 1, hw,
@@ -132,19 +158,37 @@ def _forward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
             one, rows = one // 2, rows // 2
         if problem.shift > 1:
             full = 32 * one * vector(problem)
-            short = problem.span * size <= 512  # rows in narrow tiles, side by side
             block = _block(problem.span, 64 if short else 2 * full, 0.14, 32 if short else full // 2)
+            block = 64 if short and problem.N >= 128 else block
             rows = min(_floor(held * 5 / 4 * 32 * one / problem.span) if short else rows, max(1, full // block))
+            while short and rows * -(-problem.span // block) * block > 20 * 32 * one:
+                one *= 2
         first = Config(rows, block, one, 1, 0)
         steps = problem.M / hw.processors
         if steps > 64 and (rows, one, first.pieces(problem.span)) == (1, 8, 2) and not long:
             # A vector of each of two rows, rather than two of one row: 1% faster.
-            yield Config(2, 2 * block, 16, 1, 0, weight=_weight(problem, first))
+            yield Config(2, 2 * block, 16, 1, 0, weight=_weight(problem, first, hw))
         while rows >= 1:
             config = replace(first, rows=rows)
-            yield replace(config, weight=_weight(problem, config))
+            yield replace(config, weight=_weight(problem, config, hw))
             rows //= 2
         warps *= 2
+
+
+def _forward_brief(problem: Problem, hw: Hardware) -> Config | None:
+    """Rows of an RMS norm that takes a few microseconds: threads hold less, as all programs run at once anyway."""
+    bytes_of_row = problem.span * max(problem.loads)
+    block = 1 << (problem.span - 1).bit_length()
+    few = _few(problem, hw)
+    if problem.shift > 1 and 4096 < bytes_of_row <= 10 * 1024 and _bytes(problem) <= 4 * BRIEF:
+        return Config(1, 1024, _floor(bytes_of_row / 512), 1, 0)
+    if problem.shift == 1 and few and 32 * 1024 < bytes_of_row <= 44 * 1024:
+        return Config(1, 4096, 32, 1, 0)
+    if problem.shift == 1 and few and 4096 < bytes_of_row < 8192:
+        return Config(1, 1024, 8, 1, 0)
+    if not few and block <= 2048 and _bytes(problem) <= BRIEF:
+        return Config(max(1, 1024 // block), block, 4, 1, 0)
+    return None
 
 
 def _forward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
@@ -154,7 +198,8 @@ def _forward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
     # Few rows: smaller slices, as long as all programs run at once.
     while slices and slices[0] > LEAST_SLICE and problem.M * -(-bytes_of_row // slices[1]) <= 2 * hw.processors:
         slices.pop(0)
-    for programs, part in itertools.product((2, 1), slices):
+    at_once = (1,) if problem.layer and problem.shift > 1 else (2, 1)
+    for programs, part in itertools.product(at_once, slices):
         split = -(-bytes_of_row // part)
         if split > 1:
             block = _block(-(-problem.span // split), 32 * 16 * vector(problem), 1 / 3)
@@ -162,11 +207,12 @@ def _forward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
             yield Config(1, block, 16, 1, programs, split, weight=weight)
 
 
-def _weight(problem: Problem, config: Config) -> str:
+def _weight(problem: Problem, config: Config, hw: Hardware) -> str:
     """When a program that takes one step loads the weight.
 
     Held beside a long row, the weight takes registers that another program could use. Loaded with the row it saves 0.1
-    us, which matters in the shortest calls; a large weight is better loaded before the row.
+    us, which matters in the shortest calls; a large weight is better loaded before the row, and where a processor has
+    but one row so is any that fits.
     """
     rows, columns = elements_of_thread(problem, config)
     if problem.heads > 1 or problem.quantized:
@@ -178,9 +224,10 @@ def _weight(problem: Problem, config: Config) -> str:
     if problem.layer:
         return "after" if problem.N * max(problem.loads) > 4096 else together
     registers = columns * (rows * max(problem.loads) + problem.weights * problem.weight_size) / 4
-    if registers * config.threads > REGISTERS / 4:
+    few = _few(problem, hw)
+    if registers * config.threads > REGISTERS * (0.45 if few else 0.25):
         return "after"
-    return together if columns < 32 else "before"
+    return together if columns < (16 if few else 32) else "before"
 
 
 def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:
