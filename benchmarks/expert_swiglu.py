@@ -4,7 +4,8 @@
     python benchmarks/expert_swiglu.py --device cpu      # in small, by the references: that it runs, no measurement
 
 ``forward`` is ``silu(gate) * up``, ``backward`` both gradients side by side, in bf16. ``ours``: what the pass
-`expert_swiglu` puts into a step, for the rows in use. ``inductor``: ``torch.compile`` of the formula over the whole
+`expert_swiglu` puts into a step, for the rows in use, and nothing behind them, as `unread_rows` leaves it; ``zeros``:
+the same with zeros there. ``inductor``: ``torch.compile`` of the formula over the whole
 buffer, by the rules of a step, as a step has it without the pass. Rows are those of one of two ranks of experts, of
 four sequences of 4,096 a rank in two chunks (DeepSeek-V3 16B's record on two H200s), in buffers of ``capacity`` times
 the balanced load; ``load``: rows in use over the balanced ones. They go to experts evenly, or (``skewed``) with
@@ -15,6 +16,7 @@ copy's they say how much of the time those rows need. The results in rows in use
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,10 +80,10 @@ def plain_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat(halves, 1)
 
 
-def by_ours(gate_up: Tensor, dy: Tensor, offsets: Tensor) -> dict[str, Callable[[], Tensor]]:
+def by_ours(gate_up: Tensor, dy: Tensor, offsets: Tensor, zero_rest: bool = False) -> dict[str, Callable[[], Tensor]]:
     return {
-        "forward": lambda: swiglu_rows(gate_up, offsets),
-        "backward": lambda: swiglu_rows_backward(dy, gate_up, offsets),
+        "forward": lambda: swiglu_rows(gate_up, offsets, zero_rest),
+        "backward": lambda: swiglu_rows_backward(dy, gate_up, offsets, zero_rest),
     }
 
 
@@ -91,7 +93,11 @@ def by_inductor(gate_up: Tensor, dy: Tensor, offsets: Tensor) -> dict[str, Calla
     return {"forward": lambda: forward(gate_up), "backward": lambda: backward(dy, gate_up)}
 
 
-PROVIDERS = {"ours": by_ours, "inductor": by_inductor}
+PROVIDERS: dict[str, Callable[..., dict[str, Callable[[], Tensor]]]] = {
+    "ours": by_ours,
+    "zeros": partial(by_ours, zero_rest=True),
+    "inductor": by_inductor,
+}
 
 
 def bytes_in_use(case: Case, product: str, itemsize: int) -> int:
@@ -124,11 +130,13 @@ def summary(rows: list[dict[str, Any]], copy: float) -> list[str]:
     lines = []
     for ours in (row for row in rows if row["provider"] == "ours"):
         same = (*Case._fields, "product")
-        other = next(r for r in rows if r["provider"] == "inductor" and all(r[key] == ours[key] for key in same))
+        alike = {r["provider"]: r for r in rows if all(r[key] == ours[key] for key in same)}
+        zeros, other = alike["zeros"], alike["inductor"]
         kind = "skewed" if ours["skewed"] else "even"
         lines.append(
             f"{ours['model']}, capacity {ours['capacity']:g}, load {ours['load']:g} {kind}, {ours['product']}: "
             f"ours {ours['ms']:.4g} ms ({ours['gbps']:.0f} GB/s, {ours['gbps'] / copy:.0%} of a copy's), "
+            f"with zeros {zeros['ms']:.4g} ms, "
             f"inductor {other['ms']:.4g} ms ({other['gbps']:.0f} GB/s), {other['ms'] / ours['ms']:.2f} times as fast"
         )
     return lines
