@@ -22,7 +22,7 @@ GROUPED = {
     torch.ops.aten._grouped_mm.default,
 }
 
-#: Read no row past the last expert's, and write zeros there.
+#: Read no row past the last expert's, and write zeros there, or nothing.
 ROWWISE = {ours.swiglu_rows.default, ours.swiglu_rows_backward.default}
 
 

@@ -26,7 +26,7 @@ from stepgraph.graph.collectives import (
     is_nccl,
     rows_bytes,
 )
-from stepgraph.graph.facts import is_mutating, tensor_bytes
+from stepgraph.graph.facts import is_mutating, leaves_rest, tensor_bytes
 
 aten = torch.ops.aten
 
@@ -81,6 +81,9 @@ class Roofline:
             self.seconds[members[-1]] = gpu.kernel_seconds(
                 work, _dtype(members[-1]), moved, reached=min(_reached(node, gpu) for node in members)
             )
+            if zeros := sum(_zeros(node, shares) for node in members):
+                self.moved[members[-1]] += zeros
+                self.seconds[members[-1]] += gpu.moving_seconds(zeros)
 
 
 def node_seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:
@@ -92,6 +95,13 @@ def node_seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:
 def _work(node: fx.Node, shares: Mapping[int, float]) -> int:
     """FLOPs of ``node``; ``shares``: of experts' buffers, how much of them is filled."""
     return round(flops(node) * shares.get(rows_of(node), 1.0)) if is_grouped(node) else flops(node)
+
+
+def _zeros(node: fx.Node, shares: Mapping[int, float]) -> int:
+    """Bytes of zeros behind the rows of a grouped product, which a kernel of their own writes."""
+    if node.target is not torch.ops.stepgraph.grouped_mm.default or leaves_rest(node):
+        return 0
+    return round((1.0 - shares.get(rows_of(node), 1.0)) * tensor_bytes(node))
 
 
 def _reached(node: fx.Node, gpu: Gpu) -> float:
@@ -107,8 +117,8 @@ def _copied(node: fx.Node, load: float, shares: Mapping[int, float]) -> int | No
     """Bytes that kernels move where a collective between ranks' memories begins or ends, and of a kernel that reads the
     filled rows of experts alone; None for other nodes. ``load``: as of `Roofline`, ``shares``: as of `_work`."""
     if node.target in ROWWISE:
-        read = sum(map(tensor_bytes, node.all_input_nodes))
-        return round(shares.get(rows_of(node), 1.0) * read) + tensor_bytes(node)
+        share, read = shares.get(rows_of(node), 1.0), sum(map(tensor_bytes, node.all_input_nodes))
+        return round(share * read) + round(_written(node, share) * tensor_bytes(node))
     if node.target is GATHER_BEGIN:
         shards, sizes, dtype, *_ = node.args
         return sum(map(tensor_bytes, shards)) + sum(sizes) * dtype.itemsize
@@ -120,8 +130,14 @@ def _copied(node: fx.Node, load: float, shares: Mapping[int, float]) -> int | No
     if node.target is REDUCE_END:
         return sum(map(tensor_bytes, node.args[1])) + tensor_bytes(node)
     if node.target is ROWS_END:  # rows that came, and zeros behind them
-        return min(round(load * rows_bytes(node)), tensor_bytes(node)) + tensor_bytes(node)
+        share = min(load * rows_bytes(node) / max(tensor_bytes(node), 1), 1.0)
+        return round((share + _written(node, share)) * tensor_bytes(node))
     return None
+
+
+def _written(node: fx.Node, share: float) -> float:
+    """The share of its result that a kernel writes which reads the ``share`` of rows that are filled."""
+    return share if leaves_rest(node) else 1.0
 
 
 def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, list[fx.Node]]) -> int:

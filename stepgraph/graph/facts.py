@@ -98,6 +98,11 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
+def leaves_rest(node: fx.Node) -> bool:
+    """Whether rows of the result hold anything, which nothing reads (`stepgraph.passes.moe.unread`)."""
+    return node.kwargs.get("zero_rest") is False
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws from a random generator. Attention does only where its dropout is not zero."""
     return is_overload(node) and _draws(node.target) and argument(node, "dropout_p") != 0

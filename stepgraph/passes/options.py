@@ -39,8 +39,8 @@ class StepOptions:
     attention: Literal["auto", "cudnn", "flash2", "fa4", "flex", "eager"] = "auto"
     """Kernels of attention: cuDNN's, FlashAttention 2 or 4, Flex, or as torch chose; auto: the fastest measured."""
 
-    grouped: Literal["torch", "quack"] = "torch"
-    """Products of experts' rows by torch's kernels, or by QuACK's (pip install quack-kernels)."""
+    grouped: Literal["torch", "quack", "auto"] = "torch"
+    """Products of experts' rows by torch's kernels, or QuACK's (pip install quack-kernels); auto: the faster ones."""
 
     loss_chunks: int | Literal["auto"] = "auto"
     """Compute a head and its loss in this many parts of the tokens; auto: as many as keep the logits near a GiB."""

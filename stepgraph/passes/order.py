@@ -33,6 +33,7 @@ import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.moe.experts
 import stepgraph.passes.moe.products
 import stepgraph.passes.moe.swiglu
+import stepgraph.passes.moe.unread
 import stepgraph.passes.moe.weighting
 import stepgraph.passes.norm.fuse
 import stepgraph.passes.optimizer.expand
@@ -53,6 +54,7 @@ ORDER = (
     "weight_experts",  # numerics: experts weighted before their last product
     "expert_swiglu",  # numerics: SwiGLU of the rows of experts that are in use
     "grouped_products",  # numerics: grouped products by QuACK
+    "unread_rows",  # no zeros behind experts' rows where nothing reads them
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
     "gather_activations_fp8",  # numerics: tensor parallelism's gathers of activations likewise

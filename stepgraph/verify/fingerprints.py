@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.graph.facts import leaves_rest
 from stepgraph.run.interpreter import Interpreter
 
 #: Shape, dtype, and a sum over the content's bytes.
@@ -79,6 +80,6 @@ class NodeResults(Interpreter):
 
     def _run(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         result = super()._run(node, env)
-        if has_values(node.target):
+        if has_values(node.target) and not leaves_rest(node):
             self.found.append((node, [fingerprint(t) for t in _tensors(result)]))
         return result

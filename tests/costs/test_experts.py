@@ -44,7 +44,11 @@ def test_products_stop_at_the_last_row():
     for load, share in ((1.0, 0.5), (1.5, 0.75)):
         found = cost(graph, load)
         assert found.flops == 2 * share * PRODUCT
-        assert found.seconds[y] == pytest.approx(share * PRODUCT / 989.5e12 / GROUPED_REACHED)
+        product = share * PRODUCT / 989.5e12 / GROUPED_REACHED
+        assert found.seconds[gradient] == pytest.approx(product)
+        assert found.seconds[y] > product  # zeros behind the rows
+    y.kwargs = {"zero_rest": False}
+    assert cost(graph, 1.5).seconds[y] == pytest.approx(product)
 
 
 def test_without_an_exchange_every_row_is_filled():
@@ -63,17 +67,21 @@ def test_torchs_products_count_alike():
     assert flops(y) == flops(gradient) == 2 * 64 * 16 * 32
 
 
+@pytest.mark.parametrize("zero_rest", [True, False])
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
-def test_swiglu_reads_filled_rows_and_writes_all(kind):
+def test_swiglu_reads_filled_rows_and_writes_those_or_all(kind, zero_rest):
     graph, y, gradient = layer(kind)
     hand = Hand()
     hand.graph = graph
     with graph.inserting_before(gradient):
         h = hand(ours.swiglu_rows.default, y, gradient.args[2])
         back = hand(ours.swiglu_rows_backward.default, h, y, gradient.args[2])
+    for node in (h, back) if not zero_rest else ():
+        node.kwargs = {"zero_rest": False}
     half, offsets = ROWS * FFN // 2 * 2, HERE * 4  # bytes of bf16 and of int32
     share = 0.5 if kind == "dispatch" else 1.0
+    written = 1.0 if zero_rest else share
     found = cost(graph, 1.0)
-    assert found.moved[h] == round(share * (2 * half + offsets)) + half
-    assert found.moved[back] == round(share * (3 * half + offsets)) + 2 * half
+    assert found.moved[h] == round(share * (2 * half + offsets)) + written * half
+    assert found.moved[back] == round(share * (3 * half + offsets)) + written * 2 * half
     assert flops(h) == flops(back) == 0

@@ -113,14 +113,17 @@ def test_imbalance_takes_room_and_time_of_the_stages_with_experts(stages):
     # Three products forward, three for the gradients of rows and three of weights, each of the same FLOPs a row.
     added = 2 * 2 * T * CHOSEN * 3 * DIM * HIDDEN / GPUS["h200"].peak(torch.bfloat16) / GROUPED_REACHED
     more = {kind: s - roomy[experts].seconds[kind] for kind, s in busy[experts].seconds.items()}
-    assert more["forward"] == pytest.approx(added, rel=0.1)
-    assert more["backward"] == pytest.approx(2 * added, rel=0.1)
+    # Those rows are no zeros behind the products' results, in bf16: gate and up, and the last one; and their gradients.
+    zeros = {"forward": 2 * HIDDEN + DIM, "backward": HIDDEN + DIM}
+    spared = {k: GPUS["h200"].moving_seconds(2 * T * CHOSEN * 2 * width) for k, width in zeros.items()}
+    assert more["forward"] == pytest.approx(added - spared["forward"], rel=0.01)
+    assert more["backward"] == pytest.approx(2 * added - spared["backward"], rel=0.01)
     # All of it in the region `compute`, which the forecast of each stage tells apart.
     assert not any(region for region, _ in busy[dense].regions)
     assert busy[experts].regions["dispatch", "forward"] == roomy[experts].regions["dispatch", "forward"] > 0
     for phase, times in (("forward", 1), ("backward", 2)):
         time_s = busy[experts].regions["compute", phase] - roomy[experts].regions["compute", phase]
-        assert time_s == pytest.approx(times * added, rel=0.1)
+        assert time_s == pytest.approx(times * added - spared[phase], rel=0.01)
     show_pipeline(loaded, console := Console(width=200, record=True))
     assert "stage 1, the slowest" in console.export_text()
     rows = loaded.to_json()["schedules"]["1f1b"]["stages"][experts]["regions"]

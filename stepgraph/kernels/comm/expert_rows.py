@@ -36,7 +36,7 @@ for _schema in (
     "counts_end(Tensor token, Tensor counts, int group_size, str group_name) -> (Tensor, Tensor)",
     "expert_places(Tensor counts, Tensor place, int rows, int room) -> (Tensor, Tensor, Tensor)",
     "rows_begin(Tensor x, Tensor? order, int slots, Tensor to, Tensor came, int group_size, str group_name) -> Tensor",
-    "rows_end(Tensor token, Tensor x, Tensor came, int group_size, str group_name) -> Tensor",
+    "rows_end(Tensor token, Tensor x, Tensor came, int group_size, str group_name, bool zero_rest=True) -> Tensor",
 ):
     torch.library.define(f"stepgraph::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 
@@ -58,8 +58,9 @@ class _Messages(NamedTuple):
     def join(self) -> None:
         pass  # nothing runs beside
 
-    def take(self, like: Tensor, came: Tensor | None) -> Tensor:
-        out = like.new_zeros(len(self.coming) if came is None else len(came), like.shape[-1])
+    def take(self, like: Tensor, came: Tensor | None, zero_rest: bool = True) -> Tensor:
+        new = like.new_zeros if zero_rest else like.new_empty
+        out = new(len(self.coming) if came is None else len(came), like.shape[-1])
         for at, part, work in self.coming:
             if work is not None:
                 work.wait()
@@ -129,13 +130,14 @@ class _Written:
             torch.cuda.current_stream().wait_stream(self.workspace.stream)
         self.beside = False
 
-    def take(self, like: Tensor, came: Tensor | None) -> Tensor:
-        """What was written here: a row for each of ``came``, zeros where that is -1; of all ranks where it is None."""
+    def take(self, like: Tensor, came: Tensor | None, zero_rest: bool = True) -> Tensor:
+        """What was written here: a row for each of ``came``, of all ranks where it is None; where ``came`` is -1
+        zeros or, without ``zero_rest``, anything."""
         self.join()
         self.wait(COME[0])
         shape = (self.ranks if came is None else came.shape[0], like.shape[-1])
         written = self.workspace.memory.get_buffer(self.rank, shape, like.dtype, 0)
-        taken = written.clone() if came is None else _kernels().take(written, came)
+        taken = written.clone() if came is None else _kernels().take(written, came, zero_rest)
         self.tell(FREE)
         return taken
 
@@ -181,9 +183,11 @@ def _launch_rows(
 
 
 @launching("rows_end")
-def _launch_taking(token: Tensor, x: Tensor, came: Tensor, group_size: int, group_name: str) -> None:
+def _launch_taking(
+    token: Tensor, x: Tensor, came: Tensor, group_size: int, group_name: str, zero_rest: bool = True
+) -> None:
     _launch_arrival(token, x, group_size, group_name)
-    _kernels().take(x.new_empty(came.shape[0], x.shape[1]), came)
+    _kernels().take(x.new_empty(came.shape[0], x.shape[1]), came, zero_rest)
 
 
 # The operators
@@ -224,8 +228,10 @@ def _rows_begin(
     return x.new_empty(1)
 
 
-def _rows_end(token: Tensor, x: Tensor, came: Tensor, group_size: int, group_name: str) -> Tensor:
-    return oldest("rows", group_name).take(x, came)
+def _rows_end(
+    token: Tensor, x: Tensor, came: Tensor, group_size: int, group_name: str, zero_rest: bool = True
+) -> Tensor:
+    return oldest("rows", group_name).take(x, came, zero_rest)
 
 
 def places_reference(counts: Tensor, place: Tensor, rows: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,7 +301,7 @@ def _(
 
 
 @torch.library.register_fake("stepgraph::rows_end")
-def _(token: Tensor, x: Tensor, came: Tensor, group_size: int, group_name: str) -> Tensor:
+def _(token: Tensor, x: Tensor, came: Tensor, group_size: int, group_name: str, zero_rest: bool = True) -> Tensor:
     return x.new_empty(came.shape[0], x.shape[1])
 
 

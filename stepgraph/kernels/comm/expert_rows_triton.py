@@ -67,15 +67,16 @@ def _send_kernel(
 
 
 @triton.jit
-def _take_kernel(written, came, out, n, D, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of columns of some rows that others wrote, zeros where none did."""
+def _take_kernel(written, came, out, n, D, ZERO_REST: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of columns of some rows that others wrote; where none did zeros or (``ZERO_REST`` false) nothing."""
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = tl.load(came + row, mask=row < n, other=-1) >= 0
     at = row.to(tl.int64)[:, None] * D + column[None, :]
     inside = (column < D)[None, :]
     value = tl.load(written + at, mask=used[:, None] & inside, other=0.0)
-    tl.store(out + at, value, mask=(row < n)[:, None] & inside)
+    kept = row < n if ZERO_REST else used
+    tl.store(out + at, value, mask=kept[:, None] & inside)
 
 
 @triton.jit
@@ -175,13 +176,14 @@ def send(x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int, add
     )  # fmt: skip
 
 
-def take(written: Tensor, came: Tensor) -> Tensor:
-    """A new tensor of the rows of ``written`` (n, D), contiguous; zeros where ``came`` (n,) is -1."""
+def take(written: Tensor, came: Tensor, zero_rest: bool = True) -> Tensor:
+    """A new tensor of the rows of ``written`` (n, D), contiguous; where ``came`` (n,) is -1 zeros or, without
+    ``zero_rest``, anything."""
     (n, D), out = written.shape, torch.empty_like(written)
     if out.numel():
         tokens, block = configuration(D)
         _take_kernel[(triton.cdiv(n, tokens), triton.cdiv(D, block))](
-            written, came, out, n, D, TOKENS=tokens, BLOCK=block, num_warps=WARPS
+            written, came, out, n, D, ZERO_REST=zero_rest, TOKENS=tokens, BLOCK=block, num_warps=WARPS
         )
     return out
 

@@ -3,8 +3,9 @@
     grouped_mm:          y[r] = rows[r] @ weight[e]      for the rows r of expert e: offsets[e - 1] <= r < offsets[e]
     grouped_mm_weight:   dw[e] = sum over its rows r of rows[r]^T dy[r]
 
-Rows past the last offset belong to no expert: they are zero in the result, and nothing reads them. In bf16 on a GPU of
-compute capability 9 or 10 the products are torch's own or QuACK's, whose results are uninitialized there.
+Rows past the last offset belong to no expert: nothing reads them, and they are zero in the result, or hold anything
+where the pass `unread_rows` found that nothing reads them there either. In bf16 on a GPU of compute capability 9 or 10
+the products are torch's own or QuACK's, whose results are uninitialized there.
 """
 
 import torch
@@ -29,9 +30,9 @@ def on_device(x: Tensor) -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
-def reference(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def reference(rows: Tensor, weight: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
     """`grouped_mm` in plain torch: one product an expert. On a GPU the host waits for the offsets."""
-    out, start = rows.new_zeros(rows.shape[0], weight.shape[2]), 0
+    out, start = (rows.new_zeros if zero_rest else rows.new_empty)(rows.shape[0], weight.shape[2]), 0
     for expert, end in enumerate(offsets.tolist()):
         out[start:end] = rows[start:end] @ weight[expert]
         start = end
@@ -48,7 +49,7 @@ def weight_reference(rows: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("stepgraph::grouped_mm", mutates_args=())
-def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch", zero_rest: bool = True) -> Tensor:
     """Multiply the rows of each expert with its matrix.
 
     Args:
@@ -56,6 +57,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "to
         weight: (E, D, F), the dtype of ``rows``, in any strides: ``stored.mT`` for parameters of (E, F, D).
         offsets: (E,) int32, the end of each expert's rows: ``counts.cumsum(0, dtype=torch.int32)``.
         backend: one of `BACKENDS`.
+        zero_rest: False leaves rows past ``offsets[-1]`` as they are in memory.
 
     Returns:
         (R, F), contiguous, in the dtype of ``rows``; rows past ``offsets[-1]`` are zero, and so is their gradient.
@@ -68,11 +70,13 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "to
     if not rows.numel() or not weight.numel():
         return rows.new_zeros(rows.shape[0], weight.shape[2])
     if not on_device(rows):
-        return reference(rows, weight, offsets)
+        return reference(rows, weight, offsets, zero_rest)
     if backend == "quack":
         with torch.cuda.device(rows.device):
-            return _zero_past(quack.product(_dense(rows).contiguous(), _dense(weight), offsets), offsets)
-    return _zero_past(F.grouped_mm(_dense(rows), _dense(weight), offs=offsets).contiguous(), offsets)
+            out = quack.product(_dense(rows).contiguous(), _dense(weight), offsets)
+    else:
+        out = F.grouped_mm(_dense(rows), _dense(weight), offs=offsets).contiguous()
+    return _zero_past(out, offsets) if zero_rest else out
 
 
 def _zero_past(out: Tensor, offsets: Tensor) -> Tensor:
@@ -83,9 +87,9 @@ def _zero_past(out: Tensor, offsets: Tensor) -> Tensor:
 
 
 @launching("grouped_mm")
-def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
+def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch", zero_rest: bool = True) -> Tensor:
     """What `grouped_mm` launches beside the product, which needs addresses."""
-    if not rows.numel() or not weight.numel() or not on_device(rows):
+    if not zero_rest or not rows.numel() or not weight.numel() or not on_device(rows):
         return rows
     return _zero_past(rows.new_empty(rows.shape[0], weight.shape[2]), offsets)
 
@@ -117,7 +121,7 @@ def grouped_mm_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = 
 
 
 @grouped_mm.register_fake
-def _(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
+def _(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch", zero_rest: bool = True) -> Tensor:
     _check(rows, weight, offsets, backend)
     return rows.new_empty(rows.shape[0], weight.shape[2])
 
@@ -142,7 +146,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.backend = inputs
+    *tensors, ctx.backend = inputs[:4]
     ctx.save_for_backward(*tensors)
 
 
@@ -150,7 +154,7 @@ def _gradient(ctx, grad):
     rows, weight, offsets = ctx.saved_tensors
     need_rows, need_weight, *_ = ctx.needs_input_grad
     drows = grouped_mm(grad, weight.mT, offsets, ctx.backend) if need_rows else None
-    return drows, _weight_gradient(rows, weight, grad, offsets, ctx.backend) if need_weight else None, None, None
+    return drows, _weight_gradient(rows, weight, grad, offsets, ctx.backend) if need_weight else None, None, None, None
 
 
 def _weight_gradient(rows: Tensor, weight: Tensor, grad: Tensor, offsets: Tensor, backend: str) -> Tensor:

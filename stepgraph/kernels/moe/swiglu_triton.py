@@ -1,7 +1,7 @@
 """The Triton kernels of `swiglu`.
 
-A program takes some columns of some rows, of both halves. One whose rows all lie past the last offset writes zeros and
-reads nothing else.
+A program takes some columns of some rows, of both halves. One whose rows all lie past the last offset reads nothing
+else, and writes zeros or (``ZERO_REST`` false) nothing.
 """
 
 import torch
@@ -26,13 +26,16 @@ def _tile(offsets, experts, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_rows_kernel(gate_up, offsets, out, experts, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_rows_kernel(
+    gate_up, offsets, out, experts, R, F, ZERO_REST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """A tile of the product."""
     first, end, row, column = _tile(offsets, experts, R, F, ROWS, BLOCK)
     wide = row.to(tl.int64)[:, None]
     to, there = out + wide * F + column, (row < R)[:, None] & (column < F)
     if first >= end:
-        tl.store(to, tl.zeros([ROWS, BLOCK], out.dtype.element_ty), mask=there)
+        if ZERO_REST:
+            tl.store(to, tl.zeros([ROWS, BLOCK], out.dtype.element_ty), mask=there)
     else:
         at, inside = gate_up + wide * (2 * F) + column, (row < end)[:, None] & (column < F)
         g = tl.load(at, mask=inside, other=0.0)
@@ -42,16 +45,17 @@ def _swiglu_rows_kernel(gate_up, offsets, out, experts, R, F, ROWS: tl.constexpr
 
 @triton.jit
 def _swiglu_rows_backward_kernel(
-    dy, gate_up, offsets, dgate_up, experts, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    dy, gate_up, offsets, dgate_up, experts, R, F, ZERO_REST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A tile of both gradients."""
     first, end, row, column = _tile(offsets, experts, R, F, ROWS, BLOCK)
     wide = row.to(tl.int64)[:, None]
     at, there = wide * (2 * F) + column, (row < R)[:, None] & (column < F)
     if first >= end:
-        zero = tl.zeros([ROWS, BLOCK], dgate_up.dtype.element_ty)
-        tl.store(dgate_up + at, zero, mask=there)
-        tl.store(dgate_up + at + F, zero, mask=there)
+        if ZERO_REST:
+            zero = tl.zeros([ROWS, BLOCK], dgate_up.dtype.element_ty)
+            tl.store(dgate_up + at, zero, mask=there)
+            tl.store(dgate_up + at + F, zero, mask=there)
     else:
         inside = (row < end)[:, None] & (column < F)
         d = tl.load(dy + wide * F + column, mask=inside, other=0.0)
@@ -70,7 +74,7 @@ def configuration(F: int) -> tuple[int, int]:
     return TILE // block, block
 
 
-def launch(gate_up: Tensor, offsets: Tensor) -> Tensor:
+def launch(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
     """As `swiglu.swiglu_rows`."""
     R, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(R, F)
@@ -78,12 +82,12 @@ def launch(gate_up: Tensor, offsets: Tensor) -> Tensor:
         rows, block = configuration(F)
         _swiglu_rows_kernel[_programs(R, F)](
             gate_up.contiguous(), offsets.contiguous(), out, offsets.shape[0], R, F,
-            ROWS=rows, BLOCK=block, num_warps=WARPS,
+            ZERO_REST=zero_rest, ROWS=rows, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
     return out
 
 
-def launch_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor) -> Tensor:
+def launch_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
     """As `swiglu.swiglu_rows_backward`."""
     R, F = dy.shape
     out = gate_up.new_empty(R, 2 * F)
@@ -91,7 +95,7 @@ def launch_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor) -> Tensor:
         rows, block = configuration(F)
         _swiglu_rows_backward_kernel[_programs(R, F)](
             dy.contiguous(), gate_up.contiguous(), offsets.contiguous(), out, offsets.shape[0], R, F,
-            ROWS=rows, BLOCK=block, num_warps=WARPS,
+            ZERO_REST=zero_rest, ROWS=rows, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
     return out
 

@@ -16,6 +16,7 @@ from stepgraph.bench.arguments import LEARNING_RATE
 from stepgraph.bench.results import Row
 from stepgraph.bench.step import child, providers
 from stepgraph.bench.step import command as step
+from stepgraph.passes import StepOptions
 
 SIZES = {
     "model.dim": 32,
@@ -171,6 +172,18 @@ def test_the_eager_step_is_the_textbook_loop():
         torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1.0)
         optimizer.step()
         torch.testing.assert_close(one_step(), loss.detach())
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [("stepgraph-fa4", "attention", "fa4"), ("stepgraph-grouped-quack", "grouped", "quack")],
+)
+def test_a_provider_of_its_name_changes_one_option(name, option, value, monkeypatch):
+    given = []
+    monkeypatch.setattr(providers, "CapturedStep", lambda parts, **options: given.append(options))
+    providers.PROVIDERS[name](None)
+    assert given == [{option: value}]
+    dataclasses.replace(StepOptions(), **given[0]).validate_step()
 
 
 def test_presets_bring_their_own_sizes():

@@ -80,7 +80,7 @@ class World:
         return found[len(self.sessions) :]
 
 
-def rows_of(world, sent, there, back):
+def rows_of(world, sent, there, back, *zero_rest):
     """What ``sent[r]`` = (x, order, slots) of each rank is at the other side."""
     where = len(there), NAME
 
@@ -88,7 +88,7 @@ def rows_of(world, sent, there, back):
         return expert_rows._rows_begin(*sent[rank], there[rank], back[rank], *where)
 
     def end(rank):
-        return expert_rows._rows_end(torch.empty(1), sent[rank][0], back[rank], *where)
+        return expert_rows._rows_end(torch.empty(1), sent[rank][0], back[rank], *where, *zero_rest)
 
     return world.exchange(begin, end)
 
@@ -141,6 +141,10 @@ def check_in(world, ranks, here, n, slots, D, room, chosen, x, order, counts):
         expected[: len(filled)] = filled
         assert torch.equal(at_experts[rank], expected)
         assert torch.equal(ends[rank].long(), all_counts.view(ranks, here)[rank].cumsum(0).clamp(max=room))
+
+    # The same without the zeros.
+    for rank, rows in enumerate(rows_of(world, [(x[r], order[r], slots) for r in every], there, back, False)):
+        assert torch.equal(rows[back[rank] >= 0], at_experts[rank][back[rank] >= 0])
 
     # And back again, other values in the same memory: each slot has what stands at its row.
     results = [(rows * 2 + 1) for rows in at_experts]

@@ -34,7 +34,8 @@ def test_no_configuration_spills(element):
             )
             # Rows of whole 16 bytes leave 16 bytes at a time, although addresses come from a table.
             assert ("st.global.v4.b32" in sends) == (D == 4096), D
-        assert_no_spills(kernels._take_kernel, kinds, tile, kernels.WARPS, divided)
+        for zero_rest in (True, False):
+            assert_no_spills(kernels._take_kernel, kinds, {**tile, "ZERO_REST": zero_rest}, kernels.WARPS, divided)
     if element == "fp32":
         assert_no_spills(kernels._segments_kernel, kinds, {"SEGMENTS": 256}, 4, tensors)
         at_once = {"ROWS": kernels.ROWS, "AHEAD": kernels.AHEAD}

@@ -1,5 +1,6 @@
 """Grouped products by QuACK: which take it, what is refused, and what the package is called with."""
 
+import dataclasses
 import sys
 import types
 
@@ -8,6 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import stepgraph
 from stepgraph.capture import StepGraph
 from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec, OutputSpec
@@ -19,16 +21,16 @@ ours = torch.ops.stepgraph
 PRODUCTS = (ours.grouped_mm.default, ours.grouped_mm_weight.default)
 
 
-def products(dtype=torch.bfloat16):
-    """A step of a grouped product and both its gradients, on a fake GPU."""
+def products(dtype=torch.bfloat16, R=64, D=16):
+    """A step of a grouped product and both its gradients, on a fake GPU, with 4 experts."""
 
     def program(rows, weight, offsets):
         y = ours.grouped_mm(rows, weight.mT, offsets)
         return y, ours.grouped_mm(y, weight, offsets), ours.grouped_mm_weight(y, rows, offsets)
 
     with FakeTensorMode():
-        rows = torch.empty(64, 16, dtype=dtype, device="cuda")
-        weight = torch.empty(4, 24, 16, dtype=dtype, device="cuda")
+        rows = torch.empty(R, D, dtype=dtype, device="cuda")
+        weight = torch.empty(4, 24, D, dtype=dtype, device="cuda")
         module = make_fx(program)(rows, weight, torch.empty(4, dtype=torch.int32, device="cuda"))
     for node in module.graph.find_nodes(op="call_function", target=PRODUCTS[0]):
         set_provenance(node, Provenance("layers.0.moe", "forward", "model.py:1"))
@@ -36,8 +38,9 @@ def products(dtype=torch.bfloat16):
     return StepGraph(module, inputs, [OutputSpec("metric", str(i)) for i in range(3)])
 
 
-def run(step):
-    (report,) = run_passes(step, [get("grouped_products")], target=Target("cuda", capability=(9, 0)))
+def run(step, backend="quack", capability=(9, 0)):
+    target = Target("cuda", capability=capability)
+    (report,) = run_passes(step, [get("grouped_products", backend=backend)], target=target)
     found = [n for target in PRODUCTS for n in step.graph.find_nodes(op="call_function", target=target)]
     return report, [node.args[3] if len(node.args) > 3 else "torch" for node in found]
 
@@ -63,6 +66,29 @@ def package(monkeypatch):
 def test_all_products_by_the_package(package):
     report, kernels = run(products())
     assert kernels == ["quack"] * 3 and report.summary == "3 of 3 grouped products by QuACK" and not report.notes
+
+
+def test_auto_takes_the_package_where_it_was_measured_faster(package):
+    report, kernels = run(products(R=4096), "auto")
+    assert kernels == ["quack"] * 3 and report.summary == "3 of 3 grouped products by QuACK"
+    assert report.notes == ["QuACK's were faster for such products on one H200 (benchmarks/h200_grouped.json)"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "capability", "why"),
+    [
+        ({"R": 4095}, (9, 0), "none is in bf16 with 1,024 rows an expert or more, and smaller ones were not measured"),
+        ({"R": 4096, "dtype": torch.float32}, (9, 0), "none is in bf16 with 1,024 rows an expert or more, and "),
+        ({"R": 4096}, (10, 0), "QuACK's were measured on compute capability 9.0 alone"),
+        ({"R": 4096}, (9, 0), "quack-kernels is not installed"),
+    ],
+)
+def test_auto_leaves_torchs_and_says_why(sizes, capability, why, package, monkeypatch):
+    if "not installed" in why:
+        monkeypatch.setattr(quack, "unavailable", lambda: why)
+    report, kernels = run(products(**sizes), "auto", capability)
+    assert kernels == ["torch"] * 3 and report.summary == "0 of 3 grouped products by QuACK"
+    assert len(report.notes) == 1 and report.notes[0].startswith(f"torch's stay: {why}")
 
 
 def test_products_that_it_does_not_take_are_refused(package):
@@ -121,9 +147,33 @@ def test_gradients_are_by_the_kernel_of_their_product(monkeypatch):
     assert torch.equal(rows.grad, real[0](torch.ones(5, 8), weight.detach().mT, offsets))
 
 
+def test_inductor_keeps_the_kernel(package, monkeypatch):
+    """Compiled, the operator is told whose product it is; a CPU runs the reference."""
+    mine = dataclasses.replace(get("grouped_products"), needs_cuda=False)
+    asked = []
+
+    def loss_fn(model, batch):
+        return grouped_mm(batch["rows"], model.weight.mT, batch["offsets"]).square().mean()
+
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.randn(3, 8, 16))
+    batch = {"rows": torch.randn(7, 16), "offsets": torch.tensor([2, 2, 7], dtype=torch.int32)}
+    loss_fn(model, batch).backward()
+    expected, model.weight.grad = model.weight.grad, None
+    with monkeypatch.context() as patch:
+        patch.setattr(grouped, "on_device", lambda x: True)  # while passes look at the graph
+        step = stepgraph.capture(model, loss_fn, batch, passes=[mine, get("inductor")])
+    monkeypatch.setattr(grouped, "_check_backend", asked.append)
+    step(batch)
+    assert set(asked) == {"quack"}
+    torch.testing.assert_close(model.weight.grad, expected)
+
+
 def test_options():
     assert "grouped_products" in {p.name for p in chosen(StepOptions(grouped="quack"))}
+    assert "grouped_products" in {p.name for p in chosen(StepOptions(grouped="auto"))}
     assert "grouped_products" not in {p.name for p in chosen(StepOptions())}
+    assert "grouped_products" not in {p.name for p in chosen(StepOptions("exact", grouped="auto"))}
     assert "grouped_products" not in {p.name for p in chosen(StepOptions("exact"))}
     with pytest.raises(ValueError, match="grouped=quack with passes=exact"):
         chosen(StepOptions("exact", grouped="quack"))
