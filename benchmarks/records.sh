@@ -142,7 +142,7 @@ record() {
     expert_swiglu) "$PYTHON" benchmarks/expert_swiglu.py --json "$OUT/${GPU}_expert_swiglu.json" ;;
     16b4_grouped) # a step with torch's and with QuACK's grouped products, where quack-kernels is installed
       step 16b4_grouped deepseek-v3-16b --model.n-layers 4 $B1 --precision bf16 --repeats 3 --together 2 \
-        --providers stepgraph,stepgraph-grouped-quack ;;
+        --providers stepgraph-grouped-torch,stepgraph-grouped-quack ;;
     random_norms)
       norm rms_norm_random --op rms_norm --timing graph --providers ours,eager,quack,liger --shapes random
       norm layer_norm_random --op layer_norm --timing graph --providers ours,eager,quack,liger --shapes random ;;

@@ -39,7 +39,7 @@ class StepOptions:
     attention: Literal["auto", "cudnn", "flash2", "fa4", "flex", "eager"] = "auto"
     """Kernels of attention: cuDNN's, FlashAttention 2 or 4, Flex, or as torch chose; auto: the fastest measured."""
 
-    grouped: Literal["torch", "quack", "auto"] = "torch"
+    grouped: Literal["torch", "quack", "auto"] = "auto"
     """Products of experts' rows by torch's kernels, or QuACK's (pip install quack-kernels); auto: the faster ones."""
 
     loss_chunks: int | Literal["auto"] = "auto"

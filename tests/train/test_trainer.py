@@ -46,7 +46,7 @@ def test_what_a_run_prints_in_order(finished):
         r"model 115,008 parameters, 256 tokens per step\n",
         r"graph captured in \d+\.\d s; nodes after passes: forward \d+, loss \d+, backward \d+, optimizer \d+\n",
         r"2\. remove_noop_views \[exact\]: ",
-        r"\n15\. inplace_update \[exact\]: 21 of 21 updates [^\n]*\n",
+        r"\n16\. inplace_update \[exact\]: 21 of 21 updates [^\n]*\n",
         r"\d+ other passes changed nothing, \d+ of them skipped; passes\.txt has all\n",
         r"ready after \d+\.\d s, of it compile 0\.0 s\n",
         r"step 1/12 \| loss",

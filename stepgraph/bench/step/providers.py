@@ -140,6 +140,7 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "stepgraph-cudnn": lambda parts: CapturedStep(parts, attention="cudnn"),
     "stepgraph-fa4": lambda parts: CapturedStep(parts, attention="fa4"),
     "stepgraph-flex": lambda parts: CapturedStep(parts, attention="flex"),
+    "stepgraph-grouped-torch": lambda parts: CapturedStep(parts, grouped="torch"),
     "stepgraph-grouped-quack": lambda parts: CapturedStep(parts, grouped="quack"),
     "stepgraph-regional": lambda parts: CapturedStep(parts, inductor="regional"),
     "stepgraph-exact": lambda parts: CapturedStep(parts, passes="exact"),
