@@ -4,6 +4,7 @@ A plan holds the launches of a call with all their numbers and constants, and th
 everything known without reading memory: norm, shapes, strides, dtypes, device.
 """
 
+import functools
 import itertools
 import math
 import operator
@@ -64,6 +65,15 @@ def form(shape: Sequence[int], dtype: torch.dtype, wanted: bool = True) -> Form:
 def allocate(forms: Sequence[Form]) -> list[Optional]:
     """Memory for outputs, on the current device."""
     return [None if form is None else _empty(*form) for form in forms]
+
+
+def allocators(forms: Sequence[Form]) -> list[Callable[[], Optional]]:
+    """A function for each form, which allocates it on the current device."""
+    return [functools.partial(_empty, *form) if form is not None else _nothing for form in forms]
+
+
+def _nothing() -> None:
+    return None
 
 
 def dense(weight: Optional) -> Optional:
