@@ -52,7 +52,7 @@ _MOST_CALLS = 4096
 
 
 def _forget() -> None:
-    for call in _CALLS.values():
+    for call in list(_CALLS.values()):
         call.backwards.clear()
     _CALLS.clear()
 

@@ -23,14 +23,15 @@ Backward = Callable[[Tensor, Tensor, Tensor, Optional, Tensor], tuple[Optional, 
 
 
 def forward(norm: Norm, x: Tensor, weight: Tensor, bias: Optional) -> Forward | None:
-    """The call for tensors alike to these. None where more is to be done at each: copies, or shared rows.
+    """The call for tensors alike to these. None where each reads a copy of one.
 
     Raises ``ValueError`` as `check` does.
     """
     plan = single.forward_plan(norm, x, weight, bias, None, True)
-    if INTERPRETED or plan.copies or plan.words:
+    if INTERPRETED or plan.copies:
         return None
-    (launch,), index = plan.launches, x.device.index
+    (launch,), count, device = plan.launches, plan.words, x.device
+    index = device.index
     new_y, _, new_mean, new_rstd, _, _ = plans.allocators(plan.outputs)
 
     def run(x: Tensor, weight: Tensor, bias: Optional) -> tuple[Tensor, Optional, Tensor]:
@@ -38,7 +39,9 @@ def forward(norm: Norm, x: Tensor, weight: Tensor, bias: Optional) -> Forward | 
             y, _, mean, rstd, _ = single.forward(norm, x, weight, bias, None, True)
             return y, mean, rstd
         y, mean, rstd = new_y(), new_mean(), new_rstd()
-        launch.start(raw_stream(index), x, None, weight, bias, y, None, mean, rstd, None, None, None)
+        stream = raw_stream(index)
+        words = zeros(device, stream, count) if count else None
+        launch.start(stream, x, None, weight, bias, y, None, mean, rstd, None, None, words)
         return y, mean, rstd
 
     return run
