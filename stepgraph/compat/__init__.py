@@ -45,6 +45,7 @@ from stepgraph.compat.distributed import (
     with_local,
 )
 from stepgraph.compat.eager import (
+    alike,
     below_autograd,
     cuda_device_and_stream,
     empty_strided,

@@ -37,14 +37,26 @@ def in_function_transform() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-_is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transforms = torch._C._are_functorch_transforms_active
 
 
 def in_plain_eager() -> bool:
-    """Whether no compiler, dispatch mode or function transform (vmap, grad) is active."""
-    return not (_is_compiling() or _dispatch_modes() or _function_transforms())
+    """Whether no compiler, dispatch mode or function transform (vmap, grad) is active: tracers other than Dynamo are
+    dispatch modes."""
+    return not (_is_traced() or _dispatch_modes() or _function_transforms())
+
+
+def alike(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """A check of as many tensors, each in its place: Python type, dtype, device, size, strides, need of a gradient, and
+    the dispatch keys that it goes through, which autocast and function transforms change.
+
+    It is torch.compile's guard, in C++, and takes a tenth of a microsecond. It keeps no tensor. A tensor in two places
+    is alike to nothing. Whether gradients are enabled, and torch's own dispatch modes (fake tensors), are not seen.
+    """
+    sizes, strides = [list(tensor.size()) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def scaled_mm(

@@ -6,7 +6,7 @@ most of the cost of a call. The compiler, fake tensors, DTensor and dispatch mod
 autograd function around the operator. All three paths share the formulas below.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ Optional = Tensor | None
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
-def _is_plain(x: Tensor, a: Optional, b: Optional, c: Optional) -> bool:
+def is_plain(x: Tensor, a: Optional, b: Optional, c: Optional) -> bool:
     """Whether a call on these tensors may bypass the dispatcher."""
     return (
         in_plain_eager()
@@ -82,7 +82,7 @@ def _save(ctx: Any, norm: Norm, x: Tensor, weight: Optional, residual: Optional,
 
 def _backward(norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional, *rest):
     # Gradients are enabled: a second derivative is wanted, and only the operator has one.
-    if _is_plain(dy, h, weight, dh) and not torch.is_grad_enabled():
+    if is_plain(dy, h, weight, dh) and not torch.is_grad_enabled():
         return operators.backward(norm, dy, h, weight, mean, rstd, dh, *rest)
     return _dispatched_backward(dy, h, weight, mean, rstd, dh, *operators.options(norm), *rest)
 
@@ -92,19 +92,28 @@ def _as(gradient: Optional, dtype: torch.dtype) -> Optional:
     return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
 
 
-def _gradients(ctx: Any, dy: Optional, dh: Optional) -> tuple[Optional, Optional, Optional, Optional]:
-    """Gradients of x, weight, bias and residual."""
-    norm, x_dtype, residual_dtype = ctx.call
-    need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
-    h, weight, mean, rstd = ctx.saved_tensors
+def gradients(
+    call: tuple[Norm, torch.dtype, torch.dtype | None],
+    needs: Sequence[bool],
+    saved: Sequence[Optional],
+    dy: Optional,
+    dh: Optional,
+) -> tuple[Optional, Optional, Optional, Optional]:
+    """Gradients of x, weight, bias and residual, of which ``needs`` says which are wanted.
+
+    ``call``: the norm, and the dtypes of x and of residual. ``saved``: h, weight, mean and rstd.
+    """
+    norm, x_dtype, residual_dtype = call
+    need_x, need_weight, need_bias, need_residual = needs
+    h, weight, mean, rstd = saved
     # The residual stream may be wider than x: its gradient must not be rounded on the way.
     wider = need_residual and residual_dtype is not x_dtype
     dx_dtype = torch.promote_types(x_dtype, residual_dtype) if wider else x_dtype
     if dy is None:
         d, dw, db = dh, None, None
     else:
-        needs = (need_x or need_residual, need_weight, need_bias)
-        d, dw, db = _backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs)
+        wanted = (need_x or need_residual, need_weight, need_bias)
+        d, dw, db = _backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *wanted)
     return _as(d, x_dtype) if need_x else None, dw, db, _as(d, residual_dtype) if need_residual else None
 
 
@@ -123,10 +132,10 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dh=None, *_):
-        return *_gradients(ctx, dy, dh), None
+        return *gradients(ctx.call, ctx.needs_input_grad[:4], ctx.saved_tensors, dy, dh), None
 
 
-# Python's `apply` first repeats checks that `_is_plain` has made, which takes microseconds.
+# Python's `apply` first repeats checks that `is_plain` has made, which takes microseconds.
 _apply = super(torch.autograd.Function, _Direct).apply
 
 
@@ -138,7 +147,7 @@ def norm(
     h is None without a residual, and may be None unless ``prenorm``. Raises ``ValueError`` as `spec.check` does.
     """
     needs_grad = _any_needs_grad(x, weight, bias, residual)
-    if not _is_plain(x, weight, bias, residual):
+    if not is_plain(x, weight, bias, residual):
         sharding.check(x=x)
         # Inside a transform the tensors do not tell whether a gradient is wanted outside it.
         keep_h = prenorm or needs_grad or in_function_transform()
@@ -161,7 +170,7 @@ def _operator_setup(ctx, inputs, output):
 
 
 def _operator_backward(ctx, dy, dh, *_):
-    return *_gradients(ctx, dy, dh), *[None] * (len(Norm._fields) + 1)
+    return *gradients(ctx.call, ctx.needs_input_grad[:4], ctx.saved_tensors, dy, dh), *[None] * (len(Norm._fields) + 1)
 
 
 _dispatched = _differentiable("norm", _operator_setup, _operator_backward)
@@ -183,7 +192,7 @@ def _pair_gradients(ctx: Any, dyq: Optional, dyk: Optional) -> tuple[Optional, O
     dyq = torch.zeros_like(q) if dyq is None else dyq
     dyk = torch.zeros_like(k) if dyk is None else dyk
     needs = (need_q or need_k, need_wq or need_wk)
-    if _is_plain(dyq, dyk, q, k) and not torch.is_grad_enabled():
+    if is_plain(dyq, dyk, q, k) and not torch.is_grad_enabled():
         dq, dk, dwq, dwk = operators.backward_pair(ctx.norm, dyq, dyk, *ctx.saved_tensors, *needs)
     else:
         dq, dk, dwq, dwk = _dispatched_pair_backward(dyq, dyk, *ctx.saved_tensors, *operators.options(ctx.norm), *needs)
@@ -209,7 +218,7 @@ _apply_pair = super(torch.autograd.Function, _DirectPair).apply
 
 def norm_pair(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -> tuple[Tensor, Tensor]:
     """``(yq, yk)``. Raises ``ValueError`` as `spec.check_pair` does."""
-    if not _is_plain(q, k, wq, wk):
+    if not is_plain(q, k, wq, wk):
         sharding.check(q=q, k=k)
         return _dispatched_pair(q, k, wq, wk, *operators.options(norm))[:2]
     if _any_needs_grad(q, k, wq, wk):

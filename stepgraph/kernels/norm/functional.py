@@ -17,21 +17,11 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.kernels.norm import derivatives
-from stepgraph.kernels.norm.spec import FP8, Norm, default_eps
+from stepgraph.kernels.norm import again, derivatives
+from stepgraph.kernels.norm.spec import FP8, Norm, default_eps, described
 
 Tensor = torch.Tensor
 Optional = Tensor | None
-
-
-def _describe(kind: str, x: Tensor, eps: float | None, weight_offset: float, out_dtype: torch.dtype | None) -> Norm:
-    if out_dtype is None:
-        out_dtype = x.dtype
-    elif out_dtype is FP8:
-        raise ValueError(
-            f"out_dtype is {FP8}; allowed are float16, bfloat16, float32: call rms_norm_fp8 or layer_norm_fp8"
-        )
-    return Norm(kind, default_eps(x.dtype) if eps is None else eps, weight_offset, out_dtype)
 
 
 def rms_norm(
@@ -51,7 +41,11 @@ def rms_norm(
     without a residual h is x. Raises ``ValueError`` for shapes, dtypes, devices or strides that are not allowed.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    norm = _describe("rms", x, eps, weight_offset, out_dtype)
+    if weight is not None and residual is None and not prenorm:
+        y = again.norm("rms", x, weight, bias, eps, weight_offset, out_dtype)
+        if y is not None:
+            return y
+    norm = described("rms", x, eps, weight_offset, out_dtype)
     y, h, _, _ = derivatives.norm(norm, x, weight, bias, residual, prenorm)
     return (y, x if residual is None else h) if prenorm else y
 
@@ -72,7 +66,11 @@ def layer_norm(
     As `rms_norm` otherwise; the variance is the biased one.
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
-    norm = _describe("layer", x, eps, weight_offset, out_dtype)
+    if weight is not None and residual is None and not prenorm:
+        y = again.norm("layer", x, weight, bias, eps, weight_offset, out_dtype)
+        if y is not None:
+            return y
+    norm = described("layer", x, eps, weight_offset, out_dtype)
     y, h, _, _ = derivatives.norm(norm, x, weight, bias, residual, prenorm)
     return (y, x if residual is None else h) if prenorm else y
 
@@ -93,7 +91,7 @@ def qk_norm(
     wq, wk: both or neither, one dtype, (D,) or per head. Raises ``ValueError`` as `rms_norm` does.
     Source: Henry et al. 2020, arXiv:2010.04245.
     """
-    return derivatives.norm_pair(_describe("rms", q, eps, weight_offset, out_dtype), q, k, wq, wk)
+    return derivatives.norm_pair(described("rms", q, eps, weight_offset, out_dtype), q, k, wq, wk)
 
 
 class Quantized(NamedTuple):

@@ -76,6 +76,19 @@ def default_eps(dtype: torch.dtype) -> float:
     return _EPS.get(dtype, _EPS32)
 
 
+def described(
+    kind: str, x: torch.Tensor, eps: float | None, weight_offset: float, out_dtype: torch.dtype | None
+) -> Norm:
+    """The norm of ``x`` that a public function is asked for; not fp8, which has functions of its own."""
+    if out_dtype is None:
+        out_dtype = x.dtype
+    elif out_dtype is FP8:
+        raise ValueError(
+            f"out_dtype is {FP8}; allowed are float16, bfloat16, float32: call rms_norm_fp8 or layer_norm_fp8"
+        )
+    return Norm(kind, default_eps(x.dtype) if eps is None else eps, weight_offset, out_dtype)
+
+
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype a norm of ``dtype`` is computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
@@ -20,7 +21,7 @@ from stepgraph.kernels.norm.triton.partials import add_slots_kernel
 
 KINDS = ("*fp32", "*bf16", "constexpr", "i64", "i64", "i64")
 CONSTANTS = {"PLANES": 1, "ROWS": 16, "WIDTH": 32}
-ADDRESSES, REST, STREAM = [4096, 8192, None], (100, 512, 512, None, None, None), 7
+ADDRESSES, REST, STREAM = (4096, 8192, None), (100, 512, 512, None, None, None), 7
 
 
 class Driver:
@@ -113,6 +114,20 @@ def test_hooks_set_at_any_time_are_called(hook, replaced, monkeypatch):
         monkeypatch.undo()
         run(STREAM, ADDRESSES)
     assert calls[2] == calls[0]
+
+
+def test_addresses_are_read_at_every_launch_and_each_alignment_has_a_kernel(monkeypatch):
+    started, compiled = [], []
+    monkeypatch.setattr(launch, "_compile_cached", lambda kernel, kinds, unaligned, *rest: compiled.append(unaligned))
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "runner", lambda kernel, grid, rest: lambda *call: started.append(call))
+    made = launch.Launch(add_slots_kernel, (100, 512, 512), CONSTANTS, 5, warps=4)
+    memory = torch.zeros(64)
+    for i, j in ((0, 8), (4, 8), (1, 8), (2, 8), (0, 9), (1, 9), (1, 9), (0, 0)):
+        a, b = memory[i:], memory[j:]
+        made(STREAM, a, None, b)
+        assert started[-1] == (STREAM, (a.data_ptr(), None, b.data_ptr()))
+    assert compiled == [(), (0,), (2,), (0, 2)]
 
 
 def test_hooks_that_were_removed_are_not_looked_for(monkeypatch):

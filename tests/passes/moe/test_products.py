@@ -172,7 +172,8 @@ def test_inductor_keeps_the_kernel(package, monkeypatch):
 def test_options():
     assert "grouped_products" in {p.name for p in chosen(StepOptions(grouped="quack"))}
     assert "grouped_products" in {p.name for p in chosen(StepOptions(grouped="auto"))}
-    assert "grouped_products" not in {p.name for p in chosen(StepOptions())}
+    assert "grouped_products" in {p.name for p in chosen(StepOptions())}
+    assert "grouped_products" not in {p.name for p in chosen(StepOptions(grouped="torch"))}
     assert "grouped_products" not in {p.name for p in chosen(StepOptions("exact", grouped="auto"))}
     assert "grouped_products" not in {p.name for p in chosen(StepOptions("exact"))}
     with pytest.raises(ValueError, match="grouped=quack with passes=exact"):

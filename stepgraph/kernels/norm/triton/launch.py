@@ -68,8 +68,11 @@ def _compile_cached(kernel: Any, kinds: Any, unaligned: Any, constants: Any, opt
     return triton_compiled(source_of(kernel, kinds, unaligned, dict(constants), **dict(options)))
 
 
-#: Launches on a raw stream: addresses of tensors (None: no tensor), then what every launch passes.
-Runner = Callable[[int, list[int | None]], None]
+#: Addresses of a launch's tensors; None: no tensor.
+Addresses = tuple[int | None, ...]
+
+#: Launches on a raw stream: addresses of tensors, then what every launch passes.
+Runner = Callable[[int, Addresses], None]
 
 _KNOBS = triton.knobs.runtime
 
@@ -80,25 +83,24 @@ def _hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _launcher(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner | None:
-    """Calls the C function that launches ``kernel``, as Triton does without hooks and scratch memory.
+def _direct(kernel: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...], bool] | None:
+    """The C function that launches ``kernel``, as Triton does without hooks and scratch memory.
 
-    None for versions of Triton other than 3.6 to 3.9. The function takes the grid and the stream, what `CudaLauncher`
-    knows of the kernel, and the arguments: one by one (3.6), or in one sequence with their descriptions (3.7 to 3.9).
+    It takes the grid and the stream, what `CudaLauncher` knows of the kernel (returned next), and the arguments: one by
+    one (Triton 3.6), or in one tuple (3.7 to 3.9; returned last). None for other versions.
     """
     launcher, version = kernel.run, triton.__version__.split(".")[:2]
     if type(launcher) is not CudaLauncher or launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     if getattr(launcher, "gsan_enabled", False):  # Triton 3.9's race detector, which needs arguments of its own
         return None
-    launch, metadata, no_hooks, no_scratch = launcher.launch, kernel.packed_metadata, (None, None, None), (None, None)
+    metadata, no_hooks, no_scratch = kernel.packed_metadata, (None, None, None), (None, None)
     options = (kernel.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
     if version == ["3", "6"]:
-        fixed = (*options, *no_scratch, metadata, *no_hooks)
-        return lambda stream, addresses: launch(grid, 1, 1, stream, *fixed, *addresses, *rest)
+        return launcher.launch, (*options, *no_scratch, metadata, *no_hooks), False
     if version in (["3", "7"], ["3", "8"], ["3", "9"]):
-        fixed = (*options, metadata, *no_hooks, *no_scratch, launcher.arg_annotations, launcher.kernel_signature)
-        return lambda stream, addresses: launch(grid, 1, 1, stream, *fixed, (*addresses, *rest))
+        described = (launcher.arg_annotations, launcher.kernel_signature)
+        return launcher.launch, (*options, metadata, *no_hooks, *no_scratch, *described), True
     return None
 
 
@@ -107,21 +109,38 @@ def runner(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner:
 
     That saves several microseconds. Triton's runner still launches if hooks are set, and for unknown versions.
     """
-    public, direct = kernel[(grid, 1, 1)], _launcher(kernel, grid, rest)
+    public, direct = kernel[(grid, 1, 1)], _direct(kernel)
+    if direct is None:
+        return lambda stream, addresses: public(*addresses, *rest, stream=stream)
+    launch, known, in_one = direct
 
-    def run(stream: int, addresses: list[int | None]) -> None:
-        if direct is None or _hooked():
-            public(*addresses, *rest, stream=stream)
-        else:
-            direct(stream, addresses)
+    def run(stream: int, addresses: Addresses) -> None:
+        arguments = addresses + rest
+        if _hooked():
+            public(*arguments, stream=stream)
+        else:  # tuples are added: some forty arguments one by one take half as long again
+            launch(*((grid, 1, 1, stream) + known + ((arguments,) if in_one else arguments)))
 
     return run
 
 
+@functools.cache
+def _reader(given: tuple[bool, ...]) -> Callable[[dict[int, Runner], Runner], Callable[..., None]]:
+    """Makes a function of a stream and tensors, of which the ``given`` are not None, out of runners by the low four
+    bits of all addresses, and a runner for other bits.
+
+    Its code names each tensor, because a loop over them takes twice as long.
+    """
+    names = ", ".join(f"t{i}" for i in range(len(given)))
+    bits = " | ".join(f"(a{i} := t{i}.data_ptr())" for i, here in enumerate(given) if here)
+    addresses = "".join(f"a{i}, " if here else "None, " for i, here in enumerate(given))
+    return eval(f"lambda run, other: lambda stream, {names}: run.get(({bits}) & 15, other)(stream, ({addresses}))")
+
+
 class Launch:
-    """A kernel with everything fixed but the stream and its tensors, whose dtypes are those of the first call.
-    ``cooperative``: its programs all run at once. ``dependent``: it may begin before the kernel ahead of it ends, and
-    waits for it itself.
+    """A kernel with everything fixed but the stream and its tensors: which are None, and the dtypes of the others, are
+    as in the first call. ``cooperative``: its programs all run at once. ``dependent``: it may begin before the kernel
+    ahead of it ends, and waits for it itself.
 
     Its leading parameters are the tensors of a call (or None), then ``numbers``.
     """
@@ -143,44 +162,48 @@ class Launch:
         self.constants = constants
         self.grid = grid
         self.options = {"warps": warps, "registers": registers, "cooperative": cooperative, "dependent": dependent}
-        self._rest = (*numbers, *(None for _ in constants))
-        self._runners: dict[tuple[int, ...], Runner] = {}
+        #: As `__call__`, in less time, and not to be replaced on the class.
+        self.start: Callable[..., None] = self._interpret if INTERPRETED else self._first
 
     def __call__(self, stream: int | None, *tensors: torch.Tensor | None) -> None:
         """Launch on ``stream`` (None: the interpreter)."""
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for address in addresses:
-            if address is not None:
-                bits |= address
-        unaligned = () if bits & 15 == 0 else tuple(i for i, a in enumerate(addresses) if a is not None and a & 15)
-        if INTERPRETED:
-            constants = constants_of(self.constants, unaligned)
-            self.kernel[(self.grid,)](*tensors, *self.numbers, **constants)
-            return
-        run = self._runners.get(unaligned)
-        if run is None:
-            run = self._runners[unaligned] = runner(self._compiled(tensors, unaligned), self.grid, self._rest)
-        run(stream, addresses)
+        self.start(stream, *tensors)
+
+    def _interpret(self, stream: None, *tensors: torch.Tensor | None) -> None:
+        unaligned = tuple(i for i, t in enumerate(tensors) if t is not None and t.data_ptr() & 15)
+        self.kernel[(self.grid,)](*tensors, *self.numbers, **constants_of(self.constants, unaligned))
+
+    def _first(self, stream: int, *tensors: torch.Tensor | None) -> None:
+        kinds = kinds_of(tensors, self.numbers)
+        rest = (*self.numbers, *(None for _ in self.constants))
+        runners: dict[tuple[int, ...], Runner] = {}
+        aligned: dict[int, Runner] = {}
+
+        def other(stream: int, addresses: Addresses) -> None:
+            unaligned = tuple(i for i, address in enumerate(addresses) if address is not None and address & 15)
+            run = runners.get(unaligned)
+            if run is None:
+                run = runners[unaligned] = runner(self._compiled(kinds, unaligned), self.grid, rest)
+                if not unaligned:
+                    aligned[0] = run
+            run(stream, addresses)
+
+        self.start = _reader(tuple(tensor is not None for tensor in tensors))(aligned, other)
+        self.start(stream, *tensors)
 
     def source(self, tensors: Sequence[torch.Tensor | None], unaligned: Sequence[int]) -> TritonSource:
         """What a launch with ``tensors`` is compiled from; those at ``unaligned`` are no multiples of 16."""
         return source_of(self.kernel, kinds_of(tensors, self.numbers), unaligned, self.constants, **self.options)
 
-    def _compiled(self, tensors: Sequence[torch.Tensor | None], unaligned: tuple[int, ...]) -> CompiledKernel:
-        kinds = kinds_of(tensors, self.numbers)
+    def _compiled(self, kinds: tuple[str, ...], unaligned: tuple[int, ...]) -> CompiledKernel:
         constants, options = tuple(self.constants.items()), tuple(self.options.items())
         return _compile_cached(self.kernel, kinds, unaligned, constants, options, current_device())
 
 
-_device, _stream = cuda_device_and_stream()
-
-
-def current_device() -> int:
-    """Index of the CUDA device that launches go to."""
-    return _device()
+#: The index of the CUDA device that launches go to, and the raw stream of a device's index that torch launches on.
+current_device, raw_stream = cuda_device_and_stream()
 
 
 def current_stream(device: torch.device) -> int | None:
     """The raw stream that torch launches on; None under the interpreter."""
-    return None if INTERPRETED else _stream(device.index)
+    return None if INTERPRETED else raw_stream(device.index)

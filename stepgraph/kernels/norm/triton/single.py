@@ -111,6 +111,18 @@ def _forward_plan(
     return ForwardPlan(found, x_place, r_place, words, ahead, outputs, copies)
 
 
+def forward_plan(
+    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool,
+    config: Config | None = None, beside: Beside | None = None,
+) -> ForwardPlan:  # fmt: skip
+    """The plan of such a call, made at the first one. Raises ``ValueError`` as `check` does."""
+    key = (norm, layout(x), layout(weight), layout(bias), layout(residual), keep_h, config, beside)
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = PLANS.make(key, _forward_plan, norm, x, weight, bias, residual, keep_h, config, beside)
+    return plan
+
+
 def forward(
     norm: Norm,
     x: Tensor,
@@ -149,10 +161,7 @@ def _forward(
     if not INTERPRETED and device.index != current_device():
         with torch.cuda.device(device):
             return _forward(norm, x, weight, bias, residual, keep_h, config, beside)
-    key = (norm, layout(x), layout(weight), layout(bias), layout(residual), keep_h, config, beside)
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = PLANS.make(key, _forward_plan, norm, x, weight, bias, residual, keep_h, config, beside)
+    plan = forward_plan(norm, x, weight, bias, residual, keep_h, config, beside)
     y, h, mean, rstd, scale, values = allocate(plan.outputs)
     stream = current_stream(device)
     words = None
@@ -250,6 +259,19 @@ def _backward_plan(
     )
 
 
+def backward_plan(
+    norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional,
+    dx_dtype: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool, config: Config | None = None,
+) -> BackwardPlan:  # fmt: skip
+    """The plan of such a call, made at the first one."""
+    needs = (need_dx, need_dw, need_db)
+    key = (norm, layout(dy), layout(h), layout(weight), layout(dh), dx_dtype, needs, config)
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = PLANS.make(key, _backward_plan, norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config)
+    return plan
+
+
 def backward(
     norm: Norm,
     dy: Tensor,
@@ -273,10 +295,7 @@ def backward(
     if not INTERPRETED and device.index != current_device():
         with torch.cuda.device(device):
             return backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config=config)
-    key = (norm, layout(dy), layout(h), layout(weight), layout(dh), dx_dtype, needs, config)
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = PLANS.make(key, _backward_plan, norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config)
+    plan = backward_plan(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config)
     dx, dw, db, partials = allocate(plan.outputs)
     stream = current_stream(device)
     words = zeros(device, stream, plan.words) if plan.words else None
