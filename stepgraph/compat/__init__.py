@@ -82,6 +82,7 @@ from stepgraph.compat.tracing import (
     current_sequence_nr,
     dispatch_flex_attention,
     flex_kernel_options,
+    generate_code,
     graph_of_trace,
     inline_compiled,
     intercept_checkpoint,
