@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from stepgraph.compat.compiler import (
     await_compile_workers,
+    compile_threads,
+    import_inductor,
     inductor,
     inductor_artifact,
     inductor_cache_counts,
@@ -27,6 +29,7 @@ from stepgraph.compat.compiler import (
     inductor_source,
     keep_saved_tensors,
     start_compile_workers,
+    take_inductor_settings,
     triton_cache,
 )
 from stepgraph.compat.distributed import (
