@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from stepgraph.compat.compiler import (
     await_compile_workers,
+    compile_threads,
+    import_inductor,
     inductor,
     inductor_artifact,
     inductor_cache_counts,
@@ -27,6 +29,7 @@ from stepgraph.compat.compiler import (
     inductor_source,
     keep_saved_tensors,
     start_compile_workers,
+    take_inductor_settings,
     triton_cache,
 )
 from stepgraph.compat.distributed import (
@@ -83,6 +86,7 @@ from stepgraph.compat.tracing import (
     current_sequence_nr,
     dispatch_flex_attention,
     flex_kernel_options,
+    generate_code,
     graph_of_trace,
     inline_compiled,
     intercept_checkpoint,

@@ -59,6 +59,15 @@ def inductor_compile(
     return function
 
 
+def import_inductor() -> None:
+    """What `inductor_compile` imports and reads at its first piece, which takes seconds."""
+    from torch._inductor import compile_fx, standalone_compile  # noqa: F401
+    from torch._inductor.codecache import torch_key
+
+    inductor()
+    torch_key()  # a hash of torch's files
+
+
 def inductor_source(function: Callable[[list[Any]], Sequence[Any]]) -> str:
     """The code that Inductor generated for a function of `inductor_compile` or `inductor_load`; empty for another."""
     return getattr(function, "source_code", None) or ""
@@ -122,6 +131,13 @@ def await_compile_workers(limit_s: int = 30) -> None:
             AsyncCompile.wait_pool_ready(timeout=limit_s)
 
 
+def compile_threads() -> int:
+    """How many processes Inductor may use to compile, as its settings say."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    return get_compile_threads()
+
+
 def triton_cache(device: int) -> str:
     """The folder where Triton keeps what it compiled, for the GPU ``device``: as Inductor sets it for this process when
     it makes its first kernel, from now on."""
@@ -142,6 +158,19 @@ def inductor_settings() -> tuple[Any, ...]:
     from torch._inductor import config
 
     return config.get_hash(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+
+
+def take_inductor_settings(settings: tuple[Any, ...], threads: int | None) -> bool:
+    """Set what can be of another process's `inductor_settings`; whether they are then the same here. ``threads``: its
+    ``config.compile_threads``, which decides nothing of what Inductor makes but is among them."""
+    from torch._inductor import config
+
+    _, deterministic, precision = settings
+    torch.use_deterministic_algorithms(deterministic)
+    if torch.get_float32_matmul_precision() != precision:  # to set it again is another key
+        torch.set_float32_matmul_precision(precision)
+    with config.patch(compile_threads=threads):
+        return inductor_settings() == settings
 
 
 def inductor_cache_counts() -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot, make_fx
 
 from stepgraph.compat.replaced import replaced
@@ -45,8 +45,14 @@ def lazy_graph_module(attributes: Mapping[str, Any], graph: torch.fx.Graph) -> t
     return _LazyGraphModule(attributes, graph)
 
 
+def generate_code(module: torch.fx.GraphModule) -> None:
+    """Generate the code of a lazy module now: its first call would otherwise run a user's hooks for all modules."""
+    _LazyGraphModule.force_recompile(module)
+
+
 def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """``make_fx`` on fake tensors, with Python's garbage collector off.
+    """``make_fx`` on fake tensors, with Python's garbage collector off. The module's code is generated when it is first
+    called or read: a graph's passes come first, and most graphs are then run node by node or compiled.
 
     It switches autocast's cache off; here that is as outside, since gradients of a weight that is cast once are added
     up in the lower precision.
@@ -57,7 +63,7 @@ def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.
         torch.set_autocast_cache_enabled(caches)  # put back by make_fx
         return function(*flat)
 
-    with collector_off(), _generators_as_arguments():
+    with collector_off(), _use_lazy_graph_module(True), _generators_as_arguments():
         return make_fx(with_cache, _disable_torch_fn_metadata_mode=True)(*fakes)
 
 

@@ -96,6 +96,11 @@ def compiled_once(
     return made, use
 
 
+def is_compiled(structure: tuple, config: dict[str, Any]) -> bool:
+    """Whether this process has a compiled piece of that ``structure`` and ``config``, for its length alone."""
+    return (structure, _key(config), False) in _compiled
+
+
 def note(piece: fx.GraphModule, config: dict[str, Any]) -> None:
     """Let the next length of ``piece`` be compiled for any length, though this one is not compiled."""
     family = _family(piece, config)

@@ -8,9 +8,9 @@ first.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.errors import unknown_name
 from stepgraph.inductor.compiled import Compiled, Function
-from stepgraph.inductor.library import Use, compiled_once, note
+from stepgraph.inductor.library import Use, compiled_once, is_compiled, note
 
 KEY = "stepgraph_region"
 _NODES = "stepgraph_nodes"
@@ -81,6 +81,16 @@ class Compilation:
     uses: list[Use]
 
 
+class Helpers(Protocol):
+    """Processes that compile some of the pieces into Inductor's cache on disk."""
+
+    def share(self, work: Mapping[tuple, tuple[fx.GraphModule, dict[str, Any]]]) -> Iterator[tuple]:
+        """The keys of ``work``, pieces with their options, in the order in which to compile or load them here."""
+
+    def stop(self) -> None:
+        """They are of no use."""
+
+
 def compile_pieces(
     module: fx.GraphModule,
     pieces: Sequence[Piece],
@@ -88,18 +98,19 @@ def compile_pieces(
     *,
     any_length: bool = False,
     beside: Callable[[], None] | None = None,
+    helpers: Helpers | None = None,
 ) -> Compilation:
     """A copy of ``module`` that calls the compiled ``pieces``; ``module`` itself does not change.
 
     The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
     ``any_length``: compile pieces of which another length was compiled or noted so that they serve any. ``beside``:
-    called once a piece had to be compiled, to start what can go on beside the others.
+    called once a piece had to be compiled, to start what can go on beside the others. ``helpers``: compile some of them
+    meanwhile, for one length.
     Raises ``ValueError`` for an option that Inductor does not have.
     """
     known = compat.inductor_options()
     distinct: dict[tuple, str] = {}
-    attributes: dict[str, Any] = {}
-    uses: list[Use] = []
+    work: dict[tuple, tuple[fx.GraphModule, dict[str, Any]]] = {}
     called: dict[fx.Node, str] = {}  # by a piece's first node
     starts: dict[fx.Node, Piece] = {}
     for piece in pieces:
@@ -108,20 +119,35 @@ def compile_pieces(
                 raise unknown_name(f"option of Inductor (region {piece.region.id})", name, known)
         key = structure(piece)
         if key not in distinct:
-            distinct[key] = name = f"{piece.region.kind}_{len(distinct)}"
-            options = config | dict(piece.region.options)
-            _, made = compat.inductor_cache_counts()
-            attributes[name], use = compiled_once(key, _extract(module, piece), options, any_length)
-            uses.append(use)
-            if compat.inductor_cache_counts()[1] > made:  # not loaded from disk, and so will the next ones not be
-                compat.await_compile_workers()
-                if beside is not None:
-                    beside()
-                    beside = None
+            distinct[key] = f"{piece.region.kind}_{len(distinct)}"
+            work[key] = _extract(module, piece), config | dict(piece.region.options)
         starts[piece.nodes[0]] = piece
         called[piece.nodes[0]] = distinct[key]
-    compiled = [attributes[name] for name in distinct.values()]
-    return Compilation(_with_calls(module, starts, called, attributes), compiled, uses)
+    made: dict[tuple, tuple[Compiled, Use]] = {}
+    for key in _order(work, None if any_length else helpers):
+        before = compat.inductor_cache_counts()
+        made[key] = compiled_once(key, *work[key], any_length)
+        loaded, missing = (now > then for now, then in zip(compat.inductor_cache_counts(), before, strict=True))
+        if missing:  # and so will the next ones be
+            compat.await_compile_workers()
+            if beside is not None:
+                beside()
+                beside = None
+        elif loaded and helpers is not None and len(made) == 1:
+            helpers.stop()
+    attributes: dict[str, Any] = {name: made[key][0] for key, name in distinct.items()}
+    uses = [made[key][1] for key in distinct]
+    return Compilation(_with_calls(module, starts, called, attributes), list(attributes.values()), uses)
+
+
+def _order(work: dict[tuple, tuple[fx.GraphModule, dict[str, Any]]], helpers: Helpers | None) -> Iterator[tuple]:
+    """The keys of ``work`` in the order in which to compile them here."""
+    if helpers is None:
+        yield from work
+        return
+    new = {key: given for key, given in work.items() if not is_compiled(key, given[1])}
+    yield from helpers.share(new)
+    yield from (key for key in work if key not in new)
 
 
 def note_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ def _plain_runner(step: StepGraph) -> Callable[[Sequence[Tensor]], Sequence[Tens
     """The same without recording it by itself."""
     if step.executable is not step.module:  # compiled pieces, which free what they were the last to read
         return Interpreter(step.executable)
+    compat.generate_code(step.module)
     return lambda flat: step.module.forward(*flat)  # without the hooks that a user gives to every module
 
 

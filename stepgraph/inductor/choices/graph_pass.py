@@ -19,6 +19,10 @@ class RulesPass(parts.CustomGraphPass):
         others = [p.uuid() if isinstance(p, parts.CustomGraphPass) else None for p in self.then]
         return None if None in others else (*self.rules.key(), *others)
 
+    def __reduce__(self) -> tuple:
+        """In another process it is made anew, with all that its class does then."""
+        return type(self), (self.rules, self.then)
+
     def __deepcopy__(self, memo: dict) -> "RulesPass":
         """Configurations are copied freely; what the rules report must reach whoever asked for it."""
         return self

@@ -34,6 +34,7 @@ from stepgraph.inductor.regional import Piece, compile_pieces, note_pieces, regi
 from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
+from stepgraph.passes.compile.helpers import Helpers, start_helpers
 from stepgraph.passes.contract import PassReport, provided, register
 
 aten = torch.ops.aten
@@ -64,6 +65,7 @@ class InductorOptions:
 
 def _start_workers(device: torch.device) -> None:
     if device.type == "cuda":
+        start_helpers()
         compat.start_compile_workers()
 
 
@@ -182,8 +184,10 @@ def _compile(
         note_pieces(step.module, pieces, config)
         return
     ahead = Ahead([step.graph])
-    with _timed(report):
-        result = compile_pieces(step.module, pieces, config, any_length=options.any_length, beside=ahead.start)
+    with Helpers() as helpers, _timed(report, helpers):
+        result = compile_pieces(
+            step.module, pieces, config, any_length=options.any_length, beside=ahead.start, helpers=helpers
+        )
         report.summary = (
             f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
             f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
@@ -193,7 +197,7 @@ def _compile(
         if open_ := sum(use.any_length for use in result.uses):
             report.summary += f", {open_} for any length"
         report.notes += sorted({use.note for use in result.uses if use.note})
-        report.notes += ahead.finish()
+        report.notes += helpers.notes + ahead.finish()
     step.executable = result.module
 
 
@@ -250,12 +254,19 @@ def _on_cuda(step: StepGraph) -> bool:
 
 
 @contextlib.contextmanager
-def _timed(report: PassReport) -> Iterator[None]:
-    """Note the seconds, and at the end of the summary how many pieces Inductor's cache on disk had."""
+def _timed(report: PassReport, helpers: Helpers) -> Iterator[None]:
+    """Note the seconds, and at the end of the summary how many pieces Inductor's cache on disk had before helpers
+    put theirs there."""
     before = compat.inductor_cache_counts()
     start = time.perf_counter()
     yield
     report.compile_s = time.perf_counter() - start
     loaded, made = (now - then for now, then in zip(compat.inductor_cache_counts(), before, strict=True))
+    ahead = min(loaded, helpers.compiled)
+    if ahead < helpers.compiled:
+        report.notes.append(
+            f"{helpers.compiled - ahead} pieces compiled by helpers in vain, under other keys than here"
+        )
     if loaded or made:
-        report.summary += f" ({loaded} of {loaded + made} loaded from disk)"
+        report.summary += f" ({loaded - ahead} of {loaded + made} loaded from disk"
+        report.summary += f", {ahead} compiled by helpers)" if ahead else ")"

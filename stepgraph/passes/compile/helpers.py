@@ -1,0 +1,194 @@
+"""Processes that compile some of a step's pieces while this one compiles others.
+
+Inductor's own workers compile kernels; what writes these kernels is Python, which takes a piece after the other: half a
+second to two for each of the 14 structures of a transformer of equal blocks. A helper does all of it. It gives nothing
+back: what it made lies in Inductor's cache on disk, where this process finds it as a second start does. So a piece that
+a helper cannot compile, or compiles to another key, is compiled here.
+"""
+
+import atexit
+import contextlib
+import io
+import json
+import os
+import pickle
+import select
+import subprocess
+import sys
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.inductor.packed import Unpackable, pack
+
+Key = TypeVar("Key", bound=Hashable)
+#: Pieces by key, with their options.
+Work = Mapping[Key, tuple[fx.GraphModule, dict[str, Any]]]
+
+#: Each takes a context of the GPU while it compiles, half a GB. With four cores each they take none from the trace.
+_MOST, _CORES_OF_EACH = 4, 4
+#: Seconds for which this process waits for a piece: one that takes longer is compiled here.
+_LIMIT_S = 120
+
+
+class Request(NamedTuple):
+    """Compile ``pieces``, as `pack` gives them, for the GPU number ``device`` (None: for CPUs), under Inductor's
+    ``settings``, of a process that compiles with so many ``threads``."""
+
+    settings: tuple[Any, ...]
+    threads: int
+    device: int | None
+    pieces: list[bytes]
+
+
+class _Helper:
+    """One process; it ends with its request, or when this process does."""
+
+    def __init__(self) -> None:
+        # Its kernels are compiled by itself: Inductor's pool would take as long to start as it has to do.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "stepgraph.passes.compile.helper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,  # `select` does not see what a buffer holds
+            env=environment | {"TORCHINDUCTOR_COMPILE_THREADS": "1"},
+        )
+        self._ready = False
+
+    def ready(self) -> bool:
+        """Whether it has imported what it needs."""
+        if not self._ready:
+            self._ready = bool(self._line(0))
+        return self._ready
+
+    def send(self, request: Request) -> None:
+        # One that has ended takes nothing: `answer` says so.
+        with contextlib.suppress(BrokenPipeError), io.BufferedWriter(self.process.stdin) as stream:
+            stream.write(pickle.dumps(request))
+
+    def answer(self) -> str | None:
+        """Wait for its next piece: why it did not compile that, or None."""
+        line = self._line(_LIMIT_S)
+        if line is None:
+            self.end()
+            return f"not done within {_LIMIT_S} s"
+        return json.loads(line) if line else "the process that was to compile it has ended"
+
+    def _line(self, limit_s: int) -> bytes | None:
+        """What it says next; nothing if it has ended, None within the limit."""
+        if not select.select([self.process.stdout], [], [], limit_s)[0]:
+            return None
+        return self.process.stdout.readline()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+_started: list[_Helper] = []
+
+
+def start_helpers() -> None:
+    """Start as many as Inductor may use cores for, none beside other ranks. They import what they need meanwhile."""
+    count = 0 if dist.is_initialized() else min(_MOST, compat.compile_threads() // _CORES_OF_EACH)
+    _started.extend(_Helper() for _ in range(count - len(_started)))
+
+
+@atexit.register
+def end_helpers() -> None:
+    """End those that were started and have nothing to do."""
+    while _started:
+        _started.pop().end()
+
+
+class Helpers:
+    """Those that were started, for the pieces of one graph: ``with Helpers() as helpers``, `share`, and compile in the
+    order that it gives."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._free, _started[:] = list(_started), []
+        self._busy: list[_Helper] = []
+        self.compiled = 0
+
+    def __enter__(self) -> "Helpers":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End them: what they have not compiled is left to this process."""
+        for helper in (*self._free, *self._busy):
+            helper.end()
+        self._free, self._busy = [], []
+
+    def share(self, work: Work) -> Iterator[Key]:
+        """The pieces in the order in which to compile or load them here: first those of this process, then the
+        helpers', each when it is done. Helpers that are not ready, at the latest after the first piece, get none."""
+        if not all(helper.ready() for helper in self._free):
+            first, *rest = work
+            yield first
+            work = {key: work[key] for key in rest}
+        for helper in [helper for helper in self._free if not helper.ready()]:
+            helper.end()
+            self._free.remove(helper)
+        shares = _shares(work, len(self._free) + 1)
+        given: list[tuple[_Helper, list[Key]]] = []
+        for helper, keys in zip(list(self._free), shares[1:], strict=True):
+            packed = {}
+            for key in keys:
+                try:
+                    packed[key] = pack(*work[key])
+                except Unpackable as reason:
+                    shares[0].append(key)
+                    self._missed(str(reason))
+            if packed:
+                helper.send(_request(work, list(packed.values())))
+                given.append((helper, list(packed)))
+                self._free.remove(helper)
+                self._busy.append(helper)
+        yield from shares[0]
+        for helper, keys in given:
+            for key in keys:
+                if helper in self._busy:
+                    self._noted(helper.answer())
+                yield key
+            if helper in self._busy:
+                helper.end()  # its memory is free
+                self._busy.remove(helper)
+
+    def _noted(self, reason: str | None) -> None:
+        if reason is None:
+            self.compiled += 1
+        else:
+            self._missed(reason)
+
+    def _missed(self, reason: str) -> None:
+        note = f"a piece not compiled by a helper: {reason}"[:200]
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+def _shares(work: Work, count: int) -> list[list[Key]]:
+    """The keys of ``work`` in ``count`` lists of about as many nodes, each in its order; the first key in the first."""
+    sizes = {key: len(piece.graph.nodes) for key, (piece, _) in work.items()}
+    first = next(iter(work), None)
+    owner: dict[Key, int] = {}
+    loads = [0] * count
+    for key in sorted(sizes, key=lambda key: (key is not first, -sizes[key])):
+        owner[key] = loads.index(min(loads))
+        loads[owner[key]] += sizes[key]
+    return [[key for key in work if owner[key] == i] for i in range(count)]
+
+
+def _request(work: Work, pieces: list[bytes]) -> Request:
+    values = (n.meta["val"] for piece, _ in work.values() for n in piece.graph.find_nodes(op="placeholder"))
+    device = next((value.device.index or 0 for value in values if value.is_cuda), None)
+    threads = compat.compile_threads()  # first: it may be settled only now
+    return Request(compat.inductor_settings(), threads, device, pieces)

@@ -1,0 +1,164 @@
+"""Helpers: pieces are shared among them, what they miss is compiled here, and what they make is found on disk."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+import stepgraph
+from stepgraph.inductor.packed import unpack
+from stepgraph.passes.compile import helpers
+from stepgraph.passes.compile.helpers import Helpers
+
+
+class Answering:
+    """A helper that answers what it is told to."""
+
+    def __init__(self, *answers, ready=True):
+        self.answers, self.is_ready = list(answers), ready
+        self.requests, self.ended = [], 0
+
+    def ready(self):
+        return self.is_ready
+
+    def send(self, request):
+        self.requests.append(request)
+
+    def answer(self):
+        return self.answers.pop(0) if self.answers else "it has ended"
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Makes helpers of those that are given."""
+
+    def start(*those):
+        monkeypatch.setattr(helpers, "_started", list(those))
+        return Helpers()
+
+    return start
+
+
+def work(*sizes, options=None):
+    """Pieces by name, in alphabetical order, of so many operators."""
+    found = {}
+    for name, size in zip("abcdefgh", sizes, strict=False):
+        graph = fx.Graph()
+        node = graph.placeholder("x")
+        node.meta["val"] = torch.empty(2)
+        for _ in range(size):
+            node = graph.call_function(torch.ops.aten.sin.default, (node,))
+        graph.output(node)
+        found[name] = fx.GraphModule({}, graph), options or {}
+    return found
+
+
+def sizes_of(request):
+    return [sum(n.op == "call_function" for n in unpack(data)[0].graph.nodes) for data in request.pieces]
+
+
+def test_pieces_are_shared_by_size_and_the_first_stays_here(started):
+    one, other = Answering(None, None), Answering(None, None)
+    with started(one, other) as found:
+        assert list(found.share(work(1, 40, 9, 30, 25, 12))) == ["a", "e", "f", "b", "c", "d"]
+        assert [sizes_of(helper.requests[0]) for helper in (one, other)] == [[40], [9, 30]]
+        assert one.ended == other.ended == 1  # each when it is done
+    assert (found.compiled, found.notes) == (3, [])
+
+
+def test_without_helpers_all_is_done_here_in_order(started):
+    with started() as found:
+        assert list(found.share(work(3, 9, 1))) == ["a", "b", "c"]
+
+
+def test_one_that_is_not_ready_after_the_first_piece_gets_nothing(started):
+    never, late = Answering(ready=False), Answering(None, ready=False)
+    with started(never, late) as found:
+        order = found.share(work(3, 9, 1))
+        assert next(order) == "a"
+        late.is_ready = True
+        assert list(order) == ["b", "c"]
+    assert (never.requests, never.ended, found.compiled) == ([], 1, 1)
+    assert [sizes_of(request) for request in late.requests] == [[1]]
+
+
+def test_what_a_helper_misses_is_told_once_and_left_to_this_process(started):
+    with started(Answering("ValueError: no", "ValueError: no")) as found:
+        assert sorted(found.share(work(5, 5, 5, 5))) == ["a", "b", "c", "d"]
+    assert found.compiled == 0
+    assert found.notes == ["a piece not compiled by a helper: ValueError: no"]
+
+
+def test_what_cannot_be_packed_stays_here(started):
+    helper = Answering()
+    with started(helper) as found:
+        assert list(found.share(work(5, 5, options={"pass": lambda graph: None}))) == ["a", "b"]
+    assert helper.requests == [] and helper.ended == 1
+    assert found.notes[0].startswith("a piece not compiled by a helper: ")
+
+
+def test_once_they_are_stopped_nobody_waits(started):
+    helper = Answering()
+    with started(helper) as found:
+        order = found.share(work(5, 5))
+        assert next(order) == "a"
+        found.stop()
+        assert list(order) == ["b"]
+    assert (helper.ended, found.notes) == (1, [])
+
+
+@pytest.mark.parametrize(
+    "script, reason",
+    [("input()", "not done within 1 s"), ("pass", "the process that was to compile it has ended")],
+    ids=["hangs", "ends"],
+)
+def test_a_process_that_gives_no_answer_is_not_waited_for(script, reason, monkeypatch):
+    run = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **kept: run([sys.executable, "-c", script], **kept))
+    monkeypatch.setattr(helpers, "_LIMIT_S", 1)
+    helper = helpers._Helper()
+    try:
+        assert helper.answer() == reason
+    finally:
+        helper.end()
+
+
+SCRIPT = """
+import gc, time, torch, stepgraph
+from torch import nn
+from stepgraph.passes import get
+from stepgraph.passes.compile import helpers
+
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(16), nn.GELU()) for _ in range(2)])
+loss = lambda model, x: model(x).square().mean()
+for helped in (True, False):
+    if helped:
+        helpers._started.append(helpers._Helper())
+        while not helpers._started[0].ready():
+            time.sleep(0.1)
+    step = stepgraph.capture(model, loss, torch.ones(8, 16), passes=["tag_regions", get("inductor", mode="regional")])
+    print(step(torch.ones(8, 16)).item(), step.report[-1].summary.partition("(")[2], step.report[-1].notes)
+    del step
+    gc.collect()  # this process forgets its pieces
+"""
+
+
+@pytest.mark.slow
+def test_a_helper_compiles_what_this_process_then_loads(tmp_path):
+    """The second capture finds all on disk: neither bits nor keys depend on who compiled a piece."""
+    root = str(Path(stepgraph.__file__).parents[1])
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True, timeout=500
+    )
+    (made, how), (loaded, again) = (line.split(" ", 1) for line in ran.stdout.splitlines()[-2:])
+    assert made == loaded
+    assert (how, again) == ("0 of 3 loaded from disk, 1 compiled by helpers) []", "3 of 3 loaded from disk) []")
