@@ -4,8 +4,8 @@ own; the first has an empty folder of saved steps and empty compile caches, the 
 Seconds: ``imports``, ``build`` (model and batch on the device), ``capture`` (until `stepgraph.capture` returns; of a
 step that is made new, ``trace``, ``compile`` by Inductor and the ``rest``, passes and saving among it, are told apart),
 ``first_call`` (until its loss is there), ``to_first_step`` (the last two) and ``process`` (all of them). ``loaded``: as
-``step.saved`` says, and ``notes``, what else it says. The first losses must be the same bits; those after an update be
-near, as attention's backward on a GPU may add in another order each time.
+``step.saved`` says, and ``notes``, what else it says; ``compiled``: what Inductor did. The first losses must be the same
+bits; those after an update be near, as attention's backward on a GPU may add in another order each time.
 
     python benchmarks/warm_start.py [MODEL] [--starts 3] [--device cuda] [--layers N] [--json FILE]
 
@@ -58,12 +58,14 @@ def start(name: str, device: str, layers: int | None, folder: str) -> dict[str, 
     step = stepgraph.capture(model, loss_of, batch, optimizer, max_grad_norm=MAX_GRAD_NORM, saved=folder)
     captured = time.perf_counter()
     parts = {} if step.saved.loaded else parts_of(step, captured - built)
+    compiled = [report.summary for report in step.report if report.name == "inductor"]
     losses = [step(batch).item()]
     ran = time.perf_counter()
     losses += [step(batch).item() for _ in range(3)]
     return {
         "loaded": step.saved.loaded,
         "notes": step.saved.notes,
+        "compiled": compiled,
         "imports": imported - began,
         "build": built - imported,
         "capture": captured - built,
@@ -102,7 +104,7 @@ def main() -> None:
             starts.append(json.loads(done.stdout.splitlines()[-1]))
             found = starts[-1]
             seconds = ", ".join(f"{key} {value:.1f}" for key, value in found.items() if isinstance(value, float))
-            print(f"loaded {found['loaded']}: {seconds} s", *found["notes"], sep="\n  ", flush=True)
+            print(f"loaded {found['loaded']}: {seconds} s", *found["notes"], *found["compiled"], sep="\n  ", flush=True)
     first, *others = [one["losses"] for one in starts]
     for losses in others:
         if losses[0] != first[0] or not all(map(partial(math.isclose, rel_tol=LOSS_TOLERANCE), losses, first)):
