@@ -4,8 +4,8 @@ own; the first has an empty folder of saved steps and empty compile caches, the 
 Seconds: ``imports``, ``build`` (model and batch on the device), ``capture`` (until `stepgraph.capture` returns; of a
 step that is made new, ``trace``, ``compile`` by Inductor and the ``rest``, passes and saving among it, are told apart),
 ``first_call`` (until its loss is there), ``to_first_step`` (the last two) and ``process`` (all of them). ``loaded``: as
-``step.saved`` says, and ``notes``, what else it says; ``compiled``: what Inductor did. The first losses must be the same
-bits; those after an update be near, as attention's backward on a GPU may add in another order each time.
+``step.saved`` says, and ``notes``, what else it says; ``compiled``: what Inductor did. The first losses must be the
+same bits; those after an update be near, as attention's backward on a GPU may add in another order each time.
 
     python benchmarks/warm_start.py [MODEL] [--starts 3] [--device cuda] [--layers N] [--json FILE]
 
