@@ -34,6 +34,7 @@ def test_options_and_the_tokenizer_beside_the_weights(tmp_path):
     assert (config.model, config.init_from_hf, config.tokenizer) == (llama3_debug(), tmp_path, "bytes")
     (tmp_path / "tokenizer.json").touch()
     assert parse_train(["--init-from-hf", str(tmp_path)]).tokenizer == str(tmp_path / "tokenizer.json")
+    assert parse_train(["--init_from_hf", str(tmp_path)]).tokenizer == str(tmp_path / "tokenizer.json")
     assert parse_train(["llama3-debug", "--init-from-hf", str(tmp_path)]).tokenizer == "bytes"  # a preset's own
 
 
