@@ -45,8 +45,6 @@ _READER_GONE = 141
 #: What a disk or device without room for the output says.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-DEFAULT_PRESET = "llama3-debug"
-
 #: Of the commands that take the options of a run.
 _DESCRIPTIONS = {
     "train": "Train a language model from one captured step graph.",
@@ -217,10 +215,10 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
     from stepgraph.config.command_line import parse, refuse_idle, refuse_unused
-    from stepgraph.config.presets import PRESETS, fine_tuning
+    from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning
 
     named = bool(arguments) and not arguments[0].startswith("-")
-    preset, options = (arguments[0], arguments[1:]) if named else (DEFAULT_PRESET, arguments)
+    preset, options = (arguments[0], arguments[1:]) if named else (DEFAULT, arguments)
     if preset not in PRESETS:
         raise unknown_name("preset", preset, PRESETS)
     default = PRESETS[preset]()
@@ -231,7 +229,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
         if value_of("--resume", options):
             raise ValueError(f"--resume {value_of('--resume', options)} has the options of its run: drop --config")
-        default, given = read_config(Path(file), preset)
+        default, given = read_config(Path(file), preset if named else None, value_of("--init-from-hf", options))
         if named and default.preset != preset:
             raise ValueError(f"--config {file} is of preset {default.preset!r}, not {preset!r}: leave PRESET out")
     elif (folder := value_of("--init-from-hf", options)) and not named and Path(folder).is_dir():
