@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from stepgraph.config.option_names import check_options
+from stepgraph.config.option_names import check_options, ranks_asked_for, run_of, value_of
 from stepgraph.errors import unknown_name, unknown_option
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ _READER_GONE = 141
 
 #: What a disk or device without room for the output says.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-DEFAULT_PRESET = "llama3-debug"
 
 #: Of the commands that take the options of a run.
 _DESCRIPTIONS = {
@@ -165,6 +163,10 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph.train.faults.orphan import end_with_launcher
 
             end_with_launcher()
+            if nproc := ranks_asked_for(rest):  # they begin to import torch as early as can be
+                from stepgraph.train.launch import launch
+
+                return launch(nproc, rest)
             config = parse_train(rest)
 
             from stepgraph import parallel
@@ -212,11 +214,11 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
     """
-    from stepgraph.config.command_line import parse, refuse_idle, refuse_unused, value_of
-    from stepgraph.config.presets import PRESETS, fine_tuning
+    from stepgraph.config.command_line import parse, refuse_idle, refuse_unused
+    from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning
 
     named = bool(arguments) and not arguments[0].startswith("-")
-    preset, options = (arguments[0], arguments[1:]) if named else (DEFAULT_PRESET, arguments)
+    preset, options = (arguments[0], arguments[1:]) if named else (DEFAULT, arguments)
     if preset not in PRESETS:
         raise unknown_name("preset", preset, PRESETS)
     default = PRESETS[preset]()
@@ -227,7 +229,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
         if value_of("--resume", options):
             raise ValueError(f"--resume {value_of('--resume', options)} has the options of its run: drop --config")
-        default, given = read_config(Path(file), preset)
+        default, given = read_config(Path(file), preset if named else None, value_of("--init-from-hf", options))
         if named and default.preset != preset:
             raise ValueError(f"--config {file} is of preset {default.preset!r}, not {preset!r}: leave PRESET out")
     elif (folder := value_of("--init-from-hf", options)) and not named and Path(folder).is_dir():
@@ -255,8 +257,6 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
 def _without_config(options: list[str]) -> tuple[str | None, list[str]]:
     """The value of ``--config``, and the options without it."""
-    from stepgraph.config.command_line import value_of
-
     rest = list(options)
     for position, word in enumerate(options):
         if word.split("=", 1)[0] != "--config":
@@ -274,7 +274,7 @@ def _without_config(options: list[str]) -> tuple[str | None, list[str]]:
 
 def _resumed(folder: Path, preset: str | None) -> "TrainConfig":
     """The configuration of the run that ``folder`` is or lies in, ready to be continued there."""
-    from stepgraph.config.train import TrainConfig, run_of
+    from stepgraph.config.train import TrainConfig
 
     file = run_of(folder) / "config.json"
     if not file.is_file():

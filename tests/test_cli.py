@@ -28,6 +28,40 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("golf --nproc 2 --mesh fsdp=2", 2),
+        ("--mesh=fsdp=2,tp=2,ep=2 --nproc=4", 4),
+        ("--nproc 16 --mesh hsdp=2x4,tp=2", 16),
+        ("--resume RUN", 3),
+        ("--resume RUN/checkpoints/step-00000001 --steps 9", 3),
+        ("--resume RUN --nproc 2 --mesh tp=2", 2),
+        # The options are read first.
+        ("--nproc 2", None),
+        ("--nproc 20 --mesh fsdp=2", None),
+        ("--nproc two --mesh fsdp=2", None),
+        ("--nproc 2 --mesh ep=2", None),
+        ("--nproc 2 --mesh fsdp=2 --max_restarts 1", None),
+        ("--nproc 2 --mesh fsdp=2 --config run.toml", None),
+        ("--nproc 2 --mesh fsdp=2 --help", None),
+        ("--resume RUN --nproc 2", None),
+        ("--resume RUN/nowhere", None),
+        ("--resume", None),
+    ],
+)
+def test_ranks_that_start_before_the_options_are_read(words, ranks, tmp_path):
+    (tmp_path / "config.json").write_text('{"nproc": 3, "mesh": "fsdp=3", "max_restarts": 0}')
+    assert option_names.ranks_asked_for(words.replace("RUN", str(tmp_path)).split()) == ranks
+
+
+def test_the_launcher_imports_torch_and_little_else():
+    """The ranks begin when it has."""
+    ours = "import sys, stepgraph.train.launch; print(*(n for n in sys.modules if n.startswith('stepgraph.')))"
+    done = subprocess.run([sys.executable, "-c", ours], capture_output=True, text=True, check=True)
+    assert {name.split(".")[1] for name in done.stdout.split()} == {"train"}
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("trian", "error: unknown command 'trian': did you mean 'train'?"),

@@ -61,17 +61,6 @@ def parse(default: T, options: list[str], *, usage: str, description: str) -> T:
             raise ValueError(_one_line(box.getvalue(), usage)) from None
 
 
-def value_of(option: str, options: list[str]) -> str | None:
-    """The last value given to ``option``, as ``--option VALUE`` or ``--option=VALUE``."""
-    value = None
-    for position, word in enumerate(options):
-        if word.startswith(option + "="):
-            value = word.removeprefix(option + "=")
-        elif word == option and position + 1 < len(options) and option_of(options[position + 1]) is None:
-            value = options[position + 1]
-    return value
-
-
 def refuse_idle(options: StepOptions, words: list[str], target: Target = ANY) -> None:
     """Raises ValueError for an option of the step that ``words`` give although no value of it would change the passes
     for ``target``. What is off may be said to be off."""

@@ -5,14 +5,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from stepgraph.config.presets import PRESETS
+from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning
 from stepgraph.config.train import TrainConfig
 from stepgraph.errors import require_file, unknown_name
 
 
-def read_config(path: Path, preset: str) -> tuple[TrainConfig, set[str]]:
+def read_config(path: Path, preset: str | None, init_from_hf: str | None = None) -> tuple[TrainConfig, set[str]]:
     """The options in ``path``, on top of those of the preset that it names, else of ``preset``; and the names of those
-    that it gives.
+    that it gives. Where neither names one, and the command line or the file has ``init_from_hf``, they are on top of
+    those of fine-tuning that folder.
 
     A TOML file has options by their names, the model's in a table ``[model]``, and a ``preset``. A run's config.json
     has all of them, of which the run's folder is left out, and gives those that differ from its preset's.
@@ -22,13 +23,20 @@ def read_config(path: Path, preset: str) -> tuple[TrainConfig, set[str]]:
     """
     values = _parsed(path)
     try:
-        name = values.pop("preset", preset)
+        values = _underscored(values)
+        folder = init_from_hf or values.get("init_from_hf")
+        tunes = not (preset or "preset" in values) and folder and isinstance(folder, str) and Path(folder).is_dir()
+        name = values.pop("preset", preset or DEFAULT)
         if not isinstance(name, str):
             raise ValueError(f"preset={name!r} must be a name in quotes")
         if name not in (*PRESETS, "custom"):
             raise unknown_name("preset", name, PRESETS)
-        base = json.loads((TrainConfig() if name == "custom" else PRESETS[name]()).to_json())
-        values = _underscored(values)
+        default = fine_tuning(Path(folder)) if tunes else TrainConfig() if name == "custom" else PRESETS[name]()
+        base = json.loads(default.to_json())
+        if "resume" in values and path.suffix == ".toml":
+            raise ValueError("resume goes on with the options of its run: give --resume RUN alone")
+        if empty := [name for name, value in values.items() if value == "" and base.get(name) != ""]:
+            raise ValueError(f"{empty[0]} is empty: give it a value, or leave it out")
         model = values.get("model", {})
         if not isinstance(model, dict):
             raise ValueError(f"model={model!r} must be a table")

@@ -1,6 +1,10 @@
-"""The options of a command, read from the source of its dataclass: a wrong name is refused before torch is loaded."""
+"""What the words of a command line say before torch is loaded: a wrong name, by the source of the command's dataclass,
+and how many ranks to start."""
 
 import ast
+import json
+import math
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -29,6 +33,53 @@ def option_of(word: str) -> str | None:
     """``--batch-size`` for ``--batch_size=8``; None for what is no option. A dash and a digit start a number."""
     name = word.split("=", 1)[0]
     return name.replace("_", "-") if re.match(r"--?[a-zA-Z]", name) and name != "-h" else None
+
+
+def value_of(option: str, options: list[str]) -> str | None:
+    """The last value given to ``option``, as ``--option VALUE`` or ``--option=VALUE``, with dashes or underscores."""
+    value = None
+    for position, word in enumerate(options):
+        if option_of(word) != option:
+            continue
+        if "=" in word:
+            value = word.partition("=")[2]
+        elif position + 1 < len(options) and option_of(options[position + 1]) is None:
+            value = options[position + 1]
+    return value
+
+
+def run_of(folder: Path) -> Path:
+    """The run that ``folder`` is, or whose checkpoint ``RUN/checkpoints/step-N`` it is."""
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
+
+
+def ranks_asked_for(words: list[str]) -> int | None:
+    """The N of ``--nproc N`` in the ``words`` behind ``stepgraph train``, or of the run that they resume, if so many
+    ranks may be started as they are, to check the options themselves.
+
+    None for a process that is a rank, for help, and where the options have to be checked first: without a ``--mesh`` of
+    so many ranks, with ``--config``, and with ``--max-restarts``, which would start ranks again that refuse them.
+    """
+    given = {option_of(word) for word in words}
+    if "RANK" in os.environ or "-h" in words or given & {"--help", "--config"}:
+        return None
+    options: dict[str, object] = {}
+    if resumed := value_of("--resume", words):
+        try:
+            options = dict(json.loads((run_of(Path(resumed)) / "config.json").read_text("utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+    nproc, mesh, restarts = (
+        value_of(f"--{name}", words) if f"--{name}" in given else options.get(name.replace("-", "_"))
+        for name in ("nproc", "mesh", "max-restarts")
+    )
+    if restarts not in (None, 0, "0") or not str(nproc).isdecimal():
+        return None
+    sizes = dict(re.findall(r"(\w+)=(\d+(?:x\d+)?)", str(mesh)))
+    if sizes.pop("ep", None) and not sizes.keys() & {"fsdp", "ddp", "hsdp"}:
+        return None  # how many ranks those are is computed
+    ranks = math.prod(int(size) for text in sizes.values() for size in text.split("x"))
+    return ranks if ranks == int(str(nproc)) > 1 else None
 
 
 @cache

@@ -161,6 +161,9 @@ def _llama3_large(preset: str, model: models.Llama3Config, *, lr: float, warmup_
     )
 
 
+#: Where none is named.
+DEFAULT = "llama3-debug"
+
 PRESETS: dict[str, Callable[[], TrainConfig]] = {
     "llama3-debug": llama3_debug,
     "llama3-1b": llama3_1b,

@@ -19,6 +19,7 @@ import tyro
 
 from stepgraph.config.from_json import decode
 from stepgraph.config.mesh_checks import check_mesh
+from stepgraph.config.option_names import run_of
 from stepgraph.errors import unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
 from stepgraph.parallel import MeshSpec
@@ -386,11 +387,6 @@ class TrainConfig(StepOptions, _Training):
         model = dict(values["model"])
         family = family_named(str(model.pop("family", None)))
         return decode(cls, values | {"model": decode(family.config, model, "model")}, "configuration")
-
-
-def run_of(folder: Path) -> Path:
-    """The run that ``folder`` is, or whose checkpoint ``RUN/checkpoints/step-N`` it is."""
-    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
 
 
 def parse_steps(text: str) -> tuple[int, int]:

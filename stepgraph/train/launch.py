@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from stepgraph.train.faults.heartbeat import last_told
 from stepgraph.train.faults.orphan import LAUNCHER
 from stepgraph.train.faults.signals import stopping
-from stepgraph.train.faults.watch import last_told
 
 
 def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
     """Run ``stepgraph train ARGUMENTS`` in ``nproc`` processes on this machine; the exit status of the run.
 
     If one fails, the others are ended and all start again, at most ``max_restarts`` times. The error names the rank
-    whose failure was the last.
+    whose failure was the last; an error of use, status 2, has been told by the first rank that made it.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it is told in one line below
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
@@ -48,6 +48,8 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
             elastic_launch(config, sys.executable)("-u", "-m", "stepgraph", "train", *arguments)
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
+        if first.exitcode == 2:
+            return 2
         how = f"ended with status {first.exitcode}; its own message is above"
         if first.exitcode < 0:
             told = last_told(dist.PrefixStore(f"stepgraph/{config.run_id}", server), rank)

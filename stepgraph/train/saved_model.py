@@ -8,7 +8,8 @@ from torch import nn
 
 from stepgraph.config import build
 from stepgraph.config.device import pick_device
-from stepgraph.config.train import TrainConfig, run_of
+from stepgraph.config.option_names import run_of
+from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
 
 

@@ -19,7 +19,7 @@ from stepgraph.config import build
 from stepgraph.config.device import device_name, device_of, device_peak, is_out_of_memory, peak_mem_gib
 from stepgraph.config.environment import environment
 from stepgraph.config.host_memory import keep_freed_memory
-from stepgraph.config.train import TrainConfig, parse_steps
+from stepgraph.config.train import PLAIN_STEP, TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.experts import capacity_of
@@ -43,6 +43,7 @@ from stepgraph.train.sample import Samples
 from stepgraph.train.saving import Saving
 from stepgraph.train.traces.memory import MemorySnapshot
 from stepgraph.train.traces.page import RunPage
+from stepgraph.train.traces.profile import FILE as TRACE
 from stepgraph.train.traces.profile import StepProfile
 from stepgraph.train.validation import Validation
 from stepgraph.train.verify import NotExactError, verify_step
@@ -157,7 +158,7 @@ class Run:
         over = "" if mesh is None else f", mesh {mesh.spec} of {mesh.spec.size} ranks"
         self.say(f"model {self.params:,} parameters, {config.tokens_per_step:,} tokens per step{over}")
         self.page = RunPage(path, config, device, self.say) if self.speaks else None
-        self.profile = StepProfile(parse_steps(config.profile), device, path, self.speaks) if config.profile else None
+        self.profile = self._profile() if config.profile else None
         self.warmup = WARMUP_STEPS + (self.profile is not None)  # one more, node by node, names kernels
         with self.failures.noted():
             self.folder.write_config(config)
@@ -172,6 +173,16 @@ class Run:
             self.saving.checkpointer.drop_after(self.step)
         except OSError as failure:
             raise ValueError(f"cannot write the run folder {path}: {failure.strerror}; choose another") from failure
+
+    def _profile(self) -> StepProfile | None:
+        """What `--profile` asks for; None where a resumed run is beyond it."""
+        steps, least = parse_steps(self.config.profile), self.step + PLAIN_STEP + 1
+        if steps[0] >= least:
+            return StepProfile(steps, self.device, self.folder.path, self.speaks, self.failures.noted)
+        if not (self.folder.path / TRACE).exists():
+            self.say(f"warning: --profile {self.config.profile} is left out: after step {self.step}, {least} is the "
+                     "first that can be profiled")  # fmt: skip
+        return None
 
     def _load(self, path: Path) -> None:
         """Continue from the checkpoint ``path``, or that run's newest."""
@@ -391,6 +402,8 @@ class Run:
                 self.folder.log(step, **record, **repeated, **rest)
             with self.failures.noted(what=OUTPUT):
                 progress.update(step, **record)
+        if self.finished == 1:
+            self.last_time = time.perf_counter()  # the first record loads TensorBoard
 
     def _show(self) -> None:
         """Write what shows the step: the page, and the snapshot of its memory."""

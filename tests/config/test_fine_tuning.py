@@ -34,7 +34,22 @@ def test_options_and_the_tokenizer_beside_the_weights(tmp_path):
     assert (config.model, config.init_from_hf, config.tokenizer) == (llama3_debug(), tmp_path, "bytes")
     (tmp_path / "tokenizer.json").touch()
     assert parse_train(["--init-from-hf", str(tmp_path)]).tokenizer == str(tmp_path / "tokenizer.json")
+    assert parse_train(["--init_from_hf", str(tmp_path)]).tokenizer == str(tmp_path / "tokenizer.json")
     assert parse_train(["llama3-debug", "--init-from-hf", str(tmp_path)]).tokenizer == "bytes"  # a preset's own
+
+
+def test_options_of_a_file_are_on_top_of_those_of_fine_tuning(tmp_path):
+    folder_of(llama3_debug(), tmp_path)
+    file = tmp_path / "run.toml"
+    for text, words in (
+        (f"init-from-hf = '{tmp_path}'\nseed = 3", []),
+        ("seed = 3", ["--init-from-hf", str(tmp_path)]),
+    ):
+        file.write_text(text)
+        config = parse_train(["--config", str(file), *words])
+        assert (config.lr, config.weight_decay, config.seed, config.init_from_hf) == (2e-5, 0.0, 3, tmp_path)
+        file.write_text(f"preset = 'llama3-debug'\n{text}")
+        assert parse_train(["--config", str(file), *words]).lr == 2e-3
 
 
 def test_every_kind_of_model_that_a_family_reads_is_one_it_names():

@@ -18,6 +18,7 @@ from stepgraph.graph.provenance import provenance
 from stepgraph.models import next_token_loss
 from stepgraph.parallel import MeshSpec, world
 from stepgraph.train.faults import watch
+from stepgraph.train.faults.heartbeat import last_told
 from stepgraph.train.faults.in_flight import InFlight, describe, first_in_flight, issue_order
 from stepgraph.train.faults.lost_ranks import is_lost_rank
 from tests.distributed.ranks import make_mesh, on_processes, on_ranks, own_batch, parallel_model
@@ -168,7 +169,7 @@ def test_a_rank_is_known_to_have_begun_its_steps_when_it_has(monkeypatch):
     with watch.Watch(0, 2, "cpu", 300.0, print) as watched:
         watched.launches(7)
         until = time.monotonic() + 20
-        while "in step 7" not in watch.last_told(store, 0):
+        while "in step 7" not in last_told(store, 0):
             assert time.monotonic() < until
             time.sleep(0.01)
 

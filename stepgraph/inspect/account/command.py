@@ -116,7 +116,10 @@ def main(argv: list[str]) -> int:
     if options.against is not None:
         model = PRESETS[options.against]().model if elsewhere else options.model
         other = _account(options.against, dataclasses.replace(options, text=None, model=model), words)
-    write_page(options.html, account, other and difference(account, other, what, options.against))
+    try:
+        write_page(options.html, account, other and difference(account, other, what, options.against))
+    except OSError as error:
+        raise ValueError(f"html={options.html} cannot be written: {error.strerror}; give another file") from error
     print(f"page {options.html}, {options.html.stat().st_size / 1e6:.1f} MB: open it in a browser")
     return 0
 

@@ -1,5 +1,6 @@
 """The page: one HTML file that holds an account, what draws it, and nothing from elsewhere."""
 
+import contextlib
 import html
 import json
 import re
@@ -42,8 +43,13 @@ def page_of(account: dict[str, Any], difference: dict[str, Any] | None = None) -
 def write_page(path: Path, account: dict[str, Any], difference: dict[str, Any] | None = None) -> None:
     """Write the page to ``path``, in one step: a crash leaves the old file or the new one, whole."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(page_of(account, difference), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(page_of(account, difference), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:  # a full disk has room for other files again
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def read_page(path: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.config.command_line import parse, refuse_idle, require_chart, require_folder, value_of
+from stepgraph.config.command_line import parse, refuse_idle, require_chart, require_folder
+from stepgraph.config.option_names import value_of
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import ModelConfig
 from stepgraph.costs.hardware import ATTENTION_REACHED, GPUS, MEMORY_REACHED, PRODUCTS_REACHED

@@ -13,7 +13,6 @@ being Fusion Aware, 2023), here on the step's own phases.
 
 from dataclasses import dataclass
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -77,6 +76,8 @@ def rematerialize(step: StepGraph, *, regions: bool = False) -> tuple[int, int, 
 
 def _minimum_cut(plan: Plan, regions: bool) -> set[fx.Node]:
     """The roots to compute again."""
+    import networkx as nx  # slow to load
+
     network = nx.DiGraph()
     latest = len(plan.nodes)
     repeatable = {root for root in plan.candidates() if not plan.is_expensive(root) and not _reduces(plan, root)}

@@ -89,7 +89,8 @@ class TokenizerFiles:
         """Write the files to ``folder``, which is made if needed. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         if self._path is None:
-            self._tokenizer.save(str(folder / "tokenizer.json"))
+            # Not its save, whose errors are no OSErrors.
+            (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
         else:
             shutil.copyfile(self._path, folder / "tokenizer.json")
             for name in BESIDE:

@@ -25,6 +25,7 @@ from torch import fx
 from stepgraph import compat, parallel
 from stepgraph.capture.recorder import user_frame
 from stepgraph.graph.program import StepProgram
+from stepgraph.train.faults.heartbeat import key
 from stepgraph.train.faults.in_flight import first_in_flight, issue_order
 from stepgraph.train.faults.lost_ranks import report
 from stepgraph.train.faults.signals import stopping
@@ -170,7 +171,7 @@ class Watch:
             return ""
         rank = (self.rank + 1) % self.world
         try:
-            found = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
+            found = self._store.get(key(rank)) if self._store.check([key(rank)]) else None
         except dist.DistError:
             return ""
         self._heard = found, since if found == beat else now, now
@@ -209,7 +210,7 @@ class Watch:
         if self._store is not None:
             try:
                 beat = [time.time(), self.where, socket.gethostname(), os.getpid()]
-                self._store.set(_key(self.rank), json.dumps(beat))
+                self._store.set(key(self.rank), json.dumps(beat))
             except dist.DistError:  # the agent is gone: there is nobody to tell
                 self._store = None
 
@@ -218,7 +219,7 @@ class Watch:
         if self._store is None:
             return []
         try:
-            beats = self._store.multi_get([_key(rank) for rank in range(self.world)])
+            beats = self._store.multi_get([key(rank) for rank in range(self.world)])
         except dist.DistError:
             return ["the agent's store does not answer"]
         found = []
@@ -229,15 +230,3 @@ class Watch:
                 found.append((silent, f"rank {rank} ({host}, pid {pid}) was in {what} {silent:.0f} s ago"))
         more = [f"and {len(found) - _NAMED} other ranks are silent or elsewhere"] if len(found) > _NAMED else []
         return [text for _, text in sorted(found, reverse=True)[:_NAMED]] + more
-
-
-def last_told(store: dist.Store, rank: int) -> str:
-    """``, 3 s after it was in step 13``: what ``rank`` told ``store`` (see `parallel.job_store`) last, if anything."""
-    if not store.check([_key(rank)]):
-        return ""
-    at, what, *_ = json.loads(store.get(_key(rank)))
-    return f", {time.time() - at:.0f} s after it was in {what}"
-
-
-def _key(rank: int) -> str:
-    return f"rank-{rank}"

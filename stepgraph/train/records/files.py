@@ -1,5 +1,6 @@
 """The JSON files of a run: strict JSON, and never half written."""
 
+import contextlib
 import json
 import math
 import os
@@ -47,11 +48,16 @@ def write_json(path: Path, value: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replaces ``path`` in one step: a crash leaves the old file or the new one, whole."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:  # a full disk has room for other files again
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _finite(value: Any) -> Any:

@@ -2,18 +2,20 @@
 
 import dataclasses
 import fcntl
+import functools
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
-
-from torch.utils.tensorboard import SummaryWriter
+from typing import TYPE_CHECKING, Any, TextIO
 
 from stepgraph.config.train import TrainConfig
 from stepgraph.train.records.files import json_line, read_metrics, write_json, write_text
 from stepgraph.train.records.tracker import Wandb
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +100,13 @@ class RunFolder:
         (path / "summary.json").unlink(missing_ok=True)  # a run that is killed has none
         # Line buffering: each record reaches the file at once, so a killed run loses none.
         self._metrics = self._metrics_file.open("a", buffering=1, encoding="utf-8")
-        purge = None if resume_step is None else resume_step + 1
-        self._tensorboard = SummaryWriter(path / "tb", purge_step=purge, flush_secs=10)
+        self._purge_step = None if resume_step is None else resume_step + 1
+
+    @functools.cached_property
+    def _tensorboard(self) -> "SummaryWriter":
+        from torch.utils.tensorboard import SummaryWriter  # slow to load, and needed when the first step is done
+
+        return SummaryWriter(self.path / "tb", purge_step=self._purge_step, flush_secs=10)
 
     def write_config(self, config: TrainConfig) -> None:
         """Writes ``config.json``."""
@@ -166,7 +173,8 @@ class RunFolder:
     def close(self) -> None:
         """Flushes and closes the metrics, and frees the run for another process. Raises OSError for a full disk."""
         with self._lock, self._metrics:
-            self._tensorboard.close()
+            if "_tensorboard" in vars(self):
+                self._tensorboard.close()
             if self.tracker is not None:
                 self.tracker.close()
 

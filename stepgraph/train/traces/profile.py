@@ -4,7 +4,7 @@ import contextlib
 import gzip
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,18 @@ FILE = "trace.json.gz"
 
 class StepProfile:
     """Profiles ``steps`` of a run, counted as the run counts them (see `config.train.parse_steps`). Every rank has one,
-    and those that do not write a trace run the same steps node by node."""
+    and those that do not write a trace run the same steps node by node. ``noted``: keeps an error of writing it."""
 
-    def __init__(self, steps: tuple[int, int], device: torch.device, folder: Path, writes: bool):
+    def __init__(
+        self,
+        steps: tuple[int, int],
+        device: torch.device,
+        folder: Path,
+        writes: bool,
+        noted: Callable[[], contextlib.AbstractContextManager[None]],
+    ):
         (self.first, self.end), self.device, self.path, self.writes = steps, device, folder / FILE, writes
+        self._noted = noted
         self.order: dict[str, list[str]] | None = None
         self.result: dict[str, Any] | None = None
         self._profiler: torch.profiler.profile | None = None
@@ -50,10 +58,11 @@ class StepProfile:
             yield
         if self._profiler is None:
             return
-        if learns:
-            self.order = sequence(Trace(self._stop()))
-        elif step == self.end - 1:
-            self._write(self._stop(), captured)
+        with self._noted():
+            if learns:
+                self.order = sequence(Trace(self._stop()))
+            elif step == self.end - 1:
+                self._write(self._stop(), captured)
 
     def _start(self) -> None:
         cuda = self.device.type == "cuda"

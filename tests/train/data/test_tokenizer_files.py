@@ -1,6 +1,7 @@
 """A tokenizer's files beside exported weights, read by transformers."""
 
 import json
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -40,6 +41,13 @@ def test_ids_are_those_of_training_where_no_settings_name_others(folder, tmp_pat
     files.write(tmp_path / "out")
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (read.bos_token_id, read.eos_token_id) == (1, 0) and read("world hello")["input_ids"] == [4, 3]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full")
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        TokenizerFiles("bytes").write(tmp_path)
 
 
 def test_settings_beside_the_tokenizer_are_kept(folder, tmp_path):

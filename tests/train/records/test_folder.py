@@ -1,7 +1,9 @@
 """The run folder: what a run writes, when it reaches the disk, and what a resume drops."""
 
+import errno
 import json
 import math
+import os
 import re
 import time
 from pathlib import Path
@@ -11,8 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from stepgraph.config.environment import environment
 from stepgraph.config.train import TrainConfig
+from stepgraph.inspect.account.page import write_page
 from stepgraph.train.records import files, folder
-from stepgraph.train.records.files import is_finished, read_metrics
+from stepgraph.train.records.files import is_finished, read_metrics, write_text
 from stepgraph.train.records.folder import RunFolder, Summary
 
 
@@ -152,6 +155,21 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
         folder.write_summary(summary(steps=2))
     folder.close()
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, monkeypatch):
+    """Which would take the room that a checkpoint needs."""
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(tmp_path / "a.json", "whole")
+    monkeypatch.setattr(Path, "replace", lambda *_: full(0))
+    with pytest.raises(OSError, match="No space left"):
+        write_page(tmp_path / "page.html", {"head": {"title": "a", "mesh": ""}})
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_summary_key_is_documented():

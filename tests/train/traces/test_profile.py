@@ -1,5 +1,6 @@
 """A profiled run, and what watching a step may not change."""
 
+import errno
 import gzip
 import json
 
@@ -9,6 +10,7 @@ import torch
 import stepgraph
 from stepgraph import cli
 from stepgraph.inspect.account.page import read_page
+from stepgraph.train.traces.profile import StepProfile
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,22 @@ def test_the_trace_names_nodes_and_modules(profiled):
     # Two microbatches a step, two steps.
     assert sum(name.startswith("stepgraph:microbatch/mm|") for name in ranges) in (4, 8)  # once or on two lines
     assert any("|layers.1.mlp" in name for name in ranges)
+
+
+def test_a_trace_that_cannot_be_written_or_is_of_steps_that_are_done(trainer, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(StepProfile, "_write", full)
+        short = ("--steps", 6, "--val-every", 0, "--checkpoint-every", 0, "--val-batches", 1)
+        assert trainer.here("--out", run, *short, "--profile", "3:4") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000003"]
+    assert trainer.resume(run, "--profile", "4:6") == 0
+    said = "warning: --profile 4:6 is left out: after step 3, 6 is the first that can be profiled"
+    assert said in capsys.readouterr().out and not (run / "trace.json.gz").exists()
 
 
 def test_watching_changes_no_bit():
