@@ -3,6 +3,7 @@
 The ids that begin and end a text are those of the tokenizer, so that ``generate`` stops where a document ended.
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,13 +72,24 @@ def check_export(folder: Path, option: str = "export_hf") -> None:
 
 
 def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
-    """Write ``model`` and the tokenizer that ``--tokenizer`` names to ``folder``. Of a parallel model all ranks call.
+    """Write ``model`` and the tokenizer that ``--tokenizer`` names to ``folder``, new or empty. Of a parallel model all
+    ranks call. A failure leaves no file there.
 
     Raises as `save_hf` does, and OSError for tokenizer files that cannot be copied.
     """
-    files = TokenizerFiles(tokenizer)
-    Ranks().first(lambda: files.write(folder))
-    save_hf(model, folder, tokens={"bos_token_id": files.bos_id, "eos_token_id": files.eos_id})
+    files, ranks = TokenizerFiles(tokenizer), Ranks()
+    try:
+        ranks.first(lambda: files.write(folder))
+        save_hf(model, folder, tokens={"bos_token_id": files.bos_id, "eos_token_id": files.eos_id})
+    except OSError:
+        ranks.first(lambda: _empty(folder))  # the same command can be given again
+        raise
+
+
+def _empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for file in folder.iterdir():
+            file.unlink()
 
 
 def export_saved(model: nn.Module, config: TrainConfig, run: Path, step: int) -> None:

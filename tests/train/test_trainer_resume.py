@@ -282,6 +282,7 @@ def test_an_export_that_fails_says_what_is_saved(trainer, whole, tmp_path, monke
     error = capsys.readouterr().err
     assert error.startswith("error: the export failed: cannot write") and error.count("\n") == 1
     assert not list(tmp_path.rglob("*.part"))
+    assert not any(hf.iterdir()) and not any((tmp_path / "again").iterdir())  # the command can be given again
     config = TrainConfig(export_hf=tmp_path / "theirs")
     config.export_hf.mkdir()
     (config.export_hf / "tokenizer.json").write_text("theirs")
