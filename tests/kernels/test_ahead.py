@@ -67,6 +67,7 @@ def make():
 def examples(t):
     """(operator, arguments), together with every kernel that our operators launch on one GPU."""
     yield "norm", (t(64, 1024), t(1024), None, t(64, 1024), *NORM, True)
+    yield "norm", (t(4, 65536), t(65536), None, None, *NORM, True)  # the sums of a few long rows, by a launch ahead
     yield "norm_cast", (t(64, 1024), t(1024), None, t(64, 1024), *NORM, True, True)
     yield (
         "norm_backward",
