@@ -29,8 +29,8 @@ test-torch:
 	$(PYTHON) tests/versions.py --torch "$(VERSION)" $(ARGS)
 
 lint: .venv/.test
-	$(BIN)/ruff check stepgraph tests
-	$(BIN)/ruff format --check stepgraph tests
+	$(BIN)/ruff check stepgraph tests examples
+	$(BIN)/ruff format --check stepgraph tests examples
 
 clean:
 	rm -rf .venv
