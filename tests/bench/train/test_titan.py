@@ -4,6 +4,10 @@ import dataclasses
 import importlib
 import importlib.machinery
 import importlib.metadata
+import importlib.util
+import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from stepgraph import compat
+from stepgraph import bench, compat
+from stepgraph.bench import results
 from stepgraph.bench.train import command as train
+from stepgraph.bench.train import providers
 from stepgraph.bench.train.titan import job, models, weights
 from stepgraph.config.presets import PRESETS
 from stepgraph.models import Llama3Config, family_of, next_token_loss
@@ -90,7 +96,7 @@ def test_the_job_says_the_same_work():
     assert sections["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
     assert sections["compile"]["enable"] and not sections["checkpoint"]["enable"]
     assert sections["optimizer"]["lr"] == 1e-4 and sections["optimizer"]["implementation"] == "fused"
-    assert sections["model"]["converters"] == [] and job.float8(config()) == {}
+    assert sections["model"]["converters"] == [] and job.FLOAT8 not in sections
 
 
 def test_the_job_of_a_pipeline_and_of_microbatches():
@@ -109,9 +115,9 @@ def test_the_job_of_experts_and_of_fp8(installed):
     options = train.parse_train(["deepseek-v3-16b", *words])
     sections = job.job_sections(options.config(), "folder", options.balanced_routing)
     assert sections["parallelism"]["expert_parallel_degree"] == 2 and sections["debug"]["moe_force_load_balance"]
-    fp8 = config("llama3-8b", "--fp8", "tensorwise", "--precision", "bf16")
-    assert job.job_sections(fp8, "folder")["model"]["converters"] == ["float8"]
-    assert job.float8(fp8)["enable_fsdp_float8_all_gather"] and job.float8(fp8)["filter_fqns"] == ["output"]
+    fp8 = job.job_sections(config("llama3-8b", "--fp8", "tensorwise", "--precision", "bf16"), "folder")
+    assert fp8["model"]["converters"] == [job.FLOAT8]
+    assert fp8[job.FLOAT8]["enable_fsdp_float8_all_gather"] and fp8[job.FLOAT8]["filter_fqns"] == ["output"]
 
 
 @pytest.mark.parametrize("preset", ["llama3-debug", "llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b"])
@@ -212,10 +218,93 @@ def test_what_a_rank_holds(rank, split, expected):
         dist.destroy_process_group()
 
 
-def test_its_own_configuration_has_every_field():
-    from torchtitan.config import JobConfig
+def test_a_field_that_its_configuration_lacks_is_refused(monkeypatch):
+    theirs = job.job_config(config("llama3-8b", "--mesh", "pp=2", "--accumulate", "2"), "folder")
+    assert theirs.parallelism.pipeline_parallel_schedule == "1F1B" and theirs.training.seq_len == 8192
+    monkeypatch.setattr(job, "job_sections", lambda *_: {"training": {"sequence": 8}})
+    with pytest.raises(AttributeError, match="sequence"):
+        job.job_config(config(), "folder")
 
-    theirs, run = JobConfig(), config("llama3-8b", "--mesh", "pp=2", "--accumulate", "2", "--fp8", "rowwise")
-    for section, fields in job.job_sections(run, "folder").items():
-        assert all(hasattr(getattr(theirs, section), name) for name in fields), section
-    assert all(hasattr(theirs.quantize.linear.float8, name) for name in job.float8(run))
+
+class TorchaosFloat8:
+    """As much of `Float8LinearConfig` as torchtitan's converter takes; torchao need not be installed for it."""
+
+    def __init__(self, enable_fsdp_float8_all_gather, emulate):
+        self.enable_fsdp_float8_all_gather, self.recipe = enable_fsdp_float8_all_gather, "tensorwise"
+
+    @classmethod
+    def from_recipe_name(cls, recipe):
+        found = cls(False, False)
+        found.recipe = recipe
+        return found
+
+
+@pytest.fixture
+def converters(monkeypatch):
+    """``converters(config)``: torchtitan's own, built from our job as its ``Trainer`` builds them, with a GPU."""
+    from torchtitan.components.quantization import float8
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.protocols.model_converter import build_model_converters
+
+    monkeypatch.setattr(float8, "has_cuda_capability", lambda *_: True)
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
+
+    def build(run):
+        importlib.import_module(models.PEERS[family_of(run.model).name].module)  # the `Trainer` knows no more
+        return build_model_converters(job.job_config(run, "folder"), dims)
+
+    return build
+
+
+FP8 = ["--mesh", "fsdp=2", "--precision", "bf16", "--fp8"]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise-bf16-weight-gradients"])
+@pytest.mark.parametrize("preset", ["llama3-8b", "deepseek-v3-16b"])
+def test_its_own_converters_are_built(preset, recipe, converters, monkeypatch):
+    if importlib.util.find_spec("torchao") is None:
+        torchao = types.ModuleType("torchao.float8")
+        torchao.Float8LinearConfig = TorchaosFloat8
+        monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+        monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
+    (found,) = converters(config(preset, *FP8, recipe)).converters
+    assert found.enabled and found.filter_fqns == ["output"]
+    assert found.config.enable_fsdp_float8_all_gather == found.precompute_scale == (recipe == "tensorwise")
+    assert converters(config(preset, "--precision", "bf16")).converters == []
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise-bf16-weight-gradients"])
+def test_torchao_takes_what_the_converters_give(recipe, converters):
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")
+    from torchao.float8.float8_linear import Float8Linear
+
+    model = nn.ModuleDict({name: nn.Linear(32, 32, bias=False) for name in ("wq", "output")})
+    converters(config("llama3-8b", *FP8, recipe)).convert(model)
+    assert type(model["wq"]) is Float8Linear and type(model["output"]) is nn.Linear
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mesh pp=2 --accumulate 4",
+        "--mesh pp=2 --accumulate 4 --pipeline interleaved",
+        "--mesh fsdp=2",
+        "--mesh fsdp=2 --precision bf16 --fp8 tensorwise",
+    ],
+)
+def test_its_ranks_train_as_ours_do(words, tmp_path, monkeypatch):
+    """Both over two gloo ranks: the same model, tokens, microbatches and losses."""
+    if "fp8" in words:
+        pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(train, "RANK", [str(Path(__file__).parent / "titan_rank.py")])
+    monkeypatch.setitem(train.PROVIDERS, "torchtitan", providers.Provider(providers.torchtitan))
+    sizes = {"dim": 32, "n-layers": 4, "n-heads": 4, "n-kv-heads": 2, "ffn-dim": 64, "vocab-size": 64}
+    sizes = [f"--model.{name}={size}" for name, size in sizes.items()]
+    path = tmp_path / "train.json"
+    short = ["--batch-size=2", "--seq-len=32", "--steps=2", "--device=cpu", "--inductor=off", "--json", str(path)]
+    assert bench.main(["train", "llama3-debug", *sizes, *words.split(), *short]) == 0
+    _, settings, (ours, theirs) = results.read(path)
+    assert ours.error is theirs.error is None and theirs.losses[1] < theirs.losses[0]
+    assert settings["models"]["llama3-debug"]["losses"].startswith("losses agree")

@@ -1,7 +1,8 @@
-"""What torchtitan is told: whether it can do our work, and its job configuration."""
+"""Whether torchtitan can do our work, and the job configuration that asks it to."""
 
 import importlib.metadata
 import importlib.util
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ _PIPELINES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
+#: torchtitan's name of its float8 converter, and the section of its options.
+FLOAT8 = "quantize.linear.float8"
 #: torchao's recipes, as torchtitan's users run them: the output head is left out.
 _FP8 = {
     "tensorwise": {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True},
@@ -65,7 +68,7 @@ def unavailable(config: TrainConfig, device: torch.device) -> str | None:
 
 
 def job_sections(config: TrainConfig, folder: str, balanced: bool = False) -> dict[str, dict[str, Any]]:
-    """The fields of torchtitan's ``JobConfig`` that differ from its defaults, by section.
+    """The fields of torchtitan's ``JobConfig`` that differ from its defaults, by section, dotted where it is nested.
 
     Mixed precision as `stepgraph train` has it under a mesh: fp32 at rest, gathered and computed in ``precision``,
     gradients reduced in fp32. ``folder``: for what it writes. ``balanced``: every expert gets as many tokens.
@@ -76,7 +79,7 @@ def job_sections(config: TrainConfig, folder: str, balanced: bool = False) -> di
     job = {
         "job": {"dump_folder": folder, "description": "stepgraph bench train"},
         "metrics": {"disable_color_printing": True},
-        "model": {"name": NAME, "flavor": NAME, "converters": [] if config.fp8 == "off" else ["float8"]},
+        "model": {"name": NAME, "flavor": NAME, "converters": [] if config.fp8 == "off" else [FLOAT8]},
         "optimizer": {
             "name": "AdamW",
             "lr": config.lr,
@@ -115,9 +118,19 @@ def job_sections(config: TrainConfig, folder: str, balanced: bool = False) -> di
             "pipeline_parallel_schedule": _PIPELINES[config.pipeline_schedule],
             "pipeline_parallel_microbatch_size": config.batch_size,
         }
+    if config.fp8 != "off":
+        job[FLOAT8] = _FP8[config.fp8] | {"filter_fqns": ["output"]}
     return job
 
 
-def float8(config: TrainConfig) -> dict[str, Any]:
-    """The fields of torchtitan's ``quantize.linear.float8`` that differ from its defaults."""
-    return _FP8[config.fp8] | {"filter_fqns": ["output"]} if config.fp8 != "off" else {}
+def job_config(config: TrainConfig, folder: str, balanced: bool = False) -> Any:
+    """torchtitan's ``JobConfig`` with the fields of `job_sections`. Raises AttributeError for a field that it lacks."""
+    from torchtitan.config import JobConfig
+
+    job = JobConfig()
+    for name, fields in job_sections(config, folder, balanced).items():
+        section = attrgetter(name)(job)
+        for field, value in fields.items():
+            getattr(section, field)  # a new attribute would be ignored
+            setattr(section, field, value)
+    return job

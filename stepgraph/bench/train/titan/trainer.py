@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stepgraph.bench.train.titan.job import NAME, float8, job_sections
+from stepgraph.bench.train.titan.job import NAME, job_config
 from stepgraph.bench.train.titan.models import PEERS
 from stepgraph.bench.train.titan.weights import fill
 from stepgraph.config.train import TrainConfig
@@ -82,20 +82,13 @@ class Titan:
 
     def __init__(self, config: TrainConfig, batch: Batch, folder: str, balanced: bool):
         self.tokens_per_step = config.tokens_per_step
-        from torchtitan.config import JobConfig
         from torchtitan.tools.logging import init_logger
         from torchtitan.train import Trainer
 
         start = time.perf_counter()
         init_logger()
         register(config, batch)
-        job = JobConfig()
-        for section, fields in job_sections(config, folder, balanced).items():
-            for name, value in fields.items():
-                setattr(getattr(job, section), name, value)
-        for name, value in float8(config).items():
-            setattr(job.quantize.linear.float8, name, value)
-        self.trainer = Trainer(job)
+        self.trainer = Trainer(job_config(config, folder, balanced))
         for part in self.trainer.model_parts:
             fill(part, config)
         self.batches = self.trainer.batch_generator(self.trainer.dataloader)
