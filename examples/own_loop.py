@@ -5,6 +5,7 @@ GPU, the same script:  python examples/own_loop.py --device cuda --steps 200
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT().to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    text = torch.frombuffer(bytearray(open(__file__, "rb").read()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
 
     def batch() -> dict[str, torch.Tensor]:
         starts = torch.randint(len(text) - 65, (8,))
