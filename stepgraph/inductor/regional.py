@@ -17,6 +17,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
+from stepgraph.inductor.arguments import write_arguments
 from stepgraph.inductor.compiled import Compiled, Function
 from stepgraph.inductor.library import Use, compiled_once, is_compiled, note
 
@@ -267,6 +268,7 @@ def _extract(module: fx.GraphModule, piece: Piece) -> fx.GraphModule:
         copies[node].meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
     outputs = tuple(copies[node] for node in piece.outputs)
     graph.output(outputs[0] if len(outputs) == 1 else outputs)
+    write_arguments(graph)
     return fx.GraphModule(attributes, graph)
 
 

@@ -1,0 +1,149 @@
+"""Keyword arguments of operators that Inductor's patterns do not name reach the compiled code."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import stepgraph
+from stepgraph.inductor.arguments import WRITTEN, write_arguments
+
+aten = torch.ops.aten
+
+#: What a pattern may ignore: ``out`` is never in a graph of ours. The others do not change values where it matches:
+#: (operator, argument).
+HARMLESS = {
+    *((aten.full, name) for name in ("device", "layout", "pin_memory")),  # it writes another constant there
+    (aten.rand, "layout"),
+    *((aten.randperm, name) for name in ("dtype", "layout")),  # an index in any case
+    (aten.expand, "implicit"),
+}
+#: Handlers of passes that Inductor runs only if asked for by an option that we do not set.
+ASKED_FOR = {"decompose_addmm"}
+#: Operators of frozen and quantized models, which no training step has: patterns with one of them match nothing.
+NOT_OURS = ("mkldnn", "onednn", "quantized_decomposed")
+
+
+def patterns() -> Iterator[tuple[object, str]]:
+    """(pattern, name of its handler) of every pattern that Inductor has registered."""
+    from torch._inductor.fx_passes import joint_graph, post_grad, pre_grad  # noqa: F401
+    from torch._inductor.pattern_matcher import PatternMatcherPass
+
+    post_grad.lazy_init()
+    joint_graph.lazy_init()
+    passes = {}
+    for name in [name for name in sys.modules if name.startswith("torch._inductor.")]:
+        for value in list(vars(sys.modules[name]).values()):
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            passes |= {id(one): one for one in held if isinstance(one, PatternMatcherPass)}
+    for one in passes.values():
+        for entry in (entry for entries in one.patterns.values() for entry in entries):
+            yield entry.pattern, getattr(getattr(entry, "handler", None), "__name__", "")
+
+
+def calls(pattern: object) -> Iterator[object]:
+    """The calls of operators inside ``pattern``."""
+    pending = [pattern]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, (list, tuple)):
+            pending += one
+        elif hasattr(one, "_match"):
+            pending += [*getattr(one, "args", ()), *getattr(one, "kwargs", {}).values()]
+            pending += [*getattr(one, "outputs", ()), getattr(one, "pattern", None)]
+            if hasattr(one, "kwargs") and hasattr(one, "fns"):
+                yield one
+
+
+def ignored(call: object) -> Iterator[tuple[object, str]]:
+    """(operator, keyword argument) that ``call`` matches whatever the argument is."""
+    for target in call.fns:
+        if isinstance(target, torch._ops.OpOverload):
+            for argument in target._schema.arguments:
+                if argument.kwarg_only and argument.name not in (*call.kwargs, "out"):
+                    yield target.overloadpacket, argument.name
+
+
+def ours(call: object) -> bool:
+    return not any(str(target).startswith(NOT_OURS) for target in call.fns)
+
+
+def test_patterns_ignore_no_argument_that_counts():
+    known = {(operator, name) for operator, (name, _) in WRITTEN.items()} | HARMLESS
+    seen, unknown = set(), {}
+    for pattern, handler in patterns():
+        found = list(calls(pattern))
+        if handler in ASKED_FOR or not all(map(ours, found)):
+            continue
+        for pair in {pair for call in found for pair in ignored(call)}:
+            seen.add(pair)
+            if pair not in known:
+                unknown[pair] = handler
+    assert not unknown, "write the argument in stepgraph/inductor/arguments.py, or say why it is harmless"
+    assert (aten.sum, "dtype") in seen  # the walk finds patterns
+
+
+ARITHMETIC = {
+    "add": lambda x, y: torch.add(x, y, alpha=0.5),
+    "add_ints": lambda x, y: torch.add(x, y.long(), alpha=0.5),
+    "sub": lambda x, y: torch.sub(x, y, alpha=-3),
+    "rsub": lambda x, y: torch.rsub(x, y, alpha=0.3),
+    "number": lambda x, y: torch.add(x, 2, alpha=0.5),
+    "add_": lambda x, y: (x * 1).add_(y, alpha=0.5),
+    "sum": lambda x, y: x.sum(0, dtype=torch.float64),
+    "sum_narrow": lambda x, y: x.sum(0, dtype=torch.bfloat16),
+    "cumsum": lambda x, y: (y > 0).cumsum(0, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_what_is_written_computes_the_same(name):
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    module = make_fx(ARITHMETIC[name], tracing_mode="fake")(x, y)
+    expected = module(x, y)
+    write_arguments(module.graph)
+    module.recompile()
+    given = {(n.target.overloadpacket, key) for n in fx_calls(module.graph) for key in n.kwargs}
+    assert not given & {(operator, argument) for operator, (argument, _) in WRITTEN.items()}
+    torch.testing.assert_close(module(x, y), expected)
+
+
+def fx_calls(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+
+
+class Products(nn.Module):
+    """Products added with factors, in every form that becomes one kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.w = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+
+    def forward(self, x):
+        y = torch.add(x, self.a @ self.b, alpha=0.5)  # LoRA's merge
+        z = x @ self.w
+        z.add_(y, alpha=0.25)
+        z = torch.sub(z, self.a @ x, alpha=2.0)
+        z = torch.add(y @ self.b, z @ self.a, alpha=-0.5)
+        z = torch.addmm(z, y, self.w, beta=0.5, alpha=0.25)
+        z = torch.baddbmm(z[None], y[None], self.w[None], beta=0.5, alpha=2.0)[0]
+        z = torch.addcmul(z, y, self.w, value=0.3) + torch.addcdiv(z, y, self.w.exp(), value=-0.2)
+        scores = torch.add(y @ z.T / 2, x, alpha=0.5).softmax(-1)  # attention with a factor on its mask
+        shifted = z * 3
+        shifted = torch.sub(shifted, shifted.amax(-1, keepdim=True), alpha=0.5).div(2).exp()
+        return scores @ z + shifted
+
+
+@pytest.mark.slow
+def test_compiled_products_keep_their_factors():
+    torch.manual_seed(0)
+    model, x = Products(), torch.randn(4, 4)
+    loss = model(x).square().mean()
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    step = stepgraph.capture(model, lambda m, x: m(x).square().mean(), x)
+    torch.testing.assert_close(step(x), loss)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-4)
