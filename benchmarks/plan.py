@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
-from stepgraph.capture import trace_step
 from stepgraph.config import build
 from stepgraph.config.environment import environment
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import GPUS
 from stepgraph.costs.step import graph_cost
-from stepgraph.inspect.forecast.forecast import SETTINGS, rewrite
+from stepgraph.inspect.forecast.forecast import SETTINGS
 from stepgraph.inspect.forecast.forecast import forecast as forecast_ranks
+from stepgraph.lower import StepSpec, lower
 from stepgraph.models import next_token_loss
+from stepgraph.passes import Target
 
 GPU = GPUS["h200"]
 
@@ -58,9 +59,9 @@ def of_step(name: str, settings: dict) -> tuple[float, float]:
         with torch.autocast("cpu", torch.bfloat16, enabled=config.precision != "fp32"):
             return next_token_loss(model, batch)
 
-    step = trace_step(model, loss_fn, build.example_batch(config, meta), optimizer, max_grad_norm=1.0).step
-    rewrite(step, config, GPU)
-    cost = graph_cost(step, GPU, {}, fused=True)
+    batch = build.example_batch(config, meta)
+    spec = StepSpec(model, loss_fn, batch, optimizer, max_grad_norm=1.0, passes=config)
+    cost = graph_cost(lower(spec, Target.forecast(GPU)).step, GPU, {}, fused=True)
     return max(moment.total for moment in cost.moments) / 2**30, 1e3 * cost.timeline.step_seconds
 
 

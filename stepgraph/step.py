@@ -5,6 +5,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,8 +14,8 @@ import torch
 from torch import fx, nn
 
 from stepgraph import compat
-from stepgraph.capture import Traced, checks, flatten_batch, trace_step
-from stepgraph.capture.batch import batch_sizes, first_places, form, shorter
+from stepgraph.capture import Traced, checks, flatten_batch
+from stepgraph.capture.batch import batch_sizes, first_places, form
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
@@ -22,19 +23,10 @@ from stepgraph.errors import CaptureError, require_words
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.parallel.pipeline import check_schedule, pipeline_of, staged_program
-from stepgraph.passes import (
-    Passes,
-    PassReport,
-    StepOptions,
-    Target,
-    around_cut,
-    prepare,
-    record_whole,
-    rehearsed,
-    resolve,
-    run_passes,
-)
+from stepgraph.lower import StepSpec, learn_lengths, rewrite, trace
+from stepgraph.parallel import placement_of
+from stepgraph.parallel.pipeline import Pipeline, check_schedule
+from stepgraph.passes import Passes, PassReport, StepOptions, Target, resolve
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.run.bound import UnfitStepError
 from stepgraph.run.forms import Forms
@@ -133,14 +125,22 @@ class CapturedStep:
         optimizer = compat.accelerated_inside(optimizer)
         checks.check_arguments(model, loss_fn, batch, optimizer)
         require_words("disable", disable)
-        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
-        self.accumulate, self._skip_nonfinite = accumulate, checks.skips_nonfinite(on_nonfinite, optimizer)
-        # The norm must be known: an infinite limit leaves gradients as they are.
-        self.max_grad_norm = math.inf if max_grad_norm is None and self._skip_nonfinite else max_grad_norm
-        self.passes = passes if isinstance(passes, str | StepOptions) else list(passes)
-        self.disable, self.dump = tuple(disable), None if dump is None else Path(dump)
+        skip_nonfinite = checks.skips_nonfinite(on_nonfinite, optimizer)
+        self.spec = StepSpec(
+            model,
+            loss_fn,
+            None,  # each form is captured with the batch of its call, and an example would stay in memory
+            optimizer,
+            # The norm must be known: an infinite limit leaves gradients as they are.
+            max_grad_norm=math.inf if max_grad_norm is None and skip_nonfinite else max_grad_norm,
+            accumulate=accumulate,
+            skip_nonfinite=skip_nonfinite,
+            placement=placement_of(model),
+            passes=passes if isinstance(passes, str | StepOptions) else tuple(passes),
+            disable=tuple(disable),
+        )
+        self.dump = None if dump is None else Path(dump)
         self.metrics: dict[str, torch.Tensor] = {}
-        self.pipeline = pipeline_of(model)
         if self.pipeline is not None:
             check_schedule(self.pipeline.name, self.pipeline.ranks, accumulate)
         self._modules = list(model.modules())
@@ -153,6 +153,11 @@ class CapturedStep:
         self._store = None if saved is None else store_of(saved, dump is not None)
         self.saved = Outcome()
         self._current = self._bind(batch, self._signature(batch, leaves, spec))
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The stages of the model; None where each rank runs the whole model."""
+        return self.spec.pipeline
 
     @property
     def program(self) -> StepProgram:
@@ -260,18 +265,7 @@ class CapturedStep:
 
     def _verify(self, batch: Any, locate: bool) -> VerifyReport:
         bound = self._bound_to(batch, *flatten_batch(batch))
-        case = Case(
-            self.model,
-            self.loss_fn,
-            self.optimizer,
-            self.max_grad_norm,
-            bound.traced.program.microbatches,
-            self.passes,
-            self.disable,
-            batch,
-            bound,
-            self._skip_nonfinite,
-        )
+        case = Case(replace(self.spec, batch=batch, accumulate=bound.traced.program.microbatches), bound)
         return verify(case, locate)
 
     @contextlib.contextmanager
@@ -305,18 +299,19 @@ class CapturedStep:
     def _microbatches(self, batch: Any) -> int:
         """``accumulate``; for a batch that it does not divide, such as an epoch's last, the fewest microbatches that
         are no larger than those of the first batch."""
+        accumulate = self.spec.accumulate
         sizes = batch_sizes(flatten_batch(batch)[0])
-        if all(size % self.accumulate == 0 for size in sizes) or len(sizes) != len(self._largest):
-            return self.accumulate
+        if all(size % accumulate == 0 for size in sizes) or len(sizes) != len(self._largest):
+            return accumulate
         fits = (
             n
             for n in range(1, math.gcd(*sizes) + 1)
             if all(size % n == 0 and size // n <= most for size, most in zip(sizes, self._largest, strict=True))
         )
-        count = next(fits, self.accumulate)  # where none fits, the trace says what does not divide
-        if count != self.accumulate:
+        count = next(fits, accumulate)  # where none fits, the trace says what does not divide
+        if count != accumulate:
             warnings.warn(
-                f"accumulate={self.accumulate} does not divide a batch of {sizes[0]}: it is captured by itself, as "
+                f"accumulate={accumulate} does not divide a batch of {sizes[0]}: it is captured by itself, as "
                 f"{count} microbatches of {sizes[0] // count}; drop_last=True in the data loader leaves it out",
                 stacklevel=8,
             )
@@ -324,92 +319,36 @@ class CapturedStep:
 
     def _bind(self, batch: Any, signature: tuple) -> BoundStep:
         self._forms.make_room()
-        accumulate, first = self._microbatches(batch), not self._forms
-        capture = partial(self._capture, batch, accumulate)
-        rewrite = partial(self._rewrite_program, accumulate=accumulate)
+        spec = replace(self.spec, batch=batch, accumulate=self._microbatches(batch))
+        first = not self._forms
         if self.saves:
-            start = self._start(batch, accumulate)
-            traced, self.saved = self._store.step(start, capture, rewrite, together=first)
+            traced, self.saved = self._store.step(
+                self._start(spec), partial(self._trace, spec), partial(self._rewrite, spec), together=first
+            )
         else:
-            traced = capture()
-            rewrite(traced)
+            traced = self._trace(spec)
+            self._rewrite(spec, traced)
         bound = BoundStep(traced, self._update, self._session, self._accumulators)
         self._forms.keep(signature, bound)
         return bound
 
-    def _start(self, batch: Any, accumulate: int) -> Start:
-        device = _device_of(self.model)
-        passes = resolve(self.passes, self.disable, Target.on(device))
+    def _start(self, spec: StepSpec) -> Start:
+        passes = resolve(spec.passes, spec.disable, Target.on(spec.device))
         options = {
-            "max_grad_norm": self.max_grad_norm,
-            "accumulate": accumulate,
-            "skip_nonfinite": self._skip_nonfinite,
+            "max_grad_norm": spec.max_grad_norm,
+            "accumulate": spec.accumulate,
+            "skip_nonfinite": spec.skip_nonfinite,
         }
-        return Start(self.model, self.loss_fn, batch, self._update, options, passes, device, self.pipeline)
+        given = spec.model, spec.loss_fn, spec.batch, self._update
+        return Start(*given, options, passes, spec.device, spec.pipeline)
 
-    def _capture(self, batch: Any, accumulate: int) -> Traced:
-        prepare(self.passes, self.disable, _device_of(self.model))
+    def _trace(self, spec: StepSpec) -> Traced:
         if not self._forms:
-            self._rehearse(batch, accumulate)
-        return self._trace(batch, accumulate)
+            learn_lengths(spec)
+        return trace(spec)
 
-    def _rewrite_program(self, traced: Traced, accumulate: int) -> None:
-        """Apply the passes to the graphs of a captured program."""
-        if self.pipeline is not None:
-            traced.program = self._staged(traced.program, accumulate)
-            record_whole(traced.program)
-            return
-        several = len(traced.program.graphs) > 1
-        for name, graph in traced.program.graphs.items():
-            self._rewrite(graph, name, self.passes, name if several else "")
-
-    def _rewrite(self, graph: StepGraph, name: str, passes: Passes, folder: str) -> None:
-        dump = self.dump / folder if self.dump else None
-        done = len(graph.log)
-        for report in run_passes(graph, passes, disable=self.disable, dump=dump)[done:]:
-            report.graph = name
-
-    def _staged(self, program: StepProgram, accumulate: int) -> StepProgram:
-        """This rank's program in a pipeline: each of its stages is rewritten whole, then cut into what is called."""
-        whole, apart = around_cut(self.passes, self.disable, Target(_device_of(self.model).type))
-        passes = {"whole": whole, "apart": apart, "all": self.passes}
-        return staged_program(
-            program,
-            self.pipeline,
-            accumulate,
-            lambda graph, name, which: self._rewrite(graph, name, passes[which], name.replace(" ", ".")),
-        )
-
-    def _trace(self, batch: Any, accumulate: int) -> Traced:
-        return trace_step(
-            self.model,
-            self.loss_fn,
-            batch,
-            self.optimizer,
-            max_grad_norm=self.max_grad_norm,
-            accumulate=accumulate,
-            skip_nonfinite=self._skip_nonfinite,
-            share=self.pipeline and self.pipeline.share(),
-        )
-
-    def _rehearse(self, batch: Any, accumulate: int) -> None:
-        """Before the first capture of a step that is to serve any length: trace a shorter batch, and so learn what
-        depends on the length."""
-        passes = rehearsed(self.passes, self.disable, _device_of(self.model))
-        other = None if passes is None else shorter(batch)
-        if other is None:
-            return
-        try:
-            traced = self._trace(other, accumulate)
-        except Exception as error:  # it is not the user's batch: a model may refuse it
-            warnings.warn(
-                f"any_length: a batch of half the length cannot be traced ({str(error).splitlines()[0][:120]}), so the "
-                "first length is compiled by itself",
-                stacklevel=5,
-            )
-            return
-        for graph in traced.program.graphs.values():
-            run_passes(graph, passes)
+    def _rewrite(self, spec: StepSpec, traced: Traced) -> None:
+        traced.program = rewrite(traced.program, spec, dump=self.dump)
 
 
 def _refuse_autocast() -> None:
@@ -417,9 +356,3 @@ def _refuse_autocast() -> None:
         raise CaptureError(
             "autocast is on around the call of a captured step, whose casts are fixed; enter it inside loss_fn"
         )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Where the model is: where its first tensor is that is anywhere."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return next((t.device for t in [*(t for t in tensors if not t.is_meta), *tensors]), torch.device("cpu"))

@@ -23,6 +23,7 @@ ROOMS = (
         "config",
         "step",
         "verify",
+        "lower",
         "run",
         "passes",
         "parallel",
@@ -179,13 +180,37 @@ def torch_names(tree: ast.AST) -> set[tuple[str, int]]:
     return {(name, line) for name, line in found if name.split(".")[0] == "torch"}
 
 
+#: What traces a step or rewrites its graphs, with the rooms that may call it: their own and `lower`, which everybody
+#: else calls.
+LOWERING = {"trace_step": ("capture", "lower"), "run_passes": ("passes", "lower")}
+
+
+def lowering_elsewhere(root: Path) -> list[str]:
+    """Uses of what traces a step or rewrites its graphs outside the one room for it."""
+    problems = []
+    for module, file in modules(root).items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+            else:
+                names = (
+                    [node.id] if isinstance(node, ast.Name) else [node.attr] if isinstance(node, ast.Attribute) else []
+                )
+            problems += [
+                f"{quoted(root, file, node.lineno)}: only stepgraph.lower calls {name}: call `lower` with a StepSpec"
+                for name in names
+                if name in LOWERING and room(module) not in LOWERING[name]
+            ]
+    return problems
+
+
 def over_budget(root: Path) -> list[str]:
     lines = sum(len(file.read_text().splitlines()) for file in modules(root).values())
     print(f"stepgraph/: {lines:,} lines of a budget of {BUDGET:,}")
     return [f"stepgraph/ has {lines:,} lines, more than its budget of {BUDGET:,}"] if lines > BUDGET else []
 
 
-RULES = (upward_imports, circles, imports_between_passes, private_torch, over_budget)
+RULES = (upward_imports, circles, imports_between_passes, private_torch, lowering_elsewhere, over_budget)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -307,6 +332,15 @@ def test_private_torch_is_for_compat_alone(text, tmp_path):
 )
 def test_what_is_public_by_use_is_allowed(text, tmp_path):
     assert private_torch(tree(tmp_path, graph__facts=text)) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["from stepgraph.capture import trace_step", "x = trace_step(1)", "f = passes.run_passes"]
+)
+def test_only_lower_traces_and_rewrites(text, tmp_path):
+    (problem,) = lowering_elsewhere(tree(tmp_path, verify__locate=text))
+    assert text in problem and "only stepgraph.lower calls" in problem
+    assert lowering_elsewhere(tree(tmp_path / "allowed", lower__lowering=text)) == []
 
 
 def test_lines_over_budget_are_refused(tmp_path):

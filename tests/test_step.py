@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
-import stepgraph.step as step_module
+from stepgraph.lower import lowering
 from stepgraph.run import forms
 
 
@@ -36,8 +36,8 @@ def _seed():
 @pytest.fixture
 def traces(monkeypatch):
     """How often a step was traced, as the length of a list."""
-    calls, trace_step = [], step_module.trace_step
-    monkeypatch.setattr(step_module, "trace_step", lambda *a, **k: calls.append(1) or trace_step(*a, **k))
+    calls, trace_step = [], lowering.trace_step
+    monkeypatch.setattr(lowering, "trace_step", lambda *a, **k: calls.append(1) or trace_step(*a, **k))
     return calls
 
 

@@ -17,6 +17,7 @@ from stepgraph.capture.state import repeated_blocks
 from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.hf_weights import load_hf
 from stepgraph.config.train import TrainConfig
+from stepgraph.lower import StepSpec
 from stepgraph.models import family_of, next_token_loss
 
 _REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -144,6 +145,27 @@ def _batch_names(config: TrainConfig) -> tuple[str, ...]:
 def clip_at(config: TrainConfig) -> float:
     """Without clipping, an infinite limit: gradients keep their bits and the step still reports their norm."""
     return float("inf") if config.max_grad_norm is None else config.max_grad_norm
+
+
+def step_spec(
+    config: TrainConfig,
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
+    batch: dict[str, torch.Tensor],
+    optimizer: Optimizers,
+) -> StepSpec:
+    """What `build_step` captures, for whoever looks at the step without running it."""
+    return StepSpec(
+        model,
+        loss_fn,
+        batch,
+        optimizer,
+        max_grad_norm=clip_at(config),
+        accumulate=config.accumulate,
+        skip_nonfinite=config.on_nonfinite == "skip",
+        placement=parallel.placement_of(model),
+        passes=config,
+    )
 
 
 def build_step(

@@ -5,7 +5,7 @@ workspaces and the CUDA context are not in it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -14,8 +14,9 @@ from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.program import Call, StepProgram, ValueKey
 from stepgraph.graph.provenance import phase_of, provenance, role_of
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.step_graph import InputSpec, StepGraph
 
 #: ``buckets``: gathered parameters and gradients on their way to be reduced. ``activations``: what forward leaves for
 #: backward. ``temporary``: all else that a step makes.
@@ -92,6 +93,59 @@ def estimate_memory(graph: fx.Graph) -> MemoryEstimate:
             alive -= tensor_bytes(root)
             saved -= tensor_bytes(root) * (root in kept)
     return MemoryEstimate(inputs, peak, most_saved)
+
+
+def peak_bytes(program: StepProgram) -> int:
+    """Estimated peak bytes of the calls of ``program``, one after the other. Next to what a call needs lie the state
+    that only other graphs take, and the values that calls have given and later ones are still to read."""
+    state = {name: _state_bytes(step) for name, step in program.graphs.items()}
+    whole = {spec: size for sizes in state.values() for spec, size in sizes.items()}
+    needs = {
+        name: estimate_memory(step.graph).peak
+        - sum(map(tensor_bytes, step.placeholders("value")))
+        + sum(size for spec, size in whole.items() if spec not in state[name])
+        for name, step in program.graphs.items()
+    }
+    last, peak = program.last_reads(), 0
+    held: dict[ValueKey, _Memory] = {}
+    for place, call in enumerate(program.schedule):
+        peak = max(peak, needs[call.graph] + sum(dict(held.values()).values()))
+        made = _made(program, call, held)
+        read = (
+            program.value_key(spec.name, call) for spec in program.graphs[call.graph].inputs if spec.kind == "value"
+        )
+        for value in read:
+            if last[value] == place:
+                held.pop(value, None)
+        held |= {value: memory for value, memory in made.items() if value in last}
+    return peak
+
+
+#: A name for the memory of values, and its bytes: views of one tensor share it.
+_Memory = tuple[tuple[str, str, int | None], int]
+
+
+def _state_bytes(step: StepGraph) -> dict[InputSpec, int]:
+    """Bytes of each input that is there for the whole step."""
+    pairs = zip(step.placeholders(), step.inputs, strict=True)
+    return {spec: tensor_bytes(node) for node, spec in pairs if spec.kind not in ("batch", "value", "loss")}
+
+
+def _made(program: StepProgram, call: Call, held: Mapping[ValueKey, _Memory]) -> dict[ValueKey, _Memory]:
+    """The memory of the values that ``call`` gives, but for views of state. ``held``: that of those it may read."""
+    step = program.graphs[call.graph]
+    aliases, found = Aliases(step.graph), {}
+    inputs = dict(zip(step.placeholders(), step.inputs, strict=True))
+    for spec, node in zip(step.outputs, step.graph.output_node().args[0], strict=True):
+        root = aliases.root(node)
+        given = inputs.get(root)
+        if given is None:
+            memory = (call.graph, root.name, call.microbatch), tensor_bytes(root)
+        else:
+            memory = held.get(program.value_key(given.name, call)) if given.kind == "value" else None
+        if memory is not None and spec.kind in ("value", "arriving"):
+            found[program.value_key(spec.name, call)] = memory
+    return found
 
 
 @dataclass(frozen=True)

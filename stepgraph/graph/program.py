@@ -7,12 +7,16 @@ write in place, and in outputs of kind ``value``, which inputs of that name read
 a call for no microbatch gave, all of them read.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from stepgraph.graph.step_graph import StepGraph
+
+#: The name of a value, and the microbatch that it is of (None: all of them).
+ValueKey = tuple[str, int | None]
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,25 @@ class StepProgram:
     def microbatches(self) -> int:
         """Parts that the batch is split into."""
         return 1 + max(call.microbatch for call in self.schedule if call.microbatch is not None)
+
+    def value_key(self, name: str, call: Call) -> ValueKey:
+        """What the value ``name`` is kept by, as ``call`` gives or reads it."""
+        return name, None if name in self._shared else call.microbatch
+
+    @functools.cached_property
+    def _shared(self) -> set[str]:
+        """Values that a call for no microbatch gives: one for all of them."""
+        once = (self.graphs[call.graph] for call in self.schedule if call.microbatch is None)
+        return {spec.name for graph in once for spec in graph.outputs if spec.kind == "value"}
+
+    def last_reads(self) -> dict[ValueKey, int]:
+        """For each value that a call reads, the place of its last reader in the schedule."""
+        return {
+            self.value_key(spec.name, call): place
+            for place, call in enumerate(self.schedule)
+            for spec in self.graphs[call.graph].inputs
+            if spec.kind == "value"
+        }
 
     @property
     def capture_s(self) -> float:

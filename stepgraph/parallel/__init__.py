@@ -10,8 +10,8 @@ from stepgraph.parallel.pipeline import (
     Pipeline,
     StageGraphs,
     check_schedule,
-    pipeline_of,
     plan_pipeline,
 )
+from stepgraph.parallel.placement import Placement, placement_of
 from stepgraph.parallel.tensor import STYLES
 from stepgraph.parallel.world import gloo_group, job_store, launched, leave, says_first, started, world_size

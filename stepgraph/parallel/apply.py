@@ -18,6 +18,7 @@ from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout, fsdp_dim, split_sizes
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.layout import Pipeline
+from stepgraph.parallel.placement import Placement, place
 from stepgraph.parallel.tensor import check_plan, register_place, style_of
 
 #: How tokens travel to experts, by the name that options use.
@@ -76,8 +77,8 @@ def parallelize(
             raise ValueError(f"mesh {mesh.spec} splits tensors and the model has no plan; give plan= or drop tp")
         check_plan(model, plan, tp.size())
         at = device or next(model.parameters()).device
-        place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)
-        register_place(model, place)  # for the loss
+        place_in_tp = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)
+        register_place(model, place_in_tp)  # for the loss
     experts = expert_paths(model, mesh.spec) if mesh.experts is not None else set()
     if experts:
         if expert_exchange not in EXCHANGES:
@@ -112,7 +113,7 @@ def parallelize(
         if found or forward:
             parametrize(module, found, forward)
         if style and style.placed:
-            register_place(module, place)
+            register_place(module, place_in_tp)
         if isinstance(module, MoEDecoder):
             module.sum_over_ranks = _sum_over_ranks
         if isinstance(module, Router) and tp is not None:
@@ -122,8 +123,7 @@ def parallelize(
                 module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
     if experts:
         chunk_experts(model, expert_chunks)
-    if pipeline is not None:
-        pipeline.attach(model)
+    place(model, Placement(mesh, pipeline))
     return model
 
 

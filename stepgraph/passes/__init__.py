@@ -5,15 +5,14 @@ from stepgraph.passes.contract import PASSES, Pass, PassReport, get, register
 from stepgraph.passes.memory.recompute import parse_policy
 from stepgraph.passes.options import StepOptions
 from stepgraph.passes.order import chosen, configured, default, exact
-from stepgraph.passes.policies import peak_bytes_by_policy
 from stepgraph.passes.runner import (
     Passes,
-    around_cut,
     asked_for,
+    dry_run,
     format_report,
     prepare,
-    rehearsed,
     resolve,
     run_passes,
+    split_at_pipeline_cut,
 )
 from stepgraph.passes.target import Target

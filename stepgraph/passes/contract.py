@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-import torch
-
 from stepgraph.errors import unknown_name
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.excerpts import Excerpt
@@ -67,16 +65,16 @@ class Pass:
         ``apply(step, options, report)`` rewrites the graph in place and fills the report; ``options``: a dataclass.
         ``tier``: ``exact`` leaves every result bitwise equal to eager, ``numerics`` may round differently.
     When it may run:
-        ``after``: passes that must come before it where both run. ``requires``, ``provides``: properties of the graph
-        that must hold before, and that hold after. ``terminal``: only terminal passes may follow. ``serves``: the later
-        pass without which this one is of no use. ``min_torch``, ``needs_cuda``, ``needs_process_group``: what it
-        needs of the target. ``optional``: where it cannot run it is skipped, with its reason in the report, and
-        without the pass it serves it is left out; so are those that `order.chosen` gives, not those a caller names.
+        ``after``: passes that must come before it where both run. ``provides``: properties that the graph has
+        afterwards. ``terminal``: only terminal passes may follow. ``serves``: the later pass without which this one is
+        of no use. ``needs_cuda``, ``needs_process_group``: what it needs of the target. ``optional``: where it cannot
+        run it is skipped, with its reason in the report, and without the pass it serves it is left out; so are those
+        that `order.chosen` gives, not those a caller names.
     How it is set:
         ``from_options(step_options)``: its own options for a run's `StepOptions`, None where those leave it out.
         ``for_target(options, target)``: its options, completed with what the target says.
         ``forecast``: whether a forecast runs it too; False where it decides nothing but kernels.
-        ``prepare(device)``: called before a step on that device is traced, for what can go on beside the tracing.
+        ``prepare(target)``: called before a step for ``target`` is traced, for work that can be done meanwhile.
     """
 
     name: str
@@ -85,18 +83,16 @@ class Pass:
     doc: str
     options: Any
     after: tuple[str, ...] = ()
-    requires: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     terminal: bool = False
     serves: str | None = None
-    min_torch: tuple[int, int] = (2, 11)
     needs_cuda: bool = False
     needs_process_group: bool = False
     optional: bool = False
     from_options: Callable[[Any], dict[str, Any] | None] = lambda step_options: {}
     for_target: Callable[[Any, Target], Any] = lambda options, target: options
     forecast: bool = True
-    prepare: Callable[[torch.device], None] | None = None
+    prepare: Callable[[Target], None] | None = None
 
     def with_options(self, **values: Any) -> "Pass":
         """The pass with some of its options set. ``ValueError`` names an option that does not exist."""

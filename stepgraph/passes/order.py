@@ -95,10 +95,10 @@ def chosen(options: StepOptions) -> list[Pass]:
         wanted = own is not None and (options.passes == "default" or p.tier == "exact")
         if wanted and p.name not in options.disable_pass:
             found.append(replace(p, optional=True).with_options(**own))
-    return of_use(found)
+    return without_unserved(found)
 
 
-def of_use(passes: Sequence[Pass]) -> list[Pass]:
+def without_unserved(passes: Sequence[Pass]) -> list[Pass]:
     """``passes`` without the optional ones that serve a pass which is not among them."""
     names = {p.name for p in passes}
     return [p for p in passes if not p.optional or p.serves is None or p.serves in names]

@@ -6,14 +6,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from stepgraph import compat
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PASSES, Pass, PassReport, get, provided
+from stepgraph.passes.contract import Pass, PassReport, get
 from stepgraph.passes.excerpts import Changes
 from stepgraph.passes.options import StepOptions
-from stepgraph.passes.order import NAMED, ORDER, chosen, of_use
+from stepgraph.passes.order import NAMED, ORDER, chosen, without_unserved
 from stepgraph.passes.target import Target
 from stepgraph.passes.verify import RecordedValues
 
@@ -33,23 +31,23 @@ def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass
         raise ValueError(f"unknown passes {passes!r}; allowed: {', '.join(map(repr, NAMED))}, StepOptions or a list")
     for name in disable:
         get(name)  # refuses an unknown name
-    found = of_use([p for p in found if p.name not in disable])
+    found = without_unserved([p for p in found if p.name not in disable])
     found = [p for p in found if p.forecast or not target.simulated]
     return [replace(p, options=p.for_target(p.options, target)) for p in found]
 
 
-def prepare(passes: Passes, disable: Sequence[str], device: torch.device) -> None:
-    """What ``passes`` start before a step on ``device`` is traced. Raises ``ValueError`` as `run_passes` does."""
-    found = resolve(passes, disable, Target(device.type))
+def prepare(passes: Passes, disable: Sequence[str], target: Target) -> None:
+    """What ``passes`` begin before a step for ``target`` is traced. Raises ``ValueError`` as `run_passes` does."""
+    found = resolve(passes, disable, target)
     check(found)
     for p in found:
         if p.prepare is not None:
-            p.prepare(device)
+            p.prepare(target)
 
 
-def around_cut(passes: Passes, disable: Sequence[str], target: Target) -> tuple[list[Pass], list[Pass]]:
-    """``passes`` on ``target`` for a stage of a pipeline: (those that run on its forward and backward together, those
-    that run on each of the graphs that it is then cut into)."""
+def split_at_pipeline_cut(passes: Passes, disable: Sequence[str], target: Target) -> tuple[list[Pass], list[Pass]]:
+    """``passes`` on ``target`` for a stage of a pipeline: (the passes that run on its forward and backward together,
+    the passes that run on each of the graphs that it is then cut into)."""
     found = resolve(passes, disable, target)
     check(found)
     late = ORDER.index("overlap")  # what it moves must stay in the graph that is called
@@ -57,16 +55,16 @@ def around_cut(passes: Passes, disable: Sequence[str], target: Target) -> tuple[
     return found[:at], found[at:]
 
 
-def rehearsed(passes: Passes, disable: Sequence[str], device: torch.device) -> list[Pass] | None:
-    """``passes`` up to a compiler that serves any length of a batch, which they only rehearse; None without one."""
-    found = resolve(passes, disable, Target(device.type))
+def dry_run(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass] | None:
+    """``passes`` up to a compiler that serves any length of a batch, which compiles nothing and only notes what depends
+    on the length; None without such a compiler."""
+    found = resolve(passes, disable, target)
     at = next((i for i, p in enumerate(found) if getattr(p.options, "any_length", False)), None)
-    return None if at is None else [*found[:at], found[at].with_options(rehearse=True)]
+    return None if at is None else [*found[:at], found[at].with_options(dry_run=True)]
 
 
-def check(passes: Sequence[Pass], have: Iterable[str] = ()) -> None:
-    """Raise ``ValueError`` if the order breaks a contract. ``have``: properties that the graph has already."""
-    have = set(have)
+def check(passes: Sequence[Pass]) -> None:
+    """Raise ``ValueError`` if the order breaks a contract."""
     terminal: Pass | None = None
     seen: set[str] = set()
     late = {name: p.name for p in reversed(passes) for name in p.after}  # pass -> the first that must come after it
@@ -78,19 +76,11 @@ def check(passes: Sequence[Pass], have: Iterable[str] = ()) -> None:
         seen.add(p.name)
         if terminal and not p.terminal:
             raise ValueError(f"pass {p.name} cannot run after {terminal.name}, which is terminal; put it before")
-        missing = [r for r in p.requires if r not in have]
-        if missing:
-            givers = [q.name for q in PASSES.values() if missing[0] in q.provides]
-            raise ValueError(f"pass {p.name} requires {missing[0]!r}; put {' or '.join(givers)} before it")
-        have |= set(p.provides)
         terminal = p if p.terminal else terminal
 
 
 def unusable(p: Pass, target: Target) -> str | None:
     """Why the pass cannot run on ``target``, or None."""
-    version = tuple(int(x) for x in torch.__version__.split(".")[:2])
-    if version < p.min_torch:
-        return f"needs torch {p.min_torch[0]}.{p.min_torch[1]} or newer, this is {torch.__version__}"
     if p.needs_cuda and target.device != "cuda":
         return "the step has no CUDA tensors"
     if p.needs_process_group and not target.process_groups:
@@ -114,7 +104,7 @@ def run_passes(
     """
     target = target or Target.of(step)
     found = resolve(passes, disable, target)
-    check(found, provided(step))
+    check(found)
     done = next((report.name for report in step.log if report.terminal), None)
     if found and done:
         raise ValueError(f"pass {done}, which is terminal, has run on this step already; capture the step again")
@@ -141,9 +131,6 @@ def run_passes(
 def _run(p: Pass, step: StepGraph, report: PassReport, changes: Changes) -> None:
     """Apply one pass, unless there is a reason to skip it, and add its report to the step's."""
     report.nodes_before = sum(1 for _ in step.nodes())
-    missing = [r for r in p.requires if r not in provided(step)]
-    if missing:
-        report.skipped = report.skipped or f"the pass that provides {missing[0]!r} was skipped"
     if report.skipped is None:
         start = time.perf_counter()
         p.apply(step, p.options, report)

@@ -12,7 +12,7 @@ from stepgraph import compat
 from stepgraph.capture.batch import microbatch
 from stepgraph.capture.state import unwrap
 from stepgraph.graph.collectives import boxes_of, exchanging
-from stepgraph.graph.program import Call, StepProgram
+from stepgraph.graph.program import Call, StepProgram, ValueKey
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.comm.point_to_point import sent
@@ -229,7 +229,7 @@ class ProgramRunner:
                     parts[leaf] = unwrap(microbatch(leaves[int(leaf)], call.microbatch, n))[0]
                 flat[i] = parts[leaf][int(part or 0)]
             elif spec.kind == "value":
-                flat[i] = self.values.read(spec.name, call.microbatch, number)
+                flat[i] = self.values.read(spec.name, call, number)
             else:
                 like = self.program.graphs[call.graph].placeholders("loss")[0].meta["val"]
                 flat[i] = torch.zeros((), dtype=like.dtype, device=like.device) if loss is None else loss
@@ -237,39 +237,30 @@ class ProgramRunner:
 
 
 class Values:
-    """What calls of a program give to later ones, by name and microbatch (None: for all of them). Each is dropped with
-    its last reader."""
+    """What calls of a program give to later ones. Each is dropped with its last reader."""
 
     def __init__(self, program: StepProgram, waits: "Waits"):
-        self.waits = waits
-        once = (program.graphs[call.graph] for call in program.schedule if call.microbatch is None)
-        self.shared = {spec.name for graph in once for spec in graph.outputs if spec.kind == "value"}
-        self.last: dict[tuple[str, int | None], int] = {}
-        for i, call in enumerate(program.schedule):
-            for spec in program.graphs[call.graph].inputs:
-                if spec.kind == "value":
-                    self.last[self._key(spec.name, call.microbatch)] = i
+        self.program, self.waits = program, waits
+        self.last = program.last_reads()
         self.clear()
 
-    def _key(self, name: str, microbatch: int | None) -> tuple[str, int | None]:
-        return name, None if name in self.shared else microbatch
-
     def clear(self) -> None:
-        self._held: dict[tuple[str, int | None], Tensor] = {}
-        self._arriving: dict[tuple[str, int | None], Call] = {}
+        self._held: dict[ValueKey, Tensor] = {}
+        self._arriving: dict[ValueKey, Call] = {}
 
     def keep(self, spec: OutputSpec, call: Call, value: Tensor) -> None:
         """``call`` gave ``value``."""
-        key = spec.name, call.microbatch
+        key = self.program.value_key(spec.name, call)
         if key in self.last:
             self._held[key] = value
             if spec.kind == "arriving":
                 self._arriving[key] = call
 
-    def read(self, name: str, microbatch: int | None, call: int) -> Tensor:
-        """The value ``name``, for the call at place ``call`` of the schedule; there by the time it is computed with."""
-        key = self._key(name, microbatch)
+    def read(self, name: str, call: Call, place: int) -> Tensor:
+        """The value ``name`` for ``call``, which has this ``place`` in the schedule; there by the time it is computed
+        with."""
+        key = self.program.value_key(name, call)
         if key in self._arriving:
             with self.waits.on(self._arriving.pop(key)):
                 torch.ops._c10d_functional.wait_tensor(self._held[key])
-        return self._held.pop(key) if self.last[key] == call else self._held[key]
+        return self._held.pop(key) if self.last[key] == place else self._held[key]

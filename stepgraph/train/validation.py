@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from stepgraph.capture.trace import LossFn
-from stepgraph.parallel import pipeline_of
-from stepgraph.run import PipelinedLoss
+from stepgraph.parallel import placement_of
+from stepgraph.train.pipelined_loss import PipelinedLoss
 
 Batch = dict[str, torch.Tensor]
 
@@ -28,6 +28,8 @@ class Validation:
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, sets: Sequence[ValidationSet], device: torch.device):
         self.model, self.loss_fn, self.sets, self.device = model, loss_fn, sets, device
+        placement = placement_of(model)
+        self._staged = placement is not None and placement.pipeline is not None
         self._pipelined: PipelinedLoss | None = None
 
     @property
@@ -55,7 +57,7 @@ class Validation:
         return {"val_loss": sum(m * s.share for m, s in zip(means.values(), self.sets, strict=True))} | means
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        if pipeline_of(self.model) is None:
+        if not self._staged:
             return self.loss_fn(self.model, batch)
         if self._pipelined is None:
             self._pipelined = PipelinedLoss(self.model, self.loss_fn, batch)

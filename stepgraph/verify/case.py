@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from stepgraph.capture.batch import flatten_batch, microbatch, rebuilt
-from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.graph.program import StepProgram
+from stepgraph.lower import StepSpec
 from stepgraph.parallel.ranks import Ranks
-from stepgraph.passes import Passes
 from stepgraph.run import BoundStep
 from stepgraph.verify.eager import eager_step
 from stepgraph.verify.report import differences
@@ -28,23 +26,15 @@ ROUNDINGS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 1000, torch.flo
 
 @dataclass
 class Case:
-    """A captured step and the batch that it is verified with. ``bound``: the form of the step for that batch."""
+    """A captured step. ``spec.batch``: what it is verified with. ``bound``: the step's form for that batch."""
 
-    model: nn.Module
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
-    optimizer: Optimizers | None
-    max_grad_norm: float | None
-    accumulate: int
-    passes: Passes
-    disable: Sequence[str]
-    batch: Any
+    spec: StepSpec
     bound: BoundStep
-    skip_nonfinite: bool
 
     @property
     def state(self) -> State:
         """What the step reads and writes."""
-        return State(self.model, self.optimizers, self.leaves, self.bound.traced.generators)
+        return State(self.spec.model, self.optimizers, self.leaves, self.bound.traced.generators)
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -54,18 +44,16 @@ class Case:
     @property
     def leaves(self) -> list[Any]:
         """Those of the batch."""
-        return flatten_batch(self.batch)[0]
+        return flatten_batch(self.spec.batch)[0]
 
     def eager(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """One eager step: (loss, metrics)."""
-        leaves, spec = flatten_batch(self.batch)
-        parts = [
-            rebuilt(self.batch, [microbatch(leaf, k, self.accumulate) for leaf in leaves], spec)
-            for k in range(self.accumulate)
-        ]
+        spec, n = self.spec, self.spec.accumulate
+        leaves, structure = flatten_batch(spec.batch)
+        parts = [rebuilt(spec.batch, [microbatch(leaf, k, n) for leaf in leaves], structure) for k in range(n)]
         with torch.compiler.set_stance("force_eager"):  # what torch.compile made is captured as what is inside
-            options = self.optimizers, self.max_grad_norm, self.skip_nonfinite
-            return eager_step(self.model, self.loss_fn, parts, *options)
+            options = self.optimizers, spec.max_grad_norm, spec.skip_nonfinite
+            return eager_step(spec.model, spec.loss_fn, parts, *options)
 
 
 def calls(program: StepProgram) -> int:

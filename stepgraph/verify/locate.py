@@ -1,21 +1,23 @@
 """Where a captured step and eager part first.
 
 First the graph as it was captured is run node by node, beside the operators that eager runs. If they agree, the passes
-are added one by one, each time from a capture of its own, until a result is no longer eager's.
+are added one by one, each time to a copy of that graph, until a result is no longer eager's.
 """
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
-from stepgraph.capture import trace_step
+from stepgraph.capture import Traced
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.passes import Pass, Target, resolve, run_passes
+from stepgraph.lower import copied, rewrite, trace
+from stepgraph.passes import Pass, Target, resolve
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.verify.case import Case, calls, differ, outcome
 from stepgraph.verify.fingerprints import EagerResults, Fingerprint, NodeResults
@@ -31,16 +33,18 @@ def where_they_part(case: Case, snapshot: Snapshot, eager: dict[Key, torch.Tenso
     with EagerResults() as operators:
         case.eager()
     seen = operators.seen
-    program, found, results = _attempt(case, snapshot, [])
+    snapshot.restore()
+    traced = trace(case.spec)
+    found, results = _attempt(case, traced, snapshot, [])
     if differ(eager, results):
         return f"they part in the capture itself, before any pass: {_first(found, seen, 'eager')}"
-    chain = resolve(case.passes, case.disable, Target.of(program.main))
+    chain = resolve(case.spec.passes, case.spec.disable, Target.of(traced.step))
     skipped = _skipped(case.bound.traced.program)
     for k, p in enumerate(chain, 1):
         if p.name in skipped:
             continue
         before = {value for _, values in found for value in values}
-        _, found, results = _attempt(case, snapshot, chain[:k])
+        found, results = _attempt(case, traced, snapshot, chain[:k])
         if differ(eager, results):
             first = _first(found, before | seen, "the graph before it") if found else "it runs compiled, in no order"
             return f"they part with the pass {p.name} ({p.tier}): {first}"
@@ -48,28 +52,24 @@ def where_they_part(case: Case, snapshot: Snapshot, eager: dict[Key, torch.Tenso
 
 
 def _attempt(
-    case: Case, snapshot: Snapshot, passes: Sequence[Pass]
-) -> tuple[StepProgram, list[tuple[fx.Node, list[Fingerprint]]], dict[Key, torch.Tensor]]:
-    """A capture of its own with ``passes``, run from the snapshot: (program, results of its nodes, outcome).
+    case: Case, traced: Traced, snapshot: Snapshot, passes: Sequence[Pass]
+) -> tuple[list[tuple[fx.Node, list[Fingerprint]]], dict[Key, torch.Tensor]]:
+    """The step as ``traced``, rewritten by ``passes`` and run from the snapshot: (results of its nodes, outcome).
 
     What a compiler made of a graph is run as it is, and its nodes have no results.
     """
-    snapshot.restore()
-    options = {key: getattr(case, key) for key in ("max_grad_norm", "accumulate", "skip_nonfinite")}
-    traced = trace_step(case.model, case.loss_fn, case.batch, case.optimizer, **options)
-    for graph in traced.program.graphs.values():
-        run_passes(graph, list(passes))
-    bound = BoundStep(traced, case.bound.update, Session(), Accumulators())
+    program = rewrite(copied(traced.program), replace(case.spec, passes=passes, disable=()))
+    bound = BoundStep(replace(traced, program=program), case.bound.update, Session(), Accumulators())
     watched = []
-    for name, graph in traced.program.graphs.items():
+    for name, graph in program.graphs.items():
         if graph.executable is graph.module and graph.recording is None:
             bound.runner.runners[name] = NodeResults(graph.module)
             watched.append(bound.runner.runners[name])
     results = {}
-    for _ in range(calls(traced.program)):
+    for _ in range(calls(program)):
         snapshot.restore()
         results = outcome(case, lambda: bound(case.leaves))
-    return traced.program, [pair for runner in watched for pair in runner.found], results
+    return [pair for runner in watched for pair in runner.found], results
 
 
 def _skipped(program: StepProgram) -> set[str]:

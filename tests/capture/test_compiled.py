@@ -138,7 +138,7 @@ def test_the_optimizer_that_accelerate_prepared(monkeypatch):
         reference.zero_grad()
         assert torch.equal(loss, expected.detach())
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    assert step.optimizer is optimizer
+    assert step.spec.optimizer is optimizer
     monkeypatch.setattr(prepared, "scaler", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="stepped by a GradScaler"):
         stepgraph.capture(model, mse, given[0], prepared)

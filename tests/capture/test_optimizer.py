@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
+from stepgraph.lower import lowering
 
 
 def mlp():
@@ -85,8 +86,8 @@ def test_gradients_of_parameters_outside_the_optimizer_land(check_training, make
 @each_kind
 def test_schedule_needs_no_recapture(check_training, make, monkeypatch):
     traces = []
-    trace_step = stepgraph.step.trace_step
-    monkeypatch.setattr(stepgraph.step, "trace_step", lambda *a, **k: traces.append(1) or trace_step(*a, **k))
+    trace_step = lowering.trace_step
+    monkeypatch.setattr(lowering, "trace_step", lambda *a, **k: traces.append(1) or trace_step(*a, **k))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of a schedule that steps before its optimizer
         check_training(

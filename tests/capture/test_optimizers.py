@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stepgraph
+from stepgraph.lower import lowering
 
 optim = torch.optim
 
@@ -181,8 +182,8 @@ SCHEDULES = {
 @pytest.mark.parametrize("kind", ["adam", "sgd_momentum", "sgd_fused", "muon", "adafactor"])
 def test_schedules_need_no_recapture(check_training, kind, schedule, monkeypatch):
     traces = []
-    trace_step = stepgraph.step.trace_step
-    monkeypatch.setattr(stepgraph.step, "trace_step", lambda *a, **k: traces.append(1) or trace_step(*a, **k))
+    trace_step = lowering.trace_step
+    monkeypatch.setattr(lowering, "trace_step", lambda *a, **k: traces.append(1) or trace_step(*a, **k))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of a schedule that steps before its optimizer
         check_training(Mixed(), mse, pairs(), KINDS[kind], make_schedule=schedule, steps=6)

@@ -20,8 +20,8 @@ from stepgraph.models.llama3.llama3 import TP_PLAN
 from stepgraph.parallel import next_token_loss
 from stepgraph.parallel.pipeline import SCHEDULES
 from stepgraph.passes import configured
-from stepgraph.run import PipelinedLoss
 from stepgraph.run.spans import Waits
+from stepgraph.train.pipelined_loss import PipelinedLoss
 from tests.distributed.ranks import TINY, global_batch, make_mesh, on_ranks, own_batch, whole_model
 
 DEEP = dataclasses.replace(TINY, n_layers=4)

@@ -55,7 +55,7 @@ def as_on_gpus(waits=lambda node: None):
         mock.patch.multiple(torch.cuda, stream=mock.MagicMock(), graph=mock.MagicMock(), CUDAGraph=Replayed),
         mock.patch.multiple(whole, run_watched=watched, recording_stream=mock.DEFAULT),
         mock.patch.object(run_program, "RecordedClock", lambda room, device: Clock()),
-        mock.patch("stepgraph.step.record_whole", partial(record_whole, gpu="cpu")),
+        mock.patch("stepgraph.lower.lowering.record_whole", partial(record_whole, gpu="cpu")),
     ):
         yield
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepgraph
-from stepgraph.capture import trace_step
 from stepgraph.costs.memory import estimate_memory
+from stepgraph.lower import StepSpec, peak_bytes_by_policy
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
-from stepgraph.passes import configured, peak_bytes_by_policy
+from stepgraph.passes import StepOptions, configured
 
 DEVICE = "cuda"
 STEPS = 10
@@ -391,9 +391,9 @@ def test_memory_policies_lower_the_real_peak():
         model = llama(torch.bfloat16, **config)
         optimizer = adamw(model)
         if not estimates:
-            estimates = peak_bytes_by_policy(
-                trace_step(model, next_token_loss, batch, optimizer, max_grad_norm=1.0).program
-            )
+            exact = StepOptions("exact", cuda_graph=False)
+            spec = StepSpec(model, next_token_loss, batch, optimizer, max_grad_norm=1.0, passes=exact)
+            estimates = peak_bytes_by_policy(spec)
         passes = configured("exact", memory=memory, cuda_graph=False)
         step = stepgraph.capture(model, next_token_loss, batch, optimizer, max_grad_norm=1.0, passes=passes)
         step(batch)

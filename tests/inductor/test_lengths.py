@@ -265,7 +265,7 @@ def test_captures_of_one_process_share_their_pieces_until_none_is_left():
     model, results = Tiny(), []
     for _ in range(2):
         step = stepgraph.capture(copy.deepcopy(model), loss_of, batch_of(9))
-        results.append((step(batch_of(9)), [p.grad for p in step.model.parameters()], step))
+        results.append((step(batch_of(9)), [p.grad for p in step.spec.model.parameters()], step))
     first, second = (inductor_report(step) for *_, step in results)
     assert "reused" not in first.summary and " 1 structure, 1 reused" in second.summary
     assert second.compile_s < first.compile_s / 2 and torch.equal(results[0][0], results[1][0])

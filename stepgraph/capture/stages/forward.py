@@ -15,13 +15,14 @@ from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
 from stepgraph.capture.python.torch_random import refusing_seeds
 from stepgraph.capture.state import swapped
-from stepgraph.capture.trace import LossFn, StepTrace
+from stepgraph.capture.trace import LossFn, StepTrace, Traced
+from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
 
 
-def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> tuple[StepGraph, dict[str, conditions.Repair]]:
-    """(the graph of ``loss_fn(model, batch)`` without gradients, with a level for each condition that it stated; what
-    repairs these, by name).
+def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> Traced:
+    """``loss_fn(model, batch)`` without gradients as a program of one graph, with a level for each condition that
+    forward stated.
 
     The model may be on the meta device. Nothing is computed, and the model is unchanged afterwards. Raises
     `CaptureError` for what cannot be captured.
@@ -30,7 +31,8 @@ def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> tuple[StepGr
     checks.check_signature(loss_fn, model, batch)
     checks.check_batch(flatten_batch(batch)[0])
     trace = _Forward(model, loss_fn, batch, None, None, 1, Guard(skip_nonfinite=False))
-    return trace.graph(), trace.conditions.repairs
+    program = StepProgram.plain(trace.graph())
+    return Traced(program, [], trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.repairs)
 
 
 class _Forward(StepTrace):

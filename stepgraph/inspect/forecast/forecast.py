@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepgraph import compat, parallel, passes
-from stepgraph.capture import trace_step
+from stepgraph import compat, parallel
 from stepgraph.capture.fake import fake_mode
 from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
@@ -23,8 +22,9 @@ from stepgraph.costs.memory import Moment
 from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.costs.timeline import Timeline
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.lower import StepSpec, lower
 from stepgraph.models import family_of, flops_per_token
+from stepgraph.passes import StepOptions, Target
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Forecast:
 SETTINGS = (
     *("precision", "seq_len", "batch_size", "accumulate", "reduce_dtype"),
     *("stage_sends", "expert_capacity", "expert_chunks", "expert_exchange"),
-    *(field.name for field in dataclasses.fields(passes.StepOptions)),
+    *(field.name for field in dataclasses.fields(StepOptions)),
 )
 
 
@@ -176,11 +176,7 @@ def simulated(config: TrainConfig, gpu: Gpu, rank: int = 0) -> Iterator[tuple[St
     that cannot be right, and inside a process group.
     """
     with fake_world(config, rank) as mesh:
-        program = _captured(config, mesh)
-        for name, step in program.graphs.items():
-            rewrite(step, config, gpu)
-            for report in step.log:
-                report.graph = name
+        program = lower(simulated_spec(config, mesh), Target.forecast(gpu)).program
         meshes = [] if mesh is None else [mesh] if mesh.experts is None else [mesh, mesh.experts]
         axes = {name: axes.axis(name).get_group() for axes in meshes for name in axes.names}
         yield program, links.groups(axes) if axes else {}
@@ -226,21 +222,14 @@ def model_flops(config: TrainConfig) -> float:
     return flops_per_token(config.model, config.seq_len) * config.tokens_per_step / ranks
 
 
-def rewrite(step: StepGraph, config: TrainConfig, gpu: Gpu) -> None:
-    """Run the passes that ``config`` asks for as a step on ``gpu`` would, but for those that only choose kernels."""
-    passes.run_passes(step, config, target=passes.Target.forecast(gpu))
-
-
-def _captured(config: TrainConfig, mesh: parallel.Mesh | None) -> StepProgram:
+def simulated_spec(config: TrainConfig, mesh: parallel.Mesh | None) -> StepSpec:
+    """What the step of ``config`` is on a simulated rank: its tensors have no values."""
     device = torch.device("cpu")
     with fake_mode():
         model = _one_rank(config, device) if mesh is None else build.empty_model(config, device, mesh)
         optimizer = build.build_optimizer(config, model)
         batch = build.example_batch(config, device)
-    loss = build.build_loss(config, device, mesh)
-    return trace_step(
-        model, loss, batch, optimizer, max_grad_norm=build.clip_at(config), accumulate=config.accumulate
-    ).program
+    return build.step_spec(config, model, build.build_loss(config, device, mesh), batch, optimizer)
 
 
 def _one_rank(config: TrainConfig, device: torch.device) -> nn.Module:

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph import compat, parallel, passes
-from stepgraph.capture import trace_step
-from stepgraph.capture.fake import fake_mode
-from stepgraph.config import build
+from stepgraph import compat, parallel
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs import links
 from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
@@ -34,10 +31,10 @@ from stepgraph.inspect.forecast.forecast import (
     fake_world,
     model_flops,
     region_rows,
-    rewrite,
+    simulated_spec,
     with_room,
 )
-from stepgraph.parallel.pipeline import staged_program
+from stepgraph.lower import rewrite, rewrite_graph, trace
 from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
 from stepgraph.parallel.pipeline.schedules import (
@@ -50,6 +47,7 @@ from stepgraph.parallel.pipeline.schedules import (
     work_of,
 )
 from stepgraph.parallel.pipeline.timeline import PipelineTime, most_in_flight, simulate_schedule
+from stepgraph.passes import Target
 
 _STATE = ("parameter", "buffer", "accumulator")
 
@@ -182,42 +180,23 @@ def simulated_stage(
         )
     rank = rank_of(schedule, spec.pp, stage) * (spec.size // spec.pp)
     with fake_world(config, rank) as mesh:
-        program, pipeline = _traced(config, mesh)
-        update = program.graphs["update"]
-        per_byte = _bytes(update, "optimizer") / max(1, _bytes(update, "parameter"))
+        spec, target = simulated_spec(config, mesh), Target.forecast(gpu)
+        program, pipeline = trace(spec, target).program, spec.pipeline
         in_flight = most_in_flight(pipeline.name, pipeline.ranks, config.accumulate)
-        costs = _stages(program.graphs["microbatch"], pipeline.starts, in_flight, config, gpu, per_byte)
-        target = passes.Target.forecast(gpu)
-        whole, apart = passes.around_cut(config, (), target)
-        chosen = {"whole": whole, "apart": apart, "all": config}
-
-        def apply(graph: StepGraph, name: str, which: str) -> None:
-            done = len(graph.log)
-            for report in passes.run_passes(graph, chosen[which], target=target)[done:]:
-                report.graph = name
-
-        staged = staged_program(program, pipeline, config.accumulate, apply)
+        costs = _stages(
+            program.main, pipeline.starts, in_flight, config, gpu, _state_per_byte(program.graphs["update"])
+        )
+        staged = rewrite(program, spec, target)
         yield staged, links.groups_of(node for graph in staged.graphs.values() for node in graph.graph.nodes), costs
 
 
-def _traced(config: TrainConfig, mesh: parallel.Mesh) -> tuple[StepProgram, Pipeline]:
-    """(the step as captured for all stages, its pipeline)."""
-    device = torch.device("cpu")
-    with fake_mode():
-        model = build.empty_model(config, device, mesh)
-        optimizer = build.build_optimizer(config, model)
-        batch = build.example_batch(config, device)
-    pipeline, loss = parallel.pipeline_of(model), build.build_loss(config, device, mesh)
-    options = {"max_grad_norm": build.clip_at(config), "accumulate": config.accumulate, "share": pipeline.share()}
-    return trace_step(model, loss, batch, optimizer, **options).program, pipeline
-
-
 def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, imbalance: float, start: float) -> PipelineForecast:
-    program, pipeline = _traced(config, mesh)
-    micro, update = program.graphs["microbatch"], program.graphs["update"]
-    rewrite(update, config, gpu)
+    spec, target = simulated_spec(config, mesh), Target.forecast(gpu)
+    program, pipeline = trace(spec, target).program, spec.pipeline
+    micro, update = program.main, program.graphs["update"]
+    rewrite_graph(update, config, target=target)
     update_s = graph_cost(update, gpu, links.groups_of(update.graph.nodes), fused=config.compiles_all)
-    per_byte = _bytes(update, "optimizer") / max(1, _bytes(update, "parameter"))
+    per_byte = _state_per_byte(update)
     cuts: dict[tuple, list[StageCost]] = {}
     found, refused = {}, {}
     for name, schedule in SCHEDULES.items():
@@ -240,6 +219,11 @@ def _bytes(step: StepGraph, *kinds: str) -> int:
     return sum(map(tensor_bytes, step.placeholders(*kinds)))
 
 
+def _state_per_byte(update: StepGraph) -> float:
+    """Bytes of optimizer state for each byte of parameters."""
+    return _bytes(update, "optimizer") / max(1, _bytes(update, "parameter"))
+
+
 def _named_bytes(step: StepGraph, values: Collection[str]) -> int:
     pairs = zip(step.placeholders(), step.inputs, strict=True)
     return sum(tensor_bytes(node) for node, spec in pairs if spec.name in values)
@@ -256,6 +240,7 @@ def _stages(
 ) -> list[StageCost]:
     """The cost of every stage. ``per_byte``: bytes of optimizer state for each byte of parameters.
     ``load``: rows that a rank's experts receive over the mean of its stage's ranks."""
+    target = Target.forecast(gpu)
     cut = Cut(_copied(micro), starts)  # which takes a tied embedding's gradients apart
     ends = [*starts[1:], len(micro.blocks)]
     found: list[StageCost] = []
@@ -267,9 +252,9 @@ def _stages(
             found.append(replace(known[form], blocks=(starts[stage], ends[stage])))
             continue
         step.in_flight, step.stage = in_flight, stage
-        rewrite(step, config, gpu)
+        rewrite_graph(step, config, target=target)
         for graph in step.once.values():
-            rewrite(graph, config, gpu)
+            rewrite_graph(graph, config, target=target)
         gathered = {spec.name for graph in step.once.values() for spec in graph.outputs}
         state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter")) + _named_bytes(step, gathered)
         seconds, working = {}, 0

@@ -21,7 +21,6 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named
 
-_ATTRIBUTE = "_stepgraph_pipeline"
 #: How messages travel between stages, by the name that options use: through torch's process groups (NCCL, gloo), or
 #: within a machine into the memory of the stage that reads them (see `stepgraph.kernels.comm.symmetric_sends`).
 SENDS = ("point-to-point", "symmetric")
@@ -124,13 +123,6 @@ class Pipeline:
         """What capture must know of this rank's part."""
         return Share(self.holders, self.rank, self.group, self.tied)
 
-    def attach(self, model: nn.Module) -> None:
-        """``model`` runs in this pipeline from now on."""
-        setattr(model, _ATTRIBUTE, self)
-
-    def __deepcopy__(self, memo: dict) -> "Pipeline":
-        return self  # as its mesh
-
 
 def channel_name(forward: bool, up: bool) -> str:
     """What graphs call the group for messages of one kind that go one way; it is also in the group's description."""
@@ -140,11 +132,6 @@ def channel_name(forward: bool, up: bool) -> str:
 def tied_name(holders: Sequence[int]) -> str:
     """What graphs call the group of the ``holders`` of tied parameters; it is also the group's description."""
     return f"pp.tied.{'-'.join(map(str, holders))}"
-
-
-def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """The pipeline that ``model`` was made parallel for, if there is one."""
-    return vars(model).get(_ATTRIBUTE)
 
 
 def plan_pipeline(
@@ -171,7 +158,7 @@ def plan_pipeline(
     Raises ``ValueError`` where the model has fewer blocks than stages, the split does not fit, or symmetric sends would
     go to another machine.
     """
-    step, _ = trace_forward(model, loss_fn, batch)
+    step = trace_forward(model, loss_fn, batch).step
     wanted = mesh.spec.pp * schedule_named(schedule).chunks
     starts = tuple(split) if split is not None else even_starts(step, mesh.spec.pp, schedule)
     check_split(starts, len(step.blocks), wanted, schedule, mesh.spec.pp)

@@ -1,6 +1,6 @@
 """The step program of one rank of a pipeline: its stages' graphs, sends and receives, and the calls of its schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -158,27 +158,6 @@ class StageGraphs:
             node.meta["val"] = self.loss
             set_provenance(node, Provenance("", "optimizer", ""))
         return _step(graph, [node], [InputSpec("loss", "loss")], [OutputSpec("total", "loss")], {group: "pp"})
-
-
-def staged_program(
-    program: StepProgram, pipeline: Pipeline, microbatches: int, rewrite: Callable[[StepGraph, str, str], None]
-) -> StepProgram:
-    """This rank's program in ``pipeline``, of the ``program`` of accumulation that was captured for all stages.
-
-    ``rewrite(graph, name, passes)`` applies passes: ``whole``: those that run on a stage's forward and backward
-    together, before it is cut into what is called; ``apart``: those on each of these graphs; ``all``.
-    """
-    staged = StageGraphs(program.graphs["microbatch"], pipeline, microbatches)
-    for stage, graph in staged.whole.items():
-        rewrite(graph, f"stage {stage}", "whole")
-    pieces, once, update = staged.pieces(), staged.once(), program.graphs["update"]
-    for name, graph in pieces.items():
-        rewrite(graph, name, "apart")
-    for name, graph in [*once.items(), ("update", update)]:
-        rewrite(graph, name, "all")
-    made = staged.program(pieces | once, update)
-    made.log = [report for graph in staged.whole.values() for report in graph.log]
-    return made
 
 
 def _loss_of(microbatch: StepGraph) -> torch.Tensor:

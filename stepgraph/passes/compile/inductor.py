@@ -36,6 +36,7 @@ from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.compile.helpers import Helpers, start_helpers
 from stepgraph.passes.contract import PassReport, provided, register
+from stepgraph.passes.target import Target
 
 aten = torch.ops.aten
 _INDEX_PUTS = (
@@ -52,7 +53,7 @@ class InductorOptions:
     `stepgraph.inductor`'s guard and tuning. ``max_autotune``: let Inductor time its choices while it compiles (minutes,
     on a GPU). ``cut_blocks``: cut between repeated blocks, of which there are four or more; without, kernels may span
     two of them, and the time to compile grows with their number. ``any_length``: compile
-    pieces so that they serve batches of any length. ``rehearse``: compile nothing, only note for the capture of another
+    pieces so that they serve batches of any length. ``dry_run``: compile nothing, only note for the capture of another
     length what pieces there are."""
 
     mode: Literal["full", "regional"] = "full"
@@ -60,11 +61,11 @@ class InductorOptions:
     max_autotune: bool = False
     cut_blocks: bool = True
     any_length: bool = False
-    rehearse: bool = False
+    dry_run: bool = False
 
 
-def _start_workers(device: torch.device) -> None:
-    if device.type == "cuda":
+def _start_workers(target: Target) -> None:
+    if target.device == "cuda":
         start_helpers()
         compat.start_compile_workers()
 
@@ -74,7 +75,6 @@ def _start_workers(device: torch.device) -> None:
     "numerics",
     options=InductorOptions(),
     after=("tag_regions", "rematerialize"),
-    provides=("compiled",),
     terminal=True,
     from_options=lambda options: (
         {"mode": options.inductor, "any_length": options.any_length} if options.inductor != "off" else None
@@ -180,7 +180,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
 def _compile(
     step: StepGraph, pieces: list[Piece], config: dict[str, Any], options: InductorOptions, report: PassReport
 ) -> None:
-    if options.rehearse:
+    if options.dry_run:
         note_pieces(step.module, pieces, config)
         return
     ahead = Ahead([step.graph])

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph import passes
-from stepgraph.capture import trace_step
 from stepgraph.capture.optimizer.update import Optimizers
+from stepgraph.config import build
 from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.train import TrainConfig
+from stepgraph.lower import peak_bytes_by_policy
 
 
 def memory_advice(
@@ -35,15 +35,14 @@ def memory_advice(
         if not is_out_of_memory(again):
             raise
         return f"{asked}; a batch alone does not fit: lower --accumulate or --batch-size"
-    clip, device = config.max_grad_norm, next(model.parameters()).device
+    spec = build.step_spec(config, model, loss_fn, example, optimizer)
     try:
-        traced = trace_step(model, loss_fn, example, optimizer, max_grad_norm=clip, accumulate=config.accumulate)
+        peaks = peak_bytes_by_policy(spec)
     except RuntimeError as again:  # torch.OutOfMemoryError is one
         if not is_out_of_memory(again):
             raise
         return f"{asked}; the parameters and the optimizer's state alone do not fit: choose a smaller model"
-    peaks = passes.peak_bytes_by_policy(traced.program)
-    total = memory_bytes(device)
+    total = memory_bytes(spec.device)
     known = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in peaks.items())
     asked += f"; the step's estimated peak by --memory, of {total / 2**30:.1f} GiB: {known}"
     failed = peaks.get(config.memory, float("inf"))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
-import stepgraph.step as step_module
 from stepgraph import CaptureError
+from stepgraph.lower import lowering
 
 
 def loss_fn(model, x):
@@ -39,8 +39,8 @@ def build(function):
 @pytest.fixture
 def traces(monkeypatch):
     """How often a step was traced, as the length of a list."""
-    calls, trace_step = [], step_module.trace_step
-    monkeypatch.setattr(step_module, "trace_step", lambda *a, **k: calls.append(1) or trace_step(*a, **k))
+    calls, trace_step = [], lowering.trace_step
+    monkeypatch.setattr(lowering, "trace_step", lambda *a, **k: calls.append(1) or trace_step(*a, **k))
     return calls
 
 

@@ -48,7 +48,7 @@ def saves(_, folder):
 def loads(_, folder):
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stepgraph.step.trace_step", None)  # whoever captures, calls it
+        patch.setattr("stepgraph.lower.lowering.trace_step", None)  # whoever captures, calls it
         step, model = start(folder)
     assert step.saved.loaded == "start" and not step.saved.notes, step.saved
     eager = copy.deepcopy(model)

@@ -1,5 +1,6 @@
 """Validation through a pipeline: forward and loss of every stage, one after the other, without gradients."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from stepgraph.capture import flatten_batch
-from stepgraph.capture.stages.forward import trace_forward
 from stepgraph.capture.trace import LossFn
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.parallel.pipeline import StageGraphs, pipeline_of
+from stepgraph.lower import StepSpec, lower
+from stepgraph.parallel import placement_of
 from stepgraph.run.program import Accumulators, ProgramRunner
 from stepgraph.run.results import Results
 
@@ -24,13 +25,14 @@ class PipelinedLoss:
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, batch: Any):
-        self._model, self._loss_fn = model, loss_fn
+        # Its operators as captured: no pass has run on it.
+        self._spec = StepSpec(model, loss_fn, None, placement=placement_of(model), passes=(), backward=False)
         self._capture(batch)
 
     def _capture(self, batch: Any) -> None:
-        step, self._repairs = trace_forward(self._model, self._loss_fn, batch)
-        program = StageGraphs(step, pipeline_of(self._model), 1).forward_program()
-        self._run = ProgramRunner(program, Session(), Accumulators())
+        lowered = lower(replace(self._spec, batch=batch))
+        self._repairs = lowered.repairs
+        self._run = ProgramRunner(lowered.program, Session(), Accumulators())
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """The loss on ``batch``, a scalar, on every rank."""

@@ -1,0 +1,25 @@
+"""What each memory policy would need for a step, without running it."""
+
+import dataclasses
+
+from stepgraph.costs.memory import peak_bytes
+from stepgraph.lower.lowering import copied, rewrite, trace
+from stepgraph.lower.spec import StepSpec
+from stepgraph.passes import StepOptions, Target
+from stepgraph.passes.memory.recompute import POLICIES
+
+
+def peak_bytes_by_policy(spec: StepSpec, target: Target | None = None) -> dict[str, int]:
+    """Estimated peak bytes of this rank's whole step under each memory policy, the one that recomputes least first.
+
+    ``spec.passes``: the name of a list of passes or a `StepOptions`, of which every option but ``memory`` counts. The
+    step is traced once and nothing is compiled. ``target``: None: where the model's tensors are.
+    """
+    target = dataclasses.replace(target or Target.on(spec.device), simulated=True)
+    options = spec.passes if isinstance(spec.passes, StepOptions) else StepOptions(spec.passes)
+    traced, peaks = trace(spec, target), {}
+    for policy in (policy for policy in POLICIES if policy != "budget"):
+        passes = dataclasses.replace(options, memory=policy)
+        program = rewrite(copied(traced.program), dataclasses.replace(spec, passes=passes), target)
+        peaks[policy] = peak_bytes(program)
+    return peaks

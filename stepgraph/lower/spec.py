@@ -1,0 +1,47 @@
+"""`StepSpec`: all that a training step is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph.capture.optimizer.update import Optimizers
+from stepgraph.capture.trace import LossFn
+from stepgraph.parallel.pipeline import Pipeline
+from stepgraph.parallel.placement import Placement
+from stepgraph.passes import Passes
+
+
+@dataclass(frozen=True, eq=False)
+class StepSpec:
+    """A training step: what `stepgraph.capture` is given, with defaults resolved, and where the model is placed.
+
+    ``batch``: an example of the whole batch, which ``accumulate`` microbatches share. ``skip_nonfinite``: leave the
+    update out where loss or gradient norm is not finite. ``placement``: as `parallelize` made it; None for a plain
+    model. ``passes``, ``disable``: the passes that rewrite the graphs. ``backward``: False for forward and loss alone,
+    without gradients or an update.
+    """
+
+    model: nn.Module
+    loss_fn: LossFn
+    batch: Any
+    optimizer: Optimizers | None = None
+    max_grad_norm: float | None = None
+    accumulate: int = 1
+    skip_nonfinite: bool = False
+    placement: Placement | None = None
+    passes: Passes = "default"
+    disable: tuple[str, ...] = ()
+    backward: bool = True
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The stages of the model; None where each rank runs the whole model."""
+        return None if self.placement is None else self.placement.pipeline
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is: the device of its first tensor that is not on the meta device."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return next((t.device for t in [*(t for t in tensors if not t.is_meta), *tensors]), torch.device("cpu"))
