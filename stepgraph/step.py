@@ -83,19 +83,24 @@ def capture(
         stepgraph.CaptureError: the step cannot be captured; the message names module path and source line.
         ValueError: unknown passes, an optimizer that cannot be captured, a batch ``accumulate`` does not divide.
     """
-    return CapturedStep(
+    optimizer = compat.accelerated_inside(optimizer)
+    checks.check_arguments(model, loss_fn, batch, optimizer)
+    require_words("disable", disable)
+    skip_nonfinite = checks.skips_nonfinite(on_nonfinite, optimizer)
+    spec = StepSpec(
         model,
         loss_fn,
         batch,
         optimizer,
-        max_grad_norm=max_grad_norm,
+        # The norm must be known: an infinite limit leaves gradients as they are.
+        max_grad_norm=math.inf if max_grad_norm is None and skip_nonfinite else max_grad_norm,
         accumulate=accumulate,
-        on_nonfinite=on_nonfinite,
-        passes=passes,
-        disable=disable,
-        dump=dump,
-        saved=saved,
+        skip_nonfinite=skip_nonfinite,
+        placement=placement_of(model),
+        passes=passes if isinstance(passes, str | StepOptions) else tuple(passes),
+        disable=tuple(disable),
     )
+    return CapturedStep(spec, dump, saved)
 
 
 class CapturedStep:
@@ -107,52 +112,23 @@ class CapturedStep:
     ``saved``: how the step's latest form came about, where a folder of saved steps was given.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn,
-        batch: Any,
-        optimizer: Optimizers | None,
-        *,
-        max_grad_norm: float | None,
-        accumulate: int,
-        on_nonfinite: str,
-        passes: Passes,
-        disable: Sequence[str],
-        dump: Path | str | None,
-        saved: Path | str | None,
-    ):
-        optimizer = compat.accelerated_inside(optimizer)
-        checks.check_arguments(model, loss_fn, batch, optimizer)
-        require_words("disable", disable)
-        skip_nonfinite = checks.skips_nonfinite(on_nonfinite, optimizer)
-        self.spec = StepSpec(
-            model,
-            loss_fn,
-            None,  # each form is captured with the batch of its call, and an example would stay in memory
-            optimizer,
-            # The norm must be known: an infinite limit leaves gradients as they are.
-            max_grad_norm=math.inf if max_grad_norm is None and skip_nonfinite else max_grad_norm,
-            accumulate=accumulate,
-            skip_nonfinite=skip_nonfinite,
-            placement=placement_of(model),
-            passes=passes if isinstance(passes, str | StepOptions) else tuple(passes),
-            disable=tuple(disable),
-        )
+    def __init__(self, spec: StepSpec, dump: Path | str | None, saved: Path | str | None):
+        batch = spec.batch
+        self.spec = replace(spec, batch=None)  # forms are captured with their calls' batches; an example would stay
         self.dump = None if dump is None else Path(dump)
         self.metrics: dict[str, torch.Tensor] = {}
         if self.pipeline is not None:
-            check_schedule(self.pipeline.name, self.pipeline.ranks, accumulate)
-        self._modules = list(model.modules())
-        self._update = Update(optimizer) if optimizer is not None else None
+            check_schedule(self.pipeline.name, self.pipeline.ranks, spec.accumulate)
+        self._modules = list(spec.model.modules())
+        self._update = Update(spec.optimizer) if spec.optimizer is not None else None
         self._forms = Forms()
-        leaves, spec = flatten_batch(batch)
-        checks.check_microbatches(leaves, accumulate)
-        self._largest = [size // accumulate for size in batch_sizes(leaves)]
+        leaves, structure = flatten_batch(batch)
+        checks.check_microbatches(leaves, spec.accumulate)
+        self._largest = [size // spec.accumulate for size in batch_sizes(leaves)]
         self._session, self._accumulators = Session(), Accumulators()
         self._store = None if saved is None else store_of(saved, dump is not None)
         self.saved = Outcome()
-        self._current = self._bind(batch, self._signature(batch, leaves, spec))
+        self._current = self._bind(batch, self._signature(batch, leaves, structure))
 
     @property
     def pipeline(self) -> Pipeline | None:

@@ -19,6 +19,7 @@ from stepgraph.config.hf_weights import load_hf
 from stepgraph.config.train import TrainConfig
 from stepgraph.lower import StepSpec
 from stepgraph.models import family_of, next_token_loss
+from stepgraph.step import CapturedStep
 
 _REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -154,7 +155,7 @@ def step_spec(
     batch: dict[str, torch.Tensor],
     optimizer: Optimizers,
 ) -> StepSpec:
-    """What `build_step` captures, for whoever looks at the step without running it."""
+    """What the training step of ``config`` is."""
     return StepSpec(
         model,
         loss_fn,
@@ -168,24 +169,6 @@ def step_spec(
     )
 
 
-def build_step(
-    config: TrainConfig,
-    model: nn.Module,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    batch: dict[str, torch.Tensor],
-    optimizer: Optimizers,
-    dump: Path | None,
-) -> stepgraph.CapturedStep:
+def build_step(config: TrainConfig, spec: StepSpec, dump: Path | None = None) -> CapturedStep:
     """The training step as one graph, with the passes that the configuration asks for."""
-    return stepgraph.capture(
-        model,
-        loss_fn,
-        batch,
-        optimizer,
-        max_grad_norm=clip_at(config),
-        accumulate=config.accumulate,
-        on_nonfinite="skip" if config.on_nonfinite == "skip" else "update",
-        passes=config,
-        dump=dump,
-        saved=None if config.step == "off" else config.step,
-    )
+    return CapturedStep(spec, dump, None if config.step == "off" else config.step)

@@ -19,7 +19,7 @@ class PassReport:
     ``matched`` and ``changed`` count what the pass looks for (its ``summary`` says what). ``notes``: anything a
     reader should know. ``skipped``: why it did not run, or None. ``apply_s``: seconds the pass itself ran;
     ``compile_s``: seconds on top of that, spent in a compiler, or at the first steps in recording CUDA graphs.
-    ``nodes_before``, ``nodes_after``: operator nodes of the graph. ``provides``: properties that the graph has since.
+    ``nodes_before``, ``nodes_after``: operator nodes of the graph.
     ``terminal``: what runs is no longer the graph, so no pass may follow in another run of passes. ``graph``: which
     of a step's graphs it was. ``excerpts``: of what it changed, before and after.
     """
@@ -35,7 +35,6 @@ class PassReport:
     compile_s: float = 0.0
     nodes_before: int = 0
     nodes_after: int = 0
-    provides: tuple[str, ...] = ()
     terminal: bool = False
     graph: str = ""
     excerpts: list[Excerpt] = field(default_factory=list)
@@ -65,11 +64,10 @@ class Pass:
         ``apply(step, options, report)`` rewrites the graph in place and fills the report; ``options``: a dataclass.
         ``tier``: ``exact`` leaves every result bitwise equal to eager, ``numerics`` may round differently.
     When it may run:
-        ``after``: passes that must come before it where both run. ``provides``: properties that the graph has
-        afterwards. ``terminal``: only terminal passes may follow. ``serves``: the later pass without which this one is
-        of no use. ``needs_cuda``, ``needs_process_group``: what it needs of the target. ``optional``: where it cannot
-        run it is skipped, with its reason in the report, and without the pass it serves it is left out; so are those
-        that `order.chosen` gives, not those a caller names.
+        ``after``: passes that must come before it where both run. ``terminal``: only terminal passes may follow.
+        ``serves``: the later pass without which this one is of no use. ``needs_cuda``, ``needs_process_group``: what it
+        needs of the target. ``optional``: where it cannot run it is skipped, with its reason in the report, and without
+        the pass it serves it is left out; so are those that `order.chosen` gives, not those a caller names.
     How it is set:
         ``from_options(step_options)``: its own options for a run's `StepOptions`, None where those leave it out.
         ``for_target(options, target)``: its options, completed with what the target says.
@@ -83,7 +81,6 @@ class Pass:
     doc: str
     options: Any
     after: tuple[str, ...] = ()
-    provides: tuple[str, ...] = ()
     terminal: bool = False
     serves: str | None = None
     needs_cuda: bool = False
@@ -120,11 +117,6 @@ def register(name: str, tier: Tier, options: Any = None, **facts: Any) -> Callab
         return apply
 
     return decorate
-
-
-def provided(step: StepGraph) -> set[str]:
-    """Properties that ``step`` has by the passes that ran on it."""
-    return {name for report in step.log for name in report.provides}
 
 
 def get(name: str, **options: Any) -> Pass:

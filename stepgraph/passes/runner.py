@@ -138,7 +138,7 @@ def _run(p: Pass, step: StepGraph, report: PassReport, changes: Changes) -> None
         report.apply_s = time.perf_counter() - start - report.compile_s
         report.excerpts = changes.excerpts()
     if report.skipped is None:  # a pass may find out itself that it cannot run
-        report.provides, report.terminal = p.provides, p.terminal
+        report.terminal = p.terminal
     report.nodes_after = sum(1 for _ in step.nodes())
     step.log.append(report)
 

@@ -69,8 +69,8 @@ def _compile(rank: int, config: TrainConfig, chat: bool) -> int:
     model = build.empty_model(config, device, mesh)
     optimizer = build.build_optimizer(config, model)
     loss_fn = build.build_loss(config, device, mesh)
-    saved = dataclasses.replace(config, step=str(config.out))
-    step = build.build_step(saved, model, loss_fn, build.example_batch(config, device, chat), optimizer, None)
+    spec = build.step_spec(config, model, loss_fn, build.example_batch(config, device, chat), optimizer)
+    step = build.build_step(dataclasses.replace(config, step=str(config.out)), spec)
     outcome: Outcome = step.saved
     _print("\n   ".join([f"rank {rank}: {outcome.line()}", *outcome.notes]))
     if outcome.kept is None:

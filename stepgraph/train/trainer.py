@@ -21,6 +21,7 @@ from stepgraph.config.environment import environment
 from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import PLAIN_STEP, TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
+from stepgraph.lower import StepSpec
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.experts import capacity_of
 from stepgraph.parallel.ranks import Ranks
@@ -237,8 +238,7 @@ class Run:
                 raise
             else:
                 self.captured = None  # and with it what the graph holds
-                batch = partial(build.example_batch, self.config, self.device, self.chat)
-                error = memory_advice(failure, self.config, self.model, self.loss_fn, self.optimizer, batch)
+                error = memory_advice(failure, self.config, self._spec)
         finally:
             self.watch.ends()
             self.loader.tokens.close()
@@ -254,11 +254,14 @@ class Run:
             return 1
         return 0
 
+    def _spec(self) -> StepSpec:
+        batch = build.example_batch(self.config, self.device, self.chat)
+        return build.step_spec(self.config, self.model, self.loss_fn, batch, self.optimizer)
+
     def _capture(self) -> None:
         began = time.perf_counter()
-        batch = build.example_batch(self.config, self.device, self.chat)
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
-        self.captured = build.build_step(self.config, self.model, self.loss_fn, batch, self.optimizer, dump)
+        self.captured = build.build_step(self.config, self._spec(), dump)
         program = self.captured.program
         self.watch.watches(program, self.captured.where, self.captured.awaited)
         self.capture_s = time.perf_counter() - began

@@ -23,7 +23,7 @@ def measured(config) -> int:
         optimizer = build.build_optimizer(config, model)
         batch = build.example_batch(config, device)
         loss_fn = build.build_loss(config, device, mesh)
-        step = build.build_step(config, model, loss_fn, batch, optimizer, None)
+        step = build.build_step(config, build.step_spec(config, model, loss_fn, batch, optimizer))
         step(batch)
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model, optimizer, batch)}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

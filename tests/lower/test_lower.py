@@ -86,10 +86,7 @@ def check_pipeline():
     # Where the loss is not fused the logits lie there more than once, but the last stage alone has them.
     assert exact["none"] == pytest.approx(here["none"], rel=0.2)
 
-    advice = memory_advice(
-        torch.OutOfMemoryError("Tried to allocate 20.00 GiB"), made, spec.model, spec.loss_fn, spec.optimizer,
-        lambda: spec.batch,
-    )  # fmt: skip
+    advice = memory_advice(torch.OutOfMemoryError("Tried to allocate 20.00 GiB"), made, lambda: spec)
     alone = peak_bytes_by_policy(plain_of(made), H100)
     assert here["none"] < 0.7 * alone["none"] and "out of memory: asked for 20.00 GiB" in advice
 

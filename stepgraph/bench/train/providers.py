@@ -57,7 +57,7 @@ class CapturedTraining:
         self.build_s = time.perf_counter() - begun
         start = time.perf_counter()
         batch = build.example_batch(config, device)
-        self.captured = build.build_step(config, model, loss_fn, batch, optimizer, dump=None)
+        self.captured = build.build_step(config, build.step_spec(config, model, loss_fn, batch, optimizer))
         self.capture_s = time.perf_counter() - start - self.compile_s
 
     @property

@@ -23,7 +23,7 @@ from stepgraph.costs.step import graph_cost
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.stages import Cut, extract, pieces_of
+from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inspect.forecast.forecast import (
     SETTINGS,
@@ -34,7 +34,7 @@ from stepgraph.inspect.forecast.forecast import (
     simulated_spec,
     with_room,
 )
-from stepgraph.lower import rewrite, rewrite_graph, trace
+from stepgraph.lower import copied, rewrite, rewrite_graph, trace
 from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
 from stepgraph.parallel.pipeline.schedules import (
@@ -183,9 +183,7 @@ def simulated_stage(
         spec, target = simulated_spec(config, mesh), Target.forecast(gpu)
         program, pipeline = trace(spec, target).program, spec.pipeline
         in_flight = most_in_flight(pipeline.name, pipeline.ranks, config.accumulate)
-        costs = _stages(
-            program.main, pipeline.starts, in_flight, config, gpu, _state_per_byte(program.graphs["update"])
-        )
+        costs = _stages(program, pipeline.starts, in_flight, config, gpu)
         staged = rewrite(program, spec, target)
         yield staged, links.groups_of(node for graph in staged.graphs.values() for node in graph.graph.nodes), costs
 
@@ -196,7 +194,6 @@ def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, imbalance: flo
     micro, update = program.main, program.graphs["update"]
     rewrite_graph(update, config, target=target)
     update_s = graph_cost(update, gpu, links.groups_of(update.graph.nodes), fused=config.compiles_all)
-    per_byte = _state_per_byte(update)
     cuts: dict[tuple, list[StageCost]] = {}
     found, refused = {}, {}
     for name, schedule in SCHEDULES.items():
@@ -209,7 +206,7 @@ def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, imbalance: flo
             continue
         in_flight = most_in_flight(name, pipeline.ranks, config.accumulate)
         if (starts, in_flight) not in cuts:
-            cuts[starts, in_flight] = _stages(micro, starts, in_flight, config, gpu, per_byte, imbalance)
+            cuts[starts, in_flight] = _stages(program, starts, in_flight, config, gpu, imbalance)
         found[name] = _run(name, cuts[starts, in_flight], pipeline, config, gpu, update_s.timeline.step_seconds)
     plan_s = time.perf_counter() - start
     return PipelineForecast(config, gpu, pipeline.name, found, refused, program.capture_s, plan_s, imbalance)
@@ -219,30 +216,24 @@ def _bytes(step: StepGraph, *kinds: str) -> int:
     return sum(map(tensor_bytes, step.placeholders(*kinds)))
 
 
-def _state_per_byte(update: StepGraph) -> float:
-    """Bytes of optimizer state for each byte of parameters."""
-    return _bytes(update, "optimizer") / max(1, _bytes(update, "parameter"))
-
-
 def _named_bytes(step: StepGraph, values: Collection[str]) -> int:
     pairs = zip(step.placeholders(), step.inputs, strict=True)
     return sum(tensor_bytes(node) for node, spec in pairs if spec.name in values)
 
 
 def _stages(
-    micro: StepGraph,
+    program: StepProgram,
     starts: tuple[int, ...],
     in_flight: int,
     config: TrainConfig,
     gpu: Gpu,
-    per_byte: float,
     load: float = 1.0,
 ) -> list[StageCost]:
-    """The cost of every stage. ``per_byte``: bytes of optimizer state for each byte of parameters.
-    ``load``: rows that a rank's experts receive over the mean of its stage's ranks."""
-    target = Target.forecast(gpu)
-    cut = Cut(_copied(micro), starts)  # which takes a tied embedding's gradients apart
-    ends = [*starts[1:], len(micro.blocks)]
+    """The cost of every stage. ``load``: rows that a rank's experts receive over the mean of its stage's ranks."""
+    target, update = Target.forecast(gpu), program.graphs["update"]
+    per_byte = _bytes(update, "optimizer") / max(1, _bytes(update, "parameter"))  # of state, per byte of parameters
+    cut = Cut(copied(program).main, starts)  # which takes a tied embedding's gradients apart
+    ends = [*starts[1:], len(program.main.blocks)]
     found: list[StageCost] = []
     known: dict[tuple, StageCost] = {}
     for stage in range(len(starts)):
@@ -275,12 +266,6 @@ def _stages(
         known[form] = StageCost(blocks, seconds, state, kept, between, working, message, dict(regions))
         found.append(known[form])
     return found
-
-
-def _copied(step: StepGraph) -> StepGraph:
-    (output,) = step.graph.find_nodes(op="output")
-    nodes = [node for node in step.graph.nodes if node.op == "call_function"]
-    return extract(step, nodes, list(zip(step.outputs, output.args[0], strict=True)), lambda node: node.name)
 
 
 def _form(step: StepGraph) -> tuple:

@@ -35,7 +35,7 @@ from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.compile.helpers import Helpers, start_helpers
-from stepgraph.passes.contract import PassReport, provided, register
+from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.target import Target
 
 aten = torch.ops.aten
@@ -151,7 +151,7 @@ def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any],
 
 
 def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
-    on_cuda, rematerialized = _on_cuda(step), "rematerialized" in provided(step)
+    on_cuda, rematerialized = _on_cuda(step), any(r.name == "rematerialize" and r.skipped is None for r in step.log)
     left: dict[fx.Node, str] = {}
     aliased = _Aliased(step.graph)
 

@@ -40,7 +40,6 @@ class RematerializeOptions:
     "exact",
     options=RematerializeOptions(),
     after=("recompute", "fuse_norm", "fuse_loss", "tag_regions"),
-    provides=("rematerialized",),
     serves="inductor",
     needs_cuda=True,  # a CPU would pay for computing again
     from_options=lambda options: {"regions": options.inductor == "regional"} if options.inductor != "off" else None,

@@ -3,39 +3,25 @@
 import re
 import traceback
 from collections.abc import Callable
-from typing import Any
 
-import torch
-from torch import nn
-
-from stepgraph.capture.optimizer.update import Optimizers
-from stepgraph.config import build
 from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.train import TrainConfig
-from stepgraph.lower import peak_bytes_by_policy
+from stepgraph.lower import StepSpec, peak_bytes_by_policy
 
 
-def memory_advice(
-    failure: BaseException,
-    config: TrainConfig,
-    model: nn.Module,
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor],
-    optimizer: Optimizers,
-    batch: Callable[[], dict[str, torch.Tensor]],
-) -> str:
-    """One line for a step that ran out of memory: what was asked for, and the least ``--memory`` that would fit.
+def memory_advice(failure: BaseException, config: TrainConfig, step: Callable[[], StepSpec]) -> str:
+    """One line for a step that ran out of memory: what was asked for, and the ``--memory`` that would fit.
 
-    ``batch`` makes one of the run's form.
+    ``step`` makes what the step is, an example of its batch included.
     """
     asked = f"out of memory: asked for {_asked_for(failure)}"
     traceback.clear_frames(failure.__traceback__)  # they hold the failed step's activations
     try:
-        example = batch()
+        spec = step()
     except RuntimeError as again:
         if not is_out_of_memory(again):
             raise
         return f"{asked}; a batch alone does not fit: lower --accumulate or --batch-size"
-    spec = build.step_spec(config, model, loss_fn, example, optimizer)
     try:
         peaks = peak_bytes_by_policy(spec)
     except RuntimeError as again:  # torch.OutOfMemoryError is one

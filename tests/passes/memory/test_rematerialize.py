@@ -36,4 +36,4 @@ def test_gradients_are_those_of_eager(width, dtype):
     for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
     (report,) = step.report
-    assert report.changed and report.provides == ("rematerialized",)
+    assert report.changed
