@@ -137,7 +137,9 @@ class CapturedStep:
 
     @property
     def program(self) -> StepProgram:
-        """The graphs of the latest call and the schedule that ran them."""
+        """The graphs of the latest call and the schedule that ran them. RuntimeError where capturing again failed."""
+        if self._current is None:
+            raise RuntimeError("the step was dropped to be captured again, and that failed: call the step again first")
         return self._current.traced.program
 
     @property
@@ -155,8 +157,9 @@ class CapturedStep:
     @property
     def spans(self) -> list[tuple[Call, float, float]]:
         """Of a pipeline (call, begin, end) of what this rank computed in the latest step, in seconds since that began;
-        reading it waits for the step's end."""
-        return self._current.runner.spans.seconds()
+        reading it waits for the step's end. Empty without a pipeline."""
+        spans = self._current.runner.spans
+        return spans.seconds() if spans is not None else []
 
     def where(self) -> str:
         """What a pipeline's call that runs now is in, such as ``forward.1 of microbatch 3``; "" without a pipeline."""

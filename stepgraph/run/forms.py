@@ -25,9 +25,9 @@ class Forms:
         return iter(self._bound.values())
 
     @property
-    def latest(self) -> BoundStep:
-        """The form that was used last."""
-        return next(reversed(self._bound.values()))
+    def latest(self) -> BoundStep | None:
+        """The form that was used last; None without one."""
+        return next(reversed(self._bound.values()), None)
 
     def of(self, signature: tuple) -> BoundStep | None:
         """The form with this signature; None if there is none, or if what it was specialized on has changed since."""

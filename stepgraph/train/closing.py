@@ -2,13 +2,17 @@
 
 import statistics
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from stepgraph.config.device import peak_mem_gib
 from stepgraph.config.environment import environment
 from stepgraph.costs.hardware import mfu
+from stepgraph.train.export import CLAIM
 from stepgraph.train.records.folder import Summary
 from stepgraph.train.records.progress import format_seconds
+
+T = TypeVar("T")
 
 
 def close(run: Any, status: str, error: str | None) -> None:
@@ -26,6 +30,7 @@ def close(run: Any, status: str, error: str | None) -> None:
 
 def _close(run: Any, status: str, error: str | None) -> None:
     summary = summarize(run, status, error)
+    export, path = run.config.export_hf, run.folder.path
 
     def show() -> None:
         if run.snapshot:
@@ -38,8 +43,12 @@ def _close(run: Any, status: str, error: str | None) -> None:
         if run.last_loss is not None:
             run.folder.draw_loss(run.unigram)
 
-    for write in (lambda: run.folder.write_summary(summary), show, draw, run.folder.close):
-        with run.failures.noted():
+    def claimed() -> None:
+        if status == "finished" and export is not None and run.speaks:
+            (export / CLAIM).unlink(missing_ok=True)
+
+    for write in (lambda: run.folder.write_summary(summary), claimed, show, draw, run.folder.close):
+        with run.failures.noted(Exception):
             write()
     if status == "finished":
         below = "below" if run.val_loss < run.unigram else "not below"
@@ -47,12 +56,18 @@ def _close(run: Any, status: str, error: str | None) -> None:
             f"done: {run.step} step{'s' * (run.step != 1)} in {format_seconds(summary.wall_s)}; "
             f"validation loss {run.val_loss:.4f} nats, {below} the unigram entropy {run.unigram:.4f}"
         )
-    names = [name for name in ("summary.json", "loss.png", "metrics.jsonl", "tb/") if (run.folder.path / name).exists()]
-    run.say(f"records in {run.folder.path} ({', '.join(names)})" if names else f"no records in {run.folder.path}")
+    names = [name for name in ("summary.json", "loss.png", "metrics.jsonl", "tb/") if (path / name).exists()]
+    run.say(f"records in {path} ({', '.join(names)})" if names else f"no records in {path}")
 
 
 def summarize(run: Any, status: str, error: str | None) -> Summary:
     """The figures of ``run``, a `trainer.Run`, so far."""
+
+    def known(ask: Callable[[], T], otherwise: T) -> T:
+        with run.failures.noted(Exception):
+            return ask()
+        return otherwise
+
     median = statistics.median(run.times_ms) if run.times_ms else None
     tokens_per_s = run.config.tokens_per_step / (median / 1e3) if median else None
     return Summary(
@@ -72,8 +87,8 @@ def summarize(run: Any, status: str, error: str | None) -> Summary:
         mfu=mfu(tokens_per_s, run.flops_per_token, run.peak) if tokens_per_s else None,
         bubble=run.bubble.share,
         capture_s=run.capture_s,
-        compile_s=run.compile_s,
+        compile_s=known(lambda: run.compile_s, None),
         peak_mem_gib=peak_mem_gib(run.device),
         wall_s=time.perf_counter() - run.started,
-        versions=environment()["versions"],
+        versions=known(lambda: environment()["versions"], {}),
     )

@@ -17,7 +17,11 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.models import FAMILIES, family_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
+from stepgraph.train.records.files import write_text
 from stepgraph.train.saved_model import load_trained, run_config
+
+#: In the folder of an export that is not done: the run that writes it.
+CLAIM = ".unfinished-export"
 
 
 @dataclass(frozen=True)
@@ -43,24 +47,26 @@ def main(argv: list[str]) -> int:
         known = ", ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
         raise ValueError(f"{run} is a model of {family.name}, and Hugging Face has forms for {known} only")
     family.hugging_face.write_config(config.model, torch.float32)  # refused before anything is read
-    check_export(options.out, "out")
+    check_export(options.out, "out", run)
     TokenizerFiles(config.tokenizer)
     model, step = load_trained(run, config)
     try:
-        export(model, options.out, config.tokenizer)
+        export(model, options.out, config.tokenizer, run)
+        (options.out / CLAIM).unlink()
     except OSError as error:
         raise ValueError(f"the export failed: {error}") from error
     print(f"model of step {step} and its tokenizer for Hugging Face in {options.out}")
     return 0
 
 
-def check_export(folder: Path, option: str = "export_hf") -> None:
-    """Raise ``ValueError`` where an export to ``folder``, which ``option`` names, would overwrite something, or could
-    not be written."""
+def check_export(folder: Path, option: str = "export_hf", run: Path | None = None) -> None:
+    """Raise ``ValueError`` where an export to ``folder``, which ``option`` names, would overwrite something else than
+    an export of ``run`` that did not end, or could not be written."""
     try:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{option}={folder} is a file: give a new folder")
-        if folder.is_dir() and any(folder.iterdir()):
+        claimed = run is not None and (folder / CLAIM).is_file() and (folder / CLAIM).read_text() == _claim(run)
+        if folder.is_dir() and any(folder.iterdir()) and not claimed:
             raise ValueError(f"{option}={folder} is not empty: give a new folder")
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:
@@ -71,19 +77,32 @@ def check_export(folder: Path, option: str = "export_hf") -> None:
         raise ValueError(f"{option}={folder} cannot be written, {there} is read-only: give another folder")
 
 
-def export(model: nn.Module, folder: Path, tokenizer: str) -> None:
-    """Write ``model`` and the tokenizer that ``--tokenizer`` names to ``folder``, new or empty. Of a parallel model all
-    ranks call. A failure leaves no file there.
+def export(model: nn.Module, folder: Path, tokenizer: str, run: Path) -> None:
+    """Write ``model`` of ``run`` and the tokenizer that ``--tokenizer`` names to ``folder``, as `check_export` allows.
+    All ranks of a parallel model call this function. A failure leaves no file there. `CLAIM` stays in the folder until
+    the caller removes it, so that a run killed meanwhile writes its export again.
 
     Raises as `save_hf` does, and OSError for tokenizer files that cannot be copied.
     """
     files, ranks = TokenizerFiles(tokenizer), Ranks()
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / CLAIM, _claim(run))
+        for half in folder.glob("*.part"):
+            half.unlink()
+
     try:
+        ranks.first(begin)
         ranks.first(lambda: files.write(folder))
         save_hf(model, folder, tokens={"bos_token_id": files.bos_id, "eos_token_id": files.eos_id})
     except OSError:
         ranks.first(lambda: _empty(folder))  # the same command can be given again
         raise
+
+
+def _claim(run: Path) -> str:
+    return f"{run.resolve()}\n"
 
 
 def _empty(folder: Path) -> None:
@@ -95,8 +114,9 @@ def _empty(folder: Path) -> None:
 def export_saved(model: nn.Module, config: TrainConfig, run: Path, step: int) -> None:
     """`export` at the end of ``run``, whose checkpoint of ``step`` is written: OSError says how to do without it."""
     try:
-        Ranks().first(lambda: check_export(config.export_hf))  # another run may have written there since
-        export(model, config.export_hf, config.tokenizer)
+        # Another run may have written there since.
+        Ranks().first(lambda: check_export(config.export_hf, run=run))
+        export(model, config.export_hf, config.tokenizer, run)
     except (OSError, ValueError) as error:
         raise OSError(
             f"the export failed: {error}; step {step} is saved: stepgraph export {run} --out FOLDER"

@@ -48,9 +48,10 @@ class Saving:
         if self.background and every and (step // every + 1) * every < self.config.steps:
             self.background.prepare(state)
 
-    def save(self, step: int, state: dict[str, Any], *, last: bool) -> float:
+    def save(self, step: int, state: dict[str, Any], *, last: bool, evict: bool = True) -> float:
         """Save the state after ``step`` updates, unless that is done; the ``last`` is waited for, and so is the one
-        before. The seconds that the run waited. Raises OSError in one line."""
+        before. ``evict``: older checkpoints than the ones to keep are deleted. The seconds that the run waited. Raises
+        OSError in one line."""
         began = time.perf_counter()
         if last:
             self.finish()
@@ -58,12 +59,15 @@ class Saving:
             return time.perf_counter() - began
         if self.background and not last:
             try:
-                self.background.begin(step, state)
+                self.background.begin(step, state, evict)
+            except OSError:  # of the checkpoint before
+                self.saved_step = None
+                raise
             except MemoryError as failure:  # on all ranks
                 self.background = None
                 self.notes.append(f"warning: checkpoints are waited for: {failure}")
         if self.background is None or last:
-            self.checkpointer.save(step, state)
+            self.checkpointer.save(step, state, evict)
         self.saved_step = step
         return time.perf_counter() - began
 

@@ -31,7 +31,7 @@ from stepgraph.train.closing import close
 from stepgraph.train.export import check_export, export_saved
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
-from stepgraph.train.faults.out_of_memory import memory_advice
+from stepgraph.train.faults.out_of_memory import asked_for, memory_advice
 from stepgraph.train.faults.signals import StopSignals
 from stepgraph.train.faults.sound import OUTPUT, SoundFailures, StoppedError
 from stepgraph.train.faults.watch import Watch
@@ -100,10 +100,10 @@ class Run:
         self.failures = SoundFailures()
         self.say = self.failures.say if self.speaks else lambda *_: None
         self.runs_ahead = self.device.type == "cuda"
-        self.ranks.first(lambda: config.export_hf and check_export(config.export_hf))
         self.ranks.first(lambda: config.log == "wandb" and bool(package()))
         # Before the data is opened, which may take long.
         path, self.restarted, resume = self.ranks.first(lambda: start.choose_folder(config))
+        self.ranks.first(lambda: config.export_hf and check_export(config.export_hf, run=path))
         self.snapshot = MemorySnapshot(path) if config.memory_snapshot and self.speaks else None
         build.seed_all(config.seed)
         if self.device.type == "cpu":
@@ -216,13 +216,14 @@ class Run:
                     self.watch.at("the comparison with eager", limited=False)
                     verify_step(self.captured, self.validation.batches, self.config, self.device, self.say)
                 self._steps()
+            self._save(last=True)  # before all that may fail
+            if self.failures.first:
+                raise StoppedError(f"{self.failures.first}; step {self.step} is saved: --resume {self.folder.path}")
             finished = self.step == self.config.steps
             if finished:
                 self._validate()
-            self._save(last=True)
-            if self.failures.first:
-                raise StoppedError(f"{self.failures.first}; step {self.step} is saved: --resume {self.folder.path}")
             if finished and self.config.export_hf is not None:
+                self.watch.at("the export", limited=False)
                 export_saved(self.model, self.config, self.folder.path, self.step)
                 self.say(f"weights and tokenizer for Hugging Face in {self.config.export_hf}")
             status = "finished" if finished else "interrupted"
@@ -240,11 +241,10 @@ class Run:
                 self.captured = None  # and with it what the graph holds
                 error = memory_advice(failure, self.config, self._spec)
         finally:
-            self.watch.ends()
-            self.loader.tokens.close()
-            if not lost:
-                self.saving.finish()
-            close(self, status, error)
+            parts = [self.watch.ends, self.loader.tokens.close, *([] if lost else [self.saving.finish])]
+            for part in (*parts, partial(close, self, status, error)):
+                with self.failures.noted(Exception):
+                    part()
         if lost:  # and no cause of anything
             print(f"error: {who()}{error}", file=sys.stderr, flush=True)
             let_the_agent_look(lambda: self.signals.received is not None)
@@ -286,31 +286,26 @@ class Run:
         self.last_time = time.perf_counter()
         console = None if self.speaks else Console(quiet=True)
         with Progress(config.steps, console=console) as progress:
+            if self.step and self._validates() and self.ranks.first(lambda: self.folder.validated != self.step):
+                self._validate(progress=progress)  # this run was killed between the checkpoint and its validation
             while self.step < config.steps and not self._asked_to_stop():
                 previous, launched = launched, self._launch()
                 if previous:
                     self._finish(previous, progress)
                 if self.finished == self.warmup:
                     self.saving.prepare(self.step, self.state)
-                more = self.step < config.steps
-                validate = more and config.val_every and self.step % config.val_every == 0
-                save = more and config.checkpoint_every and self.step % config.checkpoint_every == 0
+                validate = self._validates()
+                save = self.step < config.steps and config.checkpoint_every and self.step % config.checkpoint_every == 0
                 show = self.finished == self.warmup and self.page is not None and self.page.account is None
                 if validate or save or show or not self.runs_ahead:
                     self._finish(launched, progress)
                     launched = None
                 if show:
                     self._show()
-                if validate:
-                    loss = self._validate()
-                    sample = self.samples.after(self.step)
-                    with self.failures.noted(what=OUTPUT):
-                        progress.note(f"step {self.step} | val_loss {loss:.4f}")
-                        if sample is not None:
-                            progress.note(f"step {self.step} | sample {config.sample_prompt + sample!r}")
-                            self.folder.log(self.step, sample=sample)
                 if save:
                     self._save(last=False)
+                if validate:
+                    self._validate(progress=progress)
                 if validate or save or show:
                     self.last_time = time.perf_counter()
             if launched:
@@ -415,24 +410,58 @@ class Run:
             if self.snapshot:
                 self.snapshot.write()
 
-    def _validate(self) -> float:
-        """Mean loss over the validation batches; recorded at the current step."""
-        self.watch.at(f"the validation after step {self.step}", limited=False)
+    def _validates(self) -> bool:
+        """Whether a validation is due in mid-run."""
+        every = self.config.val_every
+        return self.step < self.config.steps and every > 0 and self.step % every == 0
+
+    def _validate(self, progress: Progress | None = None) -> None:
+        """Record the mean loss over the validation batches at the current step and, with ``progress``, in mid-run, a
+        sample where one is due. An error is raised after the state is saved, if this process is the whole run: other
+        ranks would wait in the validation."""
+        where = f"the validation after step {self.step}"
+        self.watch.at(where, limited=False)
         what = f"the validation loss after step {self.step}"
-        losses = self.validation.losses(lambda loss, batch: self.finite.require(what, loss, self.step, batch))
+        try:
+            losses = self.validation.losses(lambda loss, batch: self.finite.require(what, loss, self.step, batch))
+            sample = self.samples.after(self.step) if progress else None
+        except Exception as failure:
+            traceback.clear_frames(failure.__traceback__)  # they hold activations
+            if self.ranks.world == 1:
+                with self.failures.noted():
+                    self.saving.save(self.step, self.state, last=True, evict=False)
+            saved = self.saving.saved_step == self.step
+            again = f"step {self.step} is saved: --resume {self.folder.path}" if saved else "the state is not saved"
+            if is_out_of_memory(failure):
+                raise StoppedError(
+                    f"{where} ran out of memory (asked for {asked_for(failure)}), not a training step; {again} with a "
+                    "lower --batch-size, which validation has too"
+                ) from failure
+            failure.add_note(again)
+            raise
         self.val_loss = losses["val_loss"]
+        with self.failures.noted(what=OUTPUT):
+            if progress:
+                progress.note(f"step {self.step} | val_loss {self.val_loss:.4f}")
+            if sample is not None:
+                progress.note(f"step {self.step} | sample {self.config.sample_prompt + sample!r}")
         if self.folder.validated != self.step:  # else recorded before this process resumed the run
             with self.failures.noted():
-                self.folder.log(self.step, **losses)
-        return self.val_loss
+                self.folder.log(self.step, **losses, **({} if sample is None else {"sample": sample}))
 
     def _save(self, *, last: bool) -> None:
+        """Save the state. In mid-run an error lets the run stop as for a signal, which saves once more. While steps are
+        left out, the weights may be the cause: the state is saved only where the run ends, in addition to others."""
         self.watch.at(f"the checkpoint of step {self.step}", limited=False)
         self._check_data()
-        waited_s = self.saving.save(self.step, self.state, last=last)
+        sound = not self.finite.in_a_row
+        if not last and not sound:
+            return self.say(f"no checkpoint of step {self.step}: steps are left out, and its weights may be the cause")
+        with contextlib.nullcontext() if last else self.failures.noted():
+            waited_s = self.saving.save(self.step, self.state, last=last, evict=sound)
         with self.failures.noted():
             self.folder.check_there(self.config)
-            if not last:
+            if self.saving.saved_step == self.step and not last:
                 self.folder.log(self.step, save_s=waited_s)
 
     def _check_data(self) -> None:

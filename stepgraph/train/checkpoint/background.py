@@ -57,9 +57,9 @@ class BackgroundSaves:
         self._preparing = threading.Thread(target=run, name="memory for checkpoints", daemon=True)
         self._preparing.start()
 
-    def begin(self, step: int, state: dict) -> float:
-        """Begin to save ``state`` after ``step`` updates; the seconds that the run waited for it, those for the save
-        before it and for the memory included.
+    def begin(self, step: int, state: dict, evict: bool = True) -> float:
+        """Begin to save ``state`` after ``step`` updates, as `Checkpointer.save` does; the seconds that the run waited,
+        which include the wait for the save before it and for the memory.
 
         Raises what the save before raised: OSError, one line; and ValueError for a state that cannot be saved.
         """
@@ -67,7 +67,7 @@ class BackgroundSaves:
         if self._preparing is not None:
             self._preparing.join()
         self.finish()
-        write = self.checkpointer.collect(step, state, self._copied, self.group)
+        write = self.checkpointer.collect(step, state, evict, self._copied, self.group)
         waited = time.perf_counter() - began
 
         def run() -> None:

@@ -62,6 +62,7 @@ from stepgraph.train.checkpoint.state import (
     set_rng_state,
     without,
 )
+from stepgraph.train.faults.lost_ranks import is_lost_rank
 
 _Tensors = dict[str, torch.Tensor]
 PARTS = ("model", "optimizer", "loader", "schedule", "trainer")
@@ -91,16 +92,18 @@ class Checkpointer:
         self.keep, self.keep_every = keep, keep_every
         self.mesh = mesh
 
-    def save(self, step: int, state: dict) -> Path:
-        """Write ``step-{step:08d}`` and return its path; an earlier checkpoint of the same step is replaced.
+    def save(self, step: int, state: dict, evict: bool = True) -> Path:
+        """Write ``step-{step:08d}`` and return its path; an earlier checkpoint of the same step is replaced. Without
+        ``evict`` no other is deleted.
 
-        Errors: ValueError for a state that cannot be saved; OSError, one line, when writing fails. Either leaves every
-        earlier checkpoint as it was.
+        Errors: ValueError for a state that cannot be saved; OSError, one line, when writing fails, for any reason but a
+        lost rank. Either leaves every earlier checkpoint as it was.
         """
-        return self.collect(step, state)()
+        return self.collect(step, state, evict)()
 
     def collect(
-        self, step: int, state: dict, copied: Callable[[_Tensors], _Tensors] = lambda tensors: tensors,
+        self, step: int, state: dict, evict: bool = True,
+        copied: Callable[[_Tensors], _Tensors] = lambda tensors: tensors,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> Callable[[], Path]:  # fmt: skip
         """`save` in two parts: take all but the tensors out of ``state``, and return a function that writes these and
@@ -119,10 +122,10 @@ class Checkpointer:
             layouts = ranks.gather(lambda: shared["optimizer"])
             shared["optimizer"] = join_optimizers(layouts, list(model))
         files = {_rank_file(ranks.rank): own} | ({"state.json": shared} if ranks.rank == 0 else {})
-        return lambda: self._write(step, tensors, model, files, group)
+        return lambda: self._write(step, tensors, model, files, evict, group)
 
     def _write(
-        self, step: int, tensors: _Tensors, model: dict[str, list], files: dict[str, dict],
+        self, step: int, tensors: _Tensors, model: dict[str, list], files: dict[str, dict], evict: bool,
         group: torch.distributed.ProcessGroup | None,
     ) -> Path:  # fmt: skip
         target = self.folder / f"step-{step:08d}"
@@ -142,10 +145,13 @@ class Checkpointer:
                 "model": model,
                 "files": {name: entry for entries in written for name, entry in sorted(entries.items())},
             }
-            ranks.first(lambda: self._commit(temporary, target, manifest))
-        except OSError as error:
+            ranks.first(lambda: self._commit(temporary, target, manifest, evict))
+        except Exception as error:
+            if is_lost_rank(error):
+                raise
             intact = "; earlier checkpoints are intact" if checkpoints(self.folder) else ""
-            raise OSError(f"cannot write checkpoint {target}: {error}{intact}") from error
+            what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise OSError(f"cannot write checkpoint {target}: {' '.join(what.split())}{intact}") from error
         finally:
             if ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # exists only after a failure; frees the disk space
@@ -194,7 +200,7 @@ class Checkpointer:
                 replaced.rename(replaced.with_suffix(""))  # a crash between the two renames of a swap
         temporary.mkdir()
 
-    def _commit(self, temporary: Path, target: Path, manifest: dict) -> None:
+    def _commit(self, temporary: Path, target: Path, manifest: dict, evict: bool) -> None:
         (temporary / MANIFEST).write_bytes(render(manifest))
         sync(temporary / MANIFEST)
         sync(temporary)
@@ -209,7 +215,7 @@ class Checkpointer:
         # Only now that the new one is safe is anything deleted, and never it, even if the folder has later steps.
         earlier = [path for path in checkpoints(self.folder) if path != target and path.suffix != ".replaced"]
         sound = [path for path in earlier if is_sound(path)]  # a damaged one takes no place of theirs
-        for path in [*self.folder.glob("*.replaced"), *sound[self.keep - 1 :]]:
+        for path in [*self.folder.glob("*.replaced"), *(sound[self.keep - 1 :] if evict else [])]:
             if path.suffix == ".replaced" or not self.keep_every or step_of(path) % self.keep_every:
                 self._remove(path)
 

@@ -14,7 +14,7 @@ def memory_advice(failure: BaseException, config: TrainConfig, step: Callable[[]
 
     ``step`` makes what the step is, an example of its batch included.
     """
-    asked = f"out of memory: asked for {_asked_for(failure)}"
+    asked = f"out of memory: asked for {asked_for(failure)}"
     traceback.clear_frames(failure.__traceback__)  # they hold the failed step's activations
     try:
         spec = step()
@@ -40,7 +40,8 @@ def memory_advice(failure: BaseException, config: TrainConfig, step: Callable[[]
     return f"{asked}; no other policy fits: lower {fix}"
 
 
-def _asked_for(failure: BaseException) -> str:
+def asked_for(failure: BaseException) -> str:
+    """The size of the allocation that failed, for people."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", str(failure))
     if not found:
         return "more than there is"

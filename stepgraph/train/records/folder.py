@@ -166,6 +166,7 @@ class RunFolder:
 
     def draw_loss(self, unigram_entropy: float | None) -> None:
         """Draws ``loss.png`` from the metrics so far; ``unigram_entropy`` in nats per token."""
+        os.environ["MPLBACKEND"] = "agg"  # read when matplotlib is imported, which fails for one that is not known
         from stepgraph.train.records.plot import loss_curve  # matplotlib is slow to load, and needed only at the end
 
         loss_curve(self._metrics_file, self.path / "loss.png", unigram_entropy)

@@ -1,0 +1,279 @@
+"""What a run does at its end and in its error paths: the state is saved before what may fail, and the first error is
+the one that is reported."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepgraph.train import closing
+from stepgraph.train import trainer as trainer_module
+from stepgraph.train.checkpoint import background, checkpointer
+from stepgraph.train.data import PackedLoader
+from stepgraph.train.records.folder import RunFolder
+from stepgraph.train.records.launched import Figures
+from stepgraph.train.trainer import Run
+from stepgraph.train.validation import Validation
+
+ONE_LAYER = ["--model.n-layers", 1, "--steps", 8, "--val-every", 0, "--checkpoint-every", 0]
+
+
+@pytest.fixture(scope="module")
+def whole(trainer, tmp_path_factory) -> Path:
+    """The run that nothing disturbs: 8 steps, validated at 3 and 6, saved at 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert trainer.here(*ONE_LAYER, "--val-every", 3, "--checkpoint-every", 2, "--out", folder) == 0
+    return folder
+
+
+def one_line(capsys) -> str:
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    return error
+
+
+# ---- the state is saved before what may fail ----
+
+
+def fails_with(error):
+    def losses(*_, **__):
+        raise error
+
+    return losses
+
+
+def not_finite(self, check):
+    check(float("nan"), self.batches[0])
+
+
+@pytest.mark.parametrize("val_every", [0, 5], ids=["at the end", "in mid-run"])
+@pytest.mark.parametrize(
+    ("validation", "says"),
+    [
+        (fails_with(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")), "asked for 2.00 GiB"),
+        (not_finite, "the validation loss after step"),
+        (fails_with(RuntimeError("planted")), "planted"),
+    ],
+    ids=["memory", "nan", "error"],
+)
+def test_a_validation_that_fails_loses_no_step(
+    validation, says, val_every, trainer, whole, tmp_path, monkeypatch, capsys
+):
+    folder, step = tmp_path / "run", val_every or 8
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "losses", validation)
+        if says == "planted":
+            with pytest.raises(RuntimeError, match="planted") as raised:
+                trainer_module.run(config_of(trainer, *ONE_LAYER, "--val-every", val_every, "--out", folder))
+            assert f"step {step} is saved: --resume {folder}" in raised.value.__notes__
+        else:
+            assert trainer.here(*ONE_LAYER, "--val-every", val_every, "--out", folder) == 1
+            error = one_line(capsys)
+            assert says in error
+            if "GiB" in says:
+                assert f"the validation after step {step} ran out of memory" in error and "--batch-size" in error
+                assert "--memory" not in error and f"step {step} is saved: --resume {folder}" in error
+    assert trainer.summary(folder)["status"] == "failed"
+    assert trainer.checkpoints(folder) == [f"step-{step:08d}"]
+    assert trainer.resume(folder, "--val-every", 0) == 0
+    trainer.assert_same_run(whole, folder, 8)
+
+
+def config_of(trainer, *words):
+    from stepgraph.cli import parse_train
+
+    return parse_train(trainer.arguments(*words)[1:])
+
+
+def test_a_run_killed_between_a_checkpoint_and_its_validation_validates_first(trainer, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    options = [*ONE_LAYER, "--val-every", 2, "--checkpoint-every", 2, "--sample-every", 2]
+    assert trainer.here(*options, "--out", tmp_path / "expected") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "losses", fails_with(KeyboardInterrupt()))
+        assert trainer.here(*options, "--out", folder) == 130
+    (folder / "summary.json").unlink()
+    assert trainer.checkpoints(folder) == ["step-00000002"]
+    assert trainer.resume(folder) == 0
+    for name in ("loss", "val_loss", "sample"):
+        assert trainer.metrics(folder, name) == trainer.metrics(tmp_path / "expected", name), name
+    assert len(trainer.metrics(folder, "val_loss")) == 4
+
+
+# ---- steps that are left out ----
+
+
+@pytest.mark.parametrize("ends", ["given up", "stopped"])
+def test_while_steps_are_left_out_no_checkpoint_takes_the_place_of_a_good_one(
+    ends, trainer, tmp_path, monkeypatch, capsys
+):
+    folder, read, launch = tmp_path / "run", Figures.read, Run._launch
+    steps = []
+
+    def bad_from_6(self):
+        steps.append(1)
+        return (float("nan"), float("nan")) if len(steps) > 5 else read(self)
+
+    def stopped(self):
+        if ends == "stopped" and self.step == 7:
+            signal.raise_signal(signal.SIGINT)
+        return launch(self)
+
+    monkeypatch.setattr(Figures, "read", bad_from_6)
+    monkeypatch.setattr(Run, "_launch", stopped)
+    words = [*ONE_LAYER, "--steps", 30, "--checkpoint-every", 2, "--keep-checkpoints", 2]
+    status = trainer.here(*words, "--on-nonfinite", "skip", "--max-skipped", 8, "--out", folder)
+    saved = trainer.checkpoints(folder)
+    if ends == "stopped":
+        assert status == 0 and saved == ["step-00000002", "step-00000004", "step-00000008"]
+    else:
+        out, err = capsys.readouterr()
+        assert status == 1 and saved == ["step-00000002", "step-00000004"]
+        assert f"--resume {folder}/checkpoints/step-00000004" in err and "no checkpoint of step 8" in out
+
+
+# ---- saves that fail ----
+
+
+def once(error, then):
+    """``then``, but the first call raises ``error``."""
+    calls = []
+
+    def call(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            raise error
+        return then(*arguments, **options)
+
+    return call
+
+
+@pytest.mark.parametrize("save", ["wait", "behind"])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("planted"), MemoryError("planted")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_after_a_save_that_fails_the_run_saves_once_more(error, save, trainer, whole, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer, "dcp_save", once(error, checkpointer.dcp_save))
+        patch.setattr(background.BackgroundSaves, "check", lambda self: [])  # it is noticed at the next save
+        assert trainer.here(*ONE_LAYER, "--checkpoint-every", 3, "--save", save, "--out", folder) == 1
+    said, step = one_line(capsys), 3 if save == "wait" else 6
+    assert f"cannot write checkpoint {folder}/checkpoints/step-00000003" in said and str(error) in said
+    assert f"step {step} is saved: --resume {folder}" in said
+    assert trainer.checkpoints(folder) == [f"step-{step:08d}"]
+    assert trainer.resume(folder, "--checkpoint-every", 0) == 0
+    trainer.assert_same_run(whole, folder, 8)
+
+
+def test_checkpoints_that_became_a_file_are_one_line(trainer, tmp_path, monkeypatch, capsys):
+    folder, launch = tmp_path / "run", Run._launch
+
+    def breaks(self):
+        if self.step == 4:
+            shutil.rmtree(folder / "checkpoints")
+            (folder / "checkpoints").write_text("a file")
+        return launch(self)
+
+    monkeypatch.setattr(Run, "_launch", breaks)
+    assert trainer.here(*ONE_LAYER, "--checkpoint-every", 2, "--out", folder) == 1
+    assert "cannot write checkpoint" in one_line(capsys) and trainer.summary(folder)["steps"] == 6
+
+
+def test_a_run_folder_deleted_while_it_is_saved_to_is_saved_once_more(trainer, whole, tmp_path, monkeypatch, capsys):
+    folder, dcp_save = tmp_path / "run", checkpointer.dcp_save
+
+    def gone(*arguments):
+        dcp_save(*arguments)
+        if folder.exists() and not calls:
+            calls.append(shutil.rmtree(folder))
+
+    calls = []
+    monkeypatch.setattr(checkpointer, "dcp_save", gone)
+    assert trainer.here(*ONE_LAYER, "--checkpoint-every", 3, "--out", folder) == 1
+    assert "step 3 is saved: --resume" in one_line(capsys) and trainer.checkpoints(folder) == ["step-00000003"]
+    assert trainer.resume(folder, "--checkpoint-every", 0) == 0
+
+
+# ---- closing ----
+
+
+@pytest.mark.parametrize("part", ["summary", "watch", "saving", "page", "plot", "folder"])
+def test_what_fails_at_the_end_hides_no_error_and_stops_no_other_part(part, trainer, tmp_path, monkeypatch, capsys):
+    broken = RuntimeError("planted in closing")
+    owner, name = {
+        "summary": (closing, "environment"),
+        "watch": (trainer_module.Watch, "ends"),
+        "saving": (trainer_module.Saving, "finish"),
+        "page": (trainer_module.RunPage, "finish"),
+        "plot": (RunFolder, "draw_loss"),
+        "folder": (RunFolder, "close"),
+    }[part]
+    monkeypatch.setattr(PackedLoader, "__next__", fails_with(OSError("the first error")))
+    monkeypatch.setattr(owner, name, fails_with(broken))
+    assert trainer.here(*ONE_LAYER, "--out", tmp_path / "run") == 1
+    assert "the first error" in one_line(capsys)
+    assert trainer.summary(tmp_path / "run")["error"] == "the first error"
+    assert part == "plot" or part == "page" or (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_backend_of_matplotlib_that_is_not_there_fails_no_run(trainer, tmp_path):
+    words = [sys.executable, "-m", "stepgraph", *trainer.arguments(*ONE_LAYER, "--steps", 4, "--out", tmp_path / "run")]
+    done = subprocess.run(words, env=os.environ | {"MPLBACKEND": "bogus"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/loss.png").exists() and trainer.summary(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_capture_that_fails_when_it_is_done_again_is_the_error_that_is_reported(trainer, tmp_path, monkeypatch):
+    launch = Run._launch
+
+    def dropped(self):
+        if self.step == 2:
+            self.captured._current = None  # as while a step is captured again
+            raise RuntimeError("the first error")
+        return launch(self)
+
+    monkeypatch.setattr(Run, "_launch", dropped)
+    with pytest.raises(RuntimeError, match="the first error"):
+        trainer_module.run(config_of(trainer, *ONE_LAYER, "--out", tmp_path / "run"))
+    summary = trainer.summary(tmp_path / "run")
+    assert (summary["status"], summary["error"], summary["compile_s"]) == (
+        "failed",
+        "RuntimeError: the first error",
+        None,
+    )
+
+
+# ---- the export ----
+
+
+@pytest.mark.parametrize("moment", ["before", "half", "after"])
+def test_an_export_that_a_kill_cut_off_is_written_on_resume(moment, trainer, tmp_path, monkeypatch):
+    from stepgraph.train import export
+
+    folder, hf, save_hf = tmp_path / "run", tmp_path / "hf", export.save_hf
+
+    def killed(model, where, **options):
+        if moment == "after":
+            save_hf(model, where, **options)
+        if moment == "half":
+            (where / "model.safetensors.part").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "save_hf", killed)
+        assert trainer.here(*ONE_LAYER, "--steps", 4, "--export-hf", hf, "--out", folder) == 130
+    (folder / "summary.json").unlink()
+    assert (hf / export.CLAIM).exists()
+    assert trainer.here(*ONE_LAYER, "--steps", 4, "--export-hf", hf, "--out", tmp_path / "other") == 2
+    assert trainer.resume(folder) == 0 and trainer.summary(folder)["status"] == "finished"
+    assert not list(hf.glob(".*")) and not list(hf.glob("*.part")) and json.loads((hf / "config.json").read_text())
+    assert trainer.resume(folder, "--steps", 5) == 2  # it is not overwritten
