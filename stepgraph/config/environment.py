@@ -26,15 +26,9 @@ def package_versions() -> dict[str, str | None]:
 
 
 def environment() -> dict[str, Any]:
-    """The environment of this process, ready for JSON.
-
-    - ``versions``: those of ``package_versions``, and ``cuda`` and ``cudnn`` as torch was built with (None on a CPU
-      build).
-    - ``gpus``: the name of every visible GPU. ``cpu``: the processor's name; ``cpu_count``: the logical CPUs this
-      process may use; ``torch_threads``: the threads torch computes with. ``platform``: system, kernel, architecture.
-    - ``git``: ``commit`` and ``dirty`` (true: files differ from it) of the checkout that stepgraph runs from; None when
-      it is installed as a package.
-    """
+    """The environment of this process, ready for JSON. ``cpu_count``: the logical CPUs this process may use;
+    ``git``: ``commit`` and ``dirty`` (true: files differ from it) of the checkout that stepgraph runs from, None when
+    it is installed as a package."""
     import torch  # not above: `stepgraph --version` does not wait for it
 
     cuda = torch.cuda.is_available()

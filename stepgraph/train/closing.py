@@ -17,11 +17,8 @@ T = TypeVar("T")
 
 def close(run: Any, status: str, error: str | None) -> None:
     """Write the records of ``run``, a `trainer.Run`, that come last, and say where they are. What cannot be written is
-    left out, and noted in ``run.failures``.
-
-    A run ends once: the watch's thread and the main thread may both find a reason, and the later of them waits here
-    until the first has written its own.
-    """
+    noted in ``run.failures``. The watch's thread and the main thread may both find a reason to end: the second waits
+    until the first has written its own."""
     with run.ending:
         if not run.ended:
             run.ended = True

@@ -1,7 +1,4 @@
-"""A trained model for Hugging Face's libraries: its weights and its tokenizer in one folder, and ``stepgraph export``.
-
-The ids that begin and end a text are those of the tokenizer, so that ``generate`` stops where a document ended.
-"""
+"""A trained model for Hugging Face's libraries, its weights and tokenizer in one folder, and ``stepgraph export``."""
 
 import contextlib
 import os
@@ -18,7 +15,7 @@ from stepgraph.models import FAMILIES, family_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
 from stepgraph.train.records.files import write_text
-from stepgraph.train.saved_model import load_trained, run_config
+from stepgraph.train.saved_model import load_trained, named_run, run_config
 
 #: In the folder of an export that is not done: the run that writes it.
 CLAIM = ".unfinished-export"
@@ -34,10 +31,7 @@ class ExportOptions:
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph export ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
-    named = bool(argv) and not argv[0].startswith("-")
-    if not named and not {"-h", "--help"} & set(argv):
-        raise ValueError("export takes a run folder first: write stepgraph export RUN --out FOLDER")
-    run, words = (Path(argv[0]), argv[1:]) if named else (Path(), argv)
+    run, words = named_run(argv, "export takes a run folder first: write stepgraph export RUN --out FOLDER")
     options = parse(ExportOptions(), words, usage="stepgraph export RUN", description=ExportOptions.__doc__)
     if options.out is None:
         raise ValueError("export needs a folder to write: add --out FOLDER")

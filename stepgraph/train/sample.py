@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from stepgraph.models.generate import Choose, generate, sampler
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data import ChatTokenizer, Tokenizer, open_tokenizer
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
-from stepgraph.train.saved_model import load_trained, run_config
+from stepgraph.train.saved_model import load_trained, named_run, run_config
 
 #: Of samples in a run.
 NEW_TOKENS, TEMPERATURE = 64, 0.8
@@ -61,10 +60,7 @@ class SampleOptions:
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph sample ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
-    named = bool(argv) and not argv[0].startswith("-")
-    if not named and not {"-h", "--help"} & set(argv):
-        raise ValueError('sample takes a run folder first: write stepgraph sample RUN --prompt "text"')
-    run, words = (Path(argv[0]), argv[1:]) if named else (Path(), argv)
+    run, words = named_run(argv, 'sample takes a run folder first: write stepgraph sample RUN --prompt "text"')
     options = parse(SampleOptions(), words, usage="stepgraph sample RUN", description=SampleOptions.__doc__)
     options.validate()
     config = run_config(run)

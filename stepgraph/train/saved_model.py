@@ -13,6 +13,15 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
 
 
+def named_run(argv: list[str], otherwise: str) -> tuple[Path, list[str]]:
+    """(The run folder that a command line begins with, its options). ``ValueError`` says ``otherwise`` without one."""
+    if argv and not argv[0].startswith("-"):
+        return Path(argv[0]), argv[1:]
+    if not {"-h", "--help"} & set(argv):
+        raise ValueError(otherwise)
+    return Path(), argv
+
+
 def run_config(folder: Path) -> TrainConfig:
     """The options of the run that ``folder`` is, or whose checkpoint it is. ``ValueError``, one line, for none."""
     file = run_of(folder) / "config.json"

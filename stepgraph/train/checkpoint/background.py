@@ -20,13 +20,10 @@ class BackgroundSaves:
     """Saves of ``checkpointer`` whose files a thread writes, one checkpoint at a time.
 
     The run waits only while the state is copied, from a GPU into page-locked memory of the host, which is kept for the
-    next save: as many bytes as this rank's parameters and optimizer state, or more, as torch rounds the size of each
-    tensor up to a power of two. To take that memory lasts many times as long as to copy: :meth:`prepare` does it while
-    the run goes on. Until the last rename of a save the previous checkpoint is the newest, as with a save that is
-    waited for.
-
-    Every rank of a mesh begins the same saves in the same order. Their threads meet in ``group``, of gloo, which no
-    other thread uses; None for one process.
+    next save: at least as many bytes as this rank's parameters and optimizer state, as torch rounds the size of each
+    tensor up to a power of two. Taking that memory is much slower than the copy: :meth:`prepare` does it in a thread.
+    Every rank begins the same saves in the same order. Their threads meet in ``group``, of gloo, which no other thread
+    uses; None for one process.
     """
 
     def __init__(self, checkpointer: Checkpointer, group: torch.distributed.ProcessGroup | None = None):

@@ -7,15 +7,10 @@ On disk, ``RUN/checkpoints/step-00000100/`` holds
     rank-00000.json           random number streams and data position, one file per rank
     manifest.json             format, step, versions, the model's tensors, each file's size and SHA-256
 
-**A crash** (kill -9, power cut) leaves the earlier checkpoints intact. A checkpoint is written to a temporary folder
-beside them, every file and folder is synced to disk, and one atomic rename gives it its name. Deleting works the other
-way round: rename, then remove. Leftover temporary folders are removed at the next save.
-
-**No code runs on loading.** Everything but the tensors is JSON. DCP stores each tensor with ``torch.save`` and reads it
-with ``weights_only=True``; its pickled index is read by an unpickler with a short list of allowed names.
-
-**Loading changes everything or nothing.** Manifest, sizes, checksums, the model's tensors and optimizer groups are
-checked before any tensor changes.
+**A crash** leaves the earlier checkpoints intact: a checkpoint is written to a temporary folder, synced to disk, and
+gets its name by one atomic rename. Deleting is a rename, then a removal; the next save removes leftover folders.
+**No code runs on loading**: all but the tensors is JSON, and an unpickler with a list of allowed names reads the index.
+**Loading changes everything or nothing**: all is checked before any tensor changes.
 """
 
 import hashlib
@@ -72,9 +67,8 @@ class Checkpointer:
     """Saves, finds and loads the checkpoints of one run; the ``keep`` newest stay, and those of each ``keep_every``
     steps (0: none).
 
-    ``folder`` is the run's ``checkpoints`` folder, made at the first save. Under an initialized ``torch.distributed``
-    every rank calls :meth:`save` and :meth:`load` with its own state (DTensors go as shards) on one shared file system;
-    without it, one process works alone. One run writes to a folder at a time.
+    ``folder`` is the run's ``checkpoints`` folder, made at the first save. Under ``torch.distributed`` every rank calls
+    :meth:`save` and :meth:`load` with its own state (DTensors go as shards) on one shared file system.
 
     ``state`` is a dict with ``"model"`` (a module) and any of ``"optimizer"`` (or a list), ``"loader"`` (an object with
     ``state_dict`` and ``load_state_dict``), ``"schedule"`` and ``"trainer"`` (plain dicts of numbers, strings, lists,
@@ -165,10 +159,7 @@ class Checkpointer:
         """Load ``path`` (as :func:`resolve` takes it) in place into the parts of ``state``; with ``rng``, RNG states.
 
         Parts that ``state`` lacks are not loaded, so ``{"model": model}`` with ``rng=False`` reads the weights alone.
-        Optimizer state that does not exist yet is created.
-
-        Errors: ValueError, one line each: no checkpoint there, a damaged one (the file, and which earlier one is
-        usable), another model (the first tensor that differs), other optimizer groups, another number of ranks.
+        Optimizer state that does not exist yet is created. Errors: ValueError, one line each.
         """
         ranks = Ranks()
         path = ranks.first(lambda: resolve(path))

@@ -85,10 +85,9 @@ def dcp_save(tensors: dict[str, torch.Tensor], folder: Path, group: torch.distri
     """Write this rank's part of ``tensors`` and, on rank 0, the index; the caller syncs them. ``group``: what the ranks
     meet in, None for the default of all. Errors: OSError.
 
-    DCP's own ``sync_files`` calls fsync on the index before Python's buffer is flushed, so its end may get lost. And
-    where there is a GPU it copies some tensors ahead of those that it writes, and waits for the stream of its thread's
-    device time and again, also when all tensors are on the CPU. That is the training's stream: a save behind a run
-    would wait for a step or two with each large tensor.
+    DCP's own ``sync_files`` calls fsync on the index before Python's buffer is flushed, so its end may get lost. Where
+    there is a GPU, DCP waits for the training's stream even when all tensors are on the CPU, unless it copies none
+    ahead: a save in the background would wait for a step or two with each large tensor.
     """
     on_host = all(local(tensor).device.type == "cpu" for tensor in tensors.values())
     try:

@@ -1,10 +1,9 @@
 """What a checkpoint holds, in memory: model and optimizer tensors by name, JSON for the rest, the RNG streams.
 
 Every large tensor gets one stable name (``model.layers.0.wq.weight``, ``optimizer.layers.0.wq.weight.exp_avg``) and
-goes through ``torch.distributed.checkpoint``; everything else becomes JSON. torch's ``get_optimizer_state_dict`` and
-``set_optimizer_state_dict`` are not used: they create missing state by running ``optimizer.step()`` on zero gradients,
-and loading replaces the state and learning rate tensors whose addresses a captured step keeps. Here a layout saved
-beside the tensors says which state to create, and existing tensors are filled in place.
+goes through ``torch.distributed.checkpoint``; everything else becomes JSON. torch's ``set_optimizer_state_dict`` would
+run ``optimizer.step()`` and replace tensors whose addresses a captured step keeps: here a saved layout says which state
+to create, and existing tensors are filled in place.
 """
 
 import base64

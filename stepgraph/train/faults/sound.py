@@ -1,7 +1,5 @@
-"""Errors that leave a run's weights as they are: data that cannot be read, records or output that cannot be written.
-
-The run stops as for a signal, on all ranks after the same step, saves, and ends with the error.
-"""
+"""Errors that leave a run's weights as they are, such as records that cannot be written: the run stops as for a signal,
+on all ranks after the same step, saves, and ends with the error."""
 
 import contextlib
 import errno

@@ -9,10 +9,7 @@ from typing import Any
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``. A last line cut off by a crash is left out.
-
-    Raises ValueError for a damaged line before the last, and for one without its step.
-    """
+    """The records of a ``metrics.jsonl``, without a last line cut off by a crash. ValueError for another bad line."""
     lines = path.read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, start=1):

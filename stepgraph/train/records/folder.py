@@ -67,8 +67,6 @@ class Summary:
 class RunFolder:
     """The files of one run.
 
-    ``config.json``, ``environment.json``, ``metrics.jsonl`` (one object a line), ``tb/`` (TensorBoard events),
-    ``passes.txt`` and ``passes.json`` (pass report), ``graph.txt``, ``summary.json`` (``Summary``), ``loss.png``;
     ``checkpoints/`` and ``graphs/`` (``--dump-graphs``) are filled elsewhere. JSON files are never half written, and
     strict: a number that is not finite is null.
     """
@@ -136,11 +134,8 @@ class RunFolder:
     def log(self, step: int, **values: float | Sequence[float] | str | None) -> None:
         """Records ``values`` after update number ``step`` (from 1), in ``metrics.jsonl`` and for TensorBoard.
 
-        The names used are ``loss`` (nats per token), ``grad_norm``, ``lr``, ``step_ms``, ``tokens_per_s``, ``mfu`` (in
-        [0, 1]), ``mem_gib``, ``tokens`` (seen so far), ``val_loss``, ``expert_load`` (a list: of each layer with
-        experts, the highest load of an expert over the mean), ``repeated_steps``, ``save_s`` (how long the run waited
-        for the checkpoint) and ``sample`` (a text). A name that starts with ``val_`` goes to TensorBoard's ``val/``,
-        others to ``train/``; a list to a tag for each element, by its place.
+        A name that starts with ``val_`` goes to TensorBoard's ``val/``, others to ``train/``; a list to a tag for each
+        element. ``expert_load`` lists, for each layer with experts, the highest load of an expert over the mean.
         """
         self._metrics.write(json_line({"step": step} | values))
         scalars: dict[str, float] = {}
