@@ -19,6 +19,7 @@ PRINTS = {
     "distillation": r"step 1: KL 0\.0.*step 10: KL 0\.0",
     "graph_trainer": r"train_loss",
     "lora": r"adapter_model\.safetensors",
+    "packing": r"200 examples in \d+ rows of 256 tokens.*train_loss",
     "own_loop": r"step 20: loss.*bitwise equal to eager",
     "verify_change": r"passes=exact:\nverify: bitwise.*the pass fuse_norm",
 }

@@ -30,6 +30,12 @@ _ATTENTION = {
 #: The same for FlashAttention with a window, which takes (B, T, H, head_dim) of one width.
 _WINDOWED = {aten._flash_attention_forward.default: FORWARD, aten._flash_attention_backward.default: BACKWARD}
 
+#: The same within documents of a packed sequence, which takes (T, H, head_dim).
+_DOCUMENTS = {
+    torch.ops.stepgraph.document_attention.default: FORWARD,
+    torch.ops.stepgraph.document_attention_backward.default: BACKWARD,
+}
+
 #: The same for FlexAttention, which takes q, k and v first in both directions.
 _FLEX_ATTENTION = {higher_order.flex_attention: FORWARD, higher_order.flex_attention_backward: BACKWARD}
 
@@ -57,6 +63,10 @@ def flops(node: fx.Node) -> int:
         q = argument(node, "query").meta["val"]
         sides = (argument(node, f"window_size_{side}") for side in ("left", "right"))
         return sum(_WINDOWED[node.target]) * 2 * q.shape[0] * q.shape[2] * q.shape[3] * _visible(q.shape[1], *sides)
+    if node.target in _DOCUMENTS:  # as if every document were the longest: the lengths are on the device
+        (T, H, d), longest = argument(node, "query").meta["val"].shape, argument(node, "longest")
+        products = attention_flops(_DOCUMENTS[node.target], H * T * min(longest, T), d, d)
+        return products // (2 if argument(node, "causal") else 1)
     if node.target is aten._grouped_mm.default:
         return 2 * values[0].numel() * node.meta["val"].shape[-1]
     count = flop_registry.get(node.target.overloadpacket)
@@ -65,7 +75,7 @@ def flops(node: fx.Node) -> int:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is attention, forward or backward."""
-    return node.target in _ATTENTION or node.target in _WINDOWED or node.target in _FLEX_ATTENTION
+    return any(node.target in kinds for kinds in (_ATTENTION, _WINDOWED, _FLEX_ATTENTION, _DOCUMENTS))
 
 
 def is_fp8(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from stepgraph.integrations.lengths import PadToLengths, choose_lengths
+from stepgraph.integrations.packing import PackToBudget, attend_within_documents
 
 
 def __getattr__(name: str) -> Any:
@@ -12,5 +13,6 @@ def __getattr__(name: str) -> Any:
 
         return GraphTrainer
     raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}; it has GraphTrainer, PadToLengths and choose_lengths"
+        f"module {__name__!r} has no attribute {name!r}; it has GraphTrainer, PackToBudget, PadToLengths, "
+        "attend_within_documents and choose_lengths"
     )

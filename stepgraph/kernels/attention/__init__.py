@@ -1,5 +1,6 @@
 """Attention by kernels that torch does not have."""
 
+from stepgraph.kernels.attention.documents import attend_documents
 from stepgraph.kernels.attention.flash4 import flash4_attention, flash4_attention_backward, installed, unavailable
 
-__all__ = ["flash4_attention", "flash4_attention_backward", "installed", "unavailable"]
+__all__ = ["attend_documents", "flash4_attention", "flash4_attention_backward", "installed", "unavailable"]
