@@ -6,7 +6,7 @@ other numbers of zeros may round differently.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,22 @@ class PadToLengths:
                 f"targets, fill={{'targets': {IGNORED}}}"
             )
 
+    def longest(self, batches: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+        """The largest length of each tensor that is padded, by name."""
+        found: dict[str, int] = {}
+        for batch in batches:
+            for name, value in batch.items():
+                if self._is_padded(name, value):
+                    found[name] = max(found.get(name, 0), value.shape[1])
+        return found
+
+    def lengthened(self, batch: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
+        """``batch``, whose tensors were padded before, with those in ``lengths`` padded further to these lengths."""
+        return {
+            name: self._fill_up(name, value, lengths[name]) if name in lengths else value
+            for name, value in batch.items()
+        }
+
     def _pad(self, name: str, value: torch.Tensor) -> torch.Tensor:
         length = value.shape[1]
         at = bisect_left(self.lengths, length)
@@ -118,7 +134,10 @@ class PadToLengths:
                 f"{name} of length {length} is longer than the largest of lengths={self.lengths}: add a larger one, or "
                 f"truncate to {self.lengths[-1]}"
             )
-        missing = self.lengths[at] - length
+        return self._fill_up(name, value, self.lengths[at])
+
+    def _fill_up(self, name: str, value: torch.Tensor, length: int) -> torch.Tensor:
+        missing = length - value.shape[1]
         if not missing:
             return value
         if name == "position_ids":  # counting on begins no new sequence

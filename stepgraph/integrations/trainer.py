@@ -6,22 +6,29 @@ the microbatches of a step wait for its last one; that call runs the whole step 
 """
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from stepgraph.capture.batch import flatten_batch, form, rebuilt
+from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.integrations.reads import Reads
+from stepgraph.parallel import Mesh, gloo_group, layouts
+from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes import Passes
 from stepgraph.step import CapturedStep, capture
 
 try:
     from transformers import Trainer
+    from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
     from transformers.training_args import ParallelMode
 except ImportError as error:
     raise ImportError("GraphTrainer needs transformers and accelerate: pip install 'stepgraph[hf]'") from error
+
+from stepgraph.integrations import ranks
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +41,9 @@ class GraphTrainer(Trainer):
 
     Args:
         passes: as in `stepgraph.capture`: ``"exact"`` trains bit for bit as ``Trainer``, ``"default"`` is the fast one.
+        mesh: under torchrun or ``accelerate launch``, how ranks share the model: ``"fsdp=2"``, ``"ddp=2"``,
+            ``"hsdp=2x2"``, ``"fsdp=2,ep=2"``. None: as ``args`` say, sharded with ``fsdp`` and replicated without.
+        parallel: further keyword arguments of `stepgraph.parallel.parallelize`, such as ``expert_capacity``.
         args, kwargs: those of ``Trainer``.
 
     With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
@@ -42,11 +52,22 @@ class GraphTrainer(Trainer):
     Callbacks of ``on_pre_optimizer_step`` and ``on_optimizer_step`` otherwise run behind the update.
 
     Raises:
-        ValueError: options that a captured step cannot serve: fp16's scaler, several GPUs in ``Trainer``'s own ways,
-            ``torch_compile``.
+        ValueError: options that a captured step cannot serve: fp16's scaler, several GPUs in one process, DeepSpeed,
+            FSDP1, offload, ``torch_compile``.
     """
 
-    def __init__(self, *args: Any, passes: Passes = "default", **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        passes: Passes = "default",
+        mesh: str | None = None,
+        parallel: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        self._asked_mesh, self._parallel = mesh, dict(parallel or {})
+        self._mesh: Mesh | None = None
+        self._whole: dict[str, torch.Tensor] | None = None  # weights, while they are saved
+        self._loads_from = ""
         super().__init__(*args, **kwargs)
         self._passes = passes
         self._steps: dict[int, CapturedStep] = {}
@@ -54,6 +75,7 @@ class GraphTrainer(Trainer):
         self._waiting: list[dict[str, Any]] = []
         self._reads, self._told = Reads(), False
         self._refuse()
+        self._shard(self.model)
 
     def _refuse(self) -> None:
         """Raise for options of ``Trainer`` that a captured step cannot serve."""
@@ -62,11 +84,120 @@ class GraphTrainer(Trainer):
             raise ValueError("fp16=True scales losses by a GradScaler, which a captured step has not; use bf16=True")
         if args.torch_compile:
             raise ValueError("torch_compile=True, but the captured step is compiled already; drop torch_compile")
-        if args.parallel_mode is not ParallelMode.NOT_PARALLEL or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+        if args.parallel_mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.DISTRIBUTED):
             raise ValueError(
-                f"GraphTrainer runs on one device, and these arguments ask for {args.parallel_mode.value}; start it "
-                "with CUDA_VISIBLE_DEVICES=0, or shard with stepgraph.parallel.parallelize in a loop of your own"
+                f"{args.n_gpu} GPUs in one process ({args.parallel_mode.value}): start one process for each, with "
+                "torchrun --nproc-per-node, or one alone with CUDA_VISIBLE_DEVICES=0"
             )
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError(
+                "the Accelerator wraps models by DeepSpeed or FSDP; ask for shards by TrainingArguments(fsdp=True) or "
+                "GraphTrainer(mesh='fsdp=2')"
+            )
+
+    # Several ranks
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As ``Trainer``'s, but accelerate leaves the model as it is: `_shard` shards it."""
+        self._spec = ranks.mesh_spec(self.args, self._asked_mesh)
+        with ranks.plain_ranks(self.args):
+            super().create_accelerator_and_postprocess()
+        if self._spec is not None:
+            prepare = self.accelerator.prepare_model
+            self.accelerator.prepare_model = lambda model, *_, **__: prepare(
+                model, device_placement=False, evaluation_mode=True
+            )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self._spec is None:  # shards go there by themselves, and the whole model may not fit
+            super()._move_model_to_device(model, device)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As ``Trainer``'s; the new model is sharded."""
+        model = super().call_model_init(trial)
+        self._shard(model)
+        return model
+
+    def _shard(self, model: nn.Module) -> None:
+        if self._spec is None or layouts(model):
+            return
+        if self._mesh is None:
+            self._mesh, self._ranks = Mesh(self._spec, self.args.device.type), Ranks(group=gloo_group())
+        new = ranks.shard(model, self._mesh, self.args, self._parallel)
+        if self.optimizer is not None:
+            ranks.swap_parameters(self.optimizer, new)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As ``Trainer``'s, with the parameter groups of one process."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if made and self._mesh is not None:
+            ranks.join_groups(optimizer, self.model)
+        return optimizer
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As ``Trainer``'s: rank 0 writes whole weights. All ranks must call."""
+        if self._mesh is not None:
+            self._whole = ranks.whole_weights(self.model, keep=self.args.should_save)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            self._whole = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, self._whole if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._mesh is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = ranks.whole_optimizer(self.optimizer, self.model, keep=self.args.should_save)
+        if self.args.should_save:
+            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        files = [os.path.join(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        if self._mesh is None or checkpoint is None or not all(map(os.path.isfile, files)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer, scheduler = (torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in files)
+        ranks.load_optimizer(self.optimizer, self.model, optimizer)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._loads_from = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._loads_from = self.state.best_model_checkpoint
+        super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # Checkpoints name some weights in other ways than modules do, as those of experts, which Trainer leaves out.
+        if load_result.missing_keys and load_result.unexpected_keys:
+            load_result = ranks.load_converted(self.model, self._loads_from, self.args)
+        super()._issue_warnings_after_load(load_result)
+
+    def _alike(self, microbatches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The microbatches of a step, of the same forms on all ranks: their graphs then hold the same collectives.
+
+        With `PadToLengths` as the data collator, all are padded to the longest of the step; else ranks that differ are
+        refused.
+        """
+        if isinstance(self.data_collator, PadToLengths):
+            longest = self._ranks.gather(lambda: self.data_collator.longest(microbatches))
+            most = {name: max(of.get(name, 0) for of in longest) for name in set().union(*longest)}
+            microbatches = [self.data_collator.lengthened(batch, most) for batch in microbatches]
+        forms = self._ranks.gather(lambda: [*map(_shown, microbatches), f"{len(set(map(_form, microbatches)))} forms"])
+        for rank, found in enumerate(forms):
+            if found != forms[0]:
+                first, other = next((a, b) for a, b in zip(forms[0], found, strict=False) if a != b)
+                raise ValueError(
+                    f"the batches of rank 0 and of rank {rank} differ in form ({first} and {other}), and ranks run one "
+                    "graph: give data_collator=PadToLengths(lengths, collate), which pads all ranks to one length"
+                )
+        return microbatches
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``."""
@@ -93,6 +224,8 @@ class GraphTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         microbatches, self._waiting = self._waiting, []
         self._drop_outdated()
+        if self._mesh is not None:
+            microbatches = self._alike(microbatches)
         if len({_form(batch) for batch in microbatches}) > 1:
             return self._gradients_apart(model, microbatches)
         batch, count = _together(microbatches), len(microbatches)
@@ -121,7 +254,14 @@ class GraphTrainer(Trainer):
     def _gradients_apart(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
         """Leave the gradients of microbatches of several shapes to ``Trainer``, which clips and applies them."""
         vars(self.accelerator).pop("clip_grad_norm_", None)
-        if not self._apart:
+        if self._mesh is not None:
+            if self._mesh.experts is not None:
+                raise ValueError(
+                    "microbatches of one step differ in form, and with ep only a graph updates; pad to one length and "
+                    "give dataloader_drop_last=True"
+                )
+            self.accelerator.clip_grad_norm_ = ranks.clip
+        if not self._apart and self.is_world_process_zero():
             logger.warning(
                 "microbatches of one step differ in shape, or in values that are no rows: a graph each computes their "
                 "gradients, which are clipped and applied in eager mode; pad to one length and drop the last batch for "
@@ -177,6 +317,18 @@ def _form_of_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return form(leaf)
     return (leaf.shape, leaf.dtype) if leaf.ndim else id(leaf)
+
+
+def _shown(microbatch: dict[str, Any]) -> str:
+    """The form of a microbatch in words that ranks can compare."""
+
+    def shown(leaf: Any) -> str:
+        return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(form(leaf))
+
+    flat = {name: flatten_batch(value) for name, value in microbatch.items()}
+    texts = [f"{name} {' '.join(map(shown, leaves))}" for name, (leaves, _) in flat.items()]
+    nested = [f"{name} as {spec}" for name, (leaves, spec) in flat.items() if len(leaves) != 1]
+    return " ".join(", ".join(texts + nested).split())
 
 
 def _together(microbatches: list[dict[str, Any]]) -> dict[str, Any]:

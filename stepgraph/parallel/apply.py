@@ -19,6 +19,7 @@ from stepgraph.parallel.layout import Layout, fsdp_dim, split_sizes
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.layout import Pipeline
 from stepgraph.parallel.placement import Placement, place
+from stepgraph.parallel.routed_experts import exchanged, is_routed
 from stepgraph.parallel.tensor import check_plan, register_place, style_of
 
 #: How tokens travel to experts, by the name that options use.
@@ -110,6 +111,8 @@ def parallelize(
                 raise ValueError(f"the plan splits {full}, which is tied, in two ways; make its styles agree")
             module._parameters[name], found[name] = shard, layout
         forward = partial(_with_mesh, style.forward, tp) if style and style.forward else None
+        if path in experts and is_routed(module):
+            forward = exchanged
         if found or forward:
             parametrize(module, found, forward)
         if style and style.placed:
@@ -151,10 +154,10 @@ def _with_mesh(forward, tp, module, base, *args):
 
 
 def _shard(param: nn.Parameter, layout: Layout, device: torch.device | str | None) -> nn.Parameter:
-    local = torch.empty(layout.local_shape, dtype=param.dtype, device=device or param.device)
-    if layout.padded and not local.is_meta:
-        local.zero_()
-    if not param.is_meta and not local.is_meta:
-        part = param[tuple(slice(start, stop) for start, stop in layout.region)] if param.ndim else param
-        layout.own(local).copy_(part)
-    return nn.Parameter(layout.store(local), requires_grad=param.requires_grad)
+    device = torch.device(device or param.device)
+    if param.is_meta or device.type == "meta":
+        local = torch.empty(layout.local_shape, dtype=param.dtype, device=device)
+        stored = layout.store(local.zero_() if layout.padded else local)
+    else:
+        stored = layout.part(param, device)
+    return nn.Parameter(stored, requires_grad=param.requires_grad)

@@ -40,9 +40,10 @@ def chunk_experts(model: nn.Module, chunks: int) -> None:
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"expert_chunks={chunks} must be 1 or more: 2 computes one half while the other travels")
     if chunks > 1:
-        for _, layer in expert_layers(model):
-            layer.exchange = ChunkedExchange(layer.exchange, chunks)
-            parametrize(layer.experts, own_layouts(layer.experts), _each_part)
+        for layer in expert_layers(model):
+            layer.owner.exchange = ChunkedExchange(layer.owner.exchange, chunks)
+            if not layer.routed:
+                parametrize(layer.experts, own_layouts(layer.experts), _each_part)
 
 
 def _each_part(experts: nn.Module, forward: Callable, rows: Parts, offsets: Parts) -> Parts:

@@ -8,11 +8,13 @@ larger parts is left out and repeated with them (see `stepgraph.capture.guard`):
 stand in the order of ranks, then of tokens: that of one rank that has the whole batch.
 
 A layer of experts is a module with the submodule ``experts``, whose parameters have one row for each of ``n_experts``
-in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe.exchange`), which is replaced.
+in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe.exchange`), which is replaced; or the experts
+of a model of transformers (see `stepgraph.parallel.routed_experts`).
 """
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,7 @@ from stepgraph.capture.guard import conditions
 from stepgraph.capture.roles import declare
 from stepgraph.kernels.moe import combine_rows, gather_rows, sort_by_expert
 from stepgraph.parallel.mesh import Axes, MeshSpec
+from stepgraph.parallel.routed_experts import check_routed, is_routed
 
 
 class Capacity:
@@ -134,19 +137,39 @@ def _swap(parts: torch.Tensor, group: dist.ProcessGroup, kind: str) -> torch.Ten
     return swapped
 
 
-def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of every layer of experts."""
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A layer of experts. ``path``: of the module ``experts``, which holds their parameters. ``owner``: the module
+    whose attribute ``exchange`` brings tokens to them."""
+
+    path: str
+    n_experts: int
+    owner: nn.Module
+    experts: nn.Module
+
+    @property
+    def routed(self) -> bool:
+        """Whether it has the form of transformers' experts."""
+        return self.owner is self.experts
+
+
+def expert_layers(model: nn.Module) -> Iterator[ExpertLayer]:
+    """Every layer of experts."""
     for path, module in model.named_modules():
         if hasattr(module, "exchange") and isinstance(getattr(module, "experts", None), nn.Module):
-            yield path, module
+            yield ExpertLayer(f"{path}.experts", module.n_experts, module, module.experts)
+        elif is_routed(module):
+            yield ExpertLayer(path, module.num_experts, module, module)
 
 
 def expert_paths(model: nn.Module, spec: MeshSpec) -> set[str]:
     """Paths of the modules that hold experts' parameters. ``ValueError`` if ``ep`` does not fit the model."""
     found: set[str] = set()
-    for path, layer in expert_layers(model):
-        spec.check_divides({f"{path}.n_experts": layer.n_experts}, "ep")
-        for name, module in layer.experts.named_modules(prefix=f"{path}.experts"):
+    for layer in expert_layers(model):
+        spec.check_divides({f"{layer.path}.n_experts": layer.n_experts}, "ep")
+        if layer.routed:
+            check_routed(layer.path, layer.experts)
+        for name, module in layer.experts.named_modules(prefix=layer.path):
             found.add(name)
             for key, param in module._parameters.items():
                 if param is not None and (not param.ndim or param.shape[0] != layer.n_experts):
@@ -172,12 +195,12 @@ def expert_splits(shape: torch.Size, axes: Axes) -> list[tuple[str, int]]:
 
 def capacity_of(model: nn.Module) -> Capacity:
     """The capacity that all layers of experts of ``model`` share, which is parallel with ``ep``."""
-    return next(layer.exchange.capacity for _, layer in expert_layers(model))
+    return next(layer.owner.exchange.capacity for layer in expert_layers(model))
 
 
 def exchange_over(model: nn.Module, exchange: Callable[[Capacity], ExpertExchange], multiple: float) -> None:
     """The layers of experts of ``model`` exchange tokens by ``exchange``, with room for ``multiple`` of balanced
     load."""
     capacity = Capacity(multiple)
-    for _, layer in expert_layers(model):
-        layer.exchange = exchange(capacity)
+    for layer in expert_layers(model):
+        layer.owner.exchange = exchange(capacity)

@@ -71,10 +71,11 @@ def parametrize(module: nn.Module, layouts: dict[str, Layout], forward: Callable
         members["forward"] = lambda self, *args: forward(self, partial(base.forward, self), *args)
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     module.__class__ = type(base.__name__, (base,), members)
+    first = not own_layouts(module)
     setattr(module, _LAYOUTS, layouts)
-    if any(layout.padded for layout in layouts.values()):
+    if layouts and first:
         module.register_state_dict_post_hook(_leave_padding_out)
-        module.register_load_state_dict_pre_hook(_put_padding_in)
+        module.register_load_state_dict_pre_hook(_take_own_part)
 
 
 def _leave_padding_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -85,16 +86,19 @@ def _leave_padding_out(module: nn.Module, state: dict[str, Any], prefix: str, *_
             state[prefix + name] = layout.without_padding(value)
 
 
-def _put_padding_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """``load_state_dict`` takes DTensors of the true shapes too, in any placements on the parameter's mesh."""
+def _take_own_part(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """``load_state_dict`` takes whole plain tensors, and DTensors of the true shapes in any placements on the
+    parameter's mesh."""
     for name, layout in own_layouts(module).items():
         value = state.get(prefix + name)
-        if not layout.padded or not isinstance(value, DTensor) or value.shape != layout.shape:
+        if not isinstance(value, torch.Tensor) or value.shape != layout.shape:
             continue
-        if value.device_mesh == layout.mesh.devices:
-            part = value.redistribute(placements=layout.at_rest()).to_local()
-            local = part.new_zeros(layout.local_shape)
-            layout.own(local).copy_(part)
+        if not isinstance(value, DTensor):
+            state[prefix + name] = layout.part(value, module._parameters[name].device)
+        elif layout.padded and value.device_mesh == layout.mesh.devices:
+            own = value.redistribute(placements=layout.at_rest()).to_local()
+            local = own.new_zeros(layout.local_shape)
+            layout.own(local).copy_(own)
             state[prefix + name] = layout.store(local)
 
 

@@ -121,6 +121,16 @@ class Layout:
         """This rank's tensor (``local_shape``) as a DTensor of the whole, padding included."""
         return self._wrap(local, self._stored_shape)
 
+    def part(self, whole: torch.Tensor, device: torch.device | str) -> DTensor:
+        """This rank's part of ``whole``, a plain tensor that every rank has, as `store` wraps it, on ``device``."""
+        local = torch.zeros(self.local_shape, dtype=whole.dtype, device=device)
+        self.own(local).copy_(self.cut(whole))
+        return self.store(local)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """The region of ``whole``, a plain tensor of the parameter's shape, that this rank keeps."""
+        return whole[tuple(slice(start, stop) for start, stop in self.region)]
+
     def without_padding(self, stored: DTensor) -> DTensor:
         """``stored`` (the parameter, or a tensor laid out like it) as a DTensor of its true shape, over its memory."""
         return self._wrap(self.own(stored.to_local()), self.shape) if self.padded else stored

@@ -1,0 +1,266 @@
+"""Several ranks under transformers' ``Trainer``: the mesh that its arguments ask for, the model's shards, and whole
+checkpoints.
+
+``Trainer`` and accelerate keep what they do around a step (data, evaluation, logs, callbacks) and see ranks of plain
+data parallelism. They wrap nothing: `parallelize` shards the model, and the step's graph holds the collectives.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from transformers import TrainingArguments
+
+from stepgraph.capture import gradients
+from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize
+from stepgraph.parallel.layout import Layout
+
+#: By what accelerate's launcher asks for FSDP, and for sizes of a mesh.
+_FSDP, _SIZES = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
+
+
+def mesh_spec(args: TrainingArguments, mesh: str | None) -> MeshSpec | None:
+    """The mesh of the ranks that were started: ``mesh`` as text, else what the arguments and accelerate's launcher ask
+    for. None for one process. Raises ``ValueError`` for what a captured step cannot serve.
+    """
+    spec = MeshSpec.parse(mesh) if mesh is not None else None
+    world = args.world_size
+    if spec is not None:
+        spec.check_world(world)
+        if spec.tp > 1 or spec.pp > 1:
+            raise ValueError(f"mesh {spec}: GraphTrainer takes the axes fsdp, ddp, hsdp and ep; drop tp and pp")
+    if world == 1:
+        return None
+    replicas = _replicas(args)
+    shards = _checked_fsdp(args)
+    for name in ("bf16_full_eval", "fp16_full_eval", "auto_find_batch_size"):
+        if getattr(args, name):
+            raise ValueError(f"{name}=True is for one process, and there are {world}; drop {name}")
+    if spec is not None:
+        return spec
+    if world % replicas:
+        raise ValueError(f"dp_replicate_size={replicas} does not divide {world} processes; give a divisor")
+    return MeshSpec(dp_replicate=replicas, dp_shard=world // replicas) if shards else MeshSpec(dp_replicate=world)
+
+
+def _asked(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true")
+
+
+def _checked_fsdp(args: TrainingArguments) -> bool:
+    """Whether FSDP is asked for; ``ValueError`` for options of it that have no counterpart in a captured step."""
+    if args.fsdp_plugin_args is None and not _asked(_FSDP):
+        if args.fsdp:
+            raise ValueError("fsdp_config asks for XLA's FSDP; GraphTrainer shards by itself: drop xla")
+        return False
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            f"fsdp version {plugin.fsdp_version}: GraphTrainer shards as version 2 does; give "
+            "fsdp_config={'version': 2}, or --fsdp_version 2 to accelerate launch"
+        )
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ValueError("FSDP's offload to the CPU: a captured step keeps its shards on the GPU; drop cpu_offload")
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "FSDP's activation_checkpointing wraps modules; give gradient_checkpointing=True, or a memory option of "
+            "stepgraph.StepOptions, instead"
+        )
+    if plugin.ignored_modules is not None:
+        raise ValueError("FSDP's ignored_modules: GraphTrainer shards every parameter; drop ignored_modules")
+    return True
+
+
+def _replicas(args: TrainingArguments) -> int:
+    """HSDP's replicas, from accelerate's ``ParallelismConfig``."""
+    config = args.parallelism_config
+    if config is None and _asked(_SIZES):
+        from accelerate import ParallelismConfig
+
+        config = ParallelismConfig()
+    if config is None:
+        return 1
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if getattr(config, name, 1) > 1:
+            raise ValueError(f"parallelism_config.{name}={getattr(config, name)}: GraphTrainer takes dp sizes only")
+    return config.dp_replicate_size
+
+
+@contextlib.contextmanager
+def plain_ranks(args: TrainingArguments) -> Iterator[None]:
+    """Inside, an ``Accelerator`` made from ``args`` and the environment knows ranks, and no way to wrap models."""
+    held = {name: os.environ.pop(name) for name in (_FSDP, _SIZES) if name in os.environ}
+    arguments = {name: getattr(args, name) for name in ("fsdp_plugin_args", "parallelism_config")}
+    for name in arguments:
+        setattr(args, name, None)
+    try:
+        yield
+    finally:
+        os.environ.update(held)
+        for name, value in arguments.items():
+            setattr(args, name, value)
+
+
+@torch.no_grad()
+def shard(model: nn.Module, mesh: Mesh, args: TrainingArguments, options: Mapping[str, Any]) -> dict[int, nn.Parameter]:
+    """`parallelize` for ``model``, with rank 0's weights. The new parameters by the ids of those that they replace.
+
+    As under accelerate's FSDP2, ``bf16=True`` keeps trainable shards in fp32 and gathers them in bf16. A model whose
+    weights only rank 0 has loaded (``cpu_ram_efficient_loading``) gets them here.
+    """
+    _check_model(model)
+    given = dict(model.named_parameters(remove_duplicate=False))
+    gathers_bf16 = args.bf16 and mesh.spec.dp_shard > 1
+    for param in given.values():
+        if gathers_bf16 and param.requires_grad and param.is_floating_point():
+            param.data = param.data.float()
+    options = {"param_dtype": torch.bfloat16 if gathers_bf16 else None, **options}
+    weights, buffers = {name: param.detach() for name, param in given.items()}, dict(model.named_buffers())
+    parallelize(model, mesh, device=args.device, **options)
+    placed = layouts(model)
+    done: dict[int, nn.Parameter] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(given[name]) not in done:
+            whole = _of_first_rank(weights[name], args.device)
+            placed[name].own(param.to_local()).copy_(placed[name].cut(whole))
+            done[id(given[name])] = param
+    for name, buffer in model.named_buffers():
+        buffer.copy_(_of_first_rank(buffers[name], args.device))
+    return done
+
+
+def _of_first_rank(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    value = torch.empty_like(value, device=device) if value.is_meta else value.to(device, copy=True)
+    value = value.contiguous()
+    dist.broadcast(value, src=0)
+    return value
+
+
+def _check_model(model: nn.Module) -> None:
+    if getattr(model, "is_quantized", False):
+        raise ValueError("the model is quantized, and its packed weights cannot be sharded; train it on one process")
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"{name} is sharded already (tp_plan or distributed_config); load it whole, GraphTrainer shards it"
+            )
+
+
+def swap_parameters(optimizer: torch.optim.Optimizer, new: Mapping[int, nn.Parameter]) -> None:
+    """Let an optimizer that was made for the whole model update the shards. ``ValueError`` if it has stepped."""
+    if optimizer.state:
+        raise ValueError("optimizers= has stepped on whole parameters; give a new one, and resume from a checkpoint")
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(id(param), param) for param in group["params"]]
+
+
+def join_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Join the groups that transformers makes for parameters of different meshes: checkpoints then have the groups of
+    one process, and a graph updates parameters of several meshes at once."""
+    place = {id(param): index for index, param in enumerate(model.parameters())}
+    joined: list[dict[str, Any]] = []
+    meshes: set[Any] = set()
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        own = {param.device_mesh for param in group["params"]}
+        if joined and not own & meshes and options == {n: v for n, v in joined[-1].items() if n != "params"}:
+            joined[-1]["params"] = sorted(joined[-1]["params"] + group["params"], key=lambda param: place[id(param)])
+            meshes |= own
+        else:
+            joined.append(group)
+            meshes = own
+    optimizer.param_groups[:] = joined
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, *_: Any, **__: Any) -> torch.Tensor:
+    """``clip_grad_norm_`` for shards: the norm is that of the whole gradients."""
+    params = [param for param in parameters if param.grad is not None]
+    local = {index: param.grad.to_local() for index, param in enumerate(params)}
+    clipped, norm = gradients.clip(local, params, max_norm)
+    for index, value in clipped.items():
+        local[index].copy_(value)
+    return norm
+
+
+@torch.no_grad()
+def whole_weights(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+    """The ``state_dict`` of a parallel model, whole tensors on the CPU; all ranks must call. Empty if not ``keep``."""
+    placed, seen, found = layouts(model), {}, {}
+    state = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if id(value) not in seen:  # tied parameters stay one tensor
+            whole = _whole(value.detach(), placed.get(name))
+            seen[id(value)] = whole.cpu() if keep else None
+        found[name] = seen[id(value)]
+    return found if keep else {}
+
+
+def _whole(value: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value
+    laid_out = layout is not None and value.placements == layout.at_rest()
+    return (layout.without_padding(value) if laid_out else value).full_tensor()
+
+
+def load_converted(model: nn.Module, folder: str, args: TrainingArguments) -> Any:
+    """Load the weights that ``from_pretrained`` finds in ``folder``: what ``load_state_dict`` says of them."""
+    with plain_ranks(args):  # all ranks read
+        found = type(model).from_pretrained(folder, config=model.config)
+    return model.load_state_dict(found.state_dict(), strict=False)
+
+
+@torch.no_grad()
+def whole_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, keep: bool) -> dict[str, Any]:
+    """The optimizer's ``state_dict`` as one process has it, on the CPU; all ranks must call. Empty if not ``keep``."""
+    state = optimizer.state_dict()
+    for index, layout in enumerate(_layouts_of(optimizer, model)):
+        slots = dict(state["state"].get(index, {}))  # the optimizer's own stays
+        for name, value in slots.items():
+            if isinstance(value, torch.Tensor):
+                whole = _whole(value, layout)
+                slots[name] = whole.cpu() if keep else None
+        if slots:
+            state["state"][index] = slots
+    return state if keep else {}
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
+    """Load what `whole_optimizer`, or an optimizer of one process, gave: each rank keeps its part."""
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the checkpoint's optimizer has groups of {sizes[0]} parameters and this one of {sizes[1]}; build the same"
+        )
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    device = next(model.parameters()).device
+    for key, layout in zip(keys, _layouts_of(optimizer, model), strict=True):
+        slots = dict(saved["state"].get(key, {}))
+        for name, value in slots.items():
+            if not isinstance(value, torch.Tensor) or name == "step":
+                continue
+            if value.shape != layout.shape:
+                raise ValueError(
+                    f"optimizer state {name!r} of shape {list(value.shape)} belongs to a parameter of shape "
+                    f"{list(layout.shape)} and cannot be sharded like it; resume on one process or remove optimizer.pt"
+                )
+            slots[name] = layout.part(value, device)
+        if slots:
+            saved["state"][key] = slots
+    optimizer.load_state_dict(saved)
+
+
+def _layouts_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Layout]:
+    """The layout of each of the optimizer's parameters, in its order."""
+    placed = layouts(model)
+    by_id = {id(param): placed[name] for name, param in model.named_parameters(remove_duplicate=False)}
+    return [by_id[id(param)] for group in optimizer.param_groups for param in group["params"]]
