@@ -14,6 +14,7 @@ from stepgraph import compat
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
 from stepgraph.capture.recorder import Recorder, is_user_file, user_frame, user_source
+from stepgraph.capture.repeats import RunAgain
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError, unknown_name
 from stepgraph.graph.provenance import provenance
@@ -255,7 +256,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
         operator = compat.operator_needing_values(error)
         path = recorder.stack[-1] if recorder.stack else ""
         if operator is None:
-            if not isinstance(error, CaptureError):  # a mistake of the model, or what torch does not trace
+            if not isinstance(error, CaptureError | RunAgain):  # a mistake of the model, or what torch does not trace
                 where = f"{path or 'the model'} ({user_source(error)})"
                 error.add_note(
                     f"raised in {where} while the step was traced, with tensors that have shapes and no values"

@@ -9,11 +9,12 @@ gradient of that parameter.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture.lineage import Owners, made_from
+from stepgraph.capture.repeats import Repeats
 from stepgraph.capture.state import named_modules, unwrap
 from stepgraph.errors import CaptureError
 from stepgraph.graph.aliases import written_arguments
@@ -65,16 +67,19 @@ def user_source(error: BaseException) -> str:
 class Recorder:
     """Attributes every node of a graph as a trace creates it. One per trace.
 
+    ``repeated``: the calls of ``torch.utils.checkpoint`` that run again in backward, see `stepgraph.capture.repeats`.
     ``reducing``: for collectives that reduce a parameter's gradient, the parameter's placeholder.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, repeated: Collection[int] = ()):
         self.model = model
         self.phase = "loss"
         self.stack: list[str] = []
         self._regions: list[str] = []  # open ones
-        self.checkpoint: int | None = None
         self.checkpoints = 0
+        self._repeats = Repeats(repeated, self._where)
+        self._open: int | None = None  # the outermost open call of checkpoint
+        self._again = False
         self._draws_anew = 0  # open checkpoints with preserve_rng_state=False
         self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
         self._forward: dict[int, Provenance] = {}
@@ -94,7 +99,7 @@ class Recorder:
             here = node.meta[KEY] = self._here(sys._getframe(1))
             if here and here.phase in ("forward", "loss"):
                 self._forward_nodes[compat.current_sequence_nr()].append(node)
-            elif self._owner is not None and stage_of(node) == "begin":
+            elif self._owner is not None and not self._again and stage_of(node) == "begin":
                 self.reducing[node] = self._owner
             _refuse_written_constants(node)
             if self._draws_anew and is_random(node):
@@ -108,11 +113,15 @@ class Recorder:
             del graph.create_node  # the class's method again
 
     def _here(self, frame: FrameType) -> Provenance | None:
+        if self._again and self.phase == "backward":
+            path = self.stack[-1] if self.stack else ""
+            return self._inside(Provenance(path, "backward", user_frame(frame)))
         if self.phase == "backward" or self.origin is not None:
             return self._inside(self.origin) if self._regions and self.origin else self.origin
         source = user_frame(frame)
         phase = "forward" if self.phase == "loss" and self.stack else self.phase
-        here = Provenance(self.stack[-1] if self.stack else "", phase, source, self.checkpoint)
+        checkpoint = None if self._open in self._repeats.calls else self._open
+        here = Provenance(self.stack[-1] if self.stack else "", phase, source, checkpoint)
         if self._regions:
             here = self._inside(here)
         if phase in ("forward", "loss"):
@@ -124,6 +133,9 @@ class Recorder:
         """``where``, in the open regions too. A backward that opens the regions of its forward is in them once."""
         inherited = where.region.split("/") if where.region else []
         return where._replace(region="/".join([*inherited, *(n for n in self._regions if n not in inherited)]))
+
+    def _where(self) -> str:
+        return f"{(self.stack and self.stack[-1]) or 'the model'} ({user_frame(sys._getframe(1))})"
 
     @contextlib.contextmanager
     def watch_modules(self) -> Iterator[None]:
@@ -145,7 +157,8 @@ class Recorder:
         try:
             with (
                 listening() as self._regions,
-                compat.intercept_checkpoint(self._enter_checkpoint, self._leave_checkpoint),
+                compat.intercept_checkpoint(self._in_checkpoint),
+                self._repeats if self._repeats.calls else contextlib.nullcontext(),
             ):
                 yield
         finally:
@@ -153,19 +166,33 @@ class Recorder:
             for handle in handles:
                 handle.remove()
 
-    def _enter_checkpoint(self, same_random: bool) -> None:
+    @contextlib.contextmanager
+    def _in_checkpoint(self, same_random: bool) -> Iterator[compat.Again | None]:
+        """A call of ``torch.utils.checkpoint``; one inside another belongs to the outer one."""
+        outer, draws_anew = self._open, self._draws_anew
         self._draws_anew += not same_random
-        if self.checkpoint is None:  # a nested call belongs to the outer one
-            self.checkpoint = self.checkpoints
+        if outer is None:
+            self._open = self.checkpoints
             self.checkpoints += 1
-            self._checkpoint_depth = 0
-        self._checkpoint_depth += 1
+        try:
+            if self._open not in self._repeats.calls:
+                yield None
+            else:
+                with self._repeats.first() as drawn:
+                    yield functools.partial(self._run_again, self._open, list(self.stack), drawn)
+        finally:
+            self._open, self._draws_anew = outer, draws_anew
 
-    def _leave_checkpoint(self, same_random: bool) -> None:
-        self._draws_anew -= not same_random
-        self._checkpoint_depth -= 1
-        if self._checkpoint_depth == 0:
-            self.checkpoint = None
+    @contextlib.contextmanager
+    def _run_again(self, call: int, stack: list[str], drawn: list[torch.Tensor]) -> Iterator[None]:
+        """The second run of a call of ``torch.utils.checkpoint`` that was made inside ``stack``."""
+        before = self._open, self._again, list(self.stack)
+        self._open, self._again, self.stack[:] = call, True, stack
+        try:
+            with self._repeats.again(drawn):
+                yield
+        finally:  # torch ends it by an exception once nothing more is needed
+            self._open, self._again, self.stack[:] = before
 
     def watch_backward(self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str]) -> None:
         """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary.

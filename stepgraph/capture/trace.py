@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.python.torch_random import checked_generators, refusing_seeds
 from stepgraph.capture.python.writes import Writes
 from stepgraph.capture.recorder import Recorder
+from stepgraph.capture.repeats import RunAgain, calls_to_repeat
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.stages.share import Share
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
@@ -96,7 +97,12 @@ def trace_step(
     checks.check_max_norm(max_grad_norm)
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share
     trace = StepTrace(*given)
-    program = trace.program()
+    try:
+        program = trace.program()
+    except RunAgain as found:
+        given = *given, found.calls
+        trace = StepTrace(*given)
+        program = trace.program()
     try:
         generators = checked_generators(program, lambda: StepTrace(*given).program())
         if trace.changes:
@@ -124,6 +130,7 @@ class StepTrace:
         accumulate: int,
         guard: Guard,
         share: Share | None = None,
+        repeated: Collection[int] | None = None,
     ):
         self.guard = guard
         self.model, self.loss_fn, self.max_grad_norm, self.accumulate = model, loss_fn, max_grad_norm, accumulate
@@ -138,7 +145,8 @@ class StepTrace:
         self.update = Update(optimizer) if optimizer is not None else None
         checks.check_owned(self.update, self.slots)
         self.stateless = self.update.without_state() if self.update else []
-        self.recorder = Recorder(model)
+        self.repeated = repeated
+        self.recorder = Recorder(model, repeated or ())
         live = [t for slot in self.slots for t in unwrap(slot.tensor.detach())[0]]
         self.home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
@@ -276,7 +284,7 @@ class StepTrace:
         ):
             params = [(self.slots[i].path, tensors[i]) for i in self.trained]
             frozen = {id(t): s.name for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad}
-            loss, grads = self._loss_and_grads(self._batch(flat, batch), params, frozen)
+            loss, grads = self._loss_and_grads(self._batch(flat, batch), tensors, params, frozen)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             self.changes = written.changes()
             checks.refuse_replaced(modules_before, self.model)
@@ -284,8 +292,22 @@ class StepTrace:
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
+    def _check_repeats(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise `RunAgain` if forward has calls of ``torch.utils.checkpoint`` that must run twice."""
+        if self.repeated is None and self.recorder.checkpoints:
+            places = [(t, *place) for s, t in zip(self.slots, tensors, strict=True) for place in s.places]
+            # No node writes a buffer that forward replaces: any call may read the new one in its second run.
+            replaced = any(holder[key] is not tensor for tensor, holder, key in places)
+            calls = range(self.recorder.checkpoints) if replaced else calls_to_repeat(compat.graph_of_trace())
+            if calls:
+                raise RunAgain(calls)
+
     def _loss_and_grads(
-        self, batch: Any, params: Sequence[tuple[str, torch.Tensor]], frozen: Mapping[int, str]
+        self,
+        batch: Any,
+        tensors: Sequence[torch.Tensor],
+        params: Sequence[tuple[str, torch.Tensor]],
+        frozen: Mapping[int, str],
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Loss and gradients as ``(loss_fn(model, batch) / accumulate).backward()`` gives them.
 
@@ -294,6 +316,7 @@ class StepTrace:
         """
         loss = checks.without_host_random(self.recorder, lambda: self.loss_fn(self.model, batch))
         checks.check_loss(loss)
+        self._check_repeats(tensors)
         checks.refuse_own_backward(params)
         if self.accumulate > 1:
             loss = loss / self.accumulate

@@ -81,6 +81,7 @@ from stepgraph.compat.optimizer import (
 from stepgraph.compat.pipelining import pipeline_order
 from stepgraph.compat.replaced import replaced, replaced_functions
 from stepgraph.compat.tracing import (
+    Again,
     collector_off,
     constant_of_trace,
     current_sequence_nr,

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -11,6 +11,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot, make_fx
+from torch.utils import _pytree as pytree
 
 from stepgraph.compat.replaced import replaced
 from stepgraph.compat.versions import TORCH
@@ -131,52 +132,110 @@ def rename_exactly(node: torch.fx.Node, name: str) -> None:
         node.target = name
 
 
-@contextlib.contextmanager
-def intercept_checkpoint(enter: Callable[[bool], None], leave: Callable[[bool], None]) -> Iterator[None]:
-    """Inside, ``torch.utils.checkpoint`` runs its function plainly, between calls of ``enter`` and ``leave``, which are
-    told whether it is to draw the same random numbers when it runs again.
+#: The context in which a checkpointed function runs again in backward.
+Again = Callable[[], contextlib.AbstractContextManager]
 
-    A trace would otherwise record the recomputation, and wrongly if the function draws random numbers: eager restores
-    the generator's state on the host, which no graph node does. Both variants of checkpoint look up the two replaced
-    names in their module when they are called. Should a version of torch call another, the capture fails: gradients
-    would be wrong in silence.
+
+class _Whole(torch.autograd.Function):
+    """The identity, whose backward asks for a saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(outputs[0])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _ = ctx.saved_tensors
+        return grads
+
+
+def _saved_last(function: Callable) -> Callable:
+    """``function``, whose results save a tensor after all that it does."""
+
+    def whole(*args: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(function(*args))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        for i, saved in zip(places, _Whole.apply(*(leaves[i] for i in places)) if places else (), strict=True):
+            leaves[i] = saved
+        return pytree.tree_unflatten(leaves, spec)
+
+    return whole
+
+
+@contextlib.contextmanager
+def intercept_checkpoint(
+    region: Callable[[bool], contextlib.AbstractContextManager[Again | None]],
+) -> Iterator[None]:
+    """Inside, ``torch.utils.checkpoint`` runs its function in the context ``region``, which is told whether it is to
+    draw the same random numbers when it runs again. If that gives None, the function does not run again, and backward
+    has the values of forward; else it runs again in backward, in the context that this gives.
+
+    A trace records the second run, and wrongly if the function draws random numbers: eager restores the generator's
+    state on the host, which no graph node does. Both variants of checkpoint look up the two replaced names in their
+    module when they are called. Should a version of torch call another, the capture fails: gradients would be wrong in
+    silence.
     """
 
-    def generator(_function: Callable, preserve_rng_state: bool, /, *args: Any, **kwargs: Any) -> Iterator[None]:
-        enter(preserve_rng_state)
-        try:
-            yield
-        finally:
-            leave(preserve_rng_state)
+    # In torch 2.14 and 2.15 `checkpoint` calls the generator's implementation; 2.11 to 2.13 have only the generator.
+    name = "_checkpoint_without_reentrant_generator" + "_impl" * (TORCH >= (2, 14))
+    original, hook = getattr(torch_checkpoint, name), torch_checkpoint._checkpoint_hook
+    repeated = 0  # open regions that run again
+
+    def generator(function: Callable, preserve_rng_state: bool, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+        return run(function, preserve_rng_state, lambda again: original(again, False, *args, **kwargs))
 
     def implementation(
-        function: Callable, _args: Any, _kwargs: Any, /, *, preserve_rng_state: bool = True, **_options: Any
+        function: Callable, args: Any, kwargs: Any, /, *, preserve_rng_state: bool = True, **options: Any
     ) -> Iterator[None]:
-        return generator(function, preserve_rng_state)
+        options["preserve_rng_state"] = False
+        return run(function, preserve_rng_state, lambda again: original(again, args, kwargs, **options))
+
+    def run(function: Callable, preserve_rng_state: bool, start: Callable) -> Iterator[None]:
+        nonlocal repeated
+        with region(preserve_rng_state) as again:
+            if again is None:
+                yield
+                return
+
+            def in_context(*args: Any, **kwargs: Any) -> Any:
+                with again():
+                    return function(*args, **kwargs)
+
+            repeated += 1
+            try:
+                yield from start(in_context)
+            finally:
+                repeated -= 1
 
     class Function:
         @staticmethod
         def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
             # The re-entrant variant has no backward unless one of its own arguments needs one.
-            needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-            enter(preserve_rng_state)
-            try:
-                with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
+            needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args) and torch.is_grad_enabled()
+            with region(preserve_rng_state) as again:
+                if needed and again is not None:
+                    # It runs again as a whole, once the gradients of all its results are there.
+                    with torch_checkpoint.set_checkpoint_early_stop(False):
+                        return torch_checkpoint.checkpoint(
+                            _saved_last(function), *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+                        )
+                with torch.set_grad_enabled(needed):
                     return function(*args)
-            finally:
-                leave(preserve_rng_state)
 
-    def recording(*args: Any) -> NoReturn:
+    def recording(*args: Any) -> Any:
+        if repeated:
+            return hook(*args)
         raise RuntimeError(
             f"stepgraph does not know how torch {torch.__version__} recomputes under torch.utils.checkpoint, and the "
             "gradients could be wrong: install a version that it is tested with, or capture without checkpointing"
         )
 
-    # In torch 2.14 and 2.15 `checkpoint` calls the generator's implementation; 2.11 to 2.13 have only the generator.
-    name, run = "_checkpoint_without_reentrant_generator", generator
-    if TORCH >= (2, 14):
-        name, run = f"{name}_impl", implementation
-    hooks = {name: run, "CheckpointFunction": Function, "_checkpoint_hook": recording}
+    hooks = {
+        name: implementation if TORCH >= (2, 14) else generator,
+        "CheckpointFunction": Function,
+        "_checkpoint_hook": recording,
+    }
     with replaced(torch_checkpoint, **hooks):
         yield
 

@@ -48,7 +48,7 @@ class Aliases:
     def _find_root(self, node: fx.Node) -> fx.Node:
         # Waiting for a collective gives back its result; no view, since none may take its place.
         if is_view(node) or node.target is torch.ops._c10d_functional.wait_tensor.default:
-            return self._root[node.args[0]]
+            return self._root.get(node.args[0], node)  # of a number that the model writes, a tensor of its own
         # What a writing operator returns is what it wrote only if its schema says so: a loss may come out beside.
         if is_mutating(node) and isinstance(node.meta.get("val"), torch.Tensor):
             written = written_arguments(node)

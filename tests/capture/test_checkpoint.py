@@ -1,5 +1,6 @@
 """``torch.utils.checkpoint`` calls inside a captured model: the same bits as eager, dropout included."""
 
+import copy
 import functools
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import stepgraph
 from stepgraph.errors import CaptureError
 from stepgraph.graph.provenance import provenance
+from stepgraph.passes import configured
 
 PASSES = pytest.mark.parametrize("passes", [[], "exact"])
 FLAVOURS = pytest.mark.parametrize("use_reentrant", [False, True])
@@ -112,3 +114,141 @@ def test_other_random_numbers_in_backward_are_refused(check_training, use_reentr
     with pytest.raises(CaptureError, match=r"blocks.0.dropout \(.*\) draws random numbers.*preserve_rng_state=True"):
         stepgraph.capture(Stack(run), mse, pairs()[0], passes="exact")
     check_training(Stack(run, dropout=0.0), mse, pairs(), adamw, steps=2)  # nothing is drawn
+
+
+# State that the checkpointed function writes: eager writes it twice, and its backward reads it as it is then.
+
+
+class Stateful(nn.Module):
+    """Applies ``function`` to its buffers and to a linear layer's result."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.norm, self.function = nn.Linear(12, 12), nn.BatchNorm1d(12), function
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("average", torch.zeros(12))
+
+    def forward(self, x):
+        return self.function(self, self.linear(x).tanh())
+
+
+def counts(m, x):
+    m.count += 1
+    return x * m.count
+
+
+def counts_last(m, x):
+    """Without the re-entrant flavour the second run ends before the write."""
+    y = x.sin()
+    m.count += 1
+    return y
+
+
+def replaces_count(m, x):
+    m.count = torch.add(m.count, 1)
+    return x * m.count
+
+
+def averages(m, x):
+    m.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - m.average
+
+
+def keeps_last(m, x):
+    y = x * m.average.cos()
+    m.average.copy_(x.detach()[0])
+    return y
+
+
+def drops_and_averages(m, x):
+    return averages(m, F.dropout(x, 0.3)) + torch.rand_like(x) * x.cos() * torch.randn(12)
+
+
+def normalizes(m, x):
+    return m.norm(x).sin()
+
+
+def nests(m, x):
+    return checkpoint(m.norm, checkpoint(lambda y: averages(m, F.dropout(y, 0.2)), x, use_reentrant=False).cos(),
+                      use_reentrant=False)  # fmt: skip
+
+
+STATE = [counts, counts_last, replaces_count, averages, keeps_last, drops_and_averages, normalizes, nests]
+
+
+class Layers(nn.Module):
+    """Checkpoints one module twice and another once, and reads the state of the first in between and at the end."""
+
+    def __init__(self, function, use_reentrant):
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(12, 12), Stateful(function), Stateful(function)
+        self.run = functools.partial(checkpoint, use_reentrant=use_reentrant)
+
+    def forward(self, x):
+        x = self.run(self.a, self.first(x))
+        x = self.run(self.b, x * (1 + self.a.average))
+        x = self.run(self.a, x)
+        return self.run(lambda y: y * self.b.average.cos(), x) + self.a.count * 0.1
+
+
+@FLAVOURS
+@pytest.mark.parametrize("function", STATE)
+def test_state_that_the_function_writes(check_training, function, use_reentrant):
+    check_training(Layers(function, use_reentrant), mse, pairs(), adamw, max_grad_norm=0.5, passes="exact")
+
+
+def test_state_with_accumulation(check_training):
+    check_training(Layers(drops_and_averages, False), mse, pairs(), adamw, passes="exact", accumulate=2)
+
+
+def test_state_of_a_skipped_step_stays():
+    model = Layers(averages, False)
+    before = copy.deepcopy(dict(model.named_buffers()))
+    step = stepgraph.capture(model, mse, pairs()[0], adamw(model), passes="exact", on_nonfinite="skip")
+    step({"x": torch.full((4, 12), float("nan")), "y": torch.zeros(4, 12)})
+    assert step.metrics["skipped"] and all(torch.equal(before[name], b) for name, b in model.named_buffers())
+    step(pairs()[0])
+    assert not step.metrics["skipped"] and not torch.equal(before["a.average"], model.a.average)
+
+
+@pytest.mark.parametrize("memory", ["selective", "full"])
+def test_state_with_a_memory_policy(check_training, memory):
+    check_training(Layers(averages, False), mse, pairs(), adamw, passes=configured("exact", memory=memory))
+
+
+@FLAVOURS
+def test_state_that_is_written_after_the_call(check_training, use_reentrant):
+    """The second run reads the new values, of a buffer and of its own argument."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+            self.register_buffer("scale", torch.ones(12))
+
+        def forward(self, x):
+            x = self.first(x)
+            y = checkpoint(lambda x: (x * self.scale).sin(), x, use_reentrant=use_reentrant)
+            self.scale.mul_(1.5)
+            return self.last(y)
+
+    check_training(Model(), mse, pairs(), adamw, passes="exact")
+
+
+def test_only_calls_with_state_run_twice():
+    class Model(Stack):
+        def forward(self, x):
+            return self.state(super().forward(x))
+
+    model = Model(functools.partial(checkpoint, use_reentrant=False), dropout=0.0)
+    model.state = Stateful(lambda m, x: checkpoint(lambda x: averages(m, x).sin(), x, use_reentrant=False))
+    step = stepgraph.capture(model, mse, pairs()[0], passes=[])
+    assert {provenance(n).checkpoint for n in step.graph.nodes("forward")} == {None, 0, 1, 2}
+    (again,) = [n for n in step.graph.nodes("backward") if n.target is torch.ops.aten.mul_.Tensor]
+    assert provenance(again).path == "state" and "test_checkpoint.py" in provenance(again).source
+
+
+def test_random_numbers_from_values_of_a_function_with_state_are_refused():
+    model = Layers(lambda m, x: averages(m, x) * torch.bernoulli(x.sigmoid()), False)
+    with pytest.raises(CaptureError, match=r"a \(.*test_checkpoint.py:\d+\) draws random numbers by aten.bernoulli"):
+        stepgraph.capture(model, mse, pairs()[0], passes="exact")
