@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepgraph.bench.results import in_one_line, note
+from stepgraph.bench.progress import WAITING, Progress, note, phase, phases_of_passes
+from stepgraph.bench.results import in_one_line
 
 Item = TypeVar("Item")
 
@@ -37,6 +38,8 @@ class Lane:
         self._log = folder / "stderr"
         # Compile caches of its own: every provider compiles from nothing, and none finds another's kernels.
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+        self._progress = Progress(self.row, folder / "phases")
+        self._progress.__enter__()
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -44,12 +47,13 @@ class Lane:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | caches,
+                env=os.environ | caches | self._progress.environment,
             )
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        self._progress.__exit__()
         self._folder.cleanup()
 
     def close(self, patience_s: float = 30) -> None:
@@ -84,7 +88,7 @@ class Lane:
             line = self.process.stdout.readline()
             answer = json.loads(line) if line else {"error": self._how_it_ended()}
         else:
-            answer, patience_s = {"error": f"not done after {self.limit_s:g} s"}, 0.0
+            answer, patience_s = {"error": f"not done after {self.limit_s:g} s: {self._progress}"}, 0.0
         if "error" in answer:
             self.row.error = answer["error"]
             note(self.row, f"failed: {self.row.error}")
@@ -114,10 +118,12 @@ def rotated(items: Sequence[Item], by: int) -> list[Item]:
 def take_job() -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
     """In the child: (its job, what answers). From here on whatever prints, compilers too, prints to stderr, and an
     error that ends the process is its last answer."""
+    phases_of_passes()
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
 
     def answer(value: dict[str, Any]) -> None:
+        phase(WAITING)
         answers.write(json.dumps(value) + "\n")
 
     def fail(kind: type[BaseException], error: BaseException, trace: Any) -> None:

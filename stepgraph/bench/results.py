@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +69,8 @@ class Row:
     """stepgraph: compilers and recording of CUDA graphs, s. torch.compile: ``first_step_s`` less a step."""
     rms_norm_kernels: list[str] | None = None
     """CUDA, eager: the kernels behind the model's RMSNorm, forward and backward."""
+    phases_s: dict[str, float] | None = None
+    """Seconds in each phase of the provider's process (`bench.progress`)."""
     versions: dict[str, Any] | None = None
     """Versions of stepgraph, torch, triton, python, CUDA and cuDNN in the provider's process."""
     error: str | None = None
@@ -130,11 +131,6 @@ def in_one_line(error: BaseException) -> str:
     """The kind of ``error`` and the first two lines that it says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
-
-
-def note(row: Row | TrainRow | ModelRow, text: str) -> None:
-    """Tells the user how far the provider of ``row`` is; on stderr, so that stdout holds the result alone."""
-    print(f"{row.model} | {row.provider} | {text}", file=sys.stderr, flush=True)
 
 
 def write(

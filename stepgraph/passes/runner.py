@@ -1,6 +1,7 @@
 """Runs passes: checks their contracts first, then applies, lints, times and reports each."""
 
 import itertools
+import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -14,6 +15,9 @@ from stepgraph.passes.options import StepOptions
 from stepgraph.passes.order import NAMED, ORDER, chosen, without_unserved
 from stepgraph.passes.target import Target
 from stepgraph.passes.verify import RecordedValues
+
+#: Names each pass before it runs.
+log = logging.getLogger("stepgraph.passes")
 
 #: What a caller may give: a name of a ready-made list, options of a step, or a list of names and configured passes.
 Passes = str | StepOptions | Iterable[str | Pass]
@@ -132,6 +136,7 @@ def _run(p: Pass, step: StepGraph, report: PassReport, changes: Changes) -> None
     """Apply one pass, unless there is a reason to skip it, and add its report to the step's."""
     report.nodes_before = sum(1 for _ in step.nodes())
     if report.skipped is None:
+        log.info("pass %s", p.name)
         start = time.perf_counter()
         p.apply(step, p.options, report)
         step.graph.lint()

@@ -16,6 +16,7 @@ from stepgraph.bench.lane import requests, take_job
 from stepgraph.bench.model import models
 from stepgraph.bench.model.profile import kernel_table
 from stepgraph.bench.model.providers import PROVIDERS, Step, UnavailableError
+from stepgraph.bench.progress import phase
 from stepgraph.bench.results import finite
 from stepgraph.config.device import peak_mem_gib
 from stepgraph.config.environment import package_version, package_versions
@@ -33,10 +34,12 @@ def main() -> None:
     for request in requests():
         match request["do"]:
             case "round":
+                phase("timing")
                 answer({"step_ms": median(times(run.device, [run.step], request["steps"])[0])})
             case "finish":
                 answer(run.memory())
             case "profile":
+                phase("profile")
                 Path(request["path"]).write_text(kernel_table(run.step, run.device, run.title), encoding="utf-8")
                 answer({})
 
@@ -52,6 +55,7 @@ class Run:
 
     def first_steps(self) -> dict[str, Any]:
         """Builds the step and runs ``FIRST_STEPS`` of it; or says why the provider cannot do this model."""
+        phase("build")
         model, batch = models.build(self.model, self.device), models.batch_of(self.model, self.device)
         params = sum(parameter.numel() for parameter in model.parameters())
         self._forget_peak()
@@ -60,6 +64,7 @@ class Run:
             self.step = PROVIDERS[self.provider](model, batch)
         except UnavailableError as error:
             return {"unavailable": str(error)}
+        phase("warm up")
         losses = [self.step().item()]
         first_step_s = time.perf_counter() - start
         losses += [self.step().item() for _ in range(FIRST_STEPS - 1)]

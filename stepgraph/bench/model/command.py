@@ -18,7 +18,8 @@ from stepgraph.bench.model.models import BATCH_SEED, MODELS, WEIGHT_SEED, model_
 from stepgraph.bench.model.providers import DEFAULT, PROVIDERS
 from stepgraph.bench.model.results import ModelRow
 from stepgraph.bench.model.table import model_section, summary
-from stepgraph.bench.results import check_losses, note, write
+from stepgraph.bench.progress import note
+from stepgraph.bench.results import check_losses, write
 from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment

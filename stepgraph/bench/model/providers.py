@@ -13,6 +13,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.bench.arguments import LEARNING_RATE, MAX_GRAD_NORM
+from stepgraph.bench.progress import phase
 from stepgraph.passes import Passes, StepOptions, chosen
 
 Batch = dict[str, torch.Tensor]
@@ -91,6 +92,7 @@ class CapturedStep:
             found = chosen(StepOptions())
             options = [p.with_options(max_autotune=True) if p.name == "inductor" else p for p in found]
         self.batch = batch
+        phase("capture")
         start = time.perf_counter()
         self.step = stepgraph.capture(
             model, loss_of, batch, fused_adamw(list(model.parameters())), max_grad_norm=MAX_GRAD_NORM, passes=options

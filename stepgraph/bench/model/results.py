@@ -38,6 +38,8 @@ class ModelRow:
     """stepgraph: capture and passes, s, compilers left out."""
     compile_s: float | None = None
     """stepgraph: compilers and recording of CUDA graphs, s. Others that compile: ``first_step_s`` less a step."""
+    phases_s: dict[str, float] | None = None
+    """Seconds in each phase of the provider's process (`bench.progress`)."""
     cuda_graphs: str | None = None
     """stepgraph on CUDA: how many CUDA graphs the step is, and how many nodes stay on the host."""
     passes: list[str] | None = None

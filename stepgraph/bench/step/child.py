@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from stepgraph.bench.arguments import fused_adamw, random_batch
 from stepgraph.bench.device import kernels_of, times
 from stepgraph.bench.lane import requests, take_job
+from stepgraph.bench.progress import phase
 from stepgraph.bench.step.providers import PROVIDERS, EagerStep, Parts, Step
 from stepgraph.config.build import build_model
 from stepgraph.config.device import peak_mem_gib
@@ -68,10 +69,12 @@ class Run:
 
     def first_steps(self) -> dict[str, Any]:
         """Builds the step and runs ``FIRST_STEPS`` of it."""
+        phase("build")
         self.parts = make_parts(self.config, self.device)
         self._wait()
         start = time.perf_counter()
         self.step: Step = PROVIDERS[self.provider](self.parts)
+        phase("warm up")
         losses = [self.step().item()]
         first_step_s = time.perf_counter() - start
         losses += [self.step().item() for _ in range(FIRST_STEPS - 1)]
@@ -88,10 +91,12 @@ class Run:
 
     def round(self, steps: int) -> dict[str, Any]:
         """The median time of ``steps`` steps, ms, queued one after another as a training loop does."""
+        phase("timing")
         return {"step_ms": median(times(self.device, [self.step], steps)[0])}
 
     def finish(self, steps: int) -> dict[str, Any]:
         """Peak memory so far, then what would disturb the steps if it were measured among them."""
+        phase("profile")
         answer: dict[str, Any] = {"peak_mem_gib": self._peak_memory()}
         if self.device.type == "cuda":
             answer["host_ms"] = median(self._host_times(steps))

@@ -12,7 +12,8 @@ import torch
 
 from stepgraph.bench.arguments import BATCH_SEED, DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
 from stepgraph.bench.lane import Lane, rotated
-from stepgraph.bench.results import Row, check_losses, finite, note, write
+from stepgraph.bench.progress import note
+from stepgraph.bench.results import Row, check_losses, finite, write
 from stepgraph.bench.step.child import FIRST_STEPS
 from stepgraph.bench.step.providers import DEFAULT, PROVIDERS
 from stepgraph.bench.table import section

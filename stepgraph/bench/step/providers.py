@@ -15,6 +15,7 @@ from torch import nn
 import stepgraph
 from stepgraph import passes
 from stepgraph.bench.arguments import MAX_GRAD_NORM
+from stepgraph.bench.progress import phase
 from stepgraph.inductor import fusion_guard, tuned_reductions
 from stepgraph.passes import StepOptions
 
@@ -104,6 +105,7 @@ class CapturedStep:
         if max_autotune:
             chosen = [p.with_options(max_autotune=True) if p.name == "inductor" else p for p in chosen]
         self.batch = parts.batch
+        phase("capture")
         start = time.perf_counter()
         self.step = stepgraph.capture(
             parts.model, parts.loss_fn, parts.batch, parts.optimizer, max_grad_norm=MAX_GRAD_NORM, passes=chosen

@@ -15,7 +15,8 @@ import torch
 
 from stepgraph import parallel
 from stepgraph.bench.arguments import BATCH_SEED, DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
-from stepgraph.bench.results import note, write
+from stepgraph.bench.progress import Progress, note
+from stepgraph.bench.results import write
 from stepgraph.bench.step.command import describe
 from stepgraph.bench.train.providers import PROVIDERS
 from stepgraph.bench.train.rank import TRACED_STEPS, WARMUP_STEPS
@@ -30,6 +31,8 @@ from stepgraph.models import flops_per_token
 #: What torchrun starts as each rank.
 RANK = ["-m", "stepgraph.bench.train.rank"]
 
+#: Lines of what a failed provider printed that are shown.
+LAST_LINES = 20
 
 #: Options of a run, besides those that all benchmarks share, that are what is measured.
 CHOSEN = (
@@ -163,7 +166,7 @@ def measure(
         note(row, row.unavailable)
         return row
     with tempfile.TemporaryDirectory(prefix="stepgraph-bench-", ignore_cleanup_errors=True) as folder:
-        answer, row.error = run_ranks(name, config, options, device, Path(folder))
+        answer, row.error = run_ranks(row, config, options, device, Path(folder))
     for field, value in answer.items():
         setattr(row, field, value)
     if row.error:
@@ -179,9 +182,11 @@ def measure(
 
 
 def run_ranks(
-    name: str, config: TrainConfig, options: TrainBench, device: torch.device, folder: Path
+    row: TrainRow, config: TrainConfig, options: TrainBench, device: torch.device, folder: Path
 ) -> tuple[dict[str, Any], str | None]:
-    """Starts the provider's ranks with torchrun and waits for them: figures of a `TrainRow`, and what went wrong."""
+    """Starts the ranks of the row's provider with torchrun and waits for them: figures of a `TrainRow`, and what went
+    wrong."""
+    name = row.provider
     job, log = folder / "job.json", folder / "log"
     trace = str(options.traces.resolve() / f"{name}.json.gz") if options.traces is not None else None
     # Compile caches of its own: every provider compiles from nothing. Ranks end without cleaning up.
@@ -193,26 +198,37 @@ def run_ranks(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     values = {"provider": name, "config": config.to_json(), "device": str(device), "trace": trace}
     values["balanced"] = options.balanced_routing
-    with log.open("w") as output:
+    progress = Progress(row, folder / "phases")
+    with log.open("w") as output, progress:
         job.write_text(json.dumps(values | {"started": time.time()}), encoding="utf-8")
-        process = subprocess.Popen([*torchrun, *RANK, str(job)], stdout=output, stderr=output, env=variables)
-        status = _wait(process, options.timeout)
+        command = [*torchrun, *RANK, str(job)]
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables | progress.environment)
+        found = _wait(process, options.timeout, folder)
+        where = str(progress)
     answer = folder / "answer.json"
     figures = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
-    if status == 0:
+    if found == 0:
         return figures, None
-    print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
-    errors = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")]
-    if errors:  # the others fail because of the first
-        return figures, min(errors, key=lambda error: error["time"])["error"]
-    return figures, f"not done after {options.timeout:g} s" if status is None else f"its ranks ended with {status}"
+    if isinstance(found, dict):
+        error, last = found["error"], found["trace"]
+    else:
+        error = f"not done after {options.timeout:g} s: {where}" if found is None else f"its ranks ended with {found}"
+        last = log.read_text(errors="replace")
+    print("".join(f"    {line}\n" for line in last.splitlines()[-LAST_LINES:]), file=sys.stderr)
+    return figures, error
 
 
-def _wait(process: subprocess.Popen, timeout: float) -> int | None:
-    """The exit status; None where it takes longer than ``timeout`` seconds: then it is ended, and its ranks with it."""
+def _wait(process: subprocess.Popen, timeout: float, folder: Path) -> int | dict[str, str] | None:
+    """What ends the provider: its exit status, what its first rank to fail says, or None after ``timeout`` seconds.
+    torchrun is ended, and its ranks with it: they may wait for the one that failed."""
+    until = time.monotonic() + timeout
     try:
-        return process.wait(timeout)
-    except subprocess.TimeoutExpired:
+        while time.monotonic() < until:
+            status = _status(process)
+            if errors := sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns):
+                return json.loads(errors[0].read_text(encoding="utf-8"))
+            if status is not None:
+                return status
         return None
     finally:
         if process.poll() is None:  # also when this process is interrupted
@@ -222,3 +238,11 @@ def _wait(process: subprocess.Popen, timeout: float) -> int | None:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _status(process: subprocess.Popen) -> int | None:
+    """The exit status within a fifth of a second; None where the process runs on."""
+    try:
+        return process.wait(0.2)
+    except subprocess.TimeoutExpired:
+        return None

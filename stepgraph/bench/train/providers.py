@@ -17,6 +17,7 @@ from torch import nn
 
 from stepgraph import parallel, passes
 from stepgraph.bench.arguments import fused_adamw, random_batch
+from stepgraph.bench.progress import phase
 from stepgraph.bench.train.titan import job as titan
 from stepgraph.bench.train.titan import trainer as titan_trainer
 from stepgraph.config import build
@@ -55,6 +56,7 @@ class CapturedTraining:
         loss_fn = build.build_loss(config, device, mesh)
         optimizer = fused_adamw(config, model)
         self.build_s = time.perf_counter() - begun
+        phase("capture")
         start = time.perf_counter()
         batch = build.example_batch(config, device)
         self.captured = build.build_step(config, build.step_spec(config, model, loss_fn, batch, optimizer))

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from stepgraph.bench.device import mark, spans
+from stepgraph.bench.progress import phase, phases_of_passes
 from stepgraph.bench.results import finite, in_one_line
 from stepgraph.bench.train.exposed import exposure, kernel_times
 from stepgraph.bench.train.providers import PROVIDERS, Training
@@ -47,17 +48,22 @@ def main() -> None:
         config, device = TrainConfig.from_json(job["config"]), torch.device(job["device"])
         provider = PROVIDERS[job["provider"]]
         answer: dict[str, Any] = {"start_s": time.time() - job["started"]}
+        phases_of_passes()
+        phase("build")
         training = stack.enter_context(provider.open(config, device, job["balanced"]))
         answer |= {"build_s": training.build_s, "versions": _versions(device)}
         answer |= timed(training, config, device, job["started"])
-        _write(path.with_name("answer.json"), answer, rank)
+        if rank == 0:
+            _write(path.with_name("answer.json"), answer)
         if device.type == "cuda":
+            phase("profile")
             answer |= profiled(training, job["trace"], rank)
-            _write(path.with_name("answer.json"), answer, rank)
+            if rank == 0:
+                _write(path.with_name("answer.json"), answer)
         dist.barrier()  # rank 0 has written
     except BaseException as error:
         text = f"rank {rank}: {in_one_line(error)}"[:300]
-        path.with_name(f"error-{rank}.json").write_text(json.dumps({"time": time.time(), "error": text}))
+        _write(path.with_name(f"error-{rank}.json"), {"error": text, "trace": traceback.format_exc()})
         traceback.print_exc()
         _leave(1)
     _leave(0)
@@ -77,6 +83,7 @@ def _leave(status: int) -> NoReturn:
 def timed(training: Training, config: TrainConfig, device: torch.device, started: float) -> dict[str, Any]:
     """The first step, some to warm up, and ``config.steps`` that are timed: queued one after another, as a training
     loop does, no result read in between. The same on every rank."""
+    phase("warm up")
     begin = time.perf_counter()
     losses = [training.step(read=True)]
     first_call_s, first_step_s = time.perf_counter() - begin, time.time() - started
@@ -86,6 +93,7 @@ def timed(training: Training, config: TrainConfig, device: torch.device, started
         training.step()
     _wait(device)
     dist.barrier()
+    phase("timing")
     marks = [mark(device)]
     for _ in range(config.steps):
         training.step()
@@ -168,11 +176,10 @@ def _versions(device: torch.device) -> dict[str, Any]:
     return versions
 
 
-def _write(path: Path, answer: dict[str, Any], rank: int) -> None:
-    if rank == 0:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(answer, allow_nan=False), encoding="utf-8")
-        temporary.replace(path)
+def _write(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
+    temporary.replace(path)  # never read half-written
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ class TrainRow:
     """Of it, stepgraph: capture and passes, compilers left out."""
     compile_s: float | None = None
     """stepgraph: compilers and recording of CUDA graphs, s. torchtitan: its first step, less a step."""
+    phases_s: dict[str, float] | None = None
+    """Seconds in each phase of rank 0's process (`bench.progress`)."""
     passes: list[str] | None = None
     """stepgraph: what each pass did, line by line."""
     losses: list[float | None] | None = None

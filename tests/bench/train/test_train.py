@@ -1,7 +1,9 @@
 """``stepgraph bench train`` with real ranks on a tiny model, and its record."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -38,7 +40,7 @@ TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
     """A run over two ranks with a provider that is right, one that is wrong, one that fails and one that is not there:
-    exit status, its record, its path."""
+    exit status, its record, its path, what it printed meanwhile."""
     path = tmp_path_factory.mktemp("bench") / "train.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -47,8 +49,9 @@ def record(tmp_path_factory):
         patch.setitem(train.PROVIDERS, "breaks", Provider(None))
         names = "stepgraph,wrong,breaks,torchtitan"
         words = [*TINY, "--mesh", "fsdp=2", "--providers", names, "--json", str(path)]
-        status = bench.main(["train", "llama3-debug", *words])
-    return status, json.loads(path.read_text()), path
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            status = bench.main(["train", "llama3-debug", *words])
+    return status, json.loads(path.read_text()), path, said.getvalue()
 
 
 def rows_of(record):
@@ -77,6 +80,18 @@ def test_the_record_holds_every_figure(record):
     assert row["peak_mem_gib"] > 0 and row["versions"]["torch"] == importlib.metadata.version("torch")
     assert any("bucket_collectives" in line for line in row["passes"]) and rows["wrong"]["passes"]
     assert row["mfu"] is row["peak_reserved_gib"] is row["exposure"] is row["kernels_ms"] is None  # CUDA only
+
+
+@pytest.mark.slow
+def test_it_prints_what_it_does_and_keeps_the_seconds(record):
+    row, lines = rows_of(record)["stepgraph"], record[3].splitlines()
+    phases = ["start", "build", "capture", "warm up", "timing"]
+    printed = [line.split(" | ")[2].partition(" (")[0] for line in lines if line.startswith("llama3-debug | stepgraph")]
+    assert [name for name in printed if name in phases] == phases
+    assert list(row["phases_s"]) == phases and min(row["phases_s"].values()) > 0
+    assert row["phases_s"]["start"] + row["phases_s"]["build"] == pytest.approx(row["start_s"] + row["build_s"], abs=1)
+    # The rank that failed: its own last lines, and not torchrun's.
+    assert "    Tried to allocate everything" in lines and "ChildFailedError" not in record[3]
 
 
 @pytest.mark.slow
@@ -137,7 +152,7 @@ def test_ranks_that_take_too_long_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "RANK", [str(script)])
     options = train.parse_train([*TINY, "--mesh", "fsdp=2", "--timeout", "10"])
     row = train.measure("stepgraph", options.config(), options, torch.device("cpu"), None)
-    assert row.error == "not done after 10 s" and row.step_ms is None
+    assert row.error.startswith("not done after 10 s: start, 1") and row.step_ms is None
     started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
     assert len(started) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in started)
 

@@ -1,0 +1,48 @@
+"""What a provider's process says of itself while it is waited for."""
+
+import types
+
+import pytest
+
+from stepgraph import passes
+from stepgraph.bench import progress
+from stepgraph.passes import runner
+
+
+@pytest.fixture
+def row():
+    return types.SimpleNamespace(model="m", provider="p", phases_s=None)
+
+
+def test_phases_are_printed_once_with_their_seconds(row, tmp_path, monkeypatch, capsys):
+    with progress.Progress(row, tmp_path / "phases") as watched:
+        monkeypatch.setenv(progress.VARIABLE, watched.environment[progress.VARIABLE])
+        for name in ("build", "timing", progress.WAITING, "timing"):
+            progress.phase(name)
+        monkeypatch.setenv("RANK", "1")  # only the first rank reports
+        progress.phase("capture")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == ["m | p | start", "m | p | build", "m | p | timing"]
+    assert list(row.phases_s) == ["start", "build", "timing"] and "start took" in lines[1]
+
+
+def test_a_long_phase_is_not_silent(row, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SPEAKS_EVERY_S", 0.1)
+    monkeypatch.setattr(progress, "_POLL_S", 0.02)
+    said = ""
+    with progress.Progress(row, tmp_path / "phases") as watched:
+        while said.count("m | p | start, 0 s") < 2:
+            said += capsys.readouterr().err
+        assert str(watched).startswith("start, 0 s")
+    assert row.phases_s["start"] > 0.1
+
+
+def test_the_compiler_is_a_phase_of_a_capture(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(progress, "phase", found.append)
+    monkeypatch.setattr(runner.log, "handlers", [])
+    progress.phases_of_passes()
+    for name in ("bucket_collectives", "inductor", "cuda_graph"):
+        assert name in passes.order.ORDER
+        runner.log.info("pass %s", name)
+    assert found == ["capture", "compile", "capture"]
