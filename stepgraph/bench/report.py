@@ -1,14 +1,17 @@
 """``stepgraph bench report``: recorded measurements as Markdown tables, and as a chart."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepgraph.bench.model.table import model_section, summary
+from stepgraph.bench.model.results import ModelRow, ratios
+from stepgraph.bench.model.table import model_section, model_title, model_where, summary
 from stepgraph.bench.norm.table import norm_section
-from stepgraph.bench.results import kind_of, read
-from stepgraph.bench.table import section
-from stepgraph.bench.train.table import train_section
+from stepgraph.bench.results import Row, kind_of, read
+from stepgraph.bench.table import best_compile, section, title, where
+from stepgraph.bench.train.results import OURS, PEER, TrainRow, ratio
+from stepgraph.bench.train.table import train_section, train_title, train_where
 from stepgraph.config.command_line import parse, require_chart
 
 
@@ -56,24 +59,51 @@ def _sections(kind: str, env: dict[str, Any], settings: dict[str, Any], rows: li
 
 
 def _draw(kind: str, records: list[Any], png: Path) -> None:
-    panels = [(m, env, settings, _of(m, rows)) for env, settings, rows in records for m in settings.get("models", ())]
-    match kind:  # matplotlib is slow to load
-        case "model":
-            from stepgraph.bench.model.plot import model_chart
+    from stepgraph.bench.plot import Bars, bar_chart  # matplotlib is slow to load
 
-            model_chart(panels, png)
-        case "norm":
-            from stepgraph.bench.norm.plot import norm_chart
+    if kind == "norm":
+        from stepgraph.bench.norm.plot import norm_chart
 
-            norm_chart(records, png)
-        case "train":
-            from stepgraph.bench.train.plot import train_chart
+        return norm_chart(records, png)
+    title, place, unit, value, text = _BARS[kind]
+    panels = [
+        (title(model, settings), place(env, settings), _of(model, rows))
+        for env, settings, rows in records
+        for model in settings["models"]
+    ]
+    return bar_chart(panels, Bars(unit, value, text), png)
 
-            train_chart(records, png)
-        case _:
-            from stepgraph.bench.plot import bar_chart
 
-            bar_chart(panels, png)
+def _step_text(row: Row, rows: Sequence[Row]) -> str:
+    best = best_compile(rows)
+    ours = row.provider.startswith("stepgraph") and best is not None
+    return f"{row.step_ms:.4g} ms" + (f"   {best.step_ms / row.step_ms:.2f}x torch.compile" if ours else "")
+
+
+def _train_text(row: TrainRow, rows: Sequence[TrainRow]) -> str:
+    used = "" if row.mfu is None else f"   MFU {row.mfu:.1%}"
+    times = ratio(rows) if row.provider == OURS else None
+    return f"{row.tokens_per_s_per_gpu:,.0f}{used}" + ("" if times is None else f"   {times:.2f}x {PEER}")
+
+
+def _model_text(row: ModelRow, rows: Sequence[ModelRow]) -> str:
+    against = ratios(row.model, rows)
+    times = against.speed if row.provider == OURS else None
+    return f"{row.per_s:,.0f}" + ("" if times is None else f"   {times:.2f}x {against.best}")
+
+
+#: What is drawn of each benchmark: title and device of a panel, and the `Bars`.
+_BARS = {
+    "step": (title, where, "ms per training step, shorter is faster", lambda row, ms: ms, _step_text),
+    "train": (
+        *(train_title, train_where, "tokens per second and device, longer is faster"),
+        *(lambda row, ms: row.tokens_per_s_per_gpu * row.step_ms / ms, _train_text),
+    ),
+    "model": (
+        *(model_title, model_where, "tokens (ViT: images) per second, longer is faster"),
+        *(lambda row, ms: row.per_s * row.step_ms / ms, _model_text),
+    ),
+}
 
 
 def _of(model: str, rows: list[Any]) -> list[Any]:

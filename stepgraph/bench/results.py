@@ -10,6 +10,7 @@ from typing import Any
 
 from stepgraph.bench.model.results import ModelRow
 from stepgraph.bench.norm.results import NormRow
+from stepgraph.bench.rows import ProviderRow
 from stepgraph.bench.train.results import TrainRow
 
 #: Relative difference of two providers' losses over the first steps that is never too large, by the parameters' dtype.
@@ -31,17 +32,9 @@ FP8_TOLERANCE = 0.15
 
 
 @dataclass(kw_only=True)
-class Row:
+class Row(ProviderRow):
     """One model under one provider. What was not or cannot be measured is null."""
 
-    model: str
-    """Preset."""
-    provider: str
-    """A name of ``bench.step.providers.PROVIDERS``."""
-    step_ms: float | None = None
-    """Time of a step, ms: median over the repeats."""
-    step_ms_all: list[float] = dataclasses.field(default_factory=list)
-    """The median step of each repeat, ms."""
     fwd_ms: float | None = None
     """Forward and loss, ms, timed apart from ``step_ms``; null for stepgraph, whose one graph has no such boundary."""
     bwd_ms: float | None = None
@@ -57,26 +50,10 @@ class Row:
     """CPU: most bytes of tensors that a step has alive beyond those alive between steps, GiB."""
     loss: float | None = None
     """Loss of the first step, nats per token."""
-    losses: list[float | None] = dataclasses.field(default_factory=list)
-    """Losses of the first steps; null where not finite."""
     spread: list[float] | None = None
     """eager: how far each of ``losses`` moves, as a share of it, by rounding alone; the most of a few trials."""
-    first_step_s: float | None = None
-    """From the built model to the end of the first step, s: capture and compilation included."""
-    capture_s: float | None = None
-    """stepgraph: capture and passes, s, compilers left out."""
-    compile_s: float | None = None
-    """stepgraph: compilers and recording of CUDA graphs, s. torch.compile: ``first_step_s`` less a step."""
     rms_norm_kernels: list[str] | None = None
     """CUDA, eager: the kernels behind the model's RMSNorm, forward and backward."""
-    phases_s: dict[str, float] | None = None
-    """Seconds in each phase of the provider's process (`bench.progress`)."""
-    versions: dict[str, Any] | None = None
-    """Versions of stepgraph, torch, triton, python, CUDA and cuDNN in the provider's process."""
-    error: str | None = None
-    """Why the provider failed, in one line."""
-    disagreement: str | None = None
-    """Which loss is not that of the provider compared with, in one line."""
 
 
 def check_losses(rows: Sequence[Row | ModelRow], precision: str) -> str:

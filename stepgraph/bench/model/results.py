@@ -1,26 +1,18 @@
 """What ``stepgraph bench model`` found: a row for each model and provider, and ours over the best of the others."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, log
-from typing import Any
+
+from stepgraph.bench.rows import ProviderRow
 
 OURS = "stepgraph"
 
 
 @dataclass(kw_only=True)
-class ModelRow:
+class ModelRow(ProviderRow):
     """One model under one provider. What was not or cannot be measured is null."""
 
-    model: str
-    """A name of ``bench.model.models.MODELS``."""
-    provider: str
-    """A name of ``bench.model.providers.PROVIDERS``."""
-    step_ms: float | None = None
-    """Time of a step, ms: median over the rounds."""
-    step_ms_all: list[float] = dataclasses.field(default_factory=list)
-    """The median step of each round, ms."""
     per_s: float | None = None
     """Tokens, of ViT images, per second at ``step_ms``."""
     peak_mem_gib: float | None = None
@@ -30,30 +22,10 @@ class ModelRow:
     """CUDA: the same of tensors alive."""
     params: int | None = None
     """Parameters of the model, tied ones once."""
-    losses: list[float | None] = dataclasses.field(default_factory=list)
-    """Losses of the first steps; null where not finite."""
-    first_step_s: float | None = None
-    """From the built model to the end of the first step, s: capture and compilation included."""
-    capture_s: float | None = None
-    """stepgraph: capture and passes, s, compilers left out."""
-    compile_s: float | None = None
-    """stepgraph: compilers and recording of CUDA graphs, s. Others that compile: ``first_step_s`` less a step."""
-    phases_s: dict[str, float] | None = None
-    """Seconds in each phase of the provider's process (`bench.progress`)."""
     cuda_graphs: str | None = None
     """stepgraph on CUDA: how many CUDA graphs the step is, and how many nodes stay on the host."""
-    passes: list[str] | None = None
-    """stepgraph: what each pass did, line by line."""
     notes: list[str] | None = None
     """stepgraph: what else passes noted, at most 20 lines."""
-    versions: dict[str, Any] | None = None
-    """Versions of packages in the provider's process."""
-    unavailable: str | None = None
-    """Why the provider cannot do this model, in one line."""
-    error: str | None = None
-    """Why the provider failed, in one line."""
-    disagreement: str | None = None
-    """Which loss is not that of the provider compared with, in one line."""
 
 
 @dataclass(frozen=True)

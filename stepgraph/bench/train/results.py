@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from stepgraph.bench.rows import ProviderRow
 
 OURS, PEER = "stepgraph", "torchtitan"
 
@@ -13,17 +14,9 @@ TOLERANCES = {"fp32": (1e-4, 1e-3), "bf16": (2e-3, 2e-2), "fp8": (5e-3, 5e-2)}
 
 
 @dataclass(kw_only=True)
-class TrainRow:
+class TrainRow(ProviderRow):
     """One provider's training step over a mesh. What was not or cannot be measured is null."""
 
-    model: str
-    """Name of the preset."""
-    provider: str
-    """A name of ``bench.train.providers.PROVIDERS``."""
-    step_ms: float | None = None
-    """Median time of a step, ms; a step takes as long as on its slowest rank."""
-    step_ms_all: list[float] | None = None
-    """Each timed step, ms, on its slowest rank."""
     rank_step_ms: list[float] | None = None
     """Each rank's own median, ms."""
     tokens_per_s_per_gpu: float | None = None
@@ -34,22 +27,10 @@ class TrainRow:
     """Peak after the first step, GiB, on the rank that takes most: allocated on a GPU, resident on a CPU."""
     peak_reserved_gib: float | None = None
     """CUDA: the same of what torch's allocator held, CUDA graphs included."""
-    first_step_s: float | None = None
-    """From the start of the processes to the end of the first step, s."""
     start_s: float | None = None
     """Of it: starting the processes and importing."""
     build_s: float | None = None
     """Of it: process groups, model, weights and optimizer."""
-    capture_s: float | None = None
-    """Of it, stepgraph: capture and passes, compilers left out."""
-    compile_s: float | None = None
-    """stepgraph: compilers and recording of CUDA graphs, s. torchtitan: its first step, less a step."""
-    phases_s: dict[str, float] | None = None
-    """Seconds in each phase of rank 0's process (`bench.progress`)."""
-    passes: list[str] | None = None
-    """stepgraph: what each pass did, line by line."""
-    losses: list[float | None] | None = None
-    """Loss of the whole mesh in the first and in the last step, nats per token; null where it is not finite."""
     steps_taken: int | None = None
     """Steps up to the last of ``losses``."""
     exposure: dict[str, float] | None = None
@@ -61,14 +42,6 @@ class TrainRow:
     """CUDA: rank 0's most expensive kernels, ms a step, overlap not taken out."""
     environment: dict[str, str] | None = None
     """Variables set for it, as its own launcher does."""
-    versions: dict[str, Any] | None = None
-    """Versions of packages in the provider's processes."""
-    unavailable: str | None = None
-    """Why the provider was not started, in one line: it is not installed, or cannot do this work."""
-    error: str | None = None
-    """Why it failed, in one line. Figures taken before are kept."""
-    disagreement: str | None = None
-    """How its loss differs from the others', in one line."""
 
 
 def check_losses(rows: Sequence[TrainRow], precision: str) -> str:
