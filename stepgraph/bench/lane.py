@@ -14,8 +14,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
+from stepgraph.bench.device import times
 from stepgraph.bench.progress import WAITING, Progress, note, phase, phases_of_passes
 from stepgraph.bench.results import in_one_line
 
@@ -115,6 +117,58 @@ def rotated(items: Sequence[Item], by: int) -> list[Item]:
     return [*items[start:], *items[:start]]
 
 
+def measured(
+    lanes: Sequence[Lane],
+    job: dict[str, Any],
+    together: int,
+    rounds: int,
+    steps: int,
+    conclude: Callable[[Lane], None],
+    *,
+    build_apart: bool = False,
+) -> Iterator[list[Any]]:
+    """Rows of the providers, ``together`` of them at a time, as they are done.
+
+    They live at once and take turns, each time beginning with another one, so that what else the machine does falls on
+    all alike: ``rounds`` rounds of ``steps`` steps. ``conclude(lane)``: fills in what follows from the figures.
+    ``build_apart``: one builds after the other, which on a CPU would take its processors.
+    """
+    for start in range(0, len(lanes), together):
+        with contextlib.ExitStack() as stack:
+            some = [stack.enter_context(lane) for lane in lanes[start : start + together]]
+            if not build_apart:
+                for lane in some:
+                    lane.send(job | {"provider": lane.row.provider})
+            for lane in some:
+                lane.keep(first := lane.ask(job | {"provider": lane.row.provider}) if build_apart else lane.receive())
+                if lane.row.unavailable:
+                    note(lane.row, lane.row.unavailable)
+                    lane.close()
+                elif first:
+                    note(lane.row, f"first step {lane.row.first_step_s:.1f} s, losses {lane.row.losses}")
+            for number in range(rounds):
+                for lane in rotated(some, number):
+                    if answer := lane.ask({"do": "round", "steps": steps}):
+                        lane.row.step_ms_all.append(answer["step_ms"])
+            for lane in some:
+                lane.keep(lane.ask({"do": "finish", "steps": steps}))
+                _conclude(lane.row)
+                conclude(lane)
+                lane.close()
+        yield [lane.row for lane in some]
+
+
+def _conclude(row: Any) -> None:
+    """A provider that failed has no step time."""
+    if row.error or not row.step_ms_all:
+        row.step_ms_all = []
+        return
+    row.step_ms = median(row.step_ms_all)
+    if "compile" in row.provider:
+        row.compile_s = row.first_step_s - row.step_ms / 1000
+    note(row, f"{row.step_ms:.4g} ms a step")
+
+
 def take_job() -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
     """In the child: (its job, what answers). From here on whatever prints, compilers too, prints to stderr, and an
     error that ends the process is its last answer."""
@@ -138,3 +192,16 @@ def requests() -> Iterator[dict[str, Any]]:
     """In the child: the requests, until stdin ends."""
     for line in sys.stdin:
         yield json.loads(line)
+
+
+def serve(run: Any, answer: Callable[[dict[str, Any]], None]) -> None:
+    """In the child: ``run.first_steps()``, then the rounds of `measured`, and other requests by methods of ``run`` of
+    their names."""
+    answer(run.first_steps())
+    for request in requests():
+        if request["do"] == "round":  # steps queued one after another as a training loop does
+            phase("timing")
+            answer({"step_ms": median(times(run.device, [run.step], request["steps"])[0])})
+        else:
+            phase("profile")
+            answer(getattr(run, request["do"])(request))

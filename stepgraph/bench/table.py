@@ -1,17 +1,77 @@
 """The tables of ``stepgraph bench``: aligned for a terminal, and Markdown as they are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stepgraph.bench.results import Row
 
 
+def in_markdown(
+    heading: str,
+    place: str,
+    columns: Mapping[str, Callable[[Any], str]],
+    rows: Sequence[Any],
+    notes: Sequence[str],
+    last: str | None = None,
+) -> str:
+    """Everything about one model: heading, device, a table with a row a provider, notes and the last line. ``columns``:
+    what a row shows under each name."""
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    lines = [f"### {heading}", "", place, "", *align([*columns], cells), "", *(f"- {note}" for note in notes)]
+    return "\n".join(lines + ([] if last is None else ["", last])) + "\n"
+
+
+def shown(name: str, form: str, scale: float = 1) -> Callable[[Any], str]:
+    """What a column shows: the figure ``name`` of a row, nothing where the row has none."""
+
+    def show(row: Any) -> str:
+        value = getattr(row, name)
+        return "" if value is None else format(scale * value, form)
+
+    return show
+
+
+def step_ms(row: Any) -> str:
+    """The step's time, or why there is none, in a word."""
+    return f"{row.step_ms:.4g}" if row.step_ms else "unavailable" if row.unavailable else "failed"
+
+
+def times_faster(than: Any | None) -> Callable[[Any], str]:
+    """What a column shows: how many times as fast as the row ``than`` each is."""
+    return lambda row: f"{than.step_ms / row.step_ms:.2f}x" if than and row.step_ms else ""
+
+
+def of_eager(rows: Sequence[Any]) -> Any | None:
+    """Eager's row, where it has a time."""
+    return next((row for row in rows if row.provider == "eager" and row.step_ms), None)
+
+
+def troubles(rows: Sequence[Any]) -> list[str]:
+    """Why providers have no figures."""
+    found = [f"{row.provider}: {row.unavailable}" for row in rows if row.unavailable]
+    return found + [f"{row.provider} failed: {row.error}" for row in rows if row.error]
+
+
 def section(model: str, env: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row]) -> str:
     """Everything about one model: heading, table, and what one must know to read it. ``rows``: that model's."""
-    chosen = settings["models"][model]
-    lines = [f"### {title(model, settings)}", "", where(env, settings), "", *table(chosen, rows), ""]
-    lines += [f"- {note}" for note in _notes(settings, chosen, rows)]
-    return "\n".join(lines) + "\n"
+    chosen, best, cuda = settings["models"][model], best_compile(rows), settings["device"] == "cuda"
+    columns = {
+        "provider": lambda row: row.provider,
+        "step ms": step_ms,
+        "vs compile": times_faster(best),
+        "vs eager": times_faster(of_eager(rows)),
+        "tokens/s": shown("tokens_per_s", ",.0f"),
+        "peak GiB": shown("peak_mem_gib", ".2f"),
+    }
+    if not cuda:
+        columns["step MiB"] = shown("step_mem_gib", ".0f", 1024)
+    columns["loss"] = shown("loss", ".4f")
+    if cuda:
+        flops, peak = chosen["flops_per_token"], chosen["peak_flops"]
+        columns["host ms"] = shown("host_ms", ".3g")
+        columns["TFLOP/s"] = shown("tokens_per_s", ".0f", flops / 1e12)
+        columns["MFU"] = shown("tokens_per_s", ".1%", flops / peak) if peak else lambda row: ""
+    return in_markdown(title(model, settings), where(env, settings), columns, rows, _notes(settings, chosen, rows))
 
 
 def title(model: str, settings: dict[str, Any]) -> str:
@@ -32,40 +92,6 @@ def best_compile(rows: Sequence[Row]) -> Row | None:
     """The fastest mode of ``torch.compile`` that ran."""
     modes = [row for row in rows if row.provider.startswith("compile") and row.step_ms]
     return min(modes, key=lambda row: row.step_ms, default=None)
-
-
-def table(chosen: dict[str, Any], rows: Sequence[Row]) -> list[str]:
-    """The lines of the table: a row a provider, numbers to the right."""
-    best, eager = best_compile(rows), next((row for row in rows if row.provider == "eager" and row.step_ms), None)
-    columns = ["provider", "step ms", "vs compile", "vs eager", "tokens/s", "peak GiB", "loss"]
-    cells = [
-        [
-            row.provider,
-            f"{row.step_ms:.4g}" if row.step_ms else "failed",
-            _times_faster(row, best),
-            _times_faster(row, eager),
-            f"{row.tokens_per_s:,.0f}" if row.tokens_per_s else "",
-            f"{row.peak_mem_gib:.2f}" if row.peak_mem_gib is not None else "",
-            f"{row.loss:.4f}" if row.loss is not None else "",
-        ]
-        for row in rows
-    ]
-    if any(row.step_mem_gib is not None for row in rows):  # CPU
-        columns.insert(-1, "step MiB")
-        for row, line in zip(rows, cells, strict=True):
-            line.insert(-1, f"{1024 * row.step_mem_gib:.0f}" if row.step_mem_gib is not None else "")
-    if any(row.host_ms is not None for row in rows):  # CUDA
-        columns += ["host ms", "TFLOP/s", "MFU"]
-        for row, line in zip(rows, cells, strict=True):
-            flops = row.tokens_per_s * chosen["flops_per_token"] if row.tokens_per_s else None
-            line.append(f"{row.host_ms:.3g}" if row.host_ms is not None else "")
-            line.append(f"{flops / 1e12:.0f}" if flops else "")
-            line.append(f"{flops / chosen['peak_flops']:.1%}" if flops and chosen["peak_flops"] else "")
-    return align(columns, cells)
-
-
-def _times_faster(row: Row, than: Row | None) -> str:
-    return f"{than.step_ms / row.step_ms:.2f}x" if than and row.step_ms else ""
 
 
 def align(columns: list[str], cells: list[list[str]]) -> list[str]:
@@ -93,7 +119,7 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]
     if settings["device"] == "cpu":
         notes.append("peak GiB: the process, its compiler included; step MiB: tensors alive in a step and not after it")
     notes.append(chosen["losses"])
-    notes += [f"{row.provider} failed: {row.error}" for row in rows if row.error]
+    notes += troubles(rows)
     for row in rows:
         if row.fwd_ms is not None:
             notes.append(f"{row.provider}, timed apart: forward {row.fwd_ms:.4g} ms, backward {row.bwd_ms:.4g} ms")

@@ -6,13 +6,11 @@ What it is told and answers: `stepgraph.bench.lane`.
 import os
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from stepgraph.bench.device import times
-from stepgraph.bench.lane import requests, take_job
+from stepgraph.bench.lane import serve, take_job
 from stepgraph.bench.model import models
 from stepgraph.bench.model.profile import kernel_table
 from stepgraph.bench.model.providers import PROVIDERS, Step, UnavailableError
@@ -30,18 +28,7 @@ def main() -> None:
     job, answer = take_job()
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
     run = Run(job["model"], job["provider"], torch.device(job["device"]))
-    answer(run.first_steps())
-    for request in requests():
-        match request["do"]:
-            case "round":
-                phase("timing")
-                answer({"step_ms": median(times(run.device, [run.step], request["steps"])[0])})
-            case "finish":
-                answer(run.memory())
-            case "profile":
-                phase("profile")
-                Path(request["path"]).write_text(kernel_table(run.step, run.device, run.title), encoding="utf-8")
-                answer({})
+    serve(run, answer)
 
 
 class Run:
@@ -49,7 +36,6 @@ class Run:
 
     def __init__(self, model: str, provider: str, device: torch.device):
         self.model, self.provider, self.device = model, provider, device
-        self.title = f"{model}, {provider}"
         self.memory_before = 0.0
         self.step: Step
 
@@ -86,12 +72,18 @@ class Run:
         else:
             self.memory_before = peak_mem_gib(self.device)
 
-    def memory(self) -> dict[str, Any]:
+    def finish(self, _: dict[str, Any]) -> dict[str, Any]:
         """Peak memory so far, GiB."""
         if self.device.type != "cuda":
             return {"peak_mem_gib": peak_mem_gib(self.device) - self.memory_before}
         reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
         return {"peak_mem_gib": reserved / 2**30, "peak_allocated_gib": allocated / 2**30}
+
+    def profile(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Writes where a step spends its time."""
+        table = kernel_table(self.step, self.device, f"{self.model}, {self.provider}")
+        Path(request["path"]).write_text(table, encoding="utf-8")
+        return {}
 
 
 if __name__ == "__main__":

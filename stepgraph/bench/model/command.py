@@ -1,24 +1,21 @@
 """``stepgraph bench model``: a training step of unmodified models under each provider, side by side."""
 
-import contextlib
 import importlib.metadata
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 import torch
 
 from stepgraph.bench.arguments import LEARNING_RATE, MAX_GRAD_NORM, provider_names
-from stepgraph.bench.lane import Lane, rotated
+from stepgraph.bench.lane import Lane, measured
 from stepgraph.bench.model.child import FIRST_STEPS
 from stepgraph.bench.model.models import BATCH_SEED, MODELS, WEIGHT_SEED, model_names, require_transformers
 from stepgraph.bench.model.providers import DEFAULT, PROVIDERS
 from stepgraph.bench.model.results import ModelRow
 from stepgraph.bench.model.table import model_section, summary
-from stepgraph.bench.progress import note
 from stepgraph.bench.results import check_losses, write
 from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.device import pick_device
@@ -91,15 +88,15 @@ def main(argv: list[str]) -> int:
     }
     rows: dict[str, list[ModelRow]] = {}
     for name in names:
-        measured = rows[name] = []
+        found = rows[name] = []
         for some in measure(name, options, settings["providers"], device):
-            measured += some
-            losses = check_losses(measured, settings["precision"])
+            found += some
+            losses = check_losses(found, settings["precision"])
             model = MODELS[name]
             settings["models"][name] = asdict(model) | {"unit": model.unit, "losses": losses}
             if options.json is not None:  # after each, so that an interruption keeps what was measured
                 write(options.json, env, settings, [row for those in rows.values() for row in those])
-        print(model_section(name, env, settings, measured), flush=True)
+        print(model_section(name, env, settings, found), flush=True)
     print(summary(list(rows.items())))
     return int(any(row.error or row.disagreement for those in rows.values() for row in those))
 
@@ -116,45 +113,14 @@ def parse_model(argv: list[str]) -> tuple[list[str], ModelBench]:
 
 def measure(model: str, options: ModelBench, providers: list[str], device: torch.device) -> Iterator[list[ModelRow]]:
     """Rows of the providers, ``together`` of them at a time, as they are done."""
-    for start in range(0, len(providers), options.together):
-        yield _measure_together(model, options, providers[start : start + options.together], device)
 
+    def conclude(lane: Lane) -> None:
+        if lane.row.step_ms:
+            lane.row.per_s = 1000 * MODELS[model].units / lane.row.step_ms
+        if options.profile is not None and lane.row.provider.startswith("stepgraph"):
+            path = options.profile.resolve() / f"{model}.{lane.row.provider}.md"
+            lane.ask({"do": "profile", "path": str(path)})
 
-def _measure_together(model: str, options: ModelBench, names: list[str], device: torch.device) -> list[ModelRow]:
-    with contextlib.ExitStack() as stack:
-        lanes = [
-            stack.enter_context(Lane(ModelRow(model=model, provider=name), CHILD, options.limit_s)) for name in names
-        ]
-        for lane in lanes:
-            lane.send({"model": model, "provider": lane.row.provider, "device": str(device)})
-        for lane in lanes:
-            lane.keep(first := lane.receive())
-            if lane.row.unavailable:
-                note(lane.row, lane.row.unavailable)
-                lane.close()
-            elif first:
-                note(lane.row, f"first step {lane.row.first_step_s:.1f} s, losses {lane.row.losses}")
-        for number in range(options.rounds):
-            for lane in rotated(lanes, number):
-                if answer := lane.ask({"do": "round", "steps": options.steps}):
-                    lane.row.step_ms_all.append(answer["step_ms"])
-        for lane in lanes:
-            lane.keep(lane.ask({"do": "finish"}))
-            _conclude(lane.row)
-            if options.profile is not None and lane.row.provider.startswith("stepgraph"):
-                path = options.profile.resolve() / f"{model}.{lane.row.provider}.md"
-                lane.ask({"do": "profile", "path": str(path)})
-            lane.close()
-    return [lane.row for lane in lanes]
-
-
-def _conclude(row: ModelRow) -> None:
-    """Fills in what follows from the measurements. A provider that failed has no step time."""
-    if row.error or not row.step_ms_all:
-        row.step_ms_all = []
-        return
-    row.step_ms = median(row.step_ms_all)
-    row.per_s = 1000 * MODELS[row.model].units / row.step_ms
-    if "compile" in row.provider:
-        row.compile_s = row.first_step_s - row.step_ms / 1000
-    note(row, f"{row.step_ms:.4g} ms a step, {row.per_s:,.0f} {MODELS[row.model].unit}/s")
+    lanes = [Lane(ModelRow(model=model, provider=name), CHILD, options.limit_s) for name in providers]
+    job = {"model": model, "device": str(device)}
+    return measured(lanes, job, options.together, options.rounds, options.steps, conclude)

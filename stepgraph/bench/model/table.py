@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepgraph.bench.model.results import OURS, ModelRow, geometric_mean, ratios
-from stepgraph.bench.table import align, where
+from stepgraph.bench.table import align, in_markdown, of_eager, shown, step_ms, times_faster, troubles, where
 
 
 def model_title(model: str, settings: dict[str, Any]) -> str:
@@ -20,31 +20,21 @@ def model_where(env: dict[str, Any], settings: dict[str, Any]) -> str:
 
 def model_section(model: str, env: dict[str, Any], settings: dict[str, Any], rows: Sequence[ModelRow]) -> str:
     """Everything about one model in Markdown. ``rows``: that model's."""
-    chosen = settings["models"][model]
-    eager = next((row.step_ms for row in rows if row.provider == "eager"), None)
-    columns = ["provider", "step ms", "vs eager", f"{chosen['unit']}/s", "reserved GiB", "allocated GiB"]
-    if settings["device"] != "cuda":
-        columns[-2:] = ["peak GiB", ""]
-    cells = [
-        [
-            row.provider,
-            f"{row.step_ms:.4g}" if row.step_ms else "failed" if row.error else "none",
-            f"{eager / row.step_ms:.2f}x" if eager and row.step_ms else "",
-            f"{row.per_s:,.0f}" if row.per_s else "",
-            f"{row.peak_mem_gib:.2f}" if row.peak_mem_gib is not None else "",
-            f"{row.peak_allocated_gib:.2f}" if row.peak_allocated_gib is not None else "",
-            f"{row.first_step_s:.1f}" if row.first_step_s is not None else "",
-            f"{row.losses[0]:.4f}" if row.losses and row.losses[0] is not None else "",
-        ]
-        for row in rows
-    ]
-    columns += ["first step s", "loss"]
-    if settings["device"] != "cuda":
-        del columns[5]
-        for line in cells:
-            del line[5]
-    lines = [f"### {model_title(model, settings)}", "", model_where(env, settings), "", *align(columns, cells), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in _notes(settings, chosen, rows))]) + "\n"
+    columns = {
+        "provider": lambda row: row.provider,
+        "step ms": step_ms,
+        "vs eager": times_faster(of_eager(rows)),
+        f"{settings['models'][model]['unit']}/s": shown("per_s", ",.0f"),
+    }
+    if settings["device"] == "cuda":
+        columns["reserved GiB"] = shown("peak_mem_gib", ".2f")
+        columns["allocated GiB"] = shown("peak_allocated_gib", ".2f")
+    else:
+        columns["peak GiB"] = shown("peak_mem_gib", ".2f")
+    columns["first step s"] = shown("first_step_s", ".1f")
+    columns["loss"] = lambda row: f"{row.losses[0]:.4f}" if row.losses and row.losses[0] is not None else ""
+    notes = _notes(settings, settings["models"][model], rows)
+    return in_markdown(model_title(model, settings), model_where(env, settings), columns, rows, notes)
 
 
 def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[ModelRow]) -> list[str]:
@@ -55,16 +45,15 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Mode
     if settings["together"] > 1:
         notes.append(f"up to {settings['together']} providers built and compiled at once: first steps took longer")
     notes.append(chosen["losses"])
-    for row in rows:
-        if row.unavailable:
-            notes.append(f"{row.provider}: {row.unavailable}")
-        if row.error:
-            notes.append(f"{row.provider} failed: {row.error}")
-        if row.cuda_graphs:
-            notes.append(
-                f"{row.provider}: {row.cuda_graphs}; capture {row.capture_s:.1f} s, compile {row.compile_s:.1f} s"
-            )
-    return notes
+    return (
+        notes
+        + troubles(rows)
+        + [
+            f"{row.provider}: {row.cuda_graphs}; capture {row.capture_s:.1f} s, compile {row.compile_s:.1f} s"
+            for row in rows
+            if row.cuda_graphs
+        ]
+    )
 
 
 def summary(records: Sequence[tuple[str, Sequence[ModelRow]]]) -> str:
@@ -75,24 +64,16 @@ def summary(records: Sequence[tuple[str, Sequence[ModelRow]]]) -> str:
     cells = [[r.model, r.best or "", _times(r.speed), _times(r.memory), _times(r.first_step)] for r in found]
     means = [geometric_mean(getattr(r, name) for r in found) for name in ("speed", "memory", "first_step")]
     cells.append(["geometric mean", "", *map(_times, means)])
-    return (
-        "\n".join(
-            [
-                f"### {OURS} beside the others",
-                "",
-                *align(columns, cells),
-                "",
-                "- speed: over the fastest other provider; memory: over the least that any other takes; first step: "
-                "over that of torch.compile by default",
-            ]
-            + [
-                f"- {r.model}: not compared, as {OURS} or all others failed, disagreed or did not run"
-                for r in found
-                if r.speed is None
-            ]
-        )
-        + "\n"
-    )
+    lines = [
+        f"### {OURS} beside the others",
+        "",
+        *align(columns, cells),
+        "",
+        "- speed: over the fastest other provider; memory: over the least that any other takes; first step: "
+        "over that of torch.compile by default",
+    ]
+    why = f"not compared, as {OURS} or all others failed, disagreed or did not run"
+    return "\n".join(lines + [f"- {r.model}: {why}" for r in found if r.speed is None]) + "\n"
 
 
 def _times(value: float | None) -> str:

@@ -19,8 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from stepgraph.bench.arguments import fused_adamw, random_batch
 from stepgraph.bench.device import kernels_of, times
-from stepgraph.bench.lane import requests, take_job
+from stepgraph.bench.lane import serve, take_job
 from stepgraph.bench.progress import phase
+from stepgraph.bench.results import finite
 from stepgraph.bench.step.providers import PROVIDERS, EagerStep, Parts, Step
 from stepgraph.config.build import build_model
 from stepgraph.config.device import peak_mem_gib
@@ -39,9 +40,7 @@ def main() -> None:
     """Answers requests until stdin ends."""
     job, answer = take_job()
     run = Run(TrainConfig.from_json(job["config"]), job["provider"], torch.device(job["device"]))
-    answer(run.first_steps())
-    for request in requests():
-        answer(run.round(request["steps"]) if request["do"] == "round" else run.finish(request["steps"]))
+    serve(run, answer)
 
 
 def make_parts(config: TrainConfig, device: torch.device) -> Parts:
@@ -81,22 +80,17 @@ class Run:
         self.losses = losses
         cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         return {
-            "loss": losses[0],
-            "losses": losses,
+            "loss": finite(losses[0]),
+            "losses": [finite(loss) for loss in losses],
             "first_step_s": first_step_s,
             "capture_s": self.step.capture_s,
             "compile_s": self.step.compile_s,
             "versions": package_versions() | (cuda if self.device.type == "cuda" else {}),
         }
 
-    def round(self, steps: int) -> dict[str, Any]:
-        """The median time of ``steps`` steps, ms, queued one after another as a training loop does."""
-        phase("timing")
-        return {"step_ms": median(times(self.device, [self.step], steps)[0])}
-
-    def finish(self, steps: int) -> dict[str, Any]:
+    def finish(self, request: dict[str, Any]) -> dict[str, Any]:
         """Peak memory so far, then what would disturb the steps if it were measured among them."""
-        phase("profile")
+        steps = request["steps"]
         answer: dict[str, Any] = {"peak_mem_gib": self._peak_memory()}
         if self.device.type == "cuda":
             answer["host_ms"] = median(self._host_times(steps))

@@ -1,19 +1,16 @@
 """``stepgraph bench step``: one training step of a preset's model under each provider, side by side."""
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 
 from stepgraph.bench.arguments import BATCH_SEED, DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
-from stepgraph.bench.lane import Lane, rotated
-from stepgraph.bench.progress import note
-from stepgraph.bench.results import Row, check_losses, finite, write
+from stepgraph.bench.lane import Lane, measured
+from stepgraph.bench.results import Row, check_losses, write
 from stepgraph.bench.step.child import FIRST_STEPS
 from stepgraph.bench.step.providers import DEFAULT, PROVIDERS
 from stepgraph.bench.table import section
@@ -78,15 +75,15 @@ def main(argv: list[str]) -> int:
     }
     rows: list[Row] = []
     for config in configs:
-        measured: list[Row] = []
+        found: list[Row] = []
         for some in measure(config, options, device):
-            measured += some
-            losses = check_losses(measured, config.precision)
+            found += some
+            losses = check_losses(found, config.precision)
             settings["models"][config.preset] = describe(config, env) | {"losses": losses}
             if options.json is not None:  # after each, so that an interruption keeps what was measured
-                write(options.json, env, settings, rows + measured)
-        rows += measured
-        print(section(config.preset, env, settings, measured))
+                write(options.json, env, settings, rows + found)
+        rows += found
+        print(section(config.preset, env, settings, found))
     return int(any(row.error or row.disagreement for row in rows))
 
 
@@ -121,47 +118,13 @@ def describe(config: TrainConfig, env: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(config: TrainConfig, options: StepBench, device: torch.device) -> Iterator[list[Row]]:
-    """Rows of the providers, as they are done. On a CPU all their processes live at once and take turns, starting with
-    another one in each repeat, so that what else the machine does falls on all alike. On a GPU, whose memory they may
-    not be able to share, ``together`` of them do."""
-    names = options.names()
-    at_once = len(names) if device.type == "cpu" else options.together
-    for start in range(0, len(names), at_once):
-        yield _measure_together(config, options, device, names[start : start + at_once])
+    """Rows of the providers, as they are done: on a CPU all at once; in a GPU's memory, ``together`` of them."""
 
+    def conclude(lane: Lane) -> None:
+        if lane.row.step_ms:
+            lane.row.tokens_per_s = 1000 * config.batch_size * config.seq_len / lane.row.step_ms
 
-def _measure_together(config: TrainConfig, options: StepBench, device: torch.device, names: list[str]) -> list[Row]:
-    job = {"config": config.to_json(), "device": str(device)}
-    with contextlib.ExitStack() as stack:
-        lanes = [stack.enter_context(Lane(Row(model=config.preset, provider=name), CHILD)) for name in names]
-        if device.type == "cuda":
-            for lane in lanes:
-                lane.send(job | {"provider": lane.row.provider})
-        for lane in lanes:  # on a CPU one after another: a build would take the others' processors
-            first = lane.receive() if device.type == "cuda" else lane.ask(job | {"provider": lane.row.provider})
-            if first:
-                note(lane.row, f"first step {first['first_step_s']:.1f} s, loss {first['loss']:.4f}")
-            first["losses"] = [finite(loss) for loss in first.pop("losses", [])]
-            lane.keep(first | {"loss": next(iter(first["losses"]), None)})
-        for repeat in range(options.repeats):
-            for lane in rotated(lanes, repeat):
-                if answer := lane.ask({"do": "round", "steps": options.steps}):
-                    lane.row.step_ms_all.append(answer["step_ms"])
-        for lane in lanes:
-            lane.keep(lane.ask({"do": "finish", "steps": options.steps}))
-            _conclude(lane.row, config.batch_size * config.seq_len)
-            if lane.row.step_ms:
-                note(lane.row, f"{lane.row.step_ms:.4g} ms a step")
-            lane.close()
-    return [lane.row for lane in lanes]
-
-
-def _conclude(row: Row, tokens: int) -> None:
-    """Fills in what follows from the measurements. A provider that failed has no step time."""
-    if row.error or not row.step_ms_all:
-        row.step_ms_all = []
-        return
-    row.step_ms = median(row.step_ms_all)
-    row.tokens_per_s = 1000 * tokens / row.step_ms
-    if row.provider.startswith("compile"):
-        row.compile_s = row.first_step_s - row.step_ms / 1000
+    lanes = [Lane(Row(model=config.preset, provider=name), CHILD) for name in options.names()]
+    job, cpu = {"config": config.to_json(), "device": str(device)}, device.type == "cpu"
+    at_once = len(lanes) if cpu else options.together
+    return measured(lanes, job, at_once, options.repeats, options.steps, conclude, build_apart=cpu)

@@ -3,15 +3,30 @@
 from collections.abc import Sequence
 from typing import Any
 
-from stepgraph.bench.table import align, where
+from stepgraph.bench.table import in_markdown, shown, step_ms, troubles, where
 from stepgraph.bench.train.results import OURS, PEER, TrainRow, ratio
 
 
 def train_section(model: str, env: dict[str, Any], settings: dict[str, Any], rows: Sequence[TrainRow]) -> str:
     """Everything about one record: heading, table, notes, and last the ratio."""
-    lines = [f"### {train_title(model, settings)}", "", train_where(env, settings), "", *table(settings, rows), ""]
-    lines += [f"- {note}" for note in _notes(settings["models"][model], settings, rows)]
-    return "\n".join([*lines, "", summary(rows)]) + "\n"
+    cuda = settings["device"] == "cuda"
+    columns = {
+        "provider": lambda row: row.provider,
+        "step ms": step_ms,
+        "fastest, slowest": lambda row: ", ".join(
+            f"{bound(row.step_ms_all):.4g}" for bound in (min, max) if row.step_ms_all
+        ),
+        f"tokens/s a {'GPU' if cuda else 'rank'}": shown("tokens_per_s_per_gpu", ",.0f"),
+        "peak GiB": shown("peak_mem_gib", ".2f"),
+        "first step s": shown("first_step_s", ".1f"),
+        "loss": lambda row: f"{row.losses[-1]:.4f}" if row.losses and row.losses[-1] is not None else "",
+    }
+    if cuda:
+        columns["MFU"] = shown("mfu", ".1%")
+        columns["reserved GiB"] = shown("peak_reserved_gib", ".2f")
+        columns["exposed comm."] = lambda row: f"{row.exposure['share']:.1%}" if row.exposure else ""
+    notes = _notes(settings["models"][model], settings, rows)
+    return in_markdown(train_title(model, settings), train_where(env, settings), columns, rows, notes, summary(rows))
 
 
 def train_title(model: str, settings: dict[str, Any]) -> str:
@@ -32,36 +47,6 @@ def train_where(env: dict[str, Any], settings: dict[str, Any]) -> str:
     """The devices and the versions in one line."""
     times = f"{settings['ranks']} x " if settings["device"] == "cuda" else f"{settings['ranks']} ranks on "
     return times + where(env, settings)
-
-
-def table(settings: dict[str, Any], rows: Sequence[TrainRow]) -> list[str]:
-    """The lines of the table: a row a provider, numbers to the right."""
-    cuda = settings["device"] == "cuda"
-    device = "GPU" if cuda else "rank"
-    columns = ["provider", "step ms", "fastest, slowest", f"tokens/s a {device}", "peak GiB", "first step s", "loss"]
-    columns += ["MFU", "reserved GiB", "exposed comm."] if cuda else []
-    return align(columns, [_cells(row, cuda) for row in rows])
-
-
-def _cells(row: TrainRow, cuda: bool) -> list[str]:
-    state = "unavailable" if row.unavailable else "failed"
-    cells = [
-        row.provider,
-        f"{row.step_ms:.4g}" if row.step_ms else state,
-        f"{min(row.step_ms_all):.4g}, {max(row.step_ms_all):.4g}" if row.step_ms_all else "",
-        _shown(row.tokens_per_s_per_gpu, ",.0f"),
-        _shown(row.peak_mem_gib, ".2f"),
-        _shown(row.first_step_s, ".1f"),
-        _shown(row.losses[-1], ".4f") if row.losses else "",
-    ]
-    if cuda:
-        cells += [_shown(row.mfu, ".1%"), _shown(row.peak_reserved_gib, ".2f")]
-        cells.append(f"{row.exposure['share']:.1%}" if row.exposure else "")
-    return cells
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def summary(rows: Sequence[TrainRow]) -> str:
@@ -89,11 +74,8 @@ def _notes(chosen: dict[str, Any], settings: dict[str, Any], rows: Sequence[Trai
         f"step ms: median of {settings['steps']} steps on the slowest rank, after {settings['warmup_steps']} to warm "
         "up; one provider after another, their own compile caches; peaks without the first step"
     ]
+    notes += troubles(rows)
     for row in rows:
-        if row.unavailable:
-            notes.append(f"{row.provider}: {row.unavailable}")
-        if row.error:
-            notes.append(f"{row.provider} failed: {row.error}")
         if row.first_step_s is not None:
             notes.append(f"{row.provider}, first step after {row.first_step_s:.1f} s: {_parts(row)}")
         if row.exposure is not None:

@@ -107,13 +107,14 @@ def test_report_prints_the_tables_and_draws(record, tmp_path, capsys):
 
 
 def test_a_gpu_record_keeps_the_providers_measured_before_an_interruption(tmp_path, monkeypatch):
-    def measured(config, options, device, names):
-        if names == ["stepgraph"]:
-            raise KeyboardInterrupt
-        return [Row(model=config.preset, provider=name, losses=[4.0]) for name in names]
+    def measure(config, options, device):
+        for name in options.names():
+            if name == "stepgraph":
+                raise KeyboardInterrupt
+            yield [Row(model=config.preset, provider=name, losses=[4.0])]
 
     monkeypatch.setattr(step, "pick_device", torch.device)
-    monkeypatch.setattr(step, "_measure_together", measured)
+    monkeypatch.setattr(step, "measure", measure)
     path = tmp_path / "step.json"
     words = ["--providers", "eager,compile,stepgraph", "--device", "cuda", "--json", str(path)]
     with pytest.raises(KeyboardInterrupt):
