@@ -41,7 +41,7 @@ def calls_to_repeat(graph: fx.Graph) -> frozenset[int]:
     return frozenset(found)
 
 
-class RunAgain(Exception):  # noqa: N818 (no error: the step is traced once more)
+class RunAgain(Exception):
     """Ends a trace in which each call ran once: ``calls`` must run twice."""
 
     def __init__(self, calls: Collection[int]):

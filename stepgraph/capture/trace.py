@@ -32,6 +32,8 @@ from stepgraph.capture.roles import record_roles
 from stepgraph.capture.stages.share import Share
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
+from stepgraph.graph.edit import Builder, fake_value
+from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.graph.step_graph import OutputSpec, StepGraph
@@ -407,6 +409,7 @@ class StepTrace:
         step = StepGraph(module, inputs.specs, outputs, repeated_blocks(self.model), _mesh_of(self.slots))
         checks.refuse_fake_constants(step)
         _keep_workspaces(step)
+        _name_numbers(step)
         _name_inputs(step)
         record_roles(step, self.recorder.reducing, [slot.tensor for slot in self.slots])
         if self.conditions.repairs:
@@ -422,6 +425,17 @@ def _keep_workspaces(step: StepGraph) -> None:
         if any(user.args[1] == 3 and user.users for user in node.users):
             node.target = torch.ops.stepgraph.rnn_layer.default
             node.args = (node.args[0], list(node.args[1:5]), *node.args[5:])
+
+
+def _name_numbers(step: StepGraph) -> None:
+    """Give views and casts of Python numbers (``x * 1j`` has some in its backward) a node that they read."""
+    aten, kinds = torch.ops.aten, {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+    for node in list(step.graph.nodes):
+        number = node.args[0] if node.args else None
+        if type(number) in kinds and (is_view(node) or node.target is aten._to_copy.default):
+            build = Builder(node, before=node)
+            node.update_arg(0, build(aten.scalar_tensor.default, number, dtype=kinds[type(number)]))
+            node.meta["val"] = fake_value(node)  # a conjugate, where the trace had the number
 
 
 def _mode_of(live: Sequence[torch.Tensor]) -> compat.FakeTensorMode:
