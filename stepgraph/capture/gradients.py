@@ -17,6 +17,7 @@ from stepgraph.capture.state import Slot, Wrapping, wrap
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Accumulator
 
 
 class AllStages(NamedTuple):
@@ -152,7 +153,7 @@ def add_early(step: StepGraph) -> None:
 
     A gradient that forward or the step's inputs hold (backward may hand on such a tensor) is added where it is.
     """
-    sums, aliases, nodes = set(step.placeholders("accumulator")), Aliases(step.graph), list(step.graph.nodes)
+    sums, aliases, nodes = set(step.placeholders(Accumulator)), Aliases(step.graph), list(step.graph.nodes)
     for node in list(step.nodes("backward")):
         if node.op != "call_function" or not node.args or node.args[0] not in sums:
             continue

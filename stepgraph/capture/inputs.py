@@ -1,6 +1,7 @@
 """The inputs of a graph as they are collected: what each is bound to, and the fake tensor that it is traced with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from stepgraph.capture import gradients
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.state import Slot, Wrapping, unwrap
 from stepgraph.graph.step_graph import InputSpec
+from stepgraph.graph.values import Accumulator, BatchLeaf, Before, GroupValue, Input, OptimizerState, Ratio
 
 
 class Inputs:
@@ -21,19 +23,20 @@ class Inputs:
         self.specs: list[InputSpec] = []
         self.fakes: list[torch.Tensor] = []
 
-    def add(self, kind: str, name: str, tensor: torch.Tensor) -> tuple[slice, Wrapping | None]:
-        """Add the local tensors inside ``tensor``: (where they are, how to wrap them again)."""
+    def add(self, what: Callable[[int | None], Input], tensor: torch.Tensor) -> tuple[slice, Wrapping | None]:
+        """Add the local tensors inside ``tensor``: (where they are, how to wrap them again). ``what``: what each is, by
+        its number, or by None where there is one."""
         inner, wrapping = unwrap(tensor.detach())
         start = len(self.specs)
         for i, t in enumerate(inner):
-            live = None if kind == "batch" else t
-            self.specs.append(InputSpec(kind, name if len(inner) == 1 else f"{name}#{i}", live))
+            found = what(None if len(inner) == 1 else i)
+            self.specs.append(InputSpec(found, None if isinstance(found, BatchLeaf) else t))
             self.fakes.append(fake(self.mode, t, self.home))
         return slice(start, len(self.specs)), wrapping
 
     def add_slots(self, slots: Sequence[Slot]) -> list[tuple[slice, Wrapping | None]]:
         """Add parameters and buffers."""
-        return [self.add("parameter" if s.is_parameter else "buffer", s.name, s.tensor) for s in slots]
+        return [self.add(slot.what, slot.tensor) for slot in slots]
 
     def add_before(self, where: slice) -> slice:
         """Add what the inputs at ``where``, tensors of the model, were before the step."""
@@ -41,22 +44,22 @@ class Inputs:
         for spec, now in zip(self.specs[where], self.fakes[where], strict=True):
             with self.mode:
                 like = torch.empty_strided(now.shape, now.stride(), dtype=now.dtype, device=now.device)
-            self.specs.append(InputSpec("before", spec.name))
+            self.specs.append(InputSpec(Before(spec.what)))
             self.fakes.append(like)
         return slice(start, len(self.specs))
 
-    def add_level(self, name: str) -> int:
-        """Add the highest level of the condition ``name``, an fp64 scalar, on the device of the first input."""
+    def add_ratio(self, condition: str) -> int:
+        """Add the highest ratio of ``condition``, an fp64 scalar, on the device of the first input; where it is."""
         with self.mode:
             self.fakes.append(torch.empty((), dtype=torch.float64, device=self.fakes[0].device))
-        self.specs.append(InputSpec("level", name))
+        self.specs.append(InputSpec(Ratio(condition)))
         return len(self.specs) - 1
 
     def add_accumulator(self, name: str, param: torch.Tensor) -> int:
         """Add the sum of the gradients of ``param``, a local fake tensor; where it is."""
         with self.mode, torch.no_grad():
             like = gradients.as_accumulated(torch.empty(param.shape, dtype=param.dtype, device=param.device), param)
-        self.specs.append(InputSpec("accumulator", name))
+        self.specs.append(InputSpec(Accumulator(name)))
         self.fakes.append(like)
         return len(self.specs) - 1
 
@@ -73,7 +76,7 @@ def add_optimizer(
         group = groups[group_index]
         state = update.init_state(param, group_index)
         i = index_of[id(param)]
-        where = {key: inputs.add("optimizer", f"{slots[i].name}.{key}", state[key])[0] for key in state}
+        where = {key: inputs.add(partial(OptimizerState, slots[i].name, key), state[key])[0] for key in state}
         # A step count on the host: parameters may differ in it.
         count = 0.0 if group["options"].get("fused") or "step" not in state else float(state["step"])
         group["members"].append((i, entries[i][0], where, count))
@@ -81,7 +84,8 @@ def add_optimizer(
     for group_index, group in enumerate(groups):
         if group["members"]:
             first = inputs.specs[group["members"][0][1]][0].tensor
-            group["lr"], _ = inputs.add("lr", f"lr.{group_index}", update.lr_input(group_index, first.device))
+            lr = update.lr_input(group_index, first.device)
+            group["lr"], _ = inputs.add(lambda _, n=group_index: GroupValue(n), lr)
     return groups
 
 

@@ -18,6 +18,7 @@ from stepgraph.capture.lineage import made_from
 from stepgraph.graph.collectives import group_of, operator_of, set_group, stage_of
 from stepgraph.graph.provenance import Role, provenance, role_of, set_role, together
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import ModelTensor, Parameter
 
 
 def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: Iterable[torch.Tensor]) -> None:
@@ -29,8 +30,8 @@ def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: 
     if not found:
         return
     _name_groups(step, found, tensors)
-    names = {n: s.name.partition("#")[0] for n, s in zip(step.placeholders(), step.inputs, strict=True)}
-    made = made_from(step.graph, set(step.placeholders("parameter")))
+    names = {node: what.path if isinstance(what, ModelTensor) else what.name for node, what in step.bound()}
+    made = made_from(step.graph, set(step.placeholders(Parameter)))
     for node in step.nodes("forward", "loss", "backward"):
         if role_of(node):  # declared by what calls it
             continue

@@ -16,6 +16,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.errors import CaptureError
+from stepgraph.graph.values import Buffer, ModelTensor, Parameter
 
 
 @dataclass
@@ -34,7 +35,11 @@ class Slot:
     @property
     def path(self) -> str:
         """Path of the module that holds it."""
-        return self.name.rpartition(".")[0]
+        return self.what().module
+
+    def what(self, part: int | None = None) -> ModelTensor:
+        """What it is as an input of a graph; ``part``: of its local tensors, where it has several."""
+        return (Parameter if self.is_parameter else Buffer)(self.name, part)
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

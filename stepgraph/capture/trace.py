@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,20 @@ from stepgraph.graph.edit import Builder, fake_value
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, set_provenance
-from stepgraph.graph.step_graph import OutputSpec, StepGraph
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import (
+    Accumulator,
+    BatchLeaf,
+    Before,
+    Gradient,
+    GroupValue,
+    Loss,
+    Metric,
+    ModelTensor,
+    OptimizerState,
+    Output,
+    Ratio,
+)
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -172,14 +186,14 @@ class StepTrace:
         groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
         kept = Kept(entries, inputs)
         batch = self._batch_inputs(inputs)
-        outputs: list[OutputSpec] = []
+        outputs: list[Output] = []
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             tensors = self._tensors(flat, entries)
             loss, grads, held = self._forward_backward(flat, tensors, batch)
             with self._in_optimizer():
                 write_assigned(self.recorder, held, flat)
-                outputs.append(OutputSpec("loss", "loss"))
+                outputs.append(Loss())
                 levels = self.guard.levels(self.conditions.combined(), loss)
                 return [loss, *self._finish(flat, tensors, grads, groups, levels, kept, outputs)]
 
@@ -193,7 +207,7 @@ class StepTrace:
         sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in self.trained}
         batch = self._batch_inputs(inputs)
         reached: list[int] = []
-        outputs = [OutputSpec("loss", "loss")]
+        outputs: list[Output] = [Loss()]
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             loss, grads, held = self._forward_backward(flat, self._tensors(flat, entries), batch)
@@ -208,7 +222,7 @@ class StepTrace:
                     stated = self.conditions.each() if self.share else self.conditions.combined().items()
                     levels = [*stated, *self.guard.levels({}, loss).items()]
             reached.extend(grads)
-            outputs.extend(OutputSpec("level", name) for name, _ in levels)
+            outputs.extend(Ratio(name) for name, _ in levels)
             return [loss, *(level for _, level in levels)]
 
         with self._dropping_state():
@@ -231,9 +245,9 @@ class StepTrace:
         groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
         sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in reached}
         kept = Kept(entries, inputs, [i for i, slot in enumerate(self.slots) if slot.name in written])
-        named = dict.fromkeys(spec.name for spec in micro.outputs if spec.kind == "level")
-        stated = {name: inputs.add_level(name) for name in named}
-        outputs: list[OutputSpec] = []
+        named = dict.fromkeys(what.condition for what in micro.outputs if isinstance(what, Ratio))
+        stated = {name: inputs.add_ratio(name) for name in named}
+        outputs: list[Output] = []
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             grads = {i: flat[place] for i, place in sums.items()}
@@ -248,7 +262,7 @@ class StepTrace:
 
     def _batch_inputs(self, inputs: Inputs) -> dict[int, tuple[slice, Wrapping | None]]:
         first = [i for i in self.tensor_leaves if self.first[i] == i]
-        return {i: inputs.add("batch", f"batch.{i}", self.leaves[i]) for i in first}
+        return {i: inputs.add(partial(BatchLeaf, i), self.leaves[i]) for i in first}
 
     def _batch(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> Any:
         """The batch of stand-ins."""
@@ -351,7 +365,7 @@ class StepTrace:
         groups: list[dict[str, Any]],
         levels: dict[str, torch.Tensor],
         kept: Kept,
-        outputs: list[OutputSpec],
+        outputs: list[Output],
         stages: gradients.AllStages | None = None,
     ) -> list[torch.Tensor]:
         """Clip, update unless a level says no, and return metrics, levels and the gradients that no update took.
@@ -360,7 +374,7 @@ class StepTrace:
         if self.max_grad_norm is not None:
             grads, norm = gradients.clip(grads, tensors, self.max_grad_norm, stages)
             results.append(norm)
-            outputs.append(OutputSpec("metric", "grad_norm"))
+            outputs.append(Metric("grad_norm"))
         skip, levels = self.guard.skip(levels, norm, self.slots, stages and stages.group)
         written = kept.written() if skip.flag is not None else []
         attribute = self.recorder.attribute
@@ -369,19 +383,19 @@ class StepTrace:
             with self.reads.noted():
                 metrics, changed = traced_end_of_step(self.recorder, self.model, self.slots, tensors, flat)
             results.extend(metrics.values())
-            outputs.extend(OutputSpec("metric", name) for name in metrics)
+            outputs.extend(map(Metric, metrics))
             written = sorted({*written, *changed}) if skip.flag is not None else []
         kept.restore(flat, written, skip)
         if self.guard.skip_nonfinite:
             results.append(skip.flag)
-            outputs.append(OutputSpec("metric", "skipped"))
+            outputs.append(Metric("skipped"))
         repairable = [name for name in levels if name in self.conditions.repairs]
         results += [levels[name] for name in repairable]
-        outputs.extend(OutputSpec("level", name) for name in repairable)
+        outputs.extend(map(Ratio, repairable))
         landed = {i: grad for i, grad in grads.items() if i not in self.updated}
         self.updated = {id(self.slots[i].tensor) for i in self.updated}
         self.landing.extend((self.slots[i], kept.entries[i][1]) for i in landed)
-        outputs.extend(OutputSpec("grad", self.slots[i].name) for i in landed)
+        outputs.extend(Gradient(self.slots[i].name) for i in landed)
         return results + gradients.unshared(landed.values(), taken=flat)
 
     @contextlib.contextmanager
@@ -394,7 +408,7 @@ class StepTrace:
             if self.update:
                 self.update.drop_state(p for p in self.stateless if id(p) not in self.updated)
 
-    def _graph(self, traced: Callable, inputs: Inputs, outputs: list[OutputSpec]) -> StepGraph:
+    def _graph(self, traced: Callable, inputs: Inputs, outputs: list[Output]) -> StepGraph:
         """The graph of ``traced``, a function of ``inputs``."""
         start = time.perf_counter()
         with (
@@ -451,15 +465,13 @@ def _mesh_of(slots: Sequence[Slot]) -> Any:
 
 def _name_inputs(step: StepGraph) -> None:
     """Readable names for placeholders; state that nothing uses is dropped, but for the model's own."""
-    nodes = step.graph.find_nodes(op="placeholder")
-    whole = any(spec.kind == "batch" for spec in step.inputs)  # else the graph of an update
+    whole = any(isinstance(spec.what, BatchLeaf) for spec in step.inputs)  # else the graph of an update
     keep = []
-    for node, spec in zip(nodes, step.inputs, strict=True):
-        if not node.users and (not whole or spec.kind in ("optimizer", "lr", "accumulator", "before")):
+    for (node, what), spec in zip(step.bound(), step.inputs, strict=True):
+        if not node.users and (not whole or isinstance(what, OptimizerState | GroupValue | Accumulator | Before)):
             step.graph.erase_node(node)
             continue
         keep.append(spec)
-        path = spec.name.rpartition(".")[0] if spec.kind in ("parameter", "buffer") else ""
-        set_provenance(node, Provenance(path, "input", ""))
-        compat.rename_node(node, f"{spec.kind}_{spec.name}")
+        set_provenance(node, Provenance(what.module if isinstance(what, ModelTensor) else "", "input", ""))
+        compat.rename_node(node, f"{what.kind}_{what.name}")
     step.inputs = keep

@@ -16,14 +16,15 @@ from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.program import Call, StepProgram, ValueKey
 from stepgraph.graph.provenance import phase_of, provenance, role_of
-from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Accumulator, BatchLeaf, Input, Loss, OptimizerState, Parameter, Value
 
 #: ``buckets``: gathered parameters and gradients on their way to be reduced. ``activations``: what forward leaves for
 #: backward. ``temporary``: all else that a step makes.
 KINDS = ("parameters", "optimizer", "inputs", "gradients", "buckets", "activations", "temporary")
 
 #: Kinds of a graph's inputs that are not ``inputs``.
-HELD = {"parameter": "parameters", "optimizer": "optimizer", "accumulator": "gradients"}
+HELD = {Parameter: "parameters", OptimizerState: "optimizer", Accumulator: "gradients"}
 
 
 def lifetimes(
@@ -102,7 +103,7 @@ def peak_bytes(program: StepProgram) -> int:
     whole = {spec: size for sizes in state.values() for spec, size in sizes.items()}
     needs = {
         name: estimate_memory(step.graph).peak
-        - sum(map(tensor_bytes, step.placeholders("value")))
+        - sum(map(tensor_bytes, step.placeholders(Value)))
         + sum(size for spec, size in whole.items() if spec not in state[name])
         for name, step in program.graphs.items()
     }
@@ -111,11 +112,8 @@ def peak_bytes(program: StepProgram) -> int:
     for place, call in enumerate(program.schedule):
         peak = max(peak, needs[call.graph] + sum(dict(held.values()).values()))
         made = _made(program, call, held)
-        read = (
-            program.value_key(spec.name, call) for spec in program.graphs[call.graph].inputs if spec.kind == "value"
-        )
-        for value in read:
-            if last[value] == place:
+        for _, what in program.graphs[call.graph].bound():
+            if isinstance(what, Value) and last[value := program.value_key(what, call)] == place:
                 held.pop(value, None)
         held |= {value: memory for value, memory in made.items() if value in last}
     return peak
@@ -125,26 +123,25 @@ def peak_bytes(program: StepProgram) -> int:
 _Memory = tuple[tuple[str, str, int | None], int]
 
 
-def _state_bytes(step: StepGraph) -> dict[InputSpec, int]:
+def _state_bytes(step: StepGraph) -> dict[Input, int]:
     """Bytes of each input that is there for the whole step."""
-    pairs = zip(step.placeholders(), step.inputs, strict=True)
-    return {spec: tensor_bytes(node) for node, spec in pairs if spec.kind not in ("batch", "value", "loss")}
+    return {what: tensor_bytes(node) for node, what in step.bound() if not isinstance(what, BatchLeaf | Value | Loss)}
 
 
 def _made(program: StepProgram, call: Call, held: Mapping[ValueKey, _Memory]) -> dict[ValueKey, _Memory]:
     """The memory of the values that ``call`` gives, but for views of state. ``held``: that of those it may read."""
     step = program.graphs[call.graph]
     aliases, found = Aliases(step.graph), {}
-    inputs = dict(zip(step.placeholders(), step.inputs, strict=True))
-    for spec, node in zip(step.outputs, step.graph.output_node().args[0], strict=True):
+    inputs = dict(step.bound())
+    for node, what in step.returned():
         root = aliases.root(node)
         given = inputs.get(root)
         if given is None:
             memory = (call.graph, root.name, call.microbatch), tensor_bytes(root)
         else:
-            memory = held.get(program.value_key(given.name, call)) if given.kind == "value" else None
-        if memory is not None and spec.kind in ("value", "arriving"):
-            found[program.value_key(spec.name, call)] = memory
+            memory = held.get(program.value_key(given, call)) if isinstance(given, Value) else None
+        if memory is not None and isinstance(what, Value):
+            found[program.value_key(what, call)] = memory
     return found
 
 
@@ -190,7 +187,7 @@ def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[
 
 def kinds_of(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
     """The kind of every storage, by the node that owns it."""
-    kinds = {n: HELD.get(s.kind, "inputs") for n, s in zip(step.placeholders(), step.inputs, strict=True)}
+    kinds = {node: HELD.get(type(what), "inputs") for node, what in step.bound()}
     saved: set[fx.Node] = set()
     into_update: set[fx.Node] = set()
     into_collective: set[fx.Node] = set()

@@ -12,10 +12,11 @@ from stepgraph.costs.roofline import Roofline
 from stepgraph.costs.timeline import Timeline, simulate
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import tensor_bytes
-from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Accumulator, Buffer, Input, OptimizerState, Parameter
 
 #: Kinds of inputs that a rank holds throughout, whichever graph runs.
-_STATE = ("parameter", "buffer", "optimizer", "accumulator")
+_STATE = (Parameter, Buffer, OptimizerState, Accumulator)
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class GraphCost:
 
     timeline: Timeline
     moments: list[Moment]
-    state: dict[InputSpec, int]
+    state: dict[Input, int]
     flops: int
 
 
@@ -56,18 +57,14 @@ def graph_cost(
     return GraphCost(
         timeline=simulate(step.graph, roofline.seconds, gpu, groups, load),
         moments=memory_over_step(step, aliases, fusion),
-        state={
-            spec: tensor_bytes(node)
-            for node, spec in zip(step.placeholders(), step.inputs, strict=True)
-            if spec.kind in _STATE
-        },
+        state={what: tensor_bytes(node) for node, what in step.bound() if isinstance(what, _STATE)},
         flops=roofline.flops,
     )
 
 
 def step_cost(calls: Sequence[tuple[GraphCost, int]]) -> StepCost:
     """The cost of a step that calls each graph so many times. State that a graph does not take lies beside it."""
-    state = {spec: size for graph, _ in calls for spec, size in graph.state.items()}
+    state = {what: size for graph, _ in calls for what, size in graph.state.items()}
     timelines = [(graph.timeline, n) for graph, n in calls]
     return StepCost(
         Timeline(
@@ -89,9 +86,9 @@ def _regions(timelines: Sequence[tuple[Timeline, int]]) -> dict[tuple[str, str],
     return dict(found)
 
 
-def _beside(moment: Moment, state: Mapping[InputSpec, int], taken: Mapping[InputSpec, int]) -> Moment:
+def _beside(moment: Moment, state: Mapping[Input, int], taken: Mapping[Input, int]) -> Moment:
     sizes = dict(moment.bytes)
-    for spec, size in state.items():
-        if spec not in taken:
-            sizes[HELD.get(spec.kind, "inputs")] += size
+    for what, size in state.items():
+        if what not in taken:
+            sizes[HELD.get(type(what), "inputs")] += size
     return replace(moment, bytes=sizes)

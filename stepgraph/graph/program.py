@@ -2,9 +2,9 @@
 
 A plain step is one graph, called once. Accumulation is a schedule over two: the graph of one microbatch, called once
 for each, and the graph of the update. A pipeline is a schedule over the graphs of a rank's stages, with sends and
-receives among the calls. Values flow between calls in inputs of kind ``accumulator``, which graphs share by name and
-write in place, and in outputs of kind ``value``, which inputs of that name read in calls for the same microbatch; what
-a call for no microbatch gave, all of them read.
+receives among the calls. Values flow between calls in inputs that are an `Accumulator`, which graphs share and
+write in place, and in each `Value` that one graph returns and others read in calls for the same microbatch; what a call
+for no microbatch gave, all of them read.
 """
 
 import functools
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Value
 
-#: The name of a value, and the microbatch that it is of (None: all of them).
-ValueKey = tuple[str, int | None]
+#: A value, and the microbatch that it is of (None: all of them).
+ValueKey = tuple[Value, int | None]
 
 
 @dataclass(frozen=True)
@@ -66,23 +67,23 @@ class StepProgram:
         """Parts that the batch is split into."""
         return 1 + max(call.microbatch for call in self.schedule if call.microbatch is not None)
 
-    def value_key(self, name: str, call: Call) -> ValueKey:
-        """What the value ``name`` is kept by, as ``call`` gives or reads it."""
-        return name, None if name in self._shared else call.microbatch
+    def value_key(self, value: Value, call: Call) -> ValueKey:
+        """What ``value`` is kept by, as ``call`` gives or reads it."""
+        return value, None if value in self._shared else call.microbatch
 
     @functools.cached_property
-    def _shared(self) -> set[str]:
+    def _shared(self) -> set[Value]:
         """Values that a call for no microbatch gives: one for all of them."""
         once = (self.graphs[call.graph] for call in self.schedule if call.microbatch is None)
-        return {spec.name for graph in once for spec in graph.outputs if spec.kind == "value"}
+        return {what for graph in once for what in graph.outputs if isinstance(what, Value)}
 
     def last_reads(self) -> dict[ValueKey, int]:
         """For each value that a call reads, the place of its last reader in the schedule."""
         return {
-            self.value_key(spec.name, call): place
+            self.value_key(spec.what, call): place
             for place, call in enumerate(self.schedule)
             for spec in self.graphs[call.graph].inputs
-            if spec.kind == "value"
+            if isinstance(spec.what, Value)
         }
 
     @property

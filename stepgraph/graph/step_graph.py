@@ -11,38 +11,16 @@ import torch
 from torch import fx
 
 from stepgraph.graph.provenance import phase_of, provenance
+from stepgraph.graph.values import Input, Output, Value
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One placeholder and what it is bound to.
+    """One placeholder: ``what`` it is, and the live local ``tensor`` that it is bound to; None where a call brings it
+    (`BatchLeaf`, `Value`, `Loss`) or a runner allocates it (`Accumulator`, `Before`, `Ratio`)."""
 
-    ``kind``: ``parameter``, ``buffer``, ``optimizer``, ``lr``, ``batch``, ``accumulator`` (the sum of a parameter's
-    gradients over microbatches, which calls of a step add to and nobody reads after it), ``value`` (what another call
-    for the same microbatch gave, or one for all of them), ``loss`` (the sum of what calls gave so far, zero if none
-    did), ``before`` (what a parameter or buffer that forward writes was before the step) or ``level`` (the highest that
-    calls of a step gave, see below).
-    ``name``: fully qualified name of the tensor, ``optimizer`` ones as ``<parameter>.<key>``, ``lr`` ones as
-    ``lr.<group>``, ``batch`` ones as ``batch.<leaf>``, ``accumulator`` and ``before`` ones as their parameter or
-    buffer, ``level`` ones as their condition.
-    ``tensor``: the live local tensor. None where a call brings it (``batch``, ``value``, ``loss``) or a runner
-    allocates it (``accumulator``, ``before``, ``level``).
-    """
-
-    kind: str
-    name: str
+    what: Input
     tensor: torch.Tensor | None = field(default=None, repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """One output. ``kind``: ``loss``, ``total`` (the loss of the whole step, in the place of the sum), ``metric``
-    (``name``: its name), ``grad`` (``name``: its parameter), ``value`` (``name``: that of the inputs that read it),
-    ``arriving`` (a value that is being received) or ``level`` (``name``: the condition that the update depends on, see
-    `stepgraph.capture.guard`)."""
-
-    kind: str
-    name: str
 
 
 @dataclass
@@ -64,7 +42,7 @@ class StepGraph:
 
     module: fx.GraphModule
     inputs: list[InputSpec]
-    outputs: list[OutputSpec]
+    outputs: list[Output]
     blocks: list[str] = field(default_factory=list)
     mesh: Any = None
     axes: dict[str, str] = field(default_factory=dict)
@@ -88,12 +66,20 @@ class StepGraph:
     @property
     def keeps_values(self) -> bool:
         """Whether it gives values to other calls of the step, or reads theirs."""
-        return any(spec.kind == "value" for spec in (*self.inputs, *self.outputs))
+        return any(isinstance(what, Value) for what in (*(spec.what for spec in self.inputs), *self.outputs))
 
-    def placeholders(self, *kinds: str) -> list[fx.Node]:
-        """Placeholders of the given kinds (all of them if none is given), in order."""
+    def bound(self) -> Iterator[tuple[fx.Node, Input]]:
+        """Each placeholder and what it is, in order."""
         nodes = self.graph.find_nodes(op="placeholder")
-        return [n for n, spec in zip(nodes, self.inputs, strict=True) if not kinds or spec.kind in kinds]
+        return zip(nodes, [spec.what for spec in self.inputs], strict=True)
+
+    def returned(self) -> Iterator[tuple[fx.Node, Output]]:
+        """Each node that the graph returns and what it is, in order."""
+        return zip(self.graph.output_node().args[0], list(self.outputs), strict=True)
+
+    def placeholders(self, *kinds: type[Input]) -> list[fx.Node]:
+        """Placeholders of the given kinds (all of them if none is given), in order."""
+        return [node for node, what in self.bound() if not kinds or isinstance(what, kinds)]
 
     def nodes(self, *phases: str) -> Iterator[fx.Node]:
         """Operator nodes of the given phases (all of them if none is given), in order."""
@@ -121,7 +107,7 @@ class StepGraph:
         lines = []
         for node in self.graph.nodes:
             if node.op == "output":
-                names = [f"{spec.kind}:{spec.name}" for spec in self.outputs]
+                names = [f"{what.kind}:{what.name}" for what in self.outputs]
                 lines.append(f"return {', '.join(map(str, node.args[0]))}  # {', '.join(names)}")
                 continue
             lines.append(line_of(node, node.target, node.args, node.kwargs))

@@ -10,6 +10,7 @@ from stepgraph.capture.guard.conditions import Repair
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.reads import Plain
 from stepgraph.capture.state import Watch
+from stepgraph.graph.values import GroupValue
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.run.program import Accumulators, ProgramRunner
 
@@ -58,10 +59,10 @@ class BoundStep:
         self.watch = Watch(traced.slots, update.optimizers if update else ())
         self.plain = Plain(traced.reads)
         self.lrs = {
-            int(spec.name.removeprefix("lr.")): spec.tensor
+            spec.what.group: spec.tensor
             for step in traced.program.graphs.values()
             for spec in step.inputs
-            if spec.kind == "lr"
+            if isinstance(spec.what, GroupValue)
         }
         self.lr_values: dict[int, float] = {}
         self.devices = {tensor.device for tensor in traced.state if tensor.device.type == "cuda"}

@@ -15,6 +15,7 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import exchanging
 from stepgraph.graph.facts import is_launch
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import BatchLeaf
 from stepgraph.inductor.regional import nodes_of
 from stepgraph.kernels.comm.copy_collectives import join, under_way
 from stepgraph.kernels.comm.exchange import Session
@@ -54,7 +55,7 @@ class GraphRunner:
     def __init__(self, step: StepGraph, shared: Shared):
         self.step, self.shared, self.session = step, shared, shared.session
         self.groups = exchanging(step.graph)
-        self.batch = [i for i, spec in enumerate(step.inputs) if spec.kind == "batch"]
+        self.batch = [i for i, spec in enumerate(step.inputs) if isinstance(spec.what, BatchLeaf)]
         writes, placeholders = Aliases(step.graph).writes, step.placeholders()
         self.written = [i for i in self.batch if writes.get(placeholders[i])]
         self.module = split_at_host(step)

@@ -13,7 +13,8 @@ from stepgraph.capture.batch import microbatch
 from stepgraph.capture.state import unwrap
 from stepgraph.graph.collectives import boxes_of, exchanging
 from stepgraph.graph.program import Call, StepProgram, ValueKey
-from stepgraph.graph.step_graph import OutputSpec, StepGraph
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Accumulator, BatchLeaf, Before, Input, Loss, ModelTensor, Ratio, Value
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.comm.point_to_point import sent
 from stepgraph.kernels.comm.symmetric_sends import open_boxes
@@ -25,8 +26,8 @@ from stepgraph.run.spans import Clock, RecordedClock, Spans, StreamClock, Waits
 from stepgraph.run.whole import WholeStep
 
 Tensor = torch.Tensor
-#: Name, shape, stride, dtype and device of each accumulator.
-_Forms = tuple[tuple[str, torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
+#: Each accumulator with its shape, stride, dtype and device.
+_Forms = tuple[tuple[Accumulator, torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
 
 #: Accumulators begin at multiples of so many elements: what reads them is then aligned, as in memory of their own.
 _ALIGNED = 128
@@ -51,30 +52,30 @@ class Accumulators:
     """Memory for sums of gradients, by the form of what it holds: forms of a step that never run at once share it."""
 
     def __init__(self) -> None:
-        self._held: dict[_Forms, tuple[list[Tensor], dict[str, Tensor]]] = {}
+        self._held: dict[_Forms, tuple[list[Tensor], dict[Accumulator, Tensor]]] = {}
 
-    def of(self, program: StepProgram) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """(flat buffers, one for each dtype and device; the accumulators of ``program`` in them, by name)."""
+    def of(self, program: StepProgram) -> tuple[list[Tensor], dict[Accumulator, Tensor]]:
+        """(flat buffers, one for each dtype and device; the accumulators of ``program`` in them)."""
         values = {
-            spec.name: node.meta["val"]
+            what: node.meta["val"]
             for step in program.graphs.values()
-            for node, spec in zip(step.placeholders(), step.inputs, strict=True)
-            if spec.kind == "accumulator"
+            for node, what in step.bound()
+            if isinstance(what, Accumulator)
         }
-        forms = tuple((name, v.shape, v.stride(), v.dtype, v.device) for name, v in values.items())
+        forms = tuple((what, v.shape, v.stride(), v.dtype, v.device) for what, v in values.items())
         if forms not in self._held:
             self._held[forms] = _allocate(forms)
         return self._held[forms]
 
 
-def _allocate(forms: _Forms) -> tuple[list[Tensor], dict[str, Tensor]]:
-    places: dict[str, int] = {}
+def _allocate(forms: _Forms) -> tuple[list[Tensor], dict[Accumulator, Tensor]]:
+    places: dict[Accumulator, int] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for name, shape, _, dtype, device in forms:
-        places[name] = sizes.get((dtype, device), 0)
-        sizes[dtype, device] = places[name] + -(-shape.numel() // _ALIGNED) * _ALIGNED
+    for what, shape, _, dtype, device in forms:
+        places[what] = sizes.get((dtype, device), 0)
+        sizes[dtype, device] = places[what] + -(-shape.numel() // _ALIGNED) * _ALIGNED
     flat = {key: torch.empty(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
-    views = {name: flat[d, dev].as_strided(shape, stride, places[name]) for name, shape, stride, d, dev in forms}
+    views = {what: flat[d, dev].as_strided(shape, stride, places[what]) for what, shape, stride, d, dev in forms}
     return list(flat.values()), views
 
 
@@ -98,13 +99,12 @@ class ProgramRunner:
         self.scratch = {compat.storage_key(buffer) for buffer in self.flat}
         #: Where this is set, graphs run node by node, and it is called with a graph's name and a node before that runs.
         self.on_node: Callable[[str, fx.Node], None] | None = None
-        held = {("accumulator", name): value for name, value in sums.items()} | self._own(program)
+        held = sums | self._own(program)
         self.bound = {
-            name: [held.get((spec.kind, spec.name), spec.tensor) for spec in step.inputs]
-            for name, step in program.graphs.items()
+            name: [held.get(spec.what, spec.tensor) for spec in step.inputs] for name, step in program.graphs.items()
         }
         self.given = {
-            name: [(i, spec) for i, spec in enumerate(step.inputs) if spec.kind in ("batch", "value", "loss")]
+            name: [(i, s.what) for i, s in enumerate(step.inputs) if isinstance(s.what, BatchLeaf | Value | Loss)]
             for name, step in program.graphs.items()
         }
         boxes = {name: set(boxes_of(step.graph)) for name, step in program.graphs.items()}
@@ -113,7 +113,7 @@ class ProgramRunner:
         self.waiting = {name for name, found in boxes.items() if found and name.startswith("receive_")} | {"share_loss"}
         shares = program.graphs.get("share_loss")
         #: Of a pipeline, whose moments are noted.
-        self.device = shares and shares.placeholders("loss")[0].meta["val"].device
+        self.device = shares and shares.placeholders(Loss)[0].meta["val"].device
         self._choose_runners()
         self.waits = Waits(self.clock)
         self.spans: Spans | None = None
@@ -133,21 +133,23 @@ class ProgramRunner:
             self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
             self.clock = StreamClock() if gpu else Clock()
 
-    def _own(self, program: StepProgram) -> dict[tuple[str, str], Tensor]:
-        """Memory for state from before the step, and for levels, by kind and name."""
+    def _own(self, program: StepProgram) -> dict[Input, Tensor]:
+        """Memory for state from before the step, and for ratios."""
         specs = [spec for step in program.graphs.values() for spec in step.inputs]
-        live = {spec.name: spec.tensor for spec in specs if spec.kind in ("parameter", "buffer")}
-        before = {spec.name: live[spec.name] for spec in specs if spec.kind == "before"}
+        live = {spec.what: spec.tensor for spec in specs if isinstance(spec.what, ModelTensor)}
+        before = {spec.what: live[spec.what.of] for spec in specs if isinstance(spec.what, Before)}
         kept = {
-            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            for name, tensor in before.items()
+            what: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            for what, tensor in before.items()
         }
-        self.kept = [(kept[name], tensor) for name, tensor in before.items()]
+        self.kept = [(kept[what], tensor) for what, tensor in before.items()]
         device = next((tensor.device for tensor in live.values()), None)
-        self.levels = {
-            spec.name: torch.zeros((), dtype=torch.float64, device=device) for spec in specs if spec.kind == "level"
+        self.ratios = {
+            spec.what: torch.zeros((), dtype=torch.float64, device=device)
+            for spec in specs
+            if isinstance(spec.what, Ratio)
         }
-        return {("before", name): t for name, t in kept.items()} | {("level", n): t for n, t in self.levels.items()}
+        return kept | self.ratios
 
     def __call__(self, leaves: Sequence[Any]) -> Results:
         """Run one step on the leaves of a batch."""
@@ -184,14 +186,13 @@ class ProgramRunner:
             with self._timed(call):
                 made = run(call.graph, flat)
             del flat  # and with it what the call was the last to read
-            for spec, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
-                if spec.kind in ("value", "arriving"):
-                    values.keep(spec, call, value)
+            for what, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
+                if isinstance(what, Value):
+                    values.keep(what, call, value)
                 else:
-                    results.take(spec, value)
-                if spec.kind == "level" and call.microbatch is not None and spec.name in self.levels:
-                    highest = self.levels[spec.name]
-                    torch.maximum(highest, value, out=highest)
+                    results.take(what, value)
+                if call.microbatch is not None and what in self.ratios:
+                    torch.maximum(self.ratios[what], value, out=self.ratios[what])
         sent(self.session)
         return results
 
@@ -214,25 +215,25 @@ class ProgramRunner:
         self.spans = Spans(self.clock) if self.device is not None else None
         if self.kept:
             torch._foreach_copy_(*map(list, zip(*self.kept, strict=True)))
-        for level in self.levels.values():
-            level.zero_()
+        for ratio in self.ratios.values():
+            ratio.zero_()
 
     def _inputs(self, number: int, call: Call, leaves: Sequence[Any], loss: Tensor | None) -> list[Tensor]:
         """The inputs of the call at place ``number`` of the schedule."""
         given, flat = self.given[call.graph], list(self.bound[call.graph])
         n = self.program.microbatches if given else 0
-        parts: dict[str, list[Tensor]] = {}
-        for i, spec in given:
-            if spec.kind == "batch":
-                leaf, _, part = spec.name.removeprefix("batch.").partition("#")
-                if leaf not in parts:
-                    parts[leaf] = unwrap(microbatch(leaves[int(leaf)], call.microbatch, n))[0]
-                flat[i] = parts[leaf][int(part or 0)]
-            elif spec.kind == "value":
-                flat[i] = self.values.read(spec.name, call, number)
-            else:
-                like = self.program.graphs[call.graph].placeholders("loss")[0].meta["val"]
-                flat[i] = torch.zeros((), dtype=like.dtype, device=like.device) if loss is None else loss
+        parts: dict[int, list[Tensor]] = {}
+        for i, what in given:
+            match what:
+                case BatchLeaf(leaf, part):
+                    if leaf not in parts:
+                        parts[leaf] = unwrap(microbatch(leaves[leaf], call.microbatch, n))[0]
+                    flat[i] = parts[leaf][part or 0]
+                case Value():
+                    flat[i] = self.values.read(what, call, number)
+                case Loss():
+                    like = self.program.graphs[call.graph].placeholders(Loss)[0].meta["val"]
+                    flat[i] = torch.zeros((), dtype=like.dtype, device=like.device) if loss is None else loss
         return flat
 
 
@@ -248,18 +249,18 @@ class Values:
         self._held: dict[ValueKey, Tensor] = {}
         self._arriving: dict[ValueKey, Call] = {}
 
-    def keep(self, spec: OutputSpec, call: Call, value: Tensor) -> None:
+    def keep(self, what: Value, call: Call, value: Tensor) -> None:
         """``call`` gave ``value``."""
-        key = self.program.value_key(spec.name, call)
+        key = self.program.value_key(what, call)
         if key in self.last:
             self._held[key] = value
-            if spec.kind == "arriving":
+            if what.arriving:
                 self._arriving[key] = call
 
-    def read(self, name: str, call: Call, place: int) -> Tensor:
-        """The value ``name`` for ``call``, which has this ``place`` in the schedule; there by the time it is computed
-        with."""
-        key = self.program.value_key(name, call)
+    def read(self, what: Value, call: Call, place: int) -> Tensor:
+        """The value of ``what`` for ``call``, which has this ``place`` in the schedule; there by the time it is
+        computed with."""
+        key = self.program.value_key(what, call)
         if key in self._arriving:
             with self.waits.on(self._arriving.pop(key)):
                 torch.ops._c10d_functional.wait_tensor(self._held[key])

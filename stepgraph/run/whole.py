@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stepgraph.graph.program import StepProgram
+from stepgraph.graph.values import BatchLeaf
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.run.cuda_graph import first_of, join_collectives, recording_stream, run_watched, spanned
 from stepgraph.run.results import Results
@@ -36,8 +37,8 @@ class WholeStep:
         groups: Collection[str],
     ):
         self.program, self.calls, self.session, self.groups = program, calls, session, groups
-        specs = (spec for step in program.graphs.values() for spec in step.inputs if spec.kind == "batch")
-        self.read = sorted({int(spec.name.removeprefix("batch.")) for spec in specs})
+        given = (spec.what for step in program.graphs.values() for spec in step.inputs)
+        self.read = sorted({what.leaf for what in given if isinstance(what, BatchLeaf)})
         self.waiting = ""
         self._forget()
 

@@ -86,7 +86,7 @@ def test_compiled_parts_are_captured_as_they_were(wrap):
     step, losses = run(compiled, loss_fn, given)
     assert torch.equal(torch.stack(losses), torch.stack(expected_losses))
     assert all(map(torch.equal, compiled.parameters(), plain.parameters()))
-    assert [s.name for s in step.graph.inputs] == [s.name for s in expected.graph.inputs]
+    assert [s.what.name for s in step.graph.inputs] == [s.what.name for s in expected.graph.inputs]
     paths = {node.meta["stepgraph"].path for node in step.graph.nodes("forward", "loss", "backward")}
     assert paths == {node.meta["stepgraph"].path for node in expected.graph.nodes("forward", "loss", "backward")}
 

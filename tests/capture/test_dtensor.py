@@ -116,7 +116,7 @@ def mesh():
 def test_one_rank(mesh, dtype, optimizer):
     step = compare(mesh, dtype, optimizer, 0.1)
     assert step.graph.mesh == mesh
-    found = {s.name for s in step.graph.inputs if s.kind == "parameter"}
+    found = {s.what.name for s in step.graph.inputs if s.what.kind == "parameter"}
     assert found == {"0.weight", "2.weight", "3.weight"}
     assert all(type(n.meta["val"]).__name__ == "FakeTensor" for n in step.graph.placeholders())
 

@@ -127,8 +127,8 @@ def test_graphs_without_a_condition_hold_no_guard(accumulate):
     model = Counting()
     program = trace_step(model, loss_of, batches(1)[0], torch.optim.AdamW(model.parameters()), accumulate=accumulate)
     for graph in program.program.graphs.values():
-        assert {"before", "level"}.isdisjoint(spec.kind for spec in graph.inputs)
-        assert all(spec.kind != "level" and spec.name != "skipped" for spec in graph.outputs)
+        assert {"before", "ratio"}.isdisjoint(spec.what.kind for spec in graph.inputs)
+        assert all(what.kind != "ratio" and what.name != "skipped" for what in graph.outputs)
 
 
 def test_only_what_forward_writes_is_kept():
@@ -136,7 +136,7 @@ def test_only_what_forward_writes_is_kept():
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     traced = trace_step(model, loss_of, batches(1)[0], optimizer, max_grad_norm=1.0, accumulate=2, skip_nonfinite=True)
     for name, graph in traced.program.graphs.items():
-        kept = {spec.name for spec in graph.inputs if spec.kind == "before"}
+        kept = {spec.what.name for spec in graph.inputs if spec.what.kind == "before"}
         written = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "assigned", "viewed"}
         assert kept == (set() if name == "microbatch" else written | {"frozen", "inner.scale"})
 

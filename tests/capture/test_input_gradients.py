@@ -157,5 +157,5 @@ def test_lora_with_gradient_checkpointing(check_training, use_reentrant, passes)
         passes=passes,
         steps=4,
     )
-    updated = {s.name for s in step.graph.inputs if s.kind == "optimizer"}
+    updated = {s.what.name for s in step.graph.inputs if s.what.kind == "optimizer"}
     assert updated and all("lora" in name for name in updated)

@@ -64,7 +64,7 @@ def test_weights_tied_between_modules(check_training, passes):
             return self.head(self.embed(ids).tanh())
 
     step = check_training(Tied(), next_token_loss, tokens(), adamw, passes=passes)
-    assert [s.name for s in step.graph.inputs if s.kind == "parameter"] == ["embed.weight"]
+    assert [s.what.name for s in step.graph.inputs if s.what.kind == "parameter"] == ["embed.weight"]
 
 
 @pytest.mark.parametrize("passes", PASSES)
@@ -136,7 +136,7 @@ def test_master_weights(check_training, passes, dtype):
 
     model = Llama3(dataclasses.replace(TINY, n_layers=1)).to(dtype)
     step = check_training(model, next_token_loss, tokens(), make_optimizer, max_grad_norm=1.0, passes=passes)
-    names = {s.name.rpartition(".")[2] for s in step.graph.inputs if s.kind == "optimizer"}
+    names = {s.what.name.rpartition(".")[2] for s in step.graph.inputs if s.what.kind == "optimizer"}
     assert names == {"step", "exp_avg", "exp_avg_sq", "master"}
 
 

@@ -73,7 +73,7 @@ class Partial(nn.Module):
 @each_kind
 def test_frozen_and_unused_parameters(check_training, make):
     step = check_training(Partial(), mse, pairs(), lambda m: make(m.parameters(), lr=0.01), max_grad_norm=0.1)
-    stateful = {s.name.rpartition(".")[0] for s in step.graph.inputs if s.kind == "optimizer"}
+    stateful = {s.what.name.rpartition(".")[0] for s in step.graph.inputs if s.what.kind == "optimizer"}
     assert stateful == {"used.weight", "used.bias"}
 
 

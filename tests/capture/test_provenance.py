@@ -12,6 +12,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.graph.provenance import provenance
+from stepgraph.graph.values import Parameter
 from stepgraph.models import Llama3, Llama3Config, next_token_loss, swiglu
 from stepgraph.models import loss as loss_module
 
@@ -146,15 +147,15 @@ def test_inputs_are_named():
     model, graph = captured("llama-fused")
     _, update = captured("llama-fused", "update")
     named = dict(model.named_parameters()).keys()
-    assert {s.name for s in graph.inputs if s.kind == "parameter"} == named
-    assert {s.name for s in graph.inputs if s.kind == "accumulator"} == named
-    assert Counter(s.kind for s in graph.inputs)["batch"] == 1  # one tensor is tokens and targets
-    counts = Counter(s.kind for s in update.inputs)
+    assert {s.what.name for s in graph.inputs if s.what.kind == "parameter"} == named
+    assert {s.what.name for s in graph.inputs if s.what.kind == "accumulator"} == named
+    assert Counter(s.what.kind for s in graph.inputs)["batch"] == 1  # one tensor is tokens and targets
+    counts = Counter(s.what.kind for s in update.inputs)
     assert counts["lr"] == 1
     assert counts["optimizer"] == 3 * len(named)
     assert counts["accumulator"] == len(named)
     assert "batch" not in counts
-    names = [n.name for n in graph.placeholders("parameter")]
+    names = [n.name for n in graph.placeholders(Parameter)]
     assert "parameter_layers_0_mlp_up_proj_weight" in names
 
 

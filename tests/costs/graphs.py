@@ -5,6 +5,7 @@ from torch import fx
 
 from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.graph.values import BatchLeaf
 
 aten = torch.ops.aten
 
@@ -15,10 +16,10 @@ class Hand:
     def __init__(self):
         self.graph, self.inputs = fx.Graph(), []
 
-    def input(self, *shape, dtype=torch.float32, kind="batch", name=None):
+    def input(self, *shape, dtype=torch.float32, what=None):
         node = self.graph.placeholder(f"input{len(self.inputs)}")
         node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
-        self.inputs.append(InputSpec(kind, name or node.name))
+        self.inputs.append(InputSpec(what or BatchLeaf(len(self.inputs))))
         return node
 
     def __call__(self, target, *args, phase="forward", val=None, **kwargs):

@@ -7,6 +7,7 @@ import torch
 from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.memory import estimate_memory, lifetimes, memory_over_step
 from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.values import Parameter
 from tests.costs.graphs import Hand, aten
 
 KB = 4 * 256  # bytes of an input
@@ -70,6 +71,6 @@ def test_the_parts_of_a_list_are_memory_and_the_list_is_not():
 
 def test_a_written_input_is_no_memory_of_its_own():
     hand = Hand()
-    p = hand.input(256, kind="parameter", name="w")
+    p = hand.input(256, what=Parameter("w"))
     new = hand(aten.mul_.Tensor, p, torch.tensor(2.0), phase="optimizer", val=p.meta["val"])
     assert estimate_memory(hand.step(new).graph).peak == KB

@@ -5,6 +5,7 @@ import torch
 
 from stepgraph.costs.hardware import GPUS, PRODUCTS_REACHED
 from stepgraph.costs.step import graph_cost, step_cost
+from stepgraph.graph.values import Accumulator, OptimizerState, Parameter
 from tests.costs.graphs import Hand, aten
 
 H200 = GPUS["h200"]
@@ -12,8 +13,8 @@ H200 = GPUS["h200"]
 
 def microbatch():
     hand = Hand()
-    w = hand.input(4096, 4096, dtype=torch.bfloat16, kind="parameter", name="w")
-    total = hand.input(4096, 4096, kind="accumulator", name="w")
+    w = hand.input(4096, 4096, dtype=torch.bfloat16, what=Parameter("w"))
+    total = hand.input(4096, 4096, what=Accumulator("w"))
     x = hand.input(4096, 4096, dtype=torch.bfloat16)
     y = hand(aten.mm.default, x, w)
     g = hand(aten.mm.default, y, x, phase="backward")
@@ -23,9 +24,9 @@ def microbatch():
 
 def update():
     hand = Hand()
-    w = hand.input(4096, 4096, dtype=torch.bfloat16, kind="parameter", name="w")
-    total = hand.input(4096, 4096, kind="accumulator", name="w")
-    m = hand.input(4096, 4096, kind="optimizer", name="w.exp_avg")
+    w = hand.input(4096, 4096, dtype=torch.bfloat16, what=Parameter("w"))
+    total = hand.input(4096, 4096, what=Accumulator("w"))
+    m = hand.input(4096, 4096, what=OptimizerState("w", "exp_avg"))
     hand(aten.add_.Tensor, m, total, phase="optimizer", val=m.meta["val"])
     hand(aten.copy_.default, w, m, phase="optimizer", val=w.meta["val"])
     return hand.step()

@@ -23,7 +23,7 @@ def _check():
             stepgraph.capture(model, loss_fn, torch.randn(3, 4), kind(model.parameters()), passes="exact")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = stepgraph.capture(model, loss_fn, torch.randn(3, 4), optimizer, passes="exact")
-    assert [s.tensor.shape for s in step.graph.inputs if s.kind == "optimizer"] == [(2, 4)]
+    assert [s.tensor.shape for s in step.graph.inputs if s.what.kind == "optimizer"] == [(2, 4)]
 
 
 def test_sharded_parameters():

@@ -13,6 +13,7 @@ import stepgraph
 from stepgraph import parallel
 from stepgraph.graph.collectives import ALL_REDUCE, group_of
 from stepgraph.graph.facts import upstream
+from stepgraph.graph.values import Ratio
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.parallel import next_token_loss
 from stepgraph.parallel.experts import capacity_of
@@ -71,7 +72,7 @@ def check(exchange="collectives"):
         for (name, buffer), ours in zip(alone.named_buffers(), model.buffers(), strict=True):
             assert torch.equal(ours, buffer), name
     assert capacity_of(model).multiple == 3.0
-    check_levels(step)
+    check_ratios(step)
     check_validation(mesh, alone, model)
 
 
@@ -89,21 +90,17 @@ def check_validation(mesh, alone, model):
     assert capacity_of(model).multiple == 2.0
 
 
-def check_levels(step):
-    """A stage gives the levels of its own layers as one, and none travels; the update has the highest of all ranks."""
+def check_ratios(step):
+    """A stage gives the ratios of its own layers as one, and none travels; the update has the highest of all ranks."""
     for name, graph in step.graphs.items():
-        kinds = [spec.kind for spec in graph.outputs]
-        assert kinds.count("level") == name.startswith(("forward", "update")), name
-    for name in {"send_forward.0", "receive_backward.0"} & step.graphs.keys():  # the residual stream, and no level
+        ratios = [what for what in graph.outputs if isinstance(what, Ratio)]
+        assert len(ratios) == name.startswith(("forward", "update")), name
+    for name in {"send_forward.0", "receive_backward.0"} & step.graphs.keys():  # the residual stream, and no ratio
         (message,) = (n for n in step.graphs[name].graph.nodes if n.op != "output" and n.meta["val"].numel())
         assert message.meta["val"].ndim == 3
     update = step.graphs["update"]
-    level = next(
-        node
-        for node, spec in zip(update.graph.output_node().args[0], update.outputs, strict=True)
-        if spec.kind == "level"
-    )
-    highest = [n for n in upstream(level) if n.target is ALL_REDUCE and n.args[1] == "max"]
+    ratio = next(node for node, what in update.returned() if isinstance(what, Ratio))
+    highest = [n for n in upstream(ratio) if n.target is ALL_REDUCE and n.args[1] == "max"]
     axes = {update.axes[group_of(node)].removeprefix("mesh_") for node in highest}
     assert axes == {"dp_shard", "ep", "pp"}
 
@@ -111,7 +108,7 @@ def check_levels(step):
 def _check_alone():
     """One rank's graphs, of a world that is not there."""
     model, _ = pipelined(mesh := make_mesh("pp=2,ep=2"), "1f1b", EXPERTS, (0, 2), expert_capacity=1.5)
-    check_levels(captured(mesh, model))
+    check_ratios(captured(mesh, model))
 
 
 def test_a_stage_tells_its_own_level():

@@ -17,7 +17,8 @@ from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.roles import record_roles
 from stepgraph.graph import collectives
 from stepgraph.graph.provenance import Provenance, Role, role_of, set_provenance, together
-from stepgraph.graph.step_graph import InputSpec, OutputSpec
+from stepgraph.graph.step_graph import InputSpec
+from stepgraph.graph.values import BatchLeaf, Buffer, Loss, Parameter
 from stepgraph.parallel import next_token_loss
 from stepgraph.passes import configured, get, run_passes
 from tests.distributed.ranks import TINY, in_fake_world, make_mesh, on_ranks, own_batch, parallel_model
@@ -66,7 +67,7 @@ def roles(step, kind):
 
 def _every_parameter(text, tied):
     mesh, step = traced(text, tie_embeddings=tied)
-    names = [spec.name for spec in step.inputs if spec.kind == "parameter"]
+    names = [spec.what.name for spec in step.inputs if spec.what.kind == "parameter"]
     sharded, replicated = mesh.spec.dp_shard > 1, mesh.spec.dp_replicate > 1
     norms = [name for name in names if "norm" in name]
     over = [(names, "dp_shard")] * sharded + [(names, "dp_replicate")] * replicated
@@ -105,7 +106,8 @@ def _buckets():
     _, step = traced("fsdp=4")
     run_passes(step, ["dead_code", "bucket_collectives", "overlap"])
     blocks = [
-        {s.name for s in step.inputs if s.kind == "parameter" and s.name.startswith(f"layers.{i}.")} for i in (0, 1)
+        {what.path for _, what in step.bound() if isinstance(what, Parameter) and what.path.startswith(f"layers.{i}.")}
+        for i in (0, 1)
     ]
     for kind in ("gather", "reduce"):
         found = [set(role.parameters) for role in roles(step, kind)]
@@ -188,10 +190,10 @@ def accumulating():
     graph, inputs, reducing = fx.Graph(), [], {}
 
     def placed(kind, name, rows):
-        node = graph.placeholder(f"{kind}_{name.replace('.', '_')}")
+        node = graph.placeholder(f"{kind.kind}_{name.replace('.', '_')}")
         node.meta["val"] = torch.empty(rows, 4)
         set_provenance(node, Provenance(name, "input", ""))
-        inputs.append(InputSpec(kind, f"{name}.weight"))
+        inputs.append(InputSpec(kind(f"{name}.weight")))
         return node
 
     def call(path, target, *args):
@@ -201,9 +203,9 @@ def accumulating():
         return node
 
     with fake_mode():
-        weights = {name: placed("parameter", name, 2) for name in ("a.0", "a.1")}
-        sums = {name: placed("buffer", name, 2) for name in weights}
-        x = placed("batch", "batch", 4)
+        weights = {name: placed(Parameter, name, 2) for name in ("a.0", "a.1")}
+        sums = {name: placed(Buffer, name, 2) for name in weights}
+        x = placed(BatchLeaf, "batch", 4)
         added, order = [], {}
         for name in reversed(weights):
             grad = x = call(name, aten.mul.Tensor, x, 2.0)
@@ -214,7 +216,7 @@ def accumulating():
             added.append(call(name, aten.add_.Tensor, sums[name], half))
             order[name] = [grad, scattered, waited, half, added[-1]]
         graph.output((call("", aten.sum.default, x),))
-    step = StepGraph(fx.GraphModule(nn.Module(), graph), inputs, [OutputSpec("loss", "loss")], ["a.0", "a.1"])
+    step = StepGraph(fx.GraphModule(nn.Module(), graph), inputs, [Loss()], ["a.0", "a.1"])
     record_roles(step, reducing, [])
     return step, order
 

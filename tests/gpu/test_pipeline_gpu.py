@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepgraph
 from stepgraph import parallel
-from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
+from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.graph.values import Loss, TotalLoss
 from stepgraph.kernels.comm import symmetric_sends
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.comm.point_to_point import sent
@@ -181,7 +182,7 @@ def _own_loss(stages):
     node = graph.placeholder("loss")
     node.meta["val"] = stages.loss
     graph.output([node])
-    return StepGraph(fx.GraphModule({}, graph), [InputSpec("loss", "loss")], [OutputSpec("total", "loss")])
+    return StepGraph(fx.GraphModule({}, graph), [InputSpec(Loss())], [TotalLoss()])
 
 
 def _alone(mesh, schedule, exact=True):

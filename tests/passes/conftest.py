@@ -16,9 +16,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import stepgraph
-from stepgraph.capture import InputSpec, OutputSpec, Provenance, StepGraph, Traced, set_provenance, trace_step
+from stepgraph.capture import InputSpec, Provenance, StepGraph, Traced, set_provenance, trace_step
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
+from stepgraph.graph.values import Input, Metric, Parameter
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import PassReport, run_passes
@@ -268,15 +269,15 @@ def copied(step: StepGraph) -> StepGraph:
     return replace(step, module=module, executable=None, recording=None, log=[])
 
 
-def rebound(program: StepProgram) -> tuple[StepProgram, dict[tuple[str, str], torch.Tensor]]:
-    """The program over copies of its state, which graphs share as before; the copies by kind and name."""
-    copies: dict[tuple[str, str], torch.Tensor] = {}
+def rebound(program: StepProgram) -> tuple[StepProgram, dict[Input, torch.Tensor]]:
+    """The program over copies of its state, which graphs share as before; the copies."""
+    copies: dict[Input, torch.Tensor] = {}
     graphs = {}
     for name, step in program.graphs.items():
         for spec in step.inputs:
-            if spec.tensor is not None and (spec.kind, spec.name) not in copies:
-                copies[spec.kind, spec.name] = spec.tensor.detach().clone()
-        inputs = [replace(spec, tensor=copies.get((spec.kind, spec.name))) for spec in step.inputs]
+            if spec.tensor is not None and spec.what not in copies:
+                copies[spec.what] = spec.tensor.detach().clone()
+        inputs = [replace(spec, tensor=copies.get(spec.what)) for spec in step.inputs]
         graphs[name] = replace(step, inputs=inputs)
         graphs[name].module.recompile()  # which the passes' runner does for the graphs that it was given
     return StepProgram(graphs, program.schedule), copies
@@ -364,8 +365,8 @@ class Toolbox:
             if node.op == "call_function":
                 set_provenance(node, Provenance("", phase, "test.py:1"))
         results = module.graph.output_node().all_input_nodes
-        inputs = [InputSpec("parameter", str(i)) for i in range(len(inputs))]
-        return StepGraph(module, inputs, [OutputSpec("metric", str(i)) for i in range(len(results))])
+        inputs = [InputSpec(Parameter(str(i))) for i in range(len(inputs))]
+        return StepGraph(module, inputs, [Metric(str(i)) for i in range(len(results))])
 
     @staticmethod
     def check_same(step: StepGraph, inputs: Sequence[torch.Tensor], passes: Iterable) -> list[PassReport]:

@@ -10,6 +10,7 @@ from torch import nn
 import stepgraph
 from stepgraph.capture import trace_step
 from stepgraph.graph.program import Call
+from stepgraph.graph.values import Accumulator
 from stepgraph.run import Accumulators
 
 
@@ -53,9 +54,9 @@ def test_graphs_share_parameters_and_accumulators_alone():
     model = linear()
     program = trace_step(model, squares, vectors(), torch.optim.AdamW(model.parameters(), fused=True), accumulate=2)
     micro, update = program.program.graphs.values()
-    kinds = [{spec.kind for spec in graph.inputs} for graph in (micro, update)]
+    kinds = [{spec.what.kind for spec in graph.inputs} for graph in (micro, update)]
     assert kinds == [{"parameter", "batch", "accumulator"}, {"parameter", "optimizer", "lr", "accumulator"}]
-    names = [{spec.name for spec in graph.inputs if spec.kind == "accumulator"} for graph in (micro, update)]
+    names = [{spec.what.name for spec in graph.inputs if spec.what.kind == "accumulator"} for graph in (micro, update)]
     assert names[0] == names[1] == dict(model.named_parameters()).keys()
 
 
@@ -93,7 +94,7 @@ def test_a_parameter_that_the_loss_does_not_reach_has_no_accumulator():
     assert model.unused.grad is None
     assert not optimizer.state.get(model.unused)
     for graph in step.graphs.values():
-        assert not any(spec.name in ("unused", "frozen") for spec in graph.inputs if spec.kind == "accumulator")
+        assert {Accumulator("unused"), Accumulator("frozen")}.isdisjoint(spec.what for spec in graph.inputs)
 
 
 def test_gradients_that_are_returned_are_not_the_accumulators():

@@ -17,6 +17,7 @@ from stepgraph.capture.state import Slot, Wrapping
 from stepgraph.errors import CaptureError
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import BatchLeaf, ModelTensor
 
 Entries = Sequence[tuple[slice, Wrapping | None]]
 
@@ -92,15 +93,13 @@ class Kept:
 def written_names(step: StepGraph) -> set[str]:
     """The names of the parameters and buffers that the graph of a microbatch writes."""
     writes = Aliases(step.graph).writes
-    pairs = zip(step.placeholders(), step.inputs, strict=True)
-    written = {spec.name for node, spec in pairs if spec.kind in ("parameter", "buffer") and writes.get(node)}
-    return {name.partition("#")[0] for name in written}
+    return {what.path for node, what in step.bound() if isinstance(what, ModelTensor) and writes.get(node)}
 
 
 def check_repeatable(step: StepGraph) -> None:
     """Raise for a step that may have to be repeated and writes into its own batch."""
     writes = Aliases(step.graph).writes
-    if any(writes.get(node) for node in step.placeholders("batch")):
+    if any(writes.get(node) for node in step.placeholders(BatchLeaf)):
         raise CaptureError(
             "the step writes into its batch, and may have to be repeated on it (expert buffers); clone in the model "
             "what it writes"

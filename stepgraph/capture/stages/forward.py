@@ -17,7 +17,8 @@ from stepgraph.capture.python.torch_random import refusing_seeds
 from stepgraph.capture.state import swapped
 from stepgraph.capture.trace import LossFn, StepTrace, Traced
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.step_graph import OutputSpec, StepGraph
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Loss, Output, Ratio
 
 
 def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> Traced:
@@ -40,7 +41,7 @@ class _Forward(StepTrace):
         inputs = Inputs(self.mode, self.home)
         entries = inputs.add_slots(self.slots)
         batch = self._batch_inputs(inputs)
-        outputs = [OutputSpec("loss", "loss")]
+        outputs: list[Output] = [Loss()]
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             with (
@@ -61,7 +62,7 @@ class _Forward(StepTrace):
                 if not isinstance(loss, torch.Tensor) or loss.ndim:
                     checks.check_loss(loss)
             levels = self.conditions.each()
-            outputs.extend(OutputSpec("level", name) for name, _ in levels)
+            outputs.extend(Ratio(name) for name, _ in levels)
             return [loss, *(level for _, level in levels)]
 
         return self._graph(traced, inputs, outputs)

@@ -19,10 +19,11 @@ from stepgraph.graph.edit import Builder
 from stepgraph.graph.facts import aten, is_pure, is_view
 from stepgraph.graph.provenance import phase_of, provenance, set_provenance
 from stepgraph.graph.stages.extract import extract
-from stepgraph.graph.step_graph import OutputSpec, StepGraph
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Accumulator, BatchLeaf, Buffer, Parameter, Ratio, Value
 
 #: Inputs that every stage may have.
-_EVERYWHERE = ("buffer", "batch")
+_EVERYWHERE = (Buffer, BatchLeaf)
 
 
 def free_nodes(step: StepGraph) -> set[fx.Node]:
@@ -30,7 +31,7 @@ def free_nodes(step: StepGraph) -> set[fx.Node]:
     parameters, which take neither time nor memory."""
     writes = Aliases(step.graph).writes
     everywhere = {n for n in step.placeholders(*_EVERYWHERE) if not writes.get(n)}
-    views = set(step.placeholders("parameter"))
+    views = set(step.placeholders(Parameter))
     free = set(everywhere)
     for node in step.graph.nodes:
         if node.op == "get_attr":
@@ -63,7 +64,7 @@ class Cut:
         self._forward()
         self._separate_tied()
         self._backward()
-        self._join_levels()
+        self._join_ratios()
         self._send_dense()
         self._position = {node: i for i, node in enumerate(step.graph.nodes)}
         self.reads = self._crossing()
@@ -93,7 +94,7 @@ class Cut:
 
     def _separate_tied(self) -> None:
         """Of an addition of several stages' parts to an accumulator, one for each part."""
-        for accumulator in self.step.placeholders("accumulator"):
+        for accumulator in self.step.placeholders(Accumulator):
             for add in [u for u in accumulator.users if u.target is aten.add_.Tensor and phase_of(u) == "backward"]:
                 parts = list(self._parts(add.args[1]))
                 if len(parts) < 2:
@@ -143,24 +144,24 @@ class Cut:
         for node in self.step.nodes("optimizer"):  # writes of buffers that forward assigned
             self.stage[node] = max([self.stage[n] for n in node.all_input_nodes if n in self.stage], default=0)
 
-    def _join_levels(self) -> None:
-        """Of the levels of a condition, one for each stage, the highest of its own."""
+    def _join_ratios(self) -> None:
+        """Keep one ratio of a condition per stage: the highest of its own."""
         (output,) = self.step.graph.find_nodes(op="output")
-        kept, levels = [], {}
-        for spec, node in zip(self.step.outputs, output.args[0], strict=True):
-            if spec.kind == "level":
-                levels.setdefault((spec, self.stage[node]), []).append(node)
+        kept, ratios = [], {}
+        for node, what in self.step.returned():
+            if isinstance(what, Ratio):
+                ratios.setdefault((what, self.stage[node]), []).append(node)
             else:
-                kept.append((spec, node))
-        for (spec, stage), found in levels.items():
+                kept.append((what, node))
+        for (what, stage), found in ratios.items():
             joined = found[0]
             if found[1:]:
                 build = Builder(*found, before=output)
                 stacked = build(aten.stack.default, found)
                 joined = build(aten.amax.default, stacked)
                 self.stage[stacked] = self.stage[joined] = stage
-            kept.append((spec, joined))
-        self.step.outputs = [spec for spec, _ in kept]
+            kept.append((what, joined))
+        self.step.outputs = [what for what, _ in kept]
         output.args = ([node for _, node in kept],)
 
     def _send_dense(self) -> None:
@@ -209,14 +210,12 @@ class Cut:
 
     def graph_of(self, stage: int) -> StepGraph:
         """The graph of ``stage``, forward and backward: what it reads of other stages is an input, what they read of it
-        an output, each a ``value`` by its node's name."""
-        (output,) = self.step.graph.find_nodes(op="output")
-        results = zip(self.step.outputs, output.args[0], strict=True)
-        outputs = [(spec, node) for spec, node in results if self.stage.get(node) == stage]
+        an output, each a `Value` of the node that makes it."""
+        outputs = [(what, node) for node, what in self.step.returned() if self.stage.get(node) == stage]
         read = dict.fromkeys(value for values in self.reads for value in values if self.stage[value] == stage)
-        outputs += [(OutputSpec("value", value.name), value) for value in sorted(read, key=self._position.__getitem__)]
+        outputs += [(Value(value.name), value) for value in sorted(read, key=self._position.__getitem__)]
         nodes = [node for node, where in self.stage.items() if where == stage]
-        return extract(self.step, nodes, outputs, lambda node: node.name, self.free)
+        return extract(self.step, nodes, outputs, lambda node: Value(node.name), self.free)
 
 
 def follows(node: fx.Node) -> bool:

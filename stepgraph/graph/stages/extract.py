@@ -6,20 +6,21 @@ from dataclasses import replace
 
 from torch import fx
 
-from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
+from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.graph.values import Output, Value
 
 
 def extract(
     step: StepGraph,
     nodes: Collection[fx.Node],
-    outputs: Sequence[tuple[OutputSpec, fx.Node]],
-    name_of: Callable[[fx.Node], str],
+    outputs: Sequence[tuple[Output, fx.Node]],
+    value_of: Callable[[fx.Node], Value],
     free: Collection[fx.Node] = (),
 ) -> StepGraph:
     """The graph of ``nodes`` of ``step``, in their order, which returns ``outputs``.
 
-    It has the inputs of ``step`` that its nodes read. What they read of other nodes becomes an input of kind
-    ``value``, called ``name_of(node)``; but nodes in ``free`` are computed again, with what they need. What is given
+    It has the inputs of ``step`` that its nodes read. What they read of other nodes becomes the
+    input ``value_of(node)``; but nodes in ``free`` are computed again, with what they need. What is given
     out is what stands in ``step``: neither graph sees changes of the other.
     """
     specs = dict(zip(step.placeholders(), step.inputs, strict=True))
@@ -35,7 +36,7 @@ def extract(
     inputs: list[InputSpec] = []
     values = [n for n in step.graph.nodes if n in read and n not in wanted and n not in specs and n.op != "get_attr"]
     for node in [*(n for n in specs if n in read), *values]:
-        spec = specs.get(node) or InputSpec("value", name_of(node))
+        spec = specs.get(node) or InputSpec(value_of(node))
         made[node] = graph.placeholder(node.name)
         made[node].meta = copy.copy(node.meta)
         inputs.append(replace(spec))

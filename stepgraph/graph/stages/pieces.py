@@ -14,30 +14,30 @@ from stepgraph.graph.facts import upstream
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.stages.assign import follows, free_nodes
 from stepgraph.graph.stages.extract import extract
-from stepgraph.graph.step_graph import OutputSpec, StepGraph
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Output, Value
 
 
-def pieces_of(step: StepGraph, prefix: str, halves: bool) -> dict[str, StepGraph]:
+def pieces_of(step: StepGraph, stage: int, halves: bool) -> dict[str, StepGraph]:
     """The graphs of a stage's ``step`` by their kind: ``forward``, and ``backward``, or with ``halves``
-    ``backward_input`` and ``backward_weight``. ``prefix``: of the names of what is kept between them."""
+    ``backward_input`` and ``backward_weight``. ``stage``: its number, by which what is kept between them is named."""
     free = free_nodes(step)
     place = _places(step, halves)
     kinds = ["forward", *(["backward_input", "backward_weight"] if halves else ["backward"])]
-    (output,) = step.graph.find_nodes(op="output")
-    returned: dict[str, list[tuple[OutputSpec, fx.Node]]] = {kind: [] for kind in kinds}
-    for spec, node in zip(step.outputs, output.args[0], strict=True):
-        returned[place.get(node, "forward")].append((spec, node))
+    returned: dict[str, list[tuple[Output, fx.Node]]] = {kind: [] for kind in kinds}
+    for node, what in step.returned():
+        returned[place.get(node, "forward")].append((what, node))
     for node, kind in place.items():
         users = {place[user] for user in node.users if user in place}
         users |= {place[user] for user in _through(node, free) if user in place}
         if node not in free and users - {kind}:
-            returned[kind].append((OutputSpec("value", f"{prefix}.{node.name}"), node))
+            returned[kind].append((Value(node.name, stage), node))
     return {
         kind: extract(
             step,
             [n for n, where in place.items() if where == kind and n not in free],
             returned[kind],
-            lambda node: f"{prefix}.{node.name}",
+            lambda node: Value(node.name, stage),
             free,
         )
         for kind in kinds
@@ -75,8 +75,7 @@ def _places(step: StepGraph, halves: bool) -> dict[fx.Node, str]:
 
 def _awaited(step: StepGraph, late: set[fx.Node]) -> list[fx.Node]:
     """The gradients that are sent on; of the first stage, which sends none, those that leave its blocks."""
-    (output,) = step.graph.find_nodes(op="output")
-    sent = [n for spec, n in zip(step.outputs, output.args[0], strict=True) if spec.kind == "value" and n in late]
+    sent = [node for node, what in step.returned() if isinstance(what, Value) and node in late]
     if sent:
         return sent
     inside = [n for n in late if step.block_of(n) is not None]

@@ -86,7 +86,6 @@ def graph_account(
     order = list(step.graph.nodes)
     number = {node: i for i, node in enumerate(order)}
     named = {node.name: i for i, node in enumerate(order)}
-    (output,) = (n for n in order if n.op == "output")
     nodes, strings = _columns(step, order, number)
     kernels = {fusion.kernel(node): number[node] for node in order if node in roofline.seconds}
     runs = [not is_free(node) and fusion.kernel(node) in kernels for node in order]
@@ -107,12 +106,10 @@ def graph_account(
         "blocks": step.blocks,
         "storages": _storages(step, aliases, fusion, number),
         "inputs": [
-            [number[n], s.kind, s.name] for n, s in zip(step.placeholders(), step.inputs, strict=True)
+            [number[node], what.kind, what.name] for node, what in step.bound()
         ],
         "outputs": [
-            [number[n], s.kind, s.name]
-            for n, s in zip(output.args[0], step.outputs, strict=True)
-            if isinstance(n, fx.Node)
+            [number[node], what.kind, what.name] for node, what in step.returned() if isinstance(node, fx.Node)
         ],
         "collectives": [_collective(c, named) for c in timeline.collectives],
         "pieces": pieces,

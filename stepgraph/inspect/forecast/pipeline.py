@@ -25,6 +25,7 @@ from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Accumulator, Buffer, Input, OptimizerState, Output, Parameter, Value
 from stepgraph.inspect.forecast.forecast import (
     SETTINGS,
     check_imbalance,
@@ -49,7 +50,7 @@ from stepgraph.parallel.pipeline.schedules import (
 from stepgraph.parallel.pipeline.timeline import PipelineTime, most_in_flight, simulate_schedule
 from stepgraph.passes import Target
 
-_STATE = ("parameter", "buffer", "accumulator")
+_STATE = (Parameter, Buffer, Accumulator)
 
 
 @dataclass(frozen=True)
@@ -212,13 +213,12 @@ def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, imbalance: flo
     return PipelineForecast(config, gpu, pipeline.name, found, refused, program.capture_s, plan_s, imbalance)
 
 
-def _bytes(step: StepGraph, *kinds: str) -> int:
+def _bytes(step: StepGraph, *kinds: type[Input]) -> int:
     return sum(map(tensor_bytes, step.placeholders(*kinds)))
 
 
-def _named_bytes(step: StepGraph, values: Collection[str]) -> int:
-    pairs = zip(step.placeholders(), step.inputs, strict=True)
-    return sum(tensor_bytes(node) for node, spec in pairs if spec.name in values)
+def _value_bytes(step: StepGraph, values: Collection[Output]) -> int:
+    return sum(tensor_bytes(node) for node, what in step.bound() if what in values)
 
 
 def _stages(
@@ -231,7 +231,7 @@ def _stages(
 ) -> list[StageCost]:
     """The cost of every stage. ``load``: rows that a rank's experts receive over the mean of its stage's ranks."""
     target, update = Target.forecast(gpu), program.graphs["update"]
-    per_byte = _bytes(update, "optimizer") / max(1, _bytes(update, "parameter"))  # of state, per byte of parameters
+    per_byte = _bytes(update, OptimizerState) / max(1, _bytes(update, Parameter))  # of state, per byte of parameters
     cut = Cut(copied(program).main, starts)  # which takes a tied embedding's gradients apart
     ends = [*starts[1:], len(program.main.blocks)]
     found: list[StageCost] = []
@@ -246,11 +246,11 @@ def _stages(
         rewrite_graph(step, config, target=target)
         for graph in step.once.values():
             rewrite_graph(graph, config, target=target)
-        gathered = {spec.name for graph in step.once.values() for spec in graph.outputs}
-        state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, "parameter")) + _named_bytes(step, gathered)
+        gathered = {what for graph in step.once.values() for what in graph.outputs}
+        state = _bytes(step, *_STATE) + round(per_byte * _bytes(step, Parameter)) + _value_bytes(step, gathered)
         seconds, working = {}, 0
         regions: dict[tuple[str, str], float] = defaultdict(float)
-        pieces = pieces_of(step, str(stage), halves=True)
+        pieces = pieces_of(step, stage, halves=True)
         for kind, piece in (pieces | step.once).items():
             groups = links.groups_of(piece.graph.nodes)
             cost = graph_cost(piece, gpu, groups, fused=config.compiles_all, load=load, whole=step)
@@ -258,10 +258,10 @@ def _stages(
             for key, time_s in cost.timeline.regions.items() if kind not in step.once else ():
                 regions[key] += time_s
             peak = max((moment.total for moment in cost.moments), default=0)
-            working = max(working, peak - _bytes(piece, *_STATE) - _named_bytes(piece, gathered))
+            working = max(working, peak - _bytes(piece, *_STATE) - _value_bytes(piece, gathered))
         seconds["backward"] = seconds["backward_input"] + seconds["backward_weight"]
         message = sum(map(tensor_bytes, cut.message(stage + 1, True))) if stage + 1 < len(starts) else 0
-        kept, between = _kept(pieces, str(stage))
+        kept, between = _kept(pieces, stage)
         blocks = starts[stage], ends[stage]
         known[form] = StageCost(blocks, seconds, state, kept, between, working, message, dict(regions))
         found.append(known[form])
@@ -273,7 +273,7 @@ def _form(step: StepGraph) -> tuple:
     nodes = (
         (node.op, str(node.target) if node.op == "call_function" else "", _sizes(node)) for node in step.graph.nodes
     )
-    kinds = Counter(spec.kind for spec in step.outputs)
+    kinds = Counter(what.kind for what in step.outputs)
     return (*nodes, *sorted(kinds.items()))
 
 
@@ -282,16 +282,16 @@ def _sizes(node: fx.Node) -> tuple:
     return tuple((tuple(t.shape), t.dtype) for t in tensors)
 
 
-def _kept(pieces: Mapping[str, StepGraph], prefix: str) -> tuple[int, int]:
+def _kept(pieces: Mapping[str, StepGraph], stage: int) -> tuple[int, int]:
     """(bytes that forward gives to the backward of its stage, bytes that its second half needs of what was before)."""
-    late = {spec.name for spec in pieces["backward_weight"].inputs}
+    late = {spec.what for spec in pieces["backward_weight"].inputs}
     kept = between = 0
     for kind in ("forward", "backward_input"):
         graph = pieces[kind].graph
         aliases, values = Aliases(graph), defaultdict(set)
-        for spec, node in zip(pieces[kind].outputs, graph.output_node().args[0], strict=True):
-            if spec.name.startswith(f"{prefix}."):
-                values[aliases.root(node)].add(spec.name)
+        for node, what in pieces[kind].returned():
+            if isinstance(what, Value) and what.stage == stage:
+                values[aliases.root(node)].add(what)
         made = {node: names for node, names in values.items() if node.op == "call_function"}
         kept += sum(map(tensor_bytes, made)) if kind == "forward" else 0
         between += sum(tensor_bytes(node) for node, names in made.items() if names & late)

@@ -18,6 +18,7 @@ from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import Call
 from stepgraph.graph.stages import Cut
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Parameter
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named
 
@@ -164,9 +165,9 @@ def plan_pipeline(
     check_split(starts, len(step.blocks), wanted, schedule, mesh.spec.pp)
     cut = Cut(step, starts)
     readers = {name: (0,) for name, _ in model.named_parameters()}  # what nothing reads is with the first stage
-    for node, spec in zip(step.placeholders(), step.inputs, strict=True):
-        if spec.kind == "parameter" and (found := _readers(node, cut)):
-            readers[spec.name] = tuple(sorted(found))
+    for node, what in step.bound():
+        if isinstance(what, Parameter) and (found := _readers(node, cut)):
+            readers[what.path] = tuple(sorted(found))
     return Pipeline(mesh, schedule, starts, readers, stage_sends)
 
 

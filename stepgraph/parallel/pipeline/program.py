@@ -12,7 +12,8 @@ from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.provenance import Provenance, Role, set_provenance
 from stepgraph.graph.stages import Cut, pieces_of
-from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
+from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.graph.values import Loss, Output, Parameter, TotalLoss, Value
 from stepgraph.kernels.comm import point_to_point, symmetric_sends  # noqa: F401  (register their operators)
 from stepgraph.parallel.pipeline.boxes import Channel, places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
@@ -39,12 +40,11 @@ class StageGraphs:
         in_flight = most_in_flight(pipeline.name, pipeline.ranks, microbatches) if microbatches > 1 else 1
         for stage, step in self.whole.items():
             step.in_flight, step.stage = in_flight, stage
-            for spec in step.inputs:
-                name = spec.name.partition("#")[0]
-                if spec.kind == "parameter" and not pipeline.holds(name):
+            for _, what in step.bound():
+                if isinstance(what, Parameter) and not pipeline.holds(what.path):
                     raise CaptureError(
-                        f"stage {stage} reads {name}, which its rank does not hold: give plan_pipeline the loss_fn and "
-                        "a batch of the form that the step is captured with"
+                        f"stage {stage} reads {what.path}, which its rank does not hold: give plan_pipeline the "
+                        "loss_fn and a batch of the form that the step is captured with"
                     )
 
     def pieces(self) -> dict[str, StepGraph]:
@@ -52,7 +52,7 @@ class StageGraphs:
         return {
             f"{kind}.{stage}": piece
             for stage, step in self.whole.items()
-            for kind, piece in pieces_of(step, str(stage), self.pipeline.schedule.halves).items()
+            for kind, piece in pieces_of(step, stage, self.pipeline.schedule.halves).items()
         }
 
     def once(self) -> dict[str, StepGraph]:
@@ -122,14 +122,14 @@ class StageGraphs:
             if sends:
                 source = graph.placeholder(value.name)
                 source.meta["val"] = like
-                inputs.append(InputSpec("value", value.name))
+                inputs.append(InputSpec(Value(value.name)))
                 node = graph.call_function(send.default, (source, *where))
                 node.meta["val"] = like.new_empty(0)
             else:
                 form = (list(like.shape), list(like.stride()), like.dtype, like.device)
                 node = graph.call_function(recv.default, (*form, *where))
                 node.meta["val"] = like
-                outputs.append(OutputSpec("arriving" if boxes is None else "value", value.name))
+                outputs.append(Value(value.name, arriving=boxes is None))
                 results.append(node)
             set_provenance(node, Provenance("", phase, "", role=Role("send" if sends else "recv", (), "pp")))
         return _step(graph, results, inputs, outputs, {channel: "pp"})
@@ -157,17 +157,15 @@ class StageGraphs:
             node = graph.call_function(target, (node, *args))
             node.meta["val"] = self.loss
             set_provenance(node, Provenance("", "optimizer", ""))
-        return _step(graph, [node], [InputSpec("loss", "loss")], [OutputSpec("total", "loss")], {group: "pp"})
+        return _step(graph, [node], [InputSpec(Loss())], [TotalLoss()], {group: "pp"})
 
 
 def _loss_of(microbatch: StepGraph) -> torch.Tensor:
-    (output,) = microbatch.graph.find_nodes(op="output")
-    found = zip(microbatch.outputs, output.args[0], strict=True)
-    return next(node.meta["val"] for spec, node in found if spec.kind == "loss")
+    return next(node.meta["val"] for node, what in microbatch.returned() if isinstance(what, Loss))
 
 
 def _step(
-    graph: fx.Graph, results: list[fx.Node], inputs: list[InputSpec], outputs: list[OutputSpec], axes: dict[str, str]
+    graph: fx.Graph, results: list[fx.Node], inputs: list[InputSpec], outputs: list[Output], axes: dict[str, str]
 ) -> StepGraph:
     graph.output(results)
     return StepGraph(fx.GraphModule({}, graph), inputs, outputs, axes=axes)

@@ -26,7 +26,8 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import is_pure, is_view, tensor_bytes, upstream
 from stepgraph.graph.provenance import Provenance, phase_of, provenance, set_provenance
 from stepgraph.graph.stages import extract
-from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
+from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.graph.values import Accumulator, Input, Parameter, Value
 from stepgraph.passes.comm.unshard import Budget, ReshardOptions, fits, for_gpu, recipe
 from stepgraph.passes.contract import PassReport, register
 
@@ -49,7 +50,7 @@ def gather_once(step: StepGraph, options: ReshardOptions, report: PassReport) ->
     if step.in_flight < 2:
         report.skipped = _ALONE
         return
-    parameters = set(step.placeholders("parameter"))
+    parameters = set(step.placeholders(Parameter))
     found = {g.wait: _ends(g.wait) for g in gathers(step) if _placeholders(g.node) <= parameters}
     report.matched = len(found)
     report.summary = f"policy {options.policy}: each microbatch gathers {len(found)} parameters"
@@ -61,12 +62,12 @@ def gather_once(step: StepGraph, options: ReshardOptions, report: PassReport) ->
     need = estimate.peak + (step.in_flight - 1) * max(0, estimate.saved - kept)
     if options.policy == "auto" and not fits(need, options, "parameters gathered once", report):
         return
-    outputs: dict[tuple, tuple[OutputSpec, fx.Node]] = {}  # one for ends that hold equal values
+    outputs: dict[tuple, tuple[Value, fx.Node]] = {}  # one for ends that hold equal values
     for end in ends:
-        outputs.setdefault(recipe(end), (OutputSpec("value", f"{step.stage}.once.{end.name}"), end))
+        outputs.setdefault(recipe(end), (Value(f"once.{end.name}", step.stage), end))
     needed = {n for _, end in outputs.values() for n in (end, *upstream(end)) if n.op == "call_function"}
-    step.once = step.once | {"gather": extract(step, needed, list(outputs.values()), lambda node: node.name)}
-    given = {key: _new_input(step, "value", spec.name, end, end.meta["val"]) for key, (spec, end) in outputs.items()}
+    step.once = step.once | {"gather": extract(step, needed, list(outputs.values()), lambda node: Value(node.name))}
+    given = {key: _new_input(step, value, end, end.meta["val"]) for key, (value, end) in outputs.items()}
     for end, key in [(end, recipe(end)) for end in ends]:
         end.replace_all_uses_with(given[key])
     erase_unread(*ends, collectives=True)
@@ -122,7 +123,7 @@ def reduce_once(step: StepGraph, options: Budget, report: PassReport) -> None:
     lifted: set[fx.Node] = set()
     for s in found:
         lifted |= _add_wholes(step, s) | {*s.chain, s.add}
-    step.once = step.once | {"reduce": extract(step, lifted, [], lambda node: node.name)}
+    step.once = step.once | {"reduce": extract(step, lifted, [], lambda node: Value(node.name))}
     for node in sorted(lifted, reverse=True):
         step.graph.erase_node(node)
     report.changed = len(found)
@@ -131,10 +132,10 @@ def reduce_once(step: StepGraph, options: Budget, report: PassReport) -> None:
 
 @dataclass(frozen=True)
 class _Sum:
-    """The addition ``add`` of a reduced gradient to the accumulator ``name``. ``chain``: what reduces and finishes it,
-    in order. ``wholes``: what the chain reads, each with what its sum over microbatches is like."""
+    """The addition ``add`` of a reduced gradient to the accumulator of ``parameter``. ``chain``: what reduces and
+    finishes it, in order. ``wholes``: what the chain reads, each with what its sum over microbatches is like."""
 
-    name: str
+    parameter: str
     add: fx.Node
     chain: list[fx.Node]
     wholes: list[tuple[fx.Node, torch.Tensor]]
@@ -142,13 +143,13 @@ class _Sum:
 
 def _sums_of_reduced(step: StepGraph) -> list[_Sum]:
     finishing, found = tail(step), []
-    for node, spec in zip(step.placeholders(), step.inputs, strict=True):
-        for add in node.users if spec.kind == "accumulator" else ():
+    for node, what in step.bound():
+        for add in node.users if isinstance(what, Accumulator) else ():
             chain = sorted({add.args[1], *upstream(add.args[1])} & finishing)
             read = dict.fromkeys(n for c in chain for n in c.all_input_nodes if n not in chain)
             if chain and all(n.op == "call_function" for n in read):
                 dtype = node.meta["val"].dtype
-                found.append(_Sum(spec.name, add, chain, [(n, _like(n.meta["val"], dtype)) for n in read]))
+                found.append(_Sum(what.parameter, add, chain, [(n, _like(n.meta["val"], dtype)) for n in read]))
     return found
 
 
@@ -163,7 +164,7 @@ def _add_wholes(step: StepGraph, s: _Sum) -> set[fx.Node]:
     casts = set()
     for i, (grad, like) in enumerate(s.wholes):
         first = next(node for node in s.chain if grad in node.all_input_nodes)
-        whole = _new_input(step, "accumulator", f"{s.name}:{step.stage}.{i}", grad, like)
+        whole = _new_input(step, Accumulator(s.parameter, (step.stage, i)), grad, like)
         build = Builder(grad, before=first)
         build(aten.add_.Tensor, whole, grad)
         source = build.cast(whole, grad.meta["val"].dtype)
@@ -173,12 +174,12 @@ def _add_wholes(step: StepGraph, s: _Sum) -> set[fx.Node]:
     return casts
 
 
-def _new_input(step: StepGraph, kind: str, name: str, origin: fx.Node, value: torch.Tensor) -> fx.Node:
-    """One more input of ``step``, like ``value``, for what ``origin`` made."""
+def _new_input(step: StepGraph, what: Input, origin: fx.Node, like: torch.Tensor) -> fx.Node:
+    """One more input of ``step``, which ``origin`` made so far; a tensor like ``like``."""
     with step.graph.inserting_after(step.placeholders()[-1]):
         node = step.graph.placeholder(f"once_{len(step.inputs)}")
-    compat.rename_node(node, f"{kind}_{name}")
-    node.meta["val"] = value
+    compat.rename_node(node, f"{what.kind}_{what.name}")
+    node.meta["val"] = like
     set_provenance(node, Provenance(provenance(origin).path, "input", ""))
-    step.inputs = [*step.inputs, InputSpec(kind, name)]
+    step.inputs = [*step.inputs, InputSpec(what)]
     return node

@@ -19,6 +19,7 @@ from stepgraph.graph.edit import erase_unread
 from stepgraph.graph.facts import is_pure, tensor_bytes, upstream
 from stepgraph.graph.provenance import phase_of, provenance, set_provenance
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Parameter
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.target import Target
 
@@ -125,7 +126,7 @@ def _wanted(step: StepGraph, options: ReshardOptions, report: PassReport) -> boo
     if options.policy != "auto":
         return options.policy == "always"
     if not options.budget_gib:
-        device = step.placeholders("parameter")[0].meta["val"].device
+        device = step.placeholders(Parameter)[0].meta["val"].device
         report.notes.append(f"no memory budget is known on {device.type}: nothing is gathered again")
         return False
     estimate = estimate_memory(step.graph)

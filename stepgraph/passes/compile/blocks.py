@@ -9,6 +9,7 @@ from stepgraph.graph import collectives
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import BatchLeaf
 from stepgraph.inductor.regional import Piece, Region
 
 #: Blocks below which no two are alike: what runs beside the first and the last is not what runs beside the others.
@@ -82,7 +83,7 @@ def _computing(step: StepGraph) -> dict[fx.Node, str | None]:
     """Nodes whose results depend on the batch, with their block; but for views, collectives, and what only finishes
     gradients: those may run beside other blocks."""
     tail = collectives.tail(step)
-    made = set(step.placeholders("batch"))
+    made = set(step.placeholders(BatchLeaf))
     found: dict[fx.Node, str | None] = {}
     for node in step.graph.nodes:
         if made.isdisjoint(node.all_input_nodes):

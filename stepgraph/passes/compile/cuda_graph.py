@@ -22,6 +22,7 @@ from stepgraph.graph.collectives import RECV, SEND
 from stepgraph.graph.partition import describe, needs_host, split
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import BatchLeaf
 from stepgraph.passes.contract import PassReport, register
 
 _KEEPS = "what a stage keeps for its backward lies elsewhere for each microbatch"
@@ -107,7 +108,7 @@ def _needs_host(program: StepProgram, gpu: str) -> str | None:
             if reason := needs_host(node, gpu):
                 return f"{describe(node)} of {name}: {reason}"
         writes = Aliases(step.graph).writes
-        for node, spec in zip(step.placeholders(), step.inputs, strict=True):
-            if spec.kind == "batch" and ("#" in spec.name or writes.get(node)):
+        for node, what in step.bound():
+            if isinstance(what, BatchLeaf) and (what.part is not None or writes.get(node)):
                 return f"{name} reads a batch of wrapped tensors, or writes into it"
     return None

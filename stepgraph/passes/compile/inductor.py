@@ -30,6 +30,7 @@ from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Parameter
 from stepgraph.inductor.regional import Piece, compile_pieces, note_pieces, region_of, untag
 from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.passes.compile.blocks import consecutive
@@ -250,7 +251,7 @@ class _Aliased:
 
 
 def _on_cuda(step: StepGraph) -> bool:
-    return any(n.meta["val"].is_cuda for n in step.placeholders("parameter"))
+    return any(n.meta["val"].is_cuda for n in step.placeholders(Parameter))
 
 
 @contextlib.contextmanager

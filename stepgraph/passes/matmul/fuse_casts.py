@@ -32,6 +32,7 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_pointwise, is_view, packet
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Parameter
 from stepgraph.kernels.fp8 import magnitudes, swiglu  # noqa: F401  (these define operators of torch.ops.stepgraph)
 from stepgraph.kernels.norm import cast as norm_cast  # noqa: F401
 from stepgraph.passes.contract import PassReport, register
@@ -72,7 +73,7 @@ def fuse_casts(step: StepGraph, options: object, report: PassReport) -> None:
     report.matched = len(casts)
     if not casts:
         return
-    aliases, made = Aliases(step.graph), made_from(step.graph, set(step.placeholders("parameter")))
+    aliases, made = Aliases(step.graph), made_from(step.graph, set(step.placeholders(Parameter)))
     alone: dict[str, list[fx.Node]] = defaultdict(list)
     norms = swiglus = gradients = 0
     for both in _gradients(casts, aliases):

@@ -22,6 +22,7 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import is_pointwise, is_view, packet
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Parameter
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 
@@ -90,7 +91,7 @@ class Found:
 
 def find(step: StepGraph, aliases: Aliases) -> Found:
     """The linear layers of ``step``."""
-    parameters = set(step.placeholders("parameter"))
+    parameters = set(step.placeholders(Parameter))
     made = made_from(step.graph, parameters)
     found = Found()
     by_parameter: dict[fx.Node, list[Layer]] = defaultdict(list)

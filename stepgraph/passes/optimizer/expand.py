@@ -23,6 +23,7 @@ from stepgraph.graph.facts import is_cast, is_mutating
 from stepgraph.graph.marks import COMPILE
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Parameter
 from stepgraph.passes.contract import PassReport, register
 
 aten = torch.ops.aten
@@ -64,7 +65,7 @@ def _updated_otherwise(step: StepGraph) -> int:
     for node in step.nodes("optimizer"):
         if is_mutating(node) and node.target not in (*_UPDATES, aten._foreach_copy_.default):
             written |= set(written_arguments(node))
-    return len(written & set(step.placeholders("parameter")))
+    return len(written & set(step.placeholders(Parameter)))
 
 
 class _Compiled(Builder):
@@ -94,9 +95,9 @@ class _Expansion:
         self.decoupled = update.target is aten._fused_adamw_.tensor_lr
         self.rounding = self._rounding()
         self.values = FakeValues()
-        names = dict(zip(step.placeholders(), (spec.name for spec in step.inputs), strict=True))
+        modules = {node: what.module for node, what in step.bound() if isinstance(what, Parameter)}
         #: Where each parameter is; of a master weight, the parameter that it is rounded into.
-        self.paths = [names[p].rpartition(".")[0] for p in (self.rounding.args[0] if self.rounding else self.params)]
+        self.paths = [modules[p] for p in (self.rounding.args[0] if self.rounding else self.params)]
 
     def _rounding(self) -> fx.Node | None:
         """The ``_foreach_copy_`` that takes these parameters (master weights) as its source."""

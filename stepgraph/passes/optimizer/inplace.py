@@ -23,6 +23,7 @@ from stepgraph.graph.edit import Builder, replace_all
 from stepgraph.graph.facts import getitem_users, is_overload, tensor_bytes
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Accumulator
 from stepgraph.passes.contract import PassReport, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
@@ -87,7 +88,7 @@ class _Scratch:
     def __init__(self, step: StepGraph):
         self.aliases = Aliases(step.graph)
         self.last = self.aliases.last_use()
-        self.accumulators = set(step.placeholders("accumulator"))
+        self.accumulators = set(step.placeholders(Accumulator))
 
     def dies_in(self, node: fx.Node, value: fx.Node) -> bool:
         """Whether ``value`` lies in such memory and ``node`` is the last to read it."""

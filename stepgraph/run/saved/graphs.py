@@ -16,7 +16,8 @@ from stepgraph.graph.facts import is_launch
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER, VISIBLE_PAIRS
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.provenance import Provenance, Role, provenance, set_provenance
-from stepgraph.graph.step_graph import InputSpec, OutputSpec, StepGraph
+from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.graph.values import Input, plain, typed
 from stepgraph.passes import PassReport
 from stepgraph.run.saved.values import Forms, NotLoadable, NotSavable, Values, decode, encode, target_name, target_named
 
@@ -88,8 +89,8 @@ class Writer:
 
     def step(self, step: StepGraph) -> dict[str, Any]:
         return {
-            "inputs": [[spec.kind, spec.name] for spec in step.inputs],
-            "outputs": [[spec.kind, spec.name] for spec in step.outputs],
+            "inputs": [plain(spec.what) for spec in step.inputs],
+            "outputs": list(map(plain, step.outputs)),
             "blocks": step.blocks,
             "axes": step.axes,
             "graph": self.graph(step.module),
@@ -166,14 +167,14 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 class Reader:
-    """Reads what `Writer` wrote. ``tensor``: the live tensor of an input by kind and name. ``live``: see `Live`; None
+    """Reads what `Writer` wrote. ``tensor``: the live tensor of an input. ``live``: see `Live`; None
     where there was no capture."""
 
     def __init__(
         self,
         own: torch.device | None,
         constants: list[bytes],
-        tensor: Callable[[str, str], torch.Tensor | None],
+        tensor: Callable[[Input], torch.Tensor | None],
         live: Live | None,
     ):
         self.own, self.constants, self.tensor, self.live = own, constants, tensor, live
@@ -189,8 +190,8 @@ class Reader:
         return StepProgram(graphs, [Call(*call) for call in saved["schedule"]])
 
     def step(self, saved: Mapping[str, Any], mesh: Any, compiled: bool) -> StepGraph:
-        inputs = [InputSpec(kind, name, self.tensor(kind, name)) for kind, name in saved["inputs"]]
-        outputs = [OutputSpec(kind, name) for kind, name in saved["outputs"]]
+        inputs = [InputSpec(what, self.tensor(what)) for what in map(typed, saved["inputs"])]
+        outputs = list(map(typed, saved["outputs"]))
         module = self.graph(saved["graph"], compat.lazy_graph_module if compiled else fx.GraphModule)
         for node, spec in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             _check_form(node, spec)
@@ -258,7 +259,7 @@ def _check_form(node: fx.Node, spec: InputSpec) -> None:
     forms = [(t.dtype, tuple(t.shape), t.stride(), t.device.type) for t in (recorded, spec.tensor)]
     if forms[0] != forms[1] and spec.tensor.device.type != "meta":
         raise NotLoadable(
-            f"{spec.kind} {spec.name} is {forms[1]}, saved was {forms[0]} (dtype, shape, strides, device)"
+            f"{spec.what.kind} {spec.what.name} is {forms[1]}, saved was {forms[0]} (dtype, shape, strides, device)"
         )
 
 

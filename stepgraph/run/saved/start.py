@@ -20,6 +20,7 @@ from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.roles import groups_by_axis
 from stepgraph.capture.state import Slot, model_slots, unwrap
 from stepgraph.graph.program import StepProgram
+from stepgraph.graph.values import GroupValue, Input, ModelTensor, OptimizerState
 from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.passes.contract import Pass
 from stepgraph.run.saved import key
@@ -30,7 +31,7 @@ from stepgraph.run.saved.reads.sources import Sources
 from stepgraph.run.saved.values import NotLoadable
 
 #: Kinds of inputs that are tensors of the model or its optimizer; calls bring or runners allocate the others.
-_LIVE = ("parameter", "buffer", "optimizer", "lr")
+_LIVE = ModelTensor | OptimizerState | GroupValue
 
 
 @dataclass
@@ -141,22 +142,21 @@ def _place_of(repair: Repair, model: nn.Module, level: str) -> list[Any]:
 
 
 class Bindings:
-    """The live tensors of a start, by the kind and name of an input. State of the optimizer that is missing is created
+    """The live tensors of a start, by what they are as inputs. State of the optimizer that is missing is created
     as a capture creates it."""
 
     def __init__(self, start: Start, record: Mapping[str, Any]):
         self.start = start
-        self.found: dict[tuple[str, str], torch.Tensor] = {}
+        self.found: dict[Input, torch.Tensor] = {}
         self.slots = {slot.name: slot for slot in start.slots}
         for slot in start.slots:
-            self._add("parameter" if slot.is_parameter else "buffer", slot.name, slot.tensor)
+            self._add(slot.what, slot.tensor)
         if start.update is not None:
             self._add_optimizer(start.update, set(record["state"]))
 
-    def _add(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+    def _add(self, what: Callable[[int | None], Input], tensor: torch.Tensor) -> None:
         inner, _ = unwrap(tensor.detach())
-        for i, part in enumerate(inner):
-            self.found[kind, name if len(inner) == 1 else f"{name}#{i}"] = part
+        self.found |= {what(None if len(inner) == 1 else i): part for i, part in enumerate(inner)}
 
     def _add_optimizer(self, update: Update, stated: set[str]) -> None:
         names = {id(slot.tensor): slot.name for slot in self.start.slots}
@@ -164,20 +164,20 @@ class Bindings:
             name = names.get(id(param))
             if name is None or not param.requires_grad:
                 continue
-            if ("lr", f"lr.{group}") not in self.found:
+            if GroupValue(group) not in self.found:
                 device = unwrap(param.detach())[0][0].device
-                self.found["lr", f"lr.{group}"] = update.lr_input(group, device)
+                self.found[GroupValue(group)] = update.lr_input(group, device)
             if name in stated:
                 for entry, value in update.init_state(param, group).items():
-                    self._add("optimizer", f"{name}.{entry}", value)
+                    self._add(functools.partial(OptimizerState, name, entry), value)
 
-    def __call__(self, pair: tuple[str, str]) -> torch.Tensor | None:
-        """The tensor of (kind, name); None for what a call brings or a runner allocates."""
-        if pair[0] not in _LIVE:
+    def __call__(self, what: Input) -> torch.Tensor | None:
+        """The tensor of an input; None for what a call brings or a runner allocates."""
+        if not isinstance(what, _LIVE):
             return None
-        if pair not in self.found:
-            raise NotLoadable(f"there is no {pair[0]} {pair[1]}")
-        return self.found[pair]
+        if what not in self.found:
+            raise NotLoadable(f"there is no {what.kind} {what.name}")
+        return self.found[what]
 
 
 def traced_of(start: Start, record: Mapping[str, Any], program: StepProgram) -> Traced:

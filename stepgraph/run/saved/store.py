@@ -270,7 +270,7 @@ class Store:
         entry = self.read(name, outcome)
         if entry is None:
             return False
-        tensors = {(s.kind, s.name): s.tensor for step in traced.program.graphs.values() for s in step.inputs}
+        tensors = {spec.what: spec.tensor for step in traced.program.graphs.values() for spec in step.inputs}
         try:
             captured = {name for step in traced.program.graphs.values() for name in step.axes}
             name_groups(request.start.groups(), [name for name in axes_of(entry) if name not in captured])
@@ -359,14 +359,14 @@ def _pieces(step: StepGraph) -> tuple[list[PieceCall], dict[str, bytes]]:
 def program_of(
     entry: Entry, own: torch.device | None, tensor: Callable, live: Any, mesh: Any, outcome: Outcome
 ) -> StepProgram:
-    """The program of an entry, bound to live tensors. ``tensor``, ``live``: see `Reader`, ``tensor`` of one pair.
+    """The program of an entry, bound to live tensors. ``tensor``, ``live``: see `Reader`.
     Raises `NotLoadable`."""
     saved = entry.program
     constants, at = [], 0
     for size in saved["constants"]:
         constants.append(entry.files["constants"][at : at + size])
         at += size
-    reader = Reader(own, constants, lambda kind, name: tensor((kind, name)), live)
+    reader = Reader(own, constants, tensor, live)
     program = reader.program(saved["program"], mesh, saved["pieces"])
     # Triton's cache is another's on another machine or GPU, and may have been emptied.
     ahead = Ahead(step.graph for step in program.graphs.values())

@@ -41,7 +41,7 @@ def test_nodes_are_the_graphs(case):
                 text, *given = found["calls_text"][nodes["call"][i]].split("$")
                 assert len(given) == len(nodes["inputs"][i])
                 assert text.startswith(str(node.target).removesuffix(".default")) or text.startswith("getitem")
-        assert [name for _, _, name in found["inputs"]] == [spec.name for spec in step.inputs]
+        assert [name for _, _, name in found["inputs"]] == [spec.what.name for spec in step.inputs]
 
 
 def test_sums_agree_with_the_forecast(case):

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
-from stepgraph.capture import InputSpec, OutputSpec, Provenance, StepGraph, set_provenance
+from stepgraph.capture import InputSpec, Provenance, StepGraph, set_provenance
 from stepgraph.compat import FakeTensorMode
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.attention import OPERATORS, Case, case_of, seconds
 from stepgraph.costs.hardware import GPUS
 from stepgraph.graph.facts import argument
+from stepgraph.graph.values import BatchLeaf, Metric, Parameter
 from stepgraph.inspect.forecast import forecast
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions, Target, chosen, get, run_passes
@@ -109,8 +110,8 @@ def attention_graph(
     for node in module.graph.find_nodes(op="placeholder"):
         if not isinstance(node.meta.get("val"), torch.Tensor):
             module.graph.erase_node(node)
-    inputs = [InputSpec("parameter", str(i)) for i, _ in enumerate(module.graph.find_nodes(op="placeholder"))]
-    outputs = [OutputSpec("metric", str(i)) for i in range(len(module.graph.output_node().args[0]))]
+    inputs = [InputSpec(Parameter(str(i))) for i, _ in enumerate(module.graph.find_nodes(op="placeholder"))]
+    outputs = [Metric(str(i)) for i in range(len(module.graph.output_node().args[0]))]
     return StepGraph(module, inputs, outputs)
 
 
@@ -180,7 +181,7 @@ def test_forward_alone(backend):
     for node in module.graph.nodes:
         if node.op == "call_function":
             set_provenance(node, Provenance("attn", "forward", "model.py:1"))
-    step = StepGraph(module, [InputSpec("batch", "q")], [OutputSpec("metric", "y")])
+    step = StepGraph(module, [InputSpec(BatchLeaf(0))], [Metric("y")])
     assert rewritten(step, backend).changed == 1
     assert [OPERATORS[n.target] for n in step.graph.nodes if n.target in OPERATORS] == [(backend, "forward")]
 

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stepgraph.capture import InputSpec, OutputSpec, Provenance, StepGraph, set_provenance
+from stepgraph.capture import InputSpec, Provenance, StepGraph, set_provenance
 from stepgraph.compat import FakeTensorMode
 from stepgraph.costs.flops import flops
 from stepgraph.graph.facts import argument
+from stepgraph.graph.values import Metric, Parameter
 from stepgraph.passes import get, run_passes
 from stepgraph.passes.attention.mask import Band, band_of
 
@@ -119,10 +120,8 @@ def attention_graph(
         if node.op == "call_function":
             phase = "backward" if "backward" in node.name else "forward"
             set_provenance(node, Provenance("attn", phase, "model.py:1"))
-    specs = [InputSpec("parameter", str(i)) for i in range(len(inputs))]
-    return StepGraph(
-        module, specs, [OutputSpec("metric", str(i)) for i in range(len(module.graph.output_node().args[0]))]
-    )
+    specs = [InputSpec(Parameter(str(i))) for i in range(len(inputs))]
+    return StepGraph(module, specs, [Metric(str(i)) for i in range(len(module.graph.output_node().args[0]))])
 
 
 def distances(q):

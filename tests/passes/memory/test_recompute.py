@@ -14,6 +14,7 @@ import stepgraph
 from stepgraph.capture import phase_of
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.facts import is_mutating, is_random, tensor_bytes
+from stepgraph.graph.values import Parameter
 from stepgraph.lower import StepSpec, peak_bytes_by_policy
 from stepgraph.models import Llama3Config
 from stepgraph.passes import configured, get, parse_policy, run_passes
@@ -108,7 +109,7 @@ def test_full_holds_one_block_at_a_time(tools):
     full, none = with_policy(tools, step, "full"), with_policy(tools, step, "none")
     kept, everything = estimate_memory(full.graph), estimate_memory(none.graph)
     one_block = (everything.saved - kept.saved) / DEEP.n_layers
-    gradients = sum(tensor_bytes(n) for n in step.placeholders("parameter"))
+    gradients = sum(tensor_bytes(n) for n in step.placeholders(Parameter))
     assert kept.peak < kept.inputs + kept.saved + gradients + 3 * one_block
 
 

@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import stepgraph
 from stepgraph.capture import StepGraph
 from stepgraph.graph.provenance import Provenance, set_provenance
-from stepgraph.graph.step_graph import InputSpec, OutputSpec
+from stepgraph.graph.step_graph import InputSpec
+from stepgraph.graph.values import Metric, Parameter
 from stepgraph.kernels.moe import grouped, grouped_mm, grouped_mm_weight, quack
 from stepgraph.passes import StepOptions, chosen, get, run_passes
 from stepgraph.passes.target import Target
@@ -34,8 +35,8 @@ def products(dtype=torch.bfloat16, R=64, D=16):
         module = make_fx(program)(rows, weight, torch.empty(4, dtype=torch.int32, device="cuda"))
     for node in module.graph.find_nodes(op="call_function", target=PRODUCTS[0]):
         set_provenance(node, Provenance("layers.0.moe", "forward", "model.py:1"))
-    inputs = [InputSpec("parameter", name) for name in ("rows", "weight", "offsets")]
-    return StepGraph(module, inputs, [OutputSpec("metric", str(i)) for i in range(3)])
+    inputs = [InputSpec(Parameter(name)) for name in ("rows", "weight", "offsets")]
+    return StepGraph(module, inputs, [Metric(str(i)) for i in range(3)])
 
 
 def run(step, backend="quack", capability=(9, 0)):

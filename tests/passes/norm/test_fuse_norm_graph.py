@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stepgraph.capture import InputSpec, OutputSpec, Provenance, StepGraph, set_provenance
+from stepgraph.capture import InputSpec, Provenance, StepGraph, set_provenance
 from stepgraph.compat import FakeTensorMode
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.marks import KEEP_EAGER
+from stepgraph.graph.values import Metric, Parameter
 from stepgraph.inductor.regional import region_of
 from stepgraph.models import Golf, GolfConfig
 from stepgraph.passes import configured, get, run_passes
@@ -99,8 +100,8 @@ def fused_rms(device, n=64, residual=True, dtype=BF16):
     dx, dw = (call(operator.getitem, backward, i, phase="backward") for i in range(2))
     total = call(aten.add.Tensor, dh, dx, phase="backward")
     graph.output([y, h, total, dw])
-    specs = [InputSpec("parameter", name) for name in shapes]
-    outputs = [OutputSpec("metric", name) for name in ("y", "h", "dx", "dw")]
+    specs = [InputSpec(Parameter(name)) for name in shapes]
+    outputs = [Metric(name) for name in ("y", "h", "dx", "dw")]
     return StepGraph(torch.fx.GraphModule(torch.nn.Module(), graph), specs, outputs)
 
 

@@ -1,24 +1,27 @@
 """Gradients that accumulators hold: the update's graph takes them as inputs, and may write over them."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from stepgraph.capture import InputSpec
 from stepgraph.graph.marks import COMPILE
+from stepgraph.graph.values import Accumulator, BatchLeaf, GroupValue, OptimizerState, Parameter
 from stepgraph.passes import get, run_passes
 
 aten = torch.ops.aten
 EXPAND = replace(get("expand_optimizer"), needs_cuda=False)  # on a GPU it pays; its arithmetic is the same here
 ADAMW = {"beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
 SHAPES = ((4, 6), (5,))
+STATE = partial(OptimizerState, key="state")
 
 
 def update_graph(tools, function, inputs, kinds):
     """``function`` as the update's graph, with an input of each of ``kinds``."""
     step = tools.by_hand(function, *inputs, phase="optimizer")
-    step.inputs[:] = [InputSpec(kind, f"layer.{i}.weight") for i, kind in enumerate(kinds)]
+    step.inputs[:] = [InputSpec(kind(f"layer.{i}.weight")) for i, kind in enumerate(kinds)]
     return step
 
 
@@ -57,7 +60,7 @@ def clip_parameters(x, y, p):
 )
 def test_accumulators_are_clipped_where_they_lie(tools, function, in_place, left):
     inputs = [torch.randn(4, 6) for _ in range(3)]
-    step = update_graph(tools, function, inputs, ("accumulator", "accumulator", "parameter"))
+    step = update_graph(tools, function, inputs, (Accumulator, Accumulator, Parameter))
     expected, given = ([t.clone() for t in inputs] for _ in range(2))
     results = [t.clone() for t in step.module(*expected)]
     run_passes(step, ["inplace_update"])
@@ -69,7 +72,7 @@ def test_accumulators_are_clipped_where_they_lie(tools, function, in_place, left
 
 def test_single_operators_write_over_accumulators_too(tools):
     inputs = [torch.randn(4, 6) for _ in range(3)]
-    step = update_graph(tools, clip_one_by_one, inputs, ("accumulator", "accumulator", "parameter"))
+    step = update_graph(tools, clip_one_by_one, inputs, (Accumulator, Accumulator, Parameter))
     expected, given = ([t.clone() for t in inputs] for _ in range(2))
     step.module(*expected)
     run_passes(step, ["inplace_update"])
@@ -82,7 +85,7 @@ def test_single_operators_write_over_accumulators_too(tools):
 
 def test_inputs_of_other_kinds_are_never_scratch(tools):
     inputs = [torch.randn(4, 6) for _ in range(3)]
-    step = update_graph(tools, clip, inputs, ("parameter", "batch", "parameter"))
+    step = update_graph(tools, clip, inputs, (Parameter, BatchLeaf, Parameter))
     (report, *_) = tools.check_same(step, inputs, ["inplace_update"])
     assert aten._foreach_mul_.Tensor not in tools.targets(step) and aten._foreach_mul.Tensor in tools.targets(step)
     assert report.changed < report.matched
@@ -103,15 +106,15 @@ def adamw_that_returns_gradients(*flat):
 
 @pytest.mark.parametrize("function, clipped_in_place", [(adamw, True), (adamw_that_returns_gradients, False)])
 def test_expansion_takes_the_clipping_of_accumulators_with_it(tools, function, clipped_in_place):
-    kinds = [kind for kind in ("parameter", "accumulator", "optimizer", "optimizer") for _ in SHAPES]
+    kinds = [kind for kind in (Parameter, Accumulator, STATE, STATE) for _ in SHAPES]
     inputs = [torch.randn(shape) for _ in range(4) for shape in SHAPES]
     inputs[6:8] = [t.abs() for t in inputs[6:8]]
     inputs += [torch.tensor(3.0), torch.tensor(3.0), torch.tensor(1e-2)]
-    step = update_graph(tools, function, inputs, [*kinds, "optimizer", "optimizer", "lr"])
+    step = update_graph(tools, function, inputs, [*kinds, STATE, STATE, GroupValue])
     expected, given = ([t.clone() for t in inputs] for _ in range(2))
     results = step.module(*expected)
     run_passes(step, ["inplace_update", EXPAND])
-    accumulators = step.placeholders("accumulator")
+    accumulators = step.placeholders(Accumulator)
     scaled = [n for n in step.nodes() if n.target is aten.mul.Tensor and n.args[0] in accumulators]
     assert all(n.meta[COMPILE] for n in scaled) and len(scaled) == (2 if clipped_in_place else 0)
     assert (aten._foreach_mul.Tensor in tools.targets(step)) != clipped_in_place

@@ -9,6 +9,7 @@ import torch
 from stepgraph.capture import phase_of
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.values import Parameter
 from stepgraph.passes import run_passes
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ def test_unfused_adamw_and_clipping_copy_nothing(tools, name):
     assert aten.copy_.default in tools.targets(step, "optimizer")
     (report,) = run_passes(step, ["inplace_update"])
     # Left per parameter: the denominator and the step, which the formula needs beside its state.
-    parameters = step.placeholders("parameter")
+    parameters = step.placeholders(Parameter)
     after = sum(map(tensor_bytes, allocated(step)))
     size = sum(map(tensor_bytes, parameters))
     assert 2 * size <= after < 2.02 * size < before / 4  # the hundredth: the stacked norms of the gradients
