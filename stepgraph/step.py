@@ -28,7 +28,7 @@ from stepgraph.parallel import placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
 from stepgraph.passes import Passes, PassReport, StepOptions, Target, resolve
 from stepgraph.run import Accumulators, BoundStep
-from stepgraph.run.bound import UnfitStepError
+from stepgraph.run.bound import ExceededError
 from stepgraph.run.forms import Forms
 from stepgraph.run.saved.start import Start
 from stepgraph.run.saved.store import Outcome, store_of
@@ -193,8 +193,8 @@ class CapturedStep:
         """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""
         _refuse_autocast()
         leaves, spec = flatten_batch(batch)
-        (loss, self.metrics), repeated = self._until_fit(lambda: self._run(batch, leaves, spec))
-        if self._current.traced.repairs:
+        (loss, self.metrics), repeated = self._until_it_fits(lambda: self._run(batch, leaves, spec))
+        if self._current.traced.grow:
             self.metrics["repeated"] = torch.tensor(repeated)
         return loss
 
@@ -204,15 +204,15 @@ class CapturedStep:
         self._current = self._bound_to(batch, leaves, spec)
         return self._current(leaves)
 
-    def _until_fit(self, run: Callable[[], T]) -> tuple[T, int]:
-        """(what ``run`` gives, how often it was repeated): after a step that is unfit, the host repairs what made it so
-        and drops the captures that had it as it was."""
+    def _until_it_fits(self, run: Callable[[], T]) -> tuple[T, int]:
+        """(what ``run`` gives, how often it was repeated): after a step that exceeds what it has room for, the host grows
+        that and drops the captures with less room."""
         for repeated in itertools.count():
             try:
                 return run(), repeated
-            except UnfitStepError as unfit:
-                unfit.repair()
-                self._forms.drop_unfit(unfit.levels)
+            except ExceededError as exceeded:
+                exceeded.grow()
+                self._forms.drop_exceeded(exceeded.ratios)
             self._current = None  # its memory is free for what is captured next
 
     def verify(self, batch: Any, *, locate: bool = False) -> VerifyReport:
@@ -237,7 +237,7 @@ class CapturedStep:
             raise ValueError("verify compares with eager, which runs whole models: verify on a mesh without pp")
         current, metrics = self._current, self.metrics
         try:
-            return self._until_fit(lambda: self._verify(batch, locate))[0]
+            return self._until_it_fits(lambda: self._verify(batch, locate))[0]
         finally:
             self._current = current if current in self._forms else self._forms.latest
             self.metrics = metrics

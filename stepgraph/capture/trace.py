@@ -60,8 +60,8 @@ class Traced:
     """A captured step with what binds it to live tensors.
 
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``tensor_leaves``: which leaves of
-    the batch are tensors. ``reads``: what Python read of the model's modules. ``repairs``: by the names of its levels,
-    what the host does before an unfit step is repeated. ``generators``: the model's own that operators draw from.
+    the batch are tensors. ``reads``: what Python read of the model's modules. ``grow``: by condition, what the host
+    calls before a step that exceeded it is repeated. ``generators``: the model's own that operators draw from.
     """
 
     program: StepProgram
@@ -69,7 +69,7 @@ class Traced:
     slots: list[Slot]
     tensor_leaves: list[int]
     reads: Reads
-    repairs: dict[str, conditions.Repair]
+    grow: dict[str, conditions.Grow]
     generators: list[torch.Generator] = field(default_factory=list)
 
     @property
@@ -129,7 +129,7 @@ def trace_step(
     except CaptureError:
         trace.drop_state()
         raise
-    found = program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.repairs
+    found = program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.grow
     return Traced(*found, generators)
 
 
@@ -194,8 +194,8 @@ class StepTrace:
             with self._in_optimizer():
                 write_assigned(self.recorder, held, flat)
                 outputs.append(Loss())
-                levels = self.guard.levels(self.conditions.combined(), loss)
-                return [loss, *self._finish(flat, tensors, grads, groups, levels, kept, outputs)]
+                ratios = self.guard.ratios(self.conditions.combined(), loss)
+                return [loss, *self._finish(flat, tensors, grads, groups, ratios, kept, outputs)]
 
         with self._dropping_state():
             return StepProgram.plain(self._graph(traced, inputs, outputs))
@@ -220,10 +220,10 @@ class StepTrace:
                     write_assigned(self.recorder, held, flat)
                     # Of a pipeline, each stage joins its own.
                     stated = self.conditions.each() if self.share else self.conditions.combined().items()
-                    levels = [*stated, *self.guard.levels({}, loss).items()]
+                    ratios = [*stated, *self.guard.ratios({}, loss).items()]
             reached.extend(grads)
-            outputs.extend(Ratio(name) for name, _ in levels)
-            return [loss, *(level for _, level in levels)]
+            outputs.extend(Ratio(name) for name, _ in ratios)
+            return [loss, *(ratio for _, ratio in ratios)]
 
         with self._dropping_state():
             micro = self._graph(traced, inputs, outputs)
@@ -233,7 +233,7 @@ class StepTrace:
     def _update_graph(self, micro: StepGraph, reached: Sequence[int]) -> StepGraph:
         """Clipping and the optimizer's update from accumulated gradients; without an optimizer, the gradients.
 
-        ``micro``: the graph of a microbatch, which may write to the model and give levels. ``reached``: the slots that
+        ``micro``: the graph of a microbatch, which may write to the model and give ratios. ``reached``: the slots that
         have gradients.
         """
         share = self.share
@@ -251,12 +251,12 @@ class StepTrace:
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             grads = {i: flat[place] for i, place in sums.items()}
-            levels = {name: flat[place] for name, place in stated.items()}
+            ratios = {name: flat[place] for name, place in stated.items()}
             with self._in_optimizer():
                 if share:
                     grads = {i: share.whole(self.slots[i].name, grad) for i, grad in grads.items()}
                 tensors = self._tensors(flat, entries)
-                return self._finish(flat, tensors, grads, groups, levels, kept, outputs, stages)
+                return self._finish(flat, tensors, grads, groups, ratios, kept, outputs, stages)
 
         return self._graph(traced, inputs, outputs)
 
@@ -363,19 +363,19 @@ class StepTrace:
         tensors: Sequence[torch.Tensor],
         grads: dict[int, torch.Tensor],
         groups: list[dict[str, Any]],
-        levels: dict[str, torch.Tensor],
+        ratios: dict[str, torch.Tensor],
         kept: Kept,
         outputs: list[Output],
         stages: gradients.AllStages | None = None,
     ) -> list[torch.Tensor]:
-        """Clip, update unless a level says no, and return metrics, levels and the gradients that no update took.
+        """Clip, update unless a ratio is above 1, and return metrics, ratios and the gradients that no update took.
         ``outputs`` grows with them."""
         results, norm = [], None
         if self.max_grad_norm is not None:
             grads, norm = gradients.clip(grads, tensors, self.max_grad_norm, stages)
             results.append(norm)
             outputs.append(Metric("grad_norm"))
-        skip, levels = self.guard.skip(levels, norm, self.slots, stages and stages.group)
+        skip, ratios = self.guard.skip(ratios, norm, self.slots, stages and stages.group)
         written = kept.written() if skip.flag is not None else []
         attribute = self.recorder.attribute
         self.updated = self.update.record(groups, grads, flat, attribute, skip) if self.update else set()
@@ -389,9 +389,9 @@ class StepTrace:
         if self.guard.skip_nonfinite:
             results.append(skip.flag)
             outputs.append(Metric("skipped"))
-        repairable = [name for name in levels if name in self.conditions.repairs]
-        results += [levels[name] for name in repairable]
-        outputs.extend(map(Ratio, repairable))
+        growing = [name for name in ratios if name in self.conditions.grow]
+        results += [ratios[name] for name in growing]
+        outputs.extend(map(Ratio, growing))
         landed = {i: grad for i, grad in grads.items() if i not in self.updated}
         self.updated = {id(self.slots[i].tensor) for i in self.updated}
         self.landing.extend((self.slots[i], kept.entries[i][1]) for i in landed)
@@ -426,7 +426,7 @@ class StepTrace:
         _name_numbers(step)
         _name_inputs(step)
         record_roles(step, self.recorder.reducing, [slot.tensor for slot in self.slots])
-        if self.conditions.repairs:
+        if self.conditions.grow:
             check_repeatable(step)
         step.module.recompile()  # inputs may have been dropped
         step.capture_s = time.perf_counter() - start

@@ -5,7 +5,7 @@
 
 All ranks know all counts, and so where each row stands at the other side: no part is padded, nothing is sorted where it
 arrives. Rows have the order of `stepgraph.parallel.experts.ExpertExchange`, and results its bits. The room of a rank's
-experts is that of all its parts there, which any ranks may fill: fewer steps are unfit.
+experts is that of all its parts there, which any ranks may fill: fewer steps exceed it.
 
 It is an exchange of its own and no pass over the other's nodes: buffers of tokens have another size, places in them are
 other ones, and another condition says whether a step fits. A pass would have to undo the arithmetic of padded parts.

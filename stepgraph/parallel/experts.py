@@ -39,10 +39,10 @@ class Capacity:
             raise ValueError(f"expert_capacity={multiple} must be above 0: 2.0 makes room for twice the balanced load")
         self.multiple = multiple
 
-    def grow(self, multiple: float, level: float) -> None:
-        """Double until ``level`` times ``multiple`` is reached: that of a capture's time, which may be smaller than the
+    def grow(self, multiple: float, ratio: float) -> None:
+        """Double until ``ratio`` times ``multiple`` is reached: that of a capture's time, which may be smaller than the
         present one."""
-        while self.multiple < multiple * level:
+        while self.multiple < multiple * ratio:
             self.multiple *= 2
 
     def rows(self, tokens: int, slots: int, here: int, ranks: int) -> int:
@@ -50,7 +50,7 @@ class Capacity:
         ever be needed, as a token chooses an expert once."""
         return math.ceil(min(self._balanced(tokens, slots, ranks), tokens * min(slots, here)))
 
-    def level(self, needed: torch.Tensor, tokens: int, slots: int, here: int, ranks: int) -> torch.Tensor:
+    def ratio(self, needed: torch.Tensor, tokens: int, slots: int, here: int, ranks: int) -> torch.Tensor:
         """How many times the present multiple ``needed`` rows take, an fp64 scalar; above 1 only if they do not fit."""
         fits = needed <= self.rows(tokens, slots, here, ranks)
         return (needed.double() / self._balanced(tokens, slots, ranks)).masked_fill(fits, 0.0)
@@ -110,8 +110,8 @@ class ExpertExchange:
     def _room(self, tokens: int, slots: int, here: int, needed: torch.Tensor) -> int:
         room = self.capacity.rows(tokens, slots, here, self.ranks)
         if conditions.collecting():
-            level = self.capacity.level(needed, tokens, slots, here, self.ranks)
-            conditions.require("expert_capacity", level, partial(self.capacity.grow, self.capacity.multiple))
+            ratio = self.capacity.ratio(needed, tokens, slots, here, self.ranks)
+            conditions.require("expert_capacity", ratio, partial(self.capacity.grow, self.capacity.multiple))
             return room
         needed = needed.clone()
         dist.all_reduce(needed, dist.ReduceOp.MAX, group=self.group)

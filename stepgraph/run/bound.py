@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from stepgraph.capture import Traced, gradients
-from stepgraph.capture.guard.conditions import Repair
+from stepgraph.capture.guard.conditions import Grow
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.reads import Plain
 from stepgraph.capture.state import Watch
@@ -15,17 +15,17 @@ from stepgraph.kernels.comm.exchange import Session
 from stepgraph.run.program import Accumulators, ProgramRunner
 
 
-class UnfitStepError(RuntimeError):
-    """A step whose update its graph left out, to be repeated. ``levels``: of the conditions that were above 1."""
+class ExceededError(RuntimeError):
+    """A step whose update its graph left out, to be repeated. ``ratios``: of the conditions that were above 1."""
 
-    def __init__(self, levels: dict[str, float], repairs: dict[str, Repair]):
-        super().__init__(f"the step is unfit: {levels}")
-        self.levels, self._repairs = levels, repairs
+    def __init__(self, ratios: dict[str, float], grow: dict[str, Grow]):
+        super().__init__(f"the step exceeds what it has room for: {ratios}")
+        self.ratios, self._grow = ratios, grow
 
-    def repair(self) -> None:
+    def grow(self) -> None:
         """Do what makes the step fit, once it is captured again."""
-        for name, level in self.levels.items():
-            self._repairs[name](level)
+        for name, ratio in self.ratios.items():
+            self._grow[name](ratio)
 
 
 class RandomState:
@@ -70,17 +70,17 @@ class BoundStep:
     def __call__(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss, metrics by name) of one step on the leaves of a batch; gradients land in ``param.grad``.
 
-        Raises `UnfitStepError` for a step that must be repeated, on all ranks alike, with all state as it was. To know,
-        the host waits for the step; steps without repairs it does not wait for.
+        Raises `ExceededError` for a step that must be repeated, on all ranks alike, with all state as it was. To know,
+        the host waits for the step; it does not wait for a step that has nothing to grow.
         """
         self._set_rates()
-        random = RandomState(self.devices, self.traced.generators) if self.traced.repairs else None
+        random = RandomState(self.devices, self.traced.generators) if self.traced.grow else None
         results = self.runner(leaves)
         if random is not None:
-            levels = {name: results.levels[name].item() for name in self.traced.repairs}
-            if unfit := {name: level for name, level in levels.items() if level > 1}:
+            ratios = {name: results.ratios[name].item() for name in self.traced.grow}
+            if exceeded := {name: ratio for name, ratio in ratios.items() if ratio > 1}:
                 random.restore()
-                raise UnfitStepError(unfit, self.traced.repairs)
+                raise ExceededError(exceeded, self.traced.grow)
         gradients.land(self.traced.landing, results.gradients)
         if self.update:
             self.update.mark_stepped()

@@ -63,7 +63,7 @@ class Forms:
         """Keep a form, as the one used last."""
         self._bound[signature] = bound
 
-    def drop_unfit(self, levels: Iterable[str]) -> None:
-        """Drop the forms that have any of the conditions ``levels``, which made a step unfit, as they were."""
-        for signature in [key for key, bound in self._bound.items() if bound.traced.repairs.keys() & set(levels)]:
+    def drop_exceeded(self, conditions: Iterable[str]) -> None:
+        """Drop the forms that were captured with what ``conditions``, which a step exceeded, have outgrown."""
+        for signature in [key for key, bound in self._bound.items() if bound.traced.grow.keys() & set(conditions)]:
             del self._bound[signature]

@@ -31,24 +31,24 @@ class PipelinedLoss:
 
     def _capture(self, batch: Any) -> None:
         lowered = lower(replace(self._spec, batch=batch))
-        self._repairs = lowered.repairs
+        self._grow = lowered.grow
         self._run = ProgramRunner(lowered.program, Session(), Accumulators())
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """The loss on ``batch``, a scalar, on every rank."""
         results = self._run(flatten_batch(batch)[0])
-        while unfit := self._unfit(results):
-            for name, level in unfit.items():
-                self._repairs[name](level)
+        while exceeded := self._exceeded(results):
+            for name, ratio in exceeded.items():
+                self._grow[name](ratio)
             self._capture(batch)
             results = self._run(flatten_batch(batch)[0])
         return results.loss
 
-    def _unfit(self, results: Results) -> dict[str, float]:
-        """The levels of conditions that were above 1 on any rank, alike on all."""
-        if not self._repairs:
+    def _exceeded(self, results: Results) -> dict[str, float]:
+        """The conditions that any rank exceeded and their ratios, alike on all ranks."""
+        if not self._grow:
             return {}
         nothing = torch.zeros((), dtype=torch.float64, device=results.loss.device)
-        levels = torch.stack([results.levels.get(name, nothing) for name in self._repairs])
-        dist.all_reduce(levels, dist.ReduceOp.MAX)
-        return {name: level for name, level in zip(self._repairs, levels.tolist(), strict=True) if level > 1}
+        ratios = torch.stack([results.ratios.get(name, nothing) for name in self._grow])
+        dist.all_reduce(ratios, dist.ReduceOp.MAX)
+        return {name: ratio for name, ratio in zip(self._grow, ratios.tolist(), strict=True) if ratio > 1}

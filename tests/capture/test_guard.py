@@ -166,7 +166,7 @@ class Buffered(nn.Module):
         self.weight, self.room = nn.Parameter(torch.ones(6)), room
         self.register_buffer("calls", torch.zeros(()))
 
-    def grow(self, level):
+    def grow(self, ratio):
         while level > 1:
             self.room, level = self.room * 2, level / 2
 
@@ -186,7 +186,7 @@ def rows(used, n=16):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("with_optimizer", [True, False])
-def test_an_unfit_step_is_repeated(accumulate, with_optimizer):
+def test_a_step_that_exceeds_a_condition_is_repeated(accumulate, with_optimizer):
     """Bit for bit what larger buffers from the start would have given, random numbers included."""
     found = []
     for room in (2, 64):

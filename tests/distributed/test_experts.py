@@ -319,7 +319,7 @@ def test_capacity_grows_until_all_fits(multiple, tokens, slots, here, ranks, lev
     room, most = capacity.rows(tokens, slots, here, ranks), tokens * min(slots, here)
     assert 0 < room <= most
     needed = min(math.floor(level * room), most)
-    found = capacity.level(torch.tensor(needed), tokens, slots, here, ranks)
+    found = capacity.ratio(torch.tensor(needed), tokens, slots, here, ranks)
     assert found.dtype == torch.float64 and (found > 1) == (needed > room)
     for larger in (False, True):  # a validation in between may have found out first
         capacity.multiple = 2 * multiple if larger and needed > room else capacity.multiple

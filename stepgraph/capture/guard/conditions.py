@@ -1,8 +1,8 @@
 """Conditions that a step's update depends on, as code inside forward states them.
 
-A *level* is an fp64 scalar that the graph computes; above 1 the step is unfit and its update is left out. A condition
-may have a *repair*: what the host does with the level before it captures and runs the same step again. Without one, the
-step is left out for good.
+A *ratio* is an fp64 scalar that the graph computes: of what the step needs to what it has. Above 1 the condition is
+*exceeded* and the step's update is left out. A condition may be able to *grow*: a function that the host calls with the
+ratio before it captures and runs the same step again. Otherwise the step is left out for good.
 """
 
 import contextlib
@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-Repair = Callable[[float], None]
+Grow = Callable[[float], None]
 
 
 class Conditions:
-    """What forward stated while a step was traced: levels and repairs by the names of conditions."""
+    """What forward stated while a step was traced: ratios, and functions that grow what is too small, by the names of conditions."""
 
     def __init__(self) -> None:
-        self.levels: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-        self.repairs: dict[str, Repair] = {}
+        self.ratios: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+        self.grow: dict[str, Grow] = {}
 
     def each(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, level) of everything that was stated."""
-        return [(name, level) for name, found in self.levels.items() for level in found]
+        """(name, ratio) of everything that was stated."""
+        return [(name, ratio) for name, found in self.ratios.items() for ratio in found]
 
     def combined(self) -> dict[str, torch.Tensor]:
-        """One level for each condition, the highest."""
-        return {name: torch.stack(found).amax() for name, found in self.levels.items()}
+        """One ratio per condition: the highest."""
+        return {name: torch.stack(found).amax() for name, found in self.ratios.items()}
 
 
 _open: list[Conditions] = []
@@ -48,12 +48,12 @@ def collecting() -> bool:
     return bool(_open)
 
 
-def require(name: str, level: torch.Tensor, repair: Repair | None = None) -> None:
-    """The update of the step that is being traced is left out where ``level``, an fp64 scalar, is above 1.
+def require(name: str, ratio: torch.Tensor, grow: Grow | None = None) -> None:
+    """The update of the step that is being traced is left out where ``ratio``, an fp64 scalar, is above 1.
 
-    ``repair``: called with the highest level of all ranks and of all that was stated under ``name``; the step is then
+    ``grow``: called with the highest ratio of all ranks and of all that was stated under ``name``; the step is then
     captured and run again. To be called in forward, while a trace is `collecting`.
     """
-    _open[-1].levels[name].append(level.detach())
-    if repair is not None:
-        _open[-1].repairs[name] = repair
+    _open[-1].ratios[name].append(ratio.detach())
+    if grow is not None:
+        _open[-1].grow[name] = grow

@@ -21,7 +21,7 @@ from stepgraph.graph.values import BatchLeaf, ModelTensor
 
 Entries = Sequence[tuple[slice, Wrapping | None]]
 
-#: The level of what is not finite.
+#: The ratio of what is not finite.
 _NONFINITE = 2.0
 
 
@@ -31,28 +31,28 @@ class Guard:
     def __init__(self, skip_nonfinite: bool):
         self.skip_nonfinite = skip_nonfinite
 
-    def levels(self, stated: Mapping[str, torch.Tensor], loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    def ratios(self, stated: Mapping[str, torch.Tensor], loss: torch.Tensor) -> dict[str, torch.Tensor]:
         """Levels after one forward: those ``stated``, and that of its loss."""
         return dict(stated) | ({"nonfinite": _nonfinite(loss)} if self.skip_nonfinite else {})
 
     def skip(
         self,
-        levels: Mapping[str, torch.Tensor],
+        ratios: Mapping[str, torch.Tensor],
         norm: torch.Tensor | None,
         slots: Sequence[Slot],
         stages: dist.ProcessGroup | None = None,
     ) -> tuple[Skip, dict[str, torch.Tensor]]:
-        """(whether the update is left out, the level of each condition), alike on all ranks of the slots' meshes and
+        """(whether the update is left out, the ratio of each condition), alike on all ranks of the slots' meshes and
         of a pipeline's ``stages``."""
-        levels = dict(levels)
+        ratios = dict(ratios)
         if self.skip_nonfinite:
-            levels["nonfinite"] = torch.maximum(levels["nonfinite"], _nonfinite(norm))
-        if not levels:
+            ratios["nonfinite"] = torch.maximum(ratios["nonfinite"], _nonfinite(norm))
+        if not ratios:
             return Skip(), {}
-        values = torch.stack(list(levels.values()))
+        values = torch.stack(list(ratios.values()))
         for group in [*_groups(slots), *([stages] if stages is not None else [])]:
             values = compat.all_reduce(values, "max", group)
-        return Skip((values > 1).any()), dict(zip(levels, values.unbind(), strict=True))
+        return Skip((values > 1).any()), dict(zip(ratios, values.unbind(), strict=True))
 
 
 def _nonfinite(value: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from stepgraph.graph.values import Loss, Output, Ratio
 
 
 def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> Traced:
-    """``loss_fn(model, batch)`` without gradients as a program of one graph, with a level for each condition that
+    """``loss_fn(model, batch)`` without gradients as a program of one graph, with a ratio for each condition that
     forward stated.
 
     The model may be on the meta device. Nothing is computed, and the model is unchanged afterwards. Raises
@@ -33,7 +33,7 @@ def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> Traced:
     checks.check_batch(flatten_batch(batch)[0])
     trace = _Forward(model, loss_fn, batch, None, None, 1, Guard(skip_nonfinite=False))
     program = StepProgram.plain(trace.graph())
-    return Traced(program, [], trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.repairs)
+    return Traced(program, [], trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.grow)
 
 
 class _Forward(StepTrace):
@@ -61,8 +61,8 @@ class _Forward(StepTrace):
                 )
                 if not isinstance(loss, torch.Tensor) or loss.ndim:
                     checks.check_loss(loss)
-            levels = self.conditions.each()
-            outputs.extend(Ratio(name) for name, _ in levels)
-            return [loss, *(level for _, level in levels)]
+            ratios = self.conditions.each()
+            outputs.extend(Ratio(name) for name, _ in ratios)
+            return [loss, *(ratio for _, ratio in ratios)]
 
         return self._graph(traced, inputs, outputs)

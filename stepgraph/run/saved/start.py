@@ -14,7 +14,7 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture import Traced
 from stepgraph.capture.batch import first_places, flatten_batch
-from stepgraph.capture.guard.conditions import Repair
+from stepgraph.capture.guard.conditions import Grow
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.reads import Reads
 from stepgraph.capture.roles import groups_by_axis
@@ -119,16 +119,16 @@ def record_of(start: Start, traced: Traced, sources: Sources, graph: str) -> byt
         "state": [names[id(p)] for o in start.update.optimizers for p in o.state if id(p) in names]
         if start.update
         else [],
-        "repairs": {name: _place_of(repair, start.model, name) for name, repair in traced.repairs.items()},
+        "grow": {name: _place_of(grow, start.model, name) for name, grow in traced.grow.items()},
     }
     return json.dumps(record).encode()
 
 
-def _place_of(repair: Repair, model: nn.Module, level: str) -> list[Any]:
-    """[path of a module, attributes from there, first arguments]: where a loaded step finds ``repair``, a method of
+def _place_of(grow: Grow, model: nn.Module, ratio: str) -> list[Any]:
+    """[path of a module, attributes from there, first arguments]: where a loaded step finds ``grow``, a method of
     what a module or its attribute holds, with numbers given. The key tells their classes. Raises `Indescribable`."""
-    given = repair.args if isinstance(repair, functools.partial) and not repair.keywords else ()
-    method = repair.func if given else repair
+    given = grow.args if isinstance(grow, functools.partial) and not grow.keywords else ()
+    method = grow.func if given else grow
     owner = getattr(method, "__self__", None)
     plain = all(isinstance(number, int | float) for number in given)
     for path, module in model.named_modules() if plain and owner is not None else ():
@@ -138,7 +138,7 @@ def _place_of(repair: Repair, model: nn.Module, level: str) -> list[Any]:
             for inner, held in getattr(value, "__dict__", {}).items():
                 if held is owner:
                     return [path, f"{name}.{inner}.{method.__name__}", given]
-    raise Indescribable(f"what repairs an unfit step ({level}), which is no method of what a module holds")
+    raise Indescribable(f"what grows where a step exceeds it ({ratio}), which is no method of what a module holds")
 
 
 class Bindings:
@@ -188,11 +188,11 @@ def traced_of(start: Start, record: Mapping[str, Any], program: StepProgram) -> 
     modules = dict(start.model.named_modules())
     for path, names in record["reads"].items():
         reads.names[id(modules[path])] = set(names)
-    repairs = {
+    grow = {
         name: functools.partial(operator.attrgetter(attributes)(modules[path]), *given)
-        for name, (path, attributes, given) in record["repairs"].items()
+        for name, (path, attributes, given) in record["grow"].items()
     }
-    return Traced(program, landing, start.slots, record["leaves"], reads, repairs)
+    return Traced(program, landing, start.slots, record["leaves"], reads, grow)
 
 
 def name_groups(groups: Mapping[str, dist.ProcessGroup], names: Iterable[str]) -> None:
