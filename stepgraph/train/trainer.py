@@ -32,8 +32,8 @@ from stepgraph.train.export import check_export, export_saved
 from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import asked_for, memory_advice
+from stepgraph.train.faults.recoverable import OUTPUT, RecoverableErrors, StoppedError
 from stepgraph.train.faults.signals import StopSignals
-from stepgraph.train.faults.sound import OUTPUT, SoundFailures, StoppedError
 from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder
@@ -97,7 +97,7 @@ class Run:
         self.started = time.perf_counter()
         self.device, self.mesh, self.ranks = device, mesh, Ranks()
         self.speaks = self.ranks.rank == 0
-        self.failures = SoundFailures()
+        self.failures = RecoverableErrors()
         self.say = self.failures.say if self.speaks else lambda *_: None
         self.runs_ahead = self.device.type == "cuda"
         self.ranks.first(lambda: config.log == "wandb" and bool(package()))

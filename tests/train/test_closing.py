@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 
 from stepgraph.train import closing
-from stepgraph.train.faults.sound import SoundFailures
+from stepgraph.train.faults.recoverable import RecoverableErrors
 from stepgraph.train.records.folder import RunFolder
 
 
@@ -19,7 +19,7 @@ def test_the_first_reason_is_kept_and_the_second_waits_for_its_records(tmp_path,
 
     folder.write_summary = write_summary
     run = SimpleNamespace(
-        ending=threading.Lock(), ended=False, failures=SoundFailures(), folder=folder, snapshot=None, page=None,
+        ending=threading.Lock(), ended=False, failures=RecoverableErrors(), folder=folder, snapshot=None, page=None,
         last_loss=None, say=lambda _: None,
     )  # fmt: skip
     monkeypatch.setattr(closing, "summarize", lambda _, status, error: (status, error))

@@ -18,7 +18,7 @@ class StoppedError(RuntimeError):
     """The run was saved, and ends for an error that has nothing to do with its weights."""
 
 
-class SoundFailures:
+class RecoverableErrors:
     """``first``: the first such error, in one line, or None."""
 
     def __init__(self) -> None:
