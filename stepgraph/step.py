@@ -205,8 +205,8 @@ class CapturedStep:
         return self._current(leaves)
 
     def _until_it_fits(self, run: Callable[[], T]) -> tuple[T, int]:
-        """(what ``run`` gives, how often it was repeated): after a step that exceeds what it has room for, the host grows
-        that and drops the captures with less room."""
+        """(what ``run`` gives, how often it was repeated): after a step that exceeds its room, the host grows that and
+        drops the captures with less room."""
         for repeated in itertools.count():
             try:
                 return run(), repeated

@@ -167,8 +167,8 @@ class Buffered(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def grow(self, ratio):
-        while level > 1:
-            self.room, level = self.room * 2, level / 2
+        while ratio > 1:
+            self.room, ratio = self.room * 2, ratio / 2
 
     def forward(self, x):
         used = x[:, 0] > 0

@@ -15,7 +15,7 @@ Grow = Callable[[float], None]
 
 
 class Conditions:
-    """What forward stated while a step was traced: ratios, and functions that grow what is too small, by the names of conditions."""
+    """What forward stated while a step was traced, by the names of conditions: ratios, and functions that grow."""
 
     def __init__(self) -> None:
         self.ratios: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
