@@ -21,6 +21,7 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Parameter
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named
+from stepgraph.parallel.ranks import Ranks
 
 #: How messages travel between stages, by the name that options use: through torch's process groups (NCCL, gloo), or
 #: within a machine into the memory of the stage that reads them (see `stepgraph.kernels.comm.symmetric_sends`).
@@ -146,7 +147,8 @@ def plan_pipeline(
 ) -> Pipeline:
     """Cut ``model`` into the stages of ``schedule`` on the ``pp`` axis of ``mesh``; give the result to `parallelize`.
 
-    Forward is traced once, on tensors without values, to see what each block costs and which parameters it reads.
+    Rank 0 traces forward, on tensors without values, to see what each block costs and which parameters it reads. Every
+    rank calls this and gets the same plan.
 
     Args:
         model: not parallel yet; it may be on the meta device.
@@ -159,16 +161,21 @@ def plan_pipeline(
     Raises ``ValueError`` where the model has fewer blocks than stages, the split does not fit, or symmetric sends would
     go to another machine.
     """
-    step = trace_forward(model, loss_fn, batch).step
-    wanted = mesh.spec.pp * schedule_named(schedule).chunks
-    starts = tuple(split) if split is not None else even_starts(step, mesh.spec.pp, schedule)
-    check_split(starts, len(step.blocks), wanted, schedule, mesh.spec.pp)
-    cut = Cut(step, starts)
-    readers = {name: (0,) for name, _ in model.named_parameters()}  # what nothing reads is with the first stage
-    for node, what in step.bound():
-        if isinstance(what, Parameter) and (found := _readers(node, cut)):
-            readers[what.path] = tuple(sorted(found))
-    return Pipeline(mesh, schedule, starts, readers, stage_sends)
+
+    def plan() -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+        step = trace_forward(model, loss_fn, batch).step
+        wanted = mesh.spec.pp * schedule_named(schedule).chunks
+        starts = tuple(split) if split is not None else even_starts(step, mesh.spec.pp, schedule)
+        check_split(starts, len(step.blocks), wanted, schedule, mesh.spec.pp)
+        cut = Cut(step, starts)
+        readers = {name: (0,) for name, _ in model.named_parameters()}  # what nothing reads is with the first stage
+        for node, what in step.bound():
+            if isinstance(what, Parameter) and (found := _readers(node, cut)):
+                readers[what.path] = tuple(sorted(found))
+        return starts, readers
+
+    simulated = dist.get_backend() == "fake"  # the other ranks do not exist
+    return Pipeline(mesh, schedule, *Ranks(alone=simulated).first(plan), stage_sends)
 
 
 def check_blocks(blocks: int, ranks: int, schedule: str) -> None:
