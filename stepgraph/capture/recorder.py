@@ -37,8 +37,9 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _STEP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "step.py")
 _COMPAT = os.path.dirname(compat.__file__) + os.sep
+_LOWER = os.path.join(os.path.dirname(_STEP), "lower", "")
 _SAVED = os.path.join(os.path.dirname(_STEP), "run", "saved", "")
-_SKIPPED = (_TORCH, _HERE, _STEP, _SAVED, _COMPAT, contextlib.__file__)
+_SKIPPED = (_TORCH, _HERE, _STEP, _LOWER, _SAVED, _COMPAT, contextlib.__file__)
 
 
 _TRITON = os.path.join("triton", "runtime", "")  # launches a model's kernels

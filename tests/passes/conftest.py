@@ -19,7 +19,7 @@ import stepgraph
 from stepgraph.capture import InputSpec, Provenance, StepGraph, Traced, set_provenance, trace_step
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.values import Input, Metric, Parameter
+from stepgraph.graph.values import GroupValue, Input, Metric, ModelTensor, Parameter
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import PassReport, run_passes
@@ -290,10 +290,10 @@ def captured_records(name: str, step: StepGraph | StepProgram, steps: int = STEP
         main = traced.program.schedule[0].graph
         step = StepProgram(traced.program.graphs | {main: step}, traced.program.schedule)
     program, state = rebound(step)
-    names = {key: t for (kind, key), t in state.items() if kind in ("parameter", "buffer")}
-    for (kind, key), tensor in state.items():
-        if kind == "lr":
-            tensor.fill_(optimizer.param_groups[int(key.removeprefix("lr."))]["lr"])
+    names = {what.path: tensor for what, tensor in state.items() if isinstance(what, ModelTensor)}
+    for what, tensor in state.items():
+        if isinstance(what, GroupValue):
+            tensor.fill_(optimizer.param_groups[what.group]["lr"])
     run = ProgramRunner(program, Session(), Accumulators())
     landing = [slot.name for slot, _ in traced.landing]
     records = []
