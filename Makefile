@@ -31,6 +31,7 @@ test-torch:
 lint: .venv/.test
 	$(BIN)/ruff check stepgraph tests examples
 	$(BIN)/ruff format --check stepgraph tests examples
+	$(BIN)/pyrefly check
 
 clean:
 	rm -rf .venv

@@ -36,6 +36,8 @@ ROOMS = (
 PUBLIC_BY_USE = ("torch.ops.", "torch._foreach_", "torch._ops.OpOverload", "torch._ops.HigherOrderOperator")
 #: Lines of Python in stepgraph/, all together. It only falls, but for what an issue asks for.
 BUDGET = 60_000
+#: Functions in stepgraph/ without all of their types. It only falls.
+UNTYPED = 156
 
 
 class Import(NamedTuple):
@@ -210,7 +212,26 @@ def over_budget(root: Path) -> list[str]:
     return [f"stepgraph/ has {lines:,} lines, more than its budget of {BUDGET:,}"] if lines > BUDGET else []
 
 
-RULES = (upward_imports, circles, imports_between_passes, private_torch, lowering_elsewhere, over_budget)
+def untyped(root: Path) -> list[str]:
+    """Functions with a parameter or a result that has no annotation."""
+    found = [
+        node
+        for file in modules(root).values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and _is_untyped(node)
+    ]
+    print(f"stepgraph/: {len(found):,} functions without all of their types, {UNTYPED:,} at most")
+    return [f"{len(found):,} functions lack a type, more than the {UNTYPED:,} so far"] if len(found) > UNTYPED else []
+
+
+def _is_untyped(node: ast.FunctionDef) -> bool:
+    given = node.args
+    arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    named = [one for one in arguments if one is not None and one.arg not in ("self", "cls", "_")]
+    return (node.returns is None and node.name != "__init__") or any(one.annotation is None for one in named)
+
+
+RULES = (upward_imports, circles, imports_between_passes, private_torch, lowering_elsewhere, over_budget, untyped)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -341,6 +362,18 @@ def test_only_lower_traces_and_rewrites(text, tmp_path):
     (problem,) = lowering_elsewhere(tree(tmp_path, verify__locate=text))
     assert text in problem and "only stepgraph.lower calls" in problem
     assert lowering_elsewhere(tree(tmp_path / "allowed", lower__lowering=text)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("def f(x: int, *_) -> int: ...\nclass A:\n    def __init__(self, x: int): ...", 0),
+        ("def f(x) -> int: ...\ndef g(x: int): ...\ndef h(*args) -> int: ...", 3),
+    ],
+)
+def test_functions_without_types_are_counted(text, count, tmp_path, capsys):
+    untyped(tree(tmp_path, costs__table=text))
+    assert f" {count} functions without" in capsys.readouterr().out
 
 
 def test_lines_over_budget_are_refused(tmp_path):

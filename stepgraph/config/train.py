@@ -26,7 +26,10 @@ from stepgraph.parallel import MeshSpec
 from stepgraph.passes import StepOptions
 
 #: The shape of a model of any family; the command line has an option for each field of the one that is given.
-ModelConfig = Annotated[typing.Union[tuple(family.config for family in FAMILIES)], tyro.conf.AvoidSubcommands]  # noqa: UP007
+ModelConfig = Annotated[
+    typing.Union[tuple(family.config for family in FAMILIES)],  # noqa: UP007  # pyrefly: ignore[invalid-annotation]
+    tyro.conf.AvoidSubcommands,
+]
 
 
 #: Which of a process's steps a profiled run runs node by node, before a CUDA graph is recorded: kernels are chosen in

@@ -253,7 +253,7 @@ def _vjp(function: Any, inputs: list[Optional], cotangents: tuple[Optional, ...]
             arguments[i] = tensor
         return tuple(output for output in function(*arguments) if output is not None)
 
-    outputs, vjp = torch.func.vjp(of_given, *(inputs[i] for i in given))
+    outputs, vjp, *_ = torch.func.vjp(of_given, *(inputs[i] for i in given))
     # Outputs that are None have no cotangent: the others match one to one.
     gradients = vjp(tuple(torch.zeros_like(o) if c is None else c for o, c in zip(outputs, cotangents, strict=True)))
     result: list[Optional] = [None] * len(inputs)
