@@ -24,7 +24,7 @@ from stepgraph.graph.values import Accumulator, BatchLeaf, Input, Loss, Optimize
 KINDS = ("parameters", "optimizer", "inputs", "gradients", "buckets", "activations", "temporary")
 
 #: Kinds of a graph's inputs that are not ``inputs``.
-HELD = {Parameter: "parameters", OptimizerState: "optimizer", Accumulator: "gradients"}
+HELD = {Parameter.kind: "parameters", OptimizerState.kind: "optimizer", Accumulator.kind: "gradients"}
 
 
 def lifetimes(
@@ -187,7 +187,7 @@ def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[
 
 def kinds_of(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
     """The kind of every storage, by the node that owns it."""
-    kinds = {node: HELD.get(type(what), "inputs") for node, what in step.bound()}
+    kinds = {node: HELD.get(what.kind, "inputs") for node, what in step.bound()}
     saved: set[fx.Node] = set()
     into_update: set[fx.Node] = set()
     into_collective: set[fx.Node] = set()

@@ -90,5 +90,5 @@ def _beside(moment: Moment, state: Mapping[Input, int], taken: Mapping[Input, in
     sizes = dict(moment.bytes)
     for what, size in state.items():
         if what not in taken:
-            sizes[HELD.get(type(what), "inputs")] += size
+            sizes[HELD.get(what.kind, "inputs")] += size
     return replace(moment, bytes=sizes)

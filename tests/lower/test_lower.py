@@ -36,10 +36,11 @@ def plain_spec(**options):
 
 def test_a_captured_step_is_what_lower_gives():
     spec = plain_spec(max_grad_norm=1.0, accumulate=2, passes="exact")
-    step = stepgraph.capture(
-        spec.model, spec.loss_fn, spec.batch, spec.optimizer, max_grad_norm=1.0, accumulate=2, passes="exact"
-    )
-    lowered = lower(spec).program
+    options = {"max_grad_norm": 1.0, "accumulate": 2, "passes": "exact"}
+    makers = (lambda: lower(spec)), lambda: stepgraph.capture(spec.model, next_token_loss, *rest, **options)
+    rest = spec.batch, spec.optimizer
+    lowered, step = (make() for make in makers)  # from one line, which the text names
+    lowered = lowered.program
     assert lowered.text() == step.program.text() and list(lowered.graphs) == ["microbatch", "update"]
     reports = [(report.graph, report.name) for graph in lowered.graphs.values() for report in graph.log]
     assert reports == [(report.graph, report.name) for report in step.report]
