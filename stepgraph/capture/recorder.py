@@ -27,6 +27,7 @@ from stepgraph.capture.lineage import Owners, made_from
 from stepgraph.capture.repeats import Repeats
 from stepgraph.capture.state import named_modules, unwrap
 from stepgraph.errors import CaptureError
+from stepgraph.graph import autocast
 from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import is_mutating, is_random
@@ -158,6 +159,8 @@ class Recorder:
         try:
             with (
                 listening() as self._regions,
+                compat.watch_autocast() as casts,
+                autocast.Kept(casts),
                 compat.intercept_checkpoint(self._in_checkpoint),
                 self._repeats if self._repeats.calls else contextlib.nullcontext(),
             ):

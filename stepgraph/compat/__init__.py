@@ -52,9 +52,11 @@ from stepgraph.compat.eager import (
     below_autograd,
     cuda_device_and_stream,
     empty_strided,
+    has_autocast_rule,
     in_function_transform,
     in_plain_eager,
     scaled_mm,
+    watch_autocast,
 )
 from stepgraph.compat.fake import (
     DataDependentOutputException,

@@ -1,9 +1,12 @@
 """Eager calls with less overhead, for kernels of a few microseconds, and operators without a public name."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+
+from stepgraph.compat.replaced import replaced_functions
 
 
 def below_autograd() -> contextlib.AbstractContextManager:
@@ -73,3 +76,31 @@ def scaled_mm(
     if scale_a.ndim:
         scale_a, scale_b = scale_a.unsqueeze(1), scale_b.unsqueeze(0)
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+@contextlib.contextmanager
+def watch_autocast() -> Iterator[dict[str, torch.dtype]]:
+    """The autocasts that are on, by type of device, which operators that are being dispatched cannot see. Inside, it
+    follows ``torch.autocast``; none is on before."""
+    casts: dict[str, torch.dtype] = {}
+    enable, choose = torch.set_autocast_enabled, torch.set_autocast_dtype
+
+    def set_enabled(*given: Any) -> None:
+        enable(*given)
+        kind, on = given if len(given) == 2 else ("cuda", *given)
+        casts.pop(kind, None)
+        if on:
+            casts[kind] = torch.get_autocast_dtype(kind)
+
+    def set_dtype(kind: str, dtype: torch.dtype) -> None:
+        choose(kind, dtype)
+        if kind in casts:
+            casts[kind] = dtype
+
+    with replaced_functions(torch, set_autocast_enabled=set_enabled, set_autocast_dtype=set_dtype):
+        yield casts
+
+
+def has_autocast_rule(target: torch._ops.OpOverload, device_type: str) -> bool:
+    """Whether autocast for ``device_type`` has a kernel for ``target``."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), f"Autocast{device_type.upper()}")

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.graph import collectives
+from stepgraph.graph import autocast, collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import argument, has_generator, is_launch, is_mutating, is_view, packet
@@ -159,7 +159,8 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
     def kind(node: fx.Node) -> str | None:
         if phase_of(node) == "optimizer":
             return "optimizer" if node.meta.get(COMPILE) else None
-        if getattr(node.target, "namespace", "") == "stepgraph" and is_mutating(node):
+        namespace = getattr(node.target, "namespace", "")
+        if namespace == autocast.NAMESPACE or (namespace == "stepgraph" and is_mutating(node)):
             return None
         if node.meta.get(KEEP_EAGER) or is_launch(node):
             return None

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.graph import autocast
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
@@ -111,6 +112,8 @@ def operator_named(name: str) -> torch._ops.OpOverload:
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.rpartition(".")
     try:
+        if namespace == autocast.NAMESPACE:
+            return autocast.named(packet)
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except AttributeError:
         raise NotLoadable(f"the operator {name} is not registered here: import the library that has it") from None
