@@ -1,8 +1,8 @@
 """The first step of an unmodified model of ``transformers``, cold and from a saved step: each start is a process of its
 own; the first has an empty folder of saved steps and empty compile caches, the others have what the first left.
 
-Seconds: ``imports``, ``build`` (model and batch on the device), ``capture`` (until `stepgraph.capture` returns; of a
-step that is made new, ``trace``, ``compile`` by Inductor and the ``rest``, passes and saving among it, are told apart),
+Seconds: ``imports``, ``build`` (model and batch on the device), ``capture`` (until `stepgraph.capture` returns; parts of
+it are ``trace``, ``compile`` by Inductor and the ``rest``: passes and saving, or key and loading),
 ``first_call`` (until its loss is there), ``to_first_step`` (the last two) and ``process`` (all of them). ``loaded``: as
 ``step.saved`` says, and ``notes``, what else it says; ``compiled``: what Inductor did. The first losses must be the
 same bits; those after an update be near, as attention's backward on a GPU may add in another order each time.
@@ -57,7 +57,7 @@ def start(name: str, device: str, layers: int | None, folder: str) -> dict[str, 
     optimizer = fused_adamw(list(model.parameters()))
     step = stepgraph.capture(model, loss_of, batch, optimizer, max_grad_norm=MAX_GRAD_NORM, saved=folder)
     captured = time.perf_counter()
-    parts = {} if step.saved.loaded else parts_of(step, captured - built)
+    parts = parts_of(step, captured - built)
     compiled = [report.summary for report in step.report if report.name == "inductor"]
     losses = [step(batch).item()]
     ran = time.perf_counter()

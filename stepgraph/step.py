@@ -30,8 +30,7 @@ from stepgraph.passes import Passes, PassReport, StepOptions, Target, resolve
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.run.bound import ExceededError
 from stepgraph.run.forms import Forms
-from stepgraph.run.saved.start import Start
-from stepgraph.run.saved.store import Outcome, store_of
+from stepgraph.run.saved.store import Outcome, Rewriting, store_of
 from stepgraph.run.spans import Waits
 from stepgraph.verify import Case, VerifyReport, verify
 
@@ -73,8 +72,9 @@ def capture(
             configured passes.
         disable: names of passes to leave out.
         dump: folder for the graph's text before and after each pass.
-        saved: load the step from this folder if it was saved there, and else save it; ``"auto"``: from the user's
-            cache. What is loaded is code: name no folder that you do not trust. ``step.saved`` says what happened.
+        saved: after the trace, load the rewritten and compiled step from this folder, or save it there if it is not
+            there yet; ``"auto"``: the user's cache. What is loaded is code: name no folder that you do not trust.
+            ``step.saved`` says what happened.
 
     Returns:
         A `CapturedStep`.
@@ -144,8 +144,7 @@ class CapturedStep:
 
     @property
     def saves(self) -> bool:
-        """Whether it looks for its forms among saved steps, and saves what it does not find; not where a rank dumps
-        graphs, which are those of passes that ran."""
+        """Whether it loads and saves its forms; not where a rank dumps graphs, which only passes that run can do."""
         return self._store is not None
 
     @property
@@ -299,32 +298,18 @@ class CapturedStep:
     def _bind(self, batch: Any, signature: tuple) -> BoundStep:
         self._forms.make_room()
         spec = replace(self.spec, batch=batch, accumulate=self._microbatches(batch))
-        first = not self._forms
-        if self.saves:
-            traced, self.saved = self._store.step(
-                self._start(spec), partial(self._trace, spec), partial(self._rewrite, spec), together=first
-            )
+        if not self._forms:
+            learn_lengths(spec)
+        traced, apply = trace(spec), partial(self._rewrite, spec)
+        if self._store is None:
+            apply(traced)
         else:
-            traced = self._trace(spec)
-            self._rewrite(spec, traced)
+            passes = resolve(spec.passes, spec.disable, Target.on(spec.device))
+            rewriting = Rewriting(apply, passes, spec.device, spec.pipeline)
+            self.saved = self._store.rewrite(traced, rewriting, together=not self._forms)
         bound = BoundStep(traced, self._update, self._session, self._accumulators)
         self._forms.keep(signature, bound)
         return bound
-
-    def _start(self, spec: StepSpec) -> Start:
-        passes = resolve(spec.passes, spec.disable, Target.on(spec.device))
-        options = {
-            "max_grad_norm": spec.max_grad_norm,
-            "accumulate": spec.accumulate,
-            "skip_nonfinite": spec.skip_nonfinite,
-        }
-        given = spec.model, spec.loss_fn, spec.batch, self._update
-        return Start(*given, options, passes, spec.device, spec.pipeline)
-
-    def _trace(self, spec: StepSpec) -> Traced:
-        if not self._forms:
-            learn_lengths(spec)
-        return trace(spec)
 
     def _rewrite(self, spec: StepSpec, traced: Traced) -> None:
         traced.program = rewrite(traced.program, spec, dump=self.dump)

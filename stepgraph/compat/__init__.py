@@ -72,7 +72,7 @@ from stepgraph.compat.fake import (
 )
 from stepgraph.compat.lengths import SymbolicLength, keep_mode
 from stepgraph.compat.memory import dump_memory, record_memory
-from stepgraph.compat.modules import active_modes, has_gradient_hooks, hooks_of_every_module
+from stepgraph.compat.modules import has_gradient_hooks, hooks_of_every_module
 from stepgraph.compat.optimizer import (
     accelerated_inside,
     has_step_hooks,
@@ -106,6 +106,7 @@ from stepgraph.compat.tracing import (
 from stepgraph.compat.triton import (
     TritonSource,
     build_triton_launcher,
+    is_triton_operator,
     misalignment,
     triton_cached,
     triton_compiled,

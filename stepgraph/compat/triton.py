@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._library.triton import set_wrap_triton_enabled
+from torch._library.triton import get_triton_kernels_for_op, set_wrap_triton_enabled
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -76,6 +76,11 @@ def triton_kernel_source(kernel: Any) -> tuple[str, ...]:
     *decorators, proper = _chain(kernel)
     settings = (repr([str(c) for c in getattr(part, "configs", ())]) for part in decorators)
     return (inspect.getsource(proper.fn), *settings)
+
+
+def is_triton_operator(operator: torch._ops.OpOverload) -> bool:
+    """Whether ``torch.library.triton_op`` made ``operator``: Inductor compiles its kernels into what calls it."""
+    return bool(get_triton_kernels_for_op(operator.name().removesuffix(".default")))
 
 
 def triton_kernel_tunes(kernel: Any) -> bool:

@@ -122,7 +122,7 @@ def build_loss(
     """``loss_fn(model, batch)``: mean next-token cross-entropy in nats, over the mesh if there is one; under autocast
     if the precision says so."""
     plain = next_token_loss if mesh is None else parallel.next_token_loss(mesh)
-    autocast, kind = config.precision == "bf16-autocast", device.type  # all that a saved step must know of the options
+    autocast, kind = config.precision == "bf16-autocast", device.type
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.autocast(kind, torch.bfloat16) if autocast else contextlib.nullcontext():

@@ -164,7 +164,7 @@ class TrainConfig(StepOptions, _Training):
     """Write the graph before and after each pass, as readable text, into the run folder."""
 
     step: str = "auto"
-    """Folder of saved steps: load the step from there, or save it there. auto: your cache; off: make it anew."""
+    """Folder of saved steps: load the step from there, or save it there. auto: your cache; off: neither."""
 
     verify: bool = False
     """Compare the captured step with eager before the first step; with --passes exact, end where a bit differs."""

@@ -106,10 +106,9 @@ def options_lines(config: TrainConfig, *, resumed: bool) -> str:
 
 
 def graph_line(step: CapturedStep) -> str:
-    """How long the capture took, of a step that was not loaded, and how many nodes there are."""
-    captured = "" if step.saved.loaded == "start" else f"captured in {step.program.capture_s:.1f} s; "
+    """How long the capture took, and how many nodes there are after passes."""
     counts = (f"{phase} {n:,}" for phase, n in step.program.count_by_phase().items())
-    return f"graph {captured}nodes after passes: {', '.join(counts)}"
+    return f"graph captured in {step.program.capture_s:.1f} s; nodes after passes: {', '.join(counts)}"
 
 
 def pass_lines(config: TrainConfig, reports: Sequence[passes.PassReport], device: torch.device) -> str:

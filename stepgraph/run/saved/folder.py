@@ -49,7 +49,7 @@ class Entry:
 
     @functools.cached_property
     def program(self) -> dict[str, Any]:
-        """What it says of a program; of a deep model it is megabytes, which are decoded once."""
+        """Its ``program.json``, megabytes for a deep model, decoded once."""
         return json.loads(self.files["program.json"])
 
 
@@ -65,10 +65,10 @@ class Folder:
             return
         _refuse_foreign(self.path)
 
-    def names(self, kind: str) -> list[str]:
-        """The entries of a kind, the newest first."""
+    def names(self) -> list[str]:
+        """The entries, the newest first."""
         self.check()
-        found = [entry for entry in _folders(self.path) if entry.name.startswith(f"{kind}-")]
+        found = [entry for entry in _folders(self.path) if not entry.name.startswith(".")]
         return [entry.name for entry in sorted(found, key=lambda entry: -_time(entry))]
 
     def parts(self, name: str) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Folder:
 
     @property
     def _mode(self) -> int:
-        """Of folders that are made: a named one is the caller's to share, as the umask says."""
+        """The mode of folders that are created: a named one is the caller's to share, as the umask says."""
         return 0o777 if self.given else 0o700
 
     def _aside(self) -> Path:
@@ -168,7 +168,7 @@ class Folder:
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    """Those in ``path``. One that is not there, may not be read or is no folder has none: writing there says why."""
+    """The folders in ``path``; none where that does not exist or may not be read: writing there says why."""
     with contextlib.suppress(OSError):
         yield from (entry for entry in path.iterdir() if os.path.isdir(entry))
 

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -17,19 +17,18 @@ from stepgraph.graph.marks import COMPILE, KEEP_EAGER, VISIBLE_PAIRS
 from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.provenance import Provenance, Role, provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec, StepGraph
-from stepgraph.graph.values import Input, plain, typed
+from stepgraph.graph.values import plain, typed
 from stepgraph.passes import PassReport
 from stepgraph.run.saved.values import Forms, NotLoadable, NotSavable, Values, decode, encode, target_name, target_named
 
 #: What passes and readers look for in a node's ``meta`` beside its value and provenance.
 _MARKS = (KEEP_EAGER, COMPILE, VISIBLE_PAIRS, "recomputes")
-#: Reads the live tensors of a capture: (graph, kind, name) -> object.
-Live = Callable[[str, str, str], Any]
 
 
 @dataclasses.dataclass
 class Captured:
-    """What of a captured program is no data: ``constants`` by id -> (graph, name, literal), ``launches`` likewise.
+    """The objects of a captured program that are not data: its ``constants``, by id -> (graph, name, literal), and its
+    ``launches`` of Triton kernels, by id -> (graph, node).
 
     Passes keep these objects, so a saved graph names them by their place in the capture.
     """
@@ -49,17 +48,6 @@ class Captured:
                     launches[id(node.target)] = (graph, node.name)
         return cls(constants, launches)
 
-    def find(self, program: StepProgram) -> Live:
-        """Finds the objects in ``program``, a capture of the same text."""
-
-        def live(graph: str, kind: str, name: str) -> Any:
-            step = program.graphs[graph]
-            if kind == "constant":
-                return _attribute(step.module, name)
-            return next(node.target for node in step.graph.nodes if node.name == name)
-
-        return live
-
 
 def _is_literal(node: fx.Node, value: Any) -> bool:
     copied = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
@@ -76,7 +64,6 @@ class Writer:
     def __init__(self, own: torch.device | None, captured: Captured | None):
         self.own, self.captured = own, captured
         self.constants: list[bytes] = []
-        self.live: list[str] = []  # why the capture cannot be left out
         self.operators: dict[str, str] = {}
 
     def program(self, program: StepProgram) -> dict[str, Any]:
@@ -126,6 +113,11 @@ class Writer:
             return self._launch(node)
         name = target_name(node.target)
         if isinstance(node.target, torch._ops.OpOverload):
+            if compat.is_triton_operator(node.target):
+                raise NotSavable(
+                    f"Inductor may compile the kernels of {name}, a triton_op, into its code, and the graph does not "
+                    "show them: make it an operator by torch.library.custom_op"
+                )
             self.operators[name] = str(node.target._schema)
         return name
 
@@ -134,7 +126,6 @@ class Writer:
             return {"launch": _described_launch(node.target)}
         if id(node.target) not in self.captured.launches:
             raise NotSavable("a pass made this launch of a Triton kernel, which has no saved form")
-        self.live.append(f"it launches the Triton kernel {node.target.__name__}")
         return {"launch": self.captured.launches[id(node.target)]}
 
     def _constant(self, value: Any) -> dict[str, Any]:
@@ -144,7 +135,6 @@ class Writer:
             raise NotSavable(f"a constant of type {type(value).__name__} has no saved form")
         graph, name, literal = (self.captured and self.captured.constants.get(id(value))) or (None, None, True)
         if not literal:
-            self.live.append(f"it reads a tensor of shape {list(value.shape)} that is no parameter and no buffer")
             return {"live": [graph, name]}
         form = Forms(self.own)
         self.constants.append(_bytes_of(value))
@@ -167,35 +157,29 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 class Reader:
-    """Reads what `Writer` wrote. ``tensor``: the live tensor of an input. ``live``: see `Live`; None
-    where there was no capture."""
+    """Reads what `Writer` wrote, bound to the tensors and objects of ``captured``, a capture with the same key."""
 
-    def __init__(
-        self,
-        own: torch.device | None,
-        constants: list[bytes],
-        tensor: Callable[[Input], torch.Tensor | None],
-        live: Live | None,
-    ):
-        self.own, self.constants, self.tensor, self.live = own, constants, tensor, live
+    def __init__(self, own: torch.device | None, constants: list[bytes], captured: StepProgram):
+        self.own, self.constants, self.captured = own, constants, captured
+        self.tensors = {spec.what: spec.tensor for step in captured.graphs.values() for spec in step.inputs}
         self.mode = fake_mode()
 
-    def program(self, saved: Mapping[str, Any], mesh: Any, compiled: Container[str]) -> StepProgram:
+    def program(self, saved: Mapping[str, Any], compiled: Container[str]) -> StepProgram:
         """``compiled``: names of the graphs that compiled pieces run for."""
         for name, schema in saved["operators"].items():
             now = str(target_named(name)._schema)
             if now != schema:
                 raise NotLoadable(f"the operator {name} is {now}, saved was {schema}")
-        graphs = {name: self.step(step, mesh, name in compiled) for name, step in saved["graphs"].items()}
+        graphs = {name: self.step(step, name in compiled) for name, step in saved["graphs"].items()}
         return StepProgram(graphs, [Call(*call) for call in saved["schedule"]])
 
-    def step(self, saved: Mapping[str, Any], mesh: Any, compiled: bool) -> StepGraph:
-        inputs = [InputSpec(what, self.tensor(what)) for what in map(typed, saved["inputs"])]
+    def step(self, saved: Mapping[str, Any], compiled: bool) -> StepGraph:
+        inputs = [InputSpec(what, self.tensors.get(what)) for what in map(typed, saved["inputs"])]
         outputs = list(map(typed, saved["outputs"]))
         module = self.graph(saved["graph"], compat.lazy_graph_module if compiled else fx.GraphModule)
         for node, spec in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             _check_form(node, spec)
-        return StepGraph(module, inputs, outputs, saved["blocks"], mesh, saved["axes"])
+        return StepGraph(module, inputs, outputs, saved["blocks"], self.captured.main.mesh, saved["axes"])
 
     def graph(self, saved: Mapping[str, Any], made: Callable[..., fx.GraphModule] = fx.GraphModule) -> fx.GraphModule:
         graph, attributes, nodes = fx.Graph(), {}, {}
@@ -223,19 +207,15 @@ class Reader:
     def _function(self, target: Any) -> Any:
         if isinstance(target, str):
             return target_named(target)
-        return self._live("launch", target["launch"])
-
-    def _live(self, kind: str, place: Iterable[str]) -> Any:
-        if self.live is None:
-            raise NotLoadable("it needs a capture for what it launches or reads")
-        graph, name = place
-        return self.live(graph, kind, name)
+        graph, name = target["launch"]
+        return next(node.target for node in self.captured.graphs[graph].graph.nodes if node.name == name)
 
     def _constant(self, saved: Mapping[str, Any]) -> Any:
         if "graph" in saved:
             return self.graph(saved["graph"])
         if "live" in saved:
-            return self._live("constant", saved["live"])
+            graph, name = saved["live"]
+            return _attribute(self.captured.graphs[graph].module, name)
         form = Values(saved["storages"], self.own, self.mode).decode(saved["form"])
         with compat.without_modes(), torch.no_grad():
             data = torch.frombuffer(bytearray(self.constants[saved["bytes"]]) or bytearray(1), dtype=torch.uint8)

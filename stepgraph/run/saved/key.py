@@ -1,10 +1,18 @@
-"""Keys of saved steps: named parts, of which a miss says the one that differs."""
+"""Keys of saved steps: everything below the trace that decides what passes and compilers make, in named parts.
+
+- ``graph``: the traced graphs whole: operators with their schemas, arguments, provenance and roles, the form of every
+  value, the schedule of calls, and hashes of the constants' values;
+- ``passes``: their order and their options;
+- ``versions``: torch, Triton and what else takes part in compiling, and a hash of stepgraph's sources;
+- ``device``: the GPU's kind, or the CPU's vector registers and threads;
+- ``settings``: torch's switches, Inductor's configuration, and the environment variables that compilers read;
+- ``mesh``, ``pipeline``: how ranks are laid out, the groups that the graphs name, and this rank's stages.
+"""
 
 import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import inspect
 import json
 import os
 import platform
@@ -17,12 +25,20 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import compat
+from stepgraph.graph.collectives import spans_machines
+from stepgraph.graph.program import StepProgram
+from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.passes.contract import Pass
-from stepgraph.run.saved.reads.places import UNDER_TORCH
+from stepgraph.run.saved.values import NotSavable
 
-#: The version of what is written here and beside: entries of another are never read.
-FORMAT = 1
-_LONGEST = 60  # characters of a value in a message
+#: The version of what this folder writes: entries of another are never read.
+FORMAT = 2
+#: Packages beside torch that passes call, or that Inductor and Triton are made with.
+_PACKAGES = ("triton", "sympy", "mpmath", "numpy", "flash-attn-4", "quack-kernels")
+#: Environment variables that Inductor, Triton, their host compilers and torch's libraries read.
+_VARIABLES = re.compile(r"TORCHINDUCTOR_|TRITON_|TORCH_COMPILE|TORCH_BLAS|CUBLAS|CUDNN|NVIDIA_TF32|ATEN_|CXX$|CC$")
+#: Names among them that say where files lie, how many processes compile and what is printed.
+_ELSEWHERE = re.compile(r"_DIR$|_PATH$|_DUMP|_DEBUG|_LOG|COMPILE_THREADS$|_PRINT_")
 
 
 def digest(value: Any) -> str:
@@ -30,47 +46,28 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def entry_name(kind: str, parts: Mapping[str, Any]) -> str:
+def entry_name(parts: Mapping[str, Any]) -> str:
     """The name of the entry with this key."""
-    return f"{kind}-{digest(parts)[:32]}"
+    return f"step-{digest(parts)[:32]}"
 
 
-def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs, each in a few words, the parts in the order of ``now``."""
+def differing(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The parts that differ, in the order of ``now``, each with the names in it that do: ``versions (torch)``."""
     found = []
-    for name in [*now, *(n for n in saved if n not in now)]:
-        if saved.get(name) == now.get(name):
-            continue
-        a, b = saved.get(name), now.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            keys = [key for key in {**b, **a} if a.get(key) != b.get(key)]
-            shown = [_shown(f"{key} was {{}}, is {{}}", key, a.get(key), b.get(key)) for key in keys[:2]]
-            more = f" and {len(keys) - 2} more" if len(keys) > 2 else ""
-            found.append(f"{name} ({'; '.join(shown)}{more})")
-        else:
-            found.append(_shown(f"{name} ({{}}, now {{}})", name, a, b))
+    for part in [*now, *(name for name in saved if name not in now)]:
+        a, b = saved.get(part), now.get(part)
+        if a != b:
+            both = isinstance(a, dict) and isinstance(b, dict)
+            names = [name for name in {**b, **a} if a.get(name) != b.get(name)] if both else []
+            found.append(f"{part} ({', '.join(names)})" if names else part)
     return found
 
 
-def _shown(text: str, name: str, a: Any, b: Any) -> str:
-    """``text`` with both values, or ``name`` alone where they are hashes, which say nothing to people."""
-    if all(isinstance(value, str) and re.fullmatch("[0-9a-f]{32,}", value) for value in (a, b)):
-        return name
-    return text.format(_short(a), _short(b))
-
-
-def _short(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-
-
 def versions() -> dict[str, str]:
-    """Of all that decides what a capture, a pass and a compiler make: packages, and stepgraph's own sources."""
+    """What passes and compilers are made of: packages, and stepgraph's own sources."""
     found = {"format": str(FORMAT), "python": platform.python_version(), "torch": torch.__version__}
     found |= {"cuda": str(torch.version.cuda), "stepgraph": own_sources()}
-    for package in ("numpy", *UNDER_TORCH, "opt-einsum", "transformers", "flash-attn-4", "quack-kernels"):
+    for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -80,15 +77,15 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def own_sources() -> str:
-    """A hash of stepgraph's own files, as they may change without its version."""
+    """A hash of stepgraph's own files, which may change without its version."""
     root = Path(__file__).parents[2]
     files = sorted(root.rglob("*.py"))
     return digest([[str(file.relative_to(root)), hashlib.sha256(file.read_bytes()).hexdigest()] for file in files])
 
 
 def device_facts(device: torch.device, compiles: bool) -> dict[str, Any]:
-    """What the step runs on. Compiled code names the GPU by its number, so that belongs to the key where there is any;
-    and code for a CPU counts its threads and vector registers."""
+    """What the step runs on. Compiled code names the GPU by its number, so the number belongs to the key where there is
+    such code; code for a CPU depends on its threads and vector registers."""
     found: dict[str, Any] = {"type": device.type}
     if device.type == "cuda" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(device)
@@ -105,7 +102,7 @@ def device_facts(device: torch.device, compiles: bool) -> dict[str, Any]:
 
 
 def settings(compiles: bool) -> dict[str, str]:
-    """torch's own settings that a trace, a kernel's choice or a compiler reads."""
+    """torch's own settings that a kernel's choice or a compiler reads."""
     cuda = torch.backends.cuda
     found = {
         "default dtype": torch.get_default_dtype(),
@@ -126,7 +123,6 @@ def settings(compiles: bool) -> dict[str, str]:
             cuda.cudnn_sdp_enabled(),
             cuda.fp16_bf16_reduction_math_sdp_allowed(),
         ],
-        "einsum": [torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy],
         "reduced precision": [
             cuda.matmul.allow_bf16_reduced_precision_reduction,
             cuda.matmul.allow_fp16_reduced_precision_reduction,
@@ -134,6 +130,8 @@ def settings(compiles: bool) -> dict[str, str]:
     }
     if compiles:
         found["inductor"] = compat.inductor_settings()
+        found |= {name: value for name, value in os.environ.items() if _VARIABLES.match(name)}
+        found = {name: value for name, value in found.items() if not _ELSEWHERE.search(name)}
     return {name: str(value) for name, value in found.items()}
 
 
@@ -147,18 +145,23 @@ def _tf32() -> list[Any]:
         return [*found, "mixed"]
 
 
-def mesh_facts(mesh: Any) -> dict[str, Any]:
-    """The ranks and how they are laid out; which of them this one is does not count."""
+def mesh_facts(mesh: Any, program: StepProgram) -> dict[str, Any]:
+    """The ranks, how they are laid out, and the groups that the graphs of ``program`` name. Which of the ranks this one
+    is does not count: the ranks of a group are counted from its first."""
     if not dist.is_initialized():
         return {"ranks": 1}
     found: dict[str, Any] = {"ranks": dist.get_world_size()}
     found["ranks a machine"] = os.environ.get("LOCAL_WORLD_SIZE", "all")
     if mesh is not None:
         found |= {"axes": list(mesh.mesh_dim_names or ()), "sizes": list(mesh.mesh.shape)}
-    return found
+    groups = {}
+    for name in sorted({name for step in program.graphs.values() for name in step.axes}):
+        first, *others = dist.get_process_group_ranks(compat.process_group(name))
+        groups[name] = [[rank - first for rank in others], spans_machines(name) is None]
+    return found | {"groups": groups}
 
 
-def pipeline_facts(pipeline: Any) -> dict[str, Any]:
+def pipeline_facts(pipeline: Pipeline | None) -> dict[str, Any]:
     """Which stages this rank has of which pipeline."""
     if pipeline is None:
         return {}
@@ -168,19 +171,21 @@ def pipeline_facts(pipeline: Any) -> dict[str, Any]:
 
 
 def pass_facts(passes: Sequence[Pass]) -> dict[str, Any]:
-    """Each pass with its options; one that is not of stepgraph also with its source file."""
-    found = {}
+    """Each pass with its options. Raises `NotSavable` for a pass that is not stepgraph's own: what it reads is
+    unknown, and so is what of it a key must hold."""
+    found: dict[str, Any] = {"order": [p.name for p in passes]}
     for p in passes:
-        options = {field.name: repr(getattr(p.options, field.name)) for field in dataclasses.fields(p.options)}
         if not p.apply.__module__.startswith("stepgraph."):
-            options["source"] = _source_of(p.apply)
-        found[p.name] = options
-    return found | {"order": [p.name for p in passes]}
+            raise NotSavable(f"the pass {p.name} is not of stepgraph: what it reads besides the graph is unknown")
+        options = {field.name: getattr(p.options, field.name) for field in dataclasses.fields(p.options)}
+        found[p.name] = {name: repr(_plain(value, f"{p.name}.{name}")) for name, value in options.items()}
+    return found
 
 
-def _source_of(function: Any) -> str:
-    file = inspect.getsourcefile(function)
-    if file is None or not Path(file).is_file():
-        raise ValueError(f"the pass {function.__qualname__} has no source file")
-    held = [repr(cell.cell_contents) for cell in function.__closure__ or ()]
-    return digest([hashlib.sha256(Path(file).read_bytes()).hexdigest(), *held])
+def _plain(value: Any, where: str) -> Any:
+    """``value``, if its ``repr`` says all of it. Raises `NotSavable`."""
+    if isinstance(value, tuple | list):
+        return [_plain(item, where) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise NotSavable(f"the option {where}={value!r} has no saved form")

@@ -1,12 +1,10 @@
 """Finds, loads and saves the steps of a folder."""
 
-import contextlib
 import dataclasses
-import gzip
 import json
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,92 +14,56 @@ import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.capture import Traced
+from stepgraph.capture.roles import groups_by_axis
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import PieceCall, piece_calls, with_functions
+from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.passes.compile.ahead import Ahead
+from stepgraph.passes.contract import Pass
 from stepgraph.run.saved import key
 from stepgraph.run.saved.folder import DamagedEntry, Entry, Folder, UnsafeFolder, cache_folder
 from stepgraph.run.saved.graphs import Captured, Reader, Writer, decode_report, decode_reports, encode_reports
-from stepgraph.run.saved.nearest import missed_graph, missed_start
-from stepgraph.run.saved.reads.describe import Indescribable
-from stepgraph.run.saved.reads.sources import Sources, changed_since
-from stepgraph.run.saved.start import Bindings, Start, name_groups, record_of, traced_of
 from stepgraph.run.saved.values import NotLoadable, NotSavable
+
+#: A miss in a named folder is compared with at most this many saved steps.
+_COMPARED = 16
 
 
 @dataclass
 class Outcome:
-    """How a step came about. ``loaded``: ``start`` (not even captured), ``graph`` (neither rewritten nor compiled) or
-    None. ``kept``: the entry that holds it, None where it is not saved. ``seconds``: that looking it up and loading
-    took. ``notes``: what a user should know, each in one line."""
+    """How a step came about. ``loaded``: after its trace, its passes and compiled code were loaded. ``kept``: the entry
+    that holds it, None where it is not saved. ``seconds``: time spent on the key and on loading. ``notes``: what a user
+    should know, each in one line."""
 
-    loaded: str | None = None
+    loaded: bool = False
     kept: str | None = None
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
 
-    def tell(self, note: str) -> None:
-        """Add a note; what is found twice, in looking for the start and for its graph, is told once."""
-        if note not in self.notes:
-            self.notes.append(note)
-
     def line(self) -> str:
         """The outcome in one line."""
-        what = {
-            "start": "loaded; nothing was captured, rewritten or compiled",
-            "graph": "loaded; it was captured again, and neither rewritten nor compiled",
-            None: "made new",
-        }[self.loaded]
+        what = "traced, then loaded: no pass ran and nothing was compiled" if self.loaded else "made from scratch"
         return f"step {what} ({self.seconds:.1f} s)"
 
 
-@dataclass
-class Request:
-    """One program to find or to make, captured of ``start``."""
+@dataclass(frozen=True)
+class Rewriting:
+    """What happens to a captured program: ``apply`` runs ``passes`` on it, for ``device`` and this rank's ``pipeline``,
+    and puts the result in its place."""
 
-    program: StepProgram
-    start: Start
-
-    def __post_init__(self) -> None:
-        self.own = own_device(self.start.device)
-        self.captured = Captured.of(self.program)
-        self.text = self.program.text()
-        self.live: list[str] = []  # why its graph cannot do without a capture
-
-    def parts(self) -> dict[str, Any]:
-        """The key of the graph. Raises `NotSavable`."""
-        writer = Writer(self.own, None)
-        written = writer.program(self.program)
-        nodes = sum(len(graph["graph"]["nodes"]) for graph in written["graphs"].values())
-        graph = {"nodes": nodes, "text": key.digest([written, writer.digest])}
-        return {"graph": graph} | surroundings(self.start)
-
-
-def surroundings(start: Start) -> dict[str, Any]:
-    """The parts of a key that do not depend on the model."""
-    passes, device = start.passes, start.device
-    compiles = any(p.name == "inductor" for p in passes)
-    try:
-        facts = key.pass_facts(passes)
-    except ValueError as reason:
-        raise NotSavable(str(reason)) from None
-    return {
-        "passes": facts,
-        "versions": key.versions(),
-        "device": key.device_facts(device, compiles),
-        "settings": key.settings(compiles),
-        "mesh": key.mesh_facts(start.mesh),
-        "pipeline": key.pipeline_facts(start.pipeline),
-    }
+    apply: Callable[[Traced], None]
+    passes: Sequence[Pass]
+    device: torch.device
+    pipeline: Pipeline | None
 
 
 def store_of(where: Path | str, dumps: bool) -> "Store | None":
     """The store of a folder that a caller named, or of the user's cache (``"auto"``; None where that is off).
 
-    None where a rank ``dumps`` its graphs, which are those of passes that ran: of all ranks, as they share what they
-    save. Every rank asks.
+    None where a rank ``dumps`` its graphs, which only passes that run can do: for all ranks then, as they share what
+    they save. Every rank calls this.
     """
     if any(_gathered(dumps) if _several_ranks() else [dumps]):
         return None
@@ -111,234 +73,190 @@ def store_of(where: Path | str, dumps: bool) -> "Store | None":
     return None if path is None else Store(Folder(path, given=False))
 
 
-def own_device(device: torch.device) -> torch.device | None:
-    """The GPU of this rank, with its number; None on a CPU."""
-    if device.type != "cuda" or device.index is not None:
-        return device if device.type == "cuda" else None
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 class Store:
     """The steps of one folder."""
 
     def __init__(self, folder: Folder):
         self.folder = folder
-        self.damaged: set[str] = set()
 
-    def step(
-        self, start: Start, capture: Callable[[], Traced], rewrite: Callable[[Traced], None], together: bool
-    ) -> tuple[Traced, Outcome]:
-        """The step of ``start``: loaded, or captured and then loaded, or made by ``rewrite`` and saved.
+    def rewrite(self, traced: Traced, rewriting: Rewriting, together: bool) -> Outcome:
+        """Put the rewritten program in the place of the captured one: loaded, or made and then saved.
 
-        ``together``: every rank is here. Those that have one graph share it: the first makes it, the others load it.
+        ``together``: every rank is here. Ranks that have one graph share it: the first makes it, the others load it.
         """
+        saving = _Saving(self.folder, traced, rewriting)
+        if together and _several_ranks():
+            saving.on_ranks()
+        elif not saving.load():
+            saving.make()
+        return saving.outcome
+
+
+class _Saving:
+    """One captured program on its way to a rewritten one."""
+
+    def __init__(self, folder: Folder, traced: Traced, rewriting: Rewriting):
+        self.folder, self.traced, self.rewriting = folder, traced, rewriting
+        self.outcome, self.damaged = Outcome(), False
+        self.own = _own_device(rewriting.device)
         began = time.perf_counter()
-        together = together and _several_ranks()
-        outcome, sources = Outcome(), Sources()
-        with compat.collector_off():
-            parts = self._start_parts(start, outcome)
-            traced = self._started(start, parts, sources, outcome) if parts else None
-        if together and not all(_gathered(traced is not None)):
-            traced = None  # a capture may open process groups, which all ranks must do
-        if traced is not None:
-            outcome.loaded, outcome.kept = "start", key.entry_name("start", parts)
-            outcome.seconds = time.perf_counter() - began
-            return traced, outcome
-        with sources.recorded() if parts else contextlib.nullcontext():
-            traced = capture()
-        request = Request(traced.program, start)
-        told = bool(parts and outcome.notes)
-        name = self._rewritten(traced, request, rewrite, together, outcome, told)
-        if parts and name:
-            self._save_start(start, parts, sources, traced, name, outcome)
-        return traced, outcome
-
-    def _start_parts(self, start: Start, outcome: Outcome) -> dict[str, Any] | None:
+        self.captured, self.objects = traced.program, Captured.of(traced.program)
         try:
-            return start.parts() | surroundings(start)
-        except (Indescribable, NotSavable) as reason:
-            outcome.tell(f"the step is captured at every start, as nothing stands for {reason}")
-            return None
-
-    def _started(self, start: Start, parts: dict[str, Any], sources: Sources, outcome: Outcome) -> Traced | None:
-        """The step of a start that was saved, without a capture."""
-        name = key.entry_name("start", parts)
-        entry = self.read(name, outcome)
-        if entry is None:
-            if name not in self.damaged:
-                outcome.notes += missed_start(self.folder, parts)
-            return None
-        record = json.loads(entry.files["start.json"])
-        change = changed_since(record, sources)
-        if change:
-            self.damaged.add(name)  # out of date: to be replaced
-            outcome.tell(f"captured, as {change} changed since the saved start")
-            return None
-        graphs = self.read(record["graph"], outcome)
-        if graphs is None:
-            return None
-        try:
-            name_groups(start.groups(), axes_of(graphs))
-            program = program_of(graphs, own_device(start.device), Bindings(start, record), None, start.mesh, outcome)
-        except (NotLoadable, OSError) as reason:  # no room where torch unpacks what it compiled
-            outcome.tell(f"a saved step cannot be loaded here: {reason}")
-            return None
-        return traced_of(start, record, program)
-
-    def _save_start(
-        self, start: Start, parts: dict[str, Any], sources: Sources, traced: Traced, graph: str, outcome: Outcome
-    ) -> None:
-        try:
-            data = record_of(start, traced, sources, graph)
-        except Indescribable as reason:
-            outcome.tell(f"the step is captured at every start, as nothing stands for {reason}")
-            return
-        self.write(key.entry_name("start", parts), parts, lambda: {"start.json": data})
-
-    def _rewritten(
-        self,
-        traced: Traced,
-        request: Request,
-        rewrite: Callable[[Traced], None],
-        together: bool,
-        outcome: Outcome,
-        told: bool,
-    ) -> str | None:
-        """Load what ``rewrite`` would make of a capture, or let it make it and save it; the name of its entry, None
-        where its graph alone cannot stand for the start. ``told``: why nothing was found is already in the notes."""
-        began = time.perf_counter()
-        try:
-            parts = request.parts()
+            self.parts = self._parts()
         except NotSavable as reason:
-            outcome.tell(f"the step cannot be saved: {reason}")
-            parts = {}
-        name = key.entry_name("graph", parts) if parts else None
-        found = bool(name) and self._load(name, traced, request, outcome)
-        if name and not found and name not in self.damaged and not told:
-            outcome.notes += missed_graph(self.folder, parts, request.text)
-        outcome.seconds = time.perf_counter() - began
-        saved = found
+            self.outcome.notes.append(f"the step cannot be saved: {reason}")
+            self.parts = {}
+        self.name = key.entry_name(self.parts) if self.parts else None
+        self.outcome.seconds = time.perf_counter() - began
 
-        def make() -> None:
-            nonlocal saved
-            rewrite(traced)
-            saved = bool(name) and self._save(name, parts, traced, request, outcome)
+    def _parts(self) -> dict[str, Any]:
+        """The key. Raises `NotSavable`."""
+        passes, device = self.rewriting.passes, self.rewriting.device
+        facts, compiles = key.pass_facts(passes), any(p.name == "inductor" for p in passes)
+        writer = Writer(self.own, None)
+        written = writer.program(self.captured)
+        nodes = sum(len(graph["graph"]["nodes"]) for graph in written["graphs"].values())
+        return {
+            "graph": {"nodes": nodes, "text": key.digest([written, writer.digest])},
+            "passes": facts,
+            "versions": key.versions(),
+            "device": key.device_facts(device, compiles),
+            "settings": key.settings(compiles),
+            "mesh": key.mesh_facts(self.captured.main.mesh, self.captured),
+            "pipeline": key.pipeline_facts(self.rewriting.pipeline),
+        }
 
-        if together:
-            saved = self._shared(name, traced, request, make, outcome, found) or saved
-        elif not found:
-            make()
-        outcome.kept = name if saved else None
-        return name if saved and not request.live else None
-
-    def _shared(
-        self,
-        name: str | None,
-        traced: Traced,
-        request: Request,
-        make: Callable[[], None],
-        outcome: Outcome,
-        found: bool,
-    ) -> bool:
-        """Make or load the step on every rank; whether it was loaded."""
-        wanted = _gathered(None if found else name or f"rank {dist.get_rank()}")
+    def on_ranks(self) -> None:
+        """Load or make the step on every rank."""
+        found = self.load()
+        wanted = _gathered(None if found else self.name or f"rank {dist.get_rank()}")
         if not any(wanted):
-            return True
+            return
         maker = dist.get_rank() if found else wanted.index(wanted[dist.get_rank()])
         failure: BaseException | None = None
         if not found and maker == dist.get_rank():
             try:
-                make()
-            except BaseException as error:  # the others wait: they are told first
+                self.make()
+            except BaseException as error:  # raised after the barrier, at which the others wait
                 failure = error
         dist.barrier()
         if failure is not None:
             raise failure
         if found or maker == dist.get_rank():
-            return found
-        told, outcome.notes = outcome.notes, []
-        if not self._load(name, traced, request, outcome):
-            outcome.notes = told + outcome.notes
-            make()
-            return False
-        outcome.notes.insert(0, f"rank {maker}, which has the same graph, made the step")
-        return True
+            return
+        missed, self.outcome.notes = self.outcome.notes, []
+        if self.load():
+            self.outcome.notes.insert(0, f"rank {maker}, which has the same graph, made the step")
+        else:
+            self.outcome.notes = missed + self.outcome.notes
+            self.make()
 
-    @compat.collector_off()
-    def _load(self, name: str, traced: Traced, request: Request, outcome: Outcome) -> bool:
-        """Put the saved step ``name`` in the place of the captured program; whether it is there and whole."""
-        entry = self.read(name, outcome)
-        if entry is None:
-            return False
-        tensors = {spec.what: spec.tensor for step in traced.program.graphs.values() for spec in step.inputs}
-        try:
-            captured = {name for step in traced.program.graphs.values() for name in step.axes}
-            name_groups(request.start.groups(), [name for name in axes_of(entry) if name not in captured])
-            live = request.captured.find(traced.program)
-            program = program_of(entry, request.own, tensors.get, live, request.start.mesh, outcome)
-        except (NotLoadable, OSError) as reason:  # no room where torch unpacks what it compiled
-            outcome.tell(f"a saved step cannot be loaded here: {reason}")
-            return False
-        program.main.capture_s = traced.program.capture_s
-        traced.program = program
-        request.live = entry.program["live"]
-        outcome.loaded = "graph"
-        return True
+    def load(self) -> bool:
+        """Put the saved step in the place of the captured program; whether it is there and whole."""
+        began = time.perf_counter()
+        if self.name is not None and (entry := self._read()) is not None:
+            try:
+                self._name_groups(entry)
+                program = self._program(entry)
+            except (NotLoadable, OSError) as reason:  # no room where torch unpacks what it compiled
+                self.outcome.notes.append(f"a saved step cannot be loaded here: {reason}")
+            else:
+                program.main.capture_s = self.captured.capture_s
+                self.traced.program = program
+                self.outcome.loaded, self.outcome.kept = True, self.name
+        self.outcome.seconds += time.perf_counter() - began
+        return self.outcome.loaded
 
-    def read(self, name: str, outcome: Outcome) -> Entry | None:
-        """An entry, or None where there is none that may be used."""
+    def make(self) -> None:
+        """Rewrite the captured program and save the result."""
+        if self.name is not None and not self.damaged:
+            self.outcome.notes += self._missed()
+        self.rewriting.apply(self.traced)
+        if self.name is None:
+            return
         try:
-            entry = self.folder.read(name)
-            if entry and key.entry_name(name.partition("-")[0], entry.parts) != name:
-                raise DamagedEntry(f"{self.folder.path / name} holds another step")
-            return entry
-        except (DamagedEntry, UnsafeFolder) as reason:
-            self.damaged.add(name)
-            outcome.tell(f"a saved step is not used: {reason}")
-        return None
-
-    def _save(self, name: str, parts: dict[str, Any], traced: Traced, request: Request, outcome: Outcome) -> bool:
-        """Save the rewritten program; whether it is saved. What cannot be is told, and costs no step."""
-        try:
-            return self.write(name, parts, lambda: files_of(traced.program, request))
+            self.folder.write(self.name, self.parts, self._files(), replace=self.damaged)
+            self.outcome.kept = self.name
         except NotSavable as reason:
-            outcome.tell(f"the step cannot be saved: {reason}")
-            return False
-
-    def write(self, name: str, parts: dict[str, Any], files: Callable[[], dict[str, bytes]]) -> bool:
-        """Write an entry of ``files``; whether it is there. A full disk, there or where torch packs what it compiled,
-        costs a warning."""
-        try:
-            self.folder.write(name, parts, files(), replace=name in self.damaged)
-            self.damaged.discard(name)
-            return True
+            self.outcome.notes.append(f"the step cannot be saved: {reason}")
         except UnsafeFolder as reason:
             warnings.warn(f"the step is not saved: {reason}", stacklevel=2)
-        except OSError as failure:
+        except OSError as failure:  # a full disk, there or where torch packs what it compiled
             warnings.warn(f"the step is not saved in {self.folder.path}: {failure.strerror}", stacklevel=2)
-        return False
+
+    def _read(self) -> Entry | None:
+        """The entry, or None where there is none that may be used."""
+        try:
+            entry = self.folder.read(self.name)
+            if entry and key.entry_name(entry.parts) != self.name:
+                raise DamagedEntry(f"{self.folder.path / self.name} holds another step")
+            return entry
+        except (DamagedEntry, UnsafeFolder) as reason:
+            self.damaged = True
+            self.outcome.notes.append(f"a saved step is not used: {reason}")
+        return None
+
+    def _missed(self) -> list[str]:
+        """In a folder that the caller named: the parts in which the nearest saved step differs."""
+        if not self.folder.given:
+            return []
+        found = []
+        for name in self.folder.names()[:_COMPARED]:
+            try:
+                found.append(key.differing(self.folder.parts(name), self.parts))
+            except DamagedEntry:
+                continue
+        found = [differing for differing in found if differing]  # else the step itself, which could not be loaded
+        return [f"no saved step fits; the nearest differs in {', '.join(min(found, key=len))}"] if found else []
+
+    def _name_groups(self, entry: Entry) -> None:
+        """Give process groups that passes use, and the capture does not, the names that saved nodes call them by.
+        Raises `NotLoadable`."""
+        groups = groups_by_axis(slot.tensor for slot in self.traced.slots)
+        if self.rewriting.pipeline is not None:
+            groups |= self.rewriting.pipeline.named_groups()
+        named = _axes(self.captured)
+        saved = (name for step in entry.program["program"]["graphs"].values() for name in step["axes"])
+        for name in dict.fromkeys(saved):
+            if name not in named and (name not in groups or compat.name_group(groups[name], name) != name):
+                raise NotLoadable(f"the process group {name} has another name here")
+
+    @compat.collector_off()
+    def _program(self, entry: Entry) -> StepProgram:
+        """The program of an entry. Raises `NotLoadable`."""
+        saved = entry.program
+        reader = Reader(self.own, _cut(entry.files["constants"], saved["constants"]), self.captured)
+        program = reader.program(saved["program"], saved["pieces"])
+        # Triton's cache is another's on another machine or GPU, and may have been emptied.
+        ahead = Ahead(step.graph for step in program.graphs.values())
+        ahead.start()
+        for name, step in program.graphs.items():
+            if name in saved["pieces"]:
+                calls = [PieceCall(piece, tuple(nodes)) for piece, nodes in saved["pieces"][name]]
+                pieces = {piece: entry.files[f"{name}.{piece}"] for piece in dict.fromkeys(c.name for c in calls)}
+                functions = {piece: compat.inductor_load(data) if data else None for piece, data in pieces.items()}
+                step.executable = with_functions(step.module, calls, functions)
+            decode_reports(saved["reports"][name], step)
+        program.log = list(map(decode_report, saved["log"]))
+        self.outcome.notes += ahead.finish()
+        return program
+
+    def _files(self) -> dict[str, bytes]:
+        """The files of the rewritten program. Raises `NotSavable`."""
+        program, writer = self.traced.program, Writer(self.own, self.objects)
+        written = {"program": writer.program(program), "constants": [len(data) for data in writer.constants]}
+        written["reports"] = {name: encode_reports(step) for name, step in program.graphs.items()}
+        written["log"] = [dataclasses.asdict(report) for report in program.log]
+        written["pieces"], files = {}, {"constants": b"".join(writer.constants)}
+        for name, step in program.graphs.items():
+            if step.executable is not step.module:
+                calls, pieces = _pieces(step)
+                written["pieces"][name] = [[call.name, call.nodes] for call in calls]
+                files |= {f"{name}.{piece}": data for piece, data in pieces.items()}
+        return files | {"program.json": json.dumps(written, separators=(",", ":")).encode()}
 
 
-def files_of(program: StepProgram, request: Request) -> dict[str, bytes]:
-    """The files of a rewritten program. Raises `NotSavable`."""
-    writer = Writer(request.own, request.captured)
-    written = {"program": writer.program(program), "constants": [len(data) for data in writer.constants]}
-    files: dict[str, bytes] = {"captured.txt.gz": gzip.compress(request.text.encode(), mtime=0)}
-    written["reports"] = {name: encode_reports(step) for name, step in program.graphs.items()}
-    written["log"] = [dataclasses.asdict(report) for report in program.log]
-    written["pieces"] = {}
-    for name, step in program.graphs.items():
-        if step.executable is not step.module:
-            calls, pieces = _pieces(step)
-            written["pieces"][name] = [[call.name, call.nodes] for call in calls]
-            files |= {f"{name}.{piece}": data for piece, data in pieces.items()}
-    written["live"] = request.live = writer.live
-    files["constants"] = b"".join(writer.constants)
-    files["program.json"] = json.dumps(written, separators=(",", ":")).encode()
-    return files
-
-
-def _pieces(step: StepGraph) -> tuple[list[PieceCall], dict[str, bytes]]:
+def _pieces(step: StepGraph) -> tuple[list[PieceCall], Mapping[str, bytes]]:
     calls, pieces = piece_calls(step.executable), {}
     nodes = {node.name: node for node in step.graph.nodes}
     for name in dict.fromkeys(call.name for call in calls):
@@ -356,41 +274,25 @@ def _pieces(step: StepGraph) -> tuple[list[PieceCall], dict[str, bytes]]:
     return calls, pieces
 
 
-def program_of(
-    entry: Entry, own: torch.device | None, tensor: Callable, live: Any, mesh: Any, outcome: Outcome
-) -> StepProgram:
-    """The program of an entry, bound to live tensors. ``tensor``, ``live``: see `Reader`.
-    Raises `NotLoadable`."""
-    saved = entry.program
-    constants, at = [], 0
-    for size in saved["constants"]:
-        constants.append(entry.files["constants"][at : at + size])
+def _cut(data: bytes, sizes: Iterable[int]) -> list[bytes]:
+    """``data`` cut into consecutive parts of ``sizes`` bytes."""
+    found, at = [], 0
+    for size in sizes:
+        found.append(data[at : at + size])
         at += size
-    reader = Reader(own, constants, tensor, live)
-    program = reader.program(saved["program"], mesh, saved["pieces"])
-    # Triton's cache is another's on another machine or GPU, and may have been emptied.
-    ahead = Ahead(step.graph for step in program.graphs.values())
-    ahead.start()
-    for name, step in program.graphs.items():
-        if name in saved["pieces"]:
-            calls = [PieceCall(piece, tuple(nodes)) for piece, nodes in saved["pieces"][name]]
-            pieces = {c.name: entry.files[f"{name}.{c.name}"] for c in _distinct(calls)}
-            functions = {piece: compat.inductor_load(data) if data else None for piece, data in pieces.items()}
-            step.executable = with_functions(step.module, calls, functions)
-        decode_reports(saved["reports"][name], step)
-    program.log = list(map(decode_report, saved["log"]))
-    outcome.notes += ahead.finish()
-    return program
+    return found
 
 
-def axes_of(entry: Entry) -> list[str]:
+def _axes(program: StepProgram) -> set[str]:
     """The names that its graphs give process groups."""
-    graphs = entry.program["program"]["graphs"].values()
-    return list(dict.fromkeys(name for step in graphs for name in step["axes"]))
+    return {name for step in program.graphs.values() for name in step.axes}
 
 
-def _distinct(calls: Sequence[PieceCall]) -> list[PieceCall]:
-    return list({call.name: call for call in calls}.values())
+def _own_device(device: torch.device) -> torch.device | None:
+    """The GPU of this rank, with its number; None on a CPU."""
+    if device.type != "cuda" or device.index is not None:
+        return device if device.type == "cuda" else None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _several_ranks() -> bool:
