@@ -81,14 +81,15 @@ def _check(name: str, fake: Callable, made: Any, args: tuple[Any, ...], kwargs: 
     for real, fake in zip(*map(compat.pytree.tree_leaves, (made, said)), strict=True):
         if isinstance(real, torch.Tensor) and real.dtype != fake.dtype:
             raise RuntimeError(
-                f"{'.'.join(name.split(_SEPARATOR)[1:])} gives {real.dtype} under autocast, and its fake implementation says {fake.dtype}; let both "
-                f"give one dtype: end the operator by .to({fake.dtype}), or ask torch.get_autocast_dtype in the fake one"
+                f"{'.'.join(name.split(_SEPARATOR)[1:])} gives {real.dtype} under autocast, and its fake "
+                f"implementation says {fake.dtype}; let both give one dtype: end the operator by .to({fake.dtype}), or "
+                "ask torch.get_autocast_dtype in the fake one"
             )
 
 
 class Kept(compat.TorchDispatchMode):
-    """Inside, operators that autocast reaches are called by `under`. ``casts``: the autocasts that are on, which change;
-    operators that are being dispatched cannot ask."""
+    """Inside, operators that autocast reaches are called by `under`. ``casts``: the autocasts that are on, which
+    change; operators that are being dispatched cannot ask."""
 
     def __init__(self, casts: dict[str, torch.dtype]):
         super().__init__()
