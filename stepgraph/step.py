@@ -246,6 +246,12 @@ class CapturedStep:
         case = Case(replace(self.spec, batch=batch, accumulate=bound.traced.program.microbatches), bound)
         return verify(case, locate)
 
+    def release(self) -> None:
+        """Drop the step's CUDA graphs, which hold memory, and NCCL's kernels: communicators close only when these are
+        gone. Later calls record again."""
+        for bound in self._forms:
+            bound.runner.release()
+
     @contextlib.contextmanager
     def watched(self, on_node: Callable[[str, fx.Node], None]) -> Iterator[None]:
         """Inside, the forms of the step that are captured run node by node, without replaying CUDA graphs.

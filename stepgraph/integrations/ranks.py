@@ -61,12 +61,14 @@ def _checked_fsdp(args: TrainingArguments) -> bool:
         return False
     from accelerate import FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
-    if plugin.fsdp_version != 2:
+    given = args.fsdp_plugin_args or {}
+    version = int(given.get("fsdp_version") or os.environ.get("FSDP_VERSION", 1))
+    if version != 2:
         raise ValueError(
-            f"fsdp version {plugin.fsdp_version}: GraphTrainer shards as version 2 does; give "
+            f"fsdp version {version}: GraphTrainer shards as version 2 does; give "
             "fsdp_config={'version': 2}, or --fsdp_version 2 to accelerate launch"
         )
+    plugin = FullyShardedDataParallelPlugin(**given)
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError("FSDP's offload to the CPU: a captured step keeps its shards on the GPU; drop cpu_offload")
     if plugin.activation_checkpointing:

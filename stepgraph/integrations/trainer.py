@@ -5,6 +5,7 @@ the microbatches of a step wait for its last one; that call runs the whole step 
 ``Trainer`` does afterwards changes nothing: an optimizer without gradients has nothing to update.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -203,7 +204,13 @@ class GraphTrainer(Trainer):
         """As ``Trainer.train``."""
         for of_another_run in (self._steps, self._apart, self._waiting, self._reads):
             of_another_run.clear()
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._mesh is not None:  # process groups close once no CUDA graph holds NCCL's kernels
+                for step in (*self._steps.values(), *self._apart.values()):
+                    step.release()
+                gc.collect()
 
     @property
     def captured(self) -> CapturedStep | None:

@@ -166,7 +166,7 @@ def expert_paths(model: nn.Module, spec: MeshSpec) -> set[str]:
     """Paths of the modules that hold experts' parameters. ``ValueError`` if ``ep`` does not fit the model."""
     found: set[str] = set()
     for layer in expert_layers(model):
-        spec.check_divides({f"{layer.path}.n_experts": layer.n_experts}, "ep")
+        spec.check_divides({f"{layer.path.removesuffix('.experts')}.n_experts": layer.n_experts}, "ep")
         if layer.routed:
             check_routed(layer.path, layer.experts)
         for name, module in layer.experts.named_modules(prefix=layer.path):

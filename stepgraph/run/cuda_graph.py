@@ -60,10 +60,10 @@ class GraphRunner:
         self.written = [i for i in self.batch if writes.get(placeholders[i])]
         self.module = split_at_host(step)
         self.age = self.session.age(self.groups)
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
-        """Nothing is recorded, nor ran before."""
+    def forget(self) -> None:
+        """Nothing is recorded, nor ran before: CUDA graphs are dropped, and later steps record again."""
         self.warm = False
         self.program: list[_Piece] = []
         self.static: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ class GraphRunner:
 
     def __call__(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self.age != self.session.age(self.groups):  # a step was broken off: what was recorded waits for other flags
-            self._forget()
+            self.forget()
         if not self.warm:
             self.age = self.session.age(self.groups)
             results = self._warm_up(flat)

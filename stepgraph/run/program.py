@@ -172,6 +172,12 @@ class ProgramRunner:
         results.gradients = [g.clone() if compat.storage_key(g) in self.scratch else g for g in results.gradients]
         return results
 
+    def release(self) -> None:
+        """Drop the CUDA graphs of the step; later steps record again."""
+        for runner in (self.whole, *self.runners.values()):
+            if isinstance(runner, WholeStep | GraphRunner):
+                runner.forget()
+
     def _calls(
         self, leaves: Sequence[Any], run: Callable[[str, list[Tensor]], Sequence[Tensor]] | None = None
     ) -> Results:

@@ -40,10 +40,10 @@ class WholeStep:
         given = (spec.what for step in program.graphs.values() for spec in step.inputs)
         self.read = sorted({what.leaf for what in given if isinstance(what, BatchLeaf)})
         self.waiting = ""
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
-        """Nothing is recorded, nor ran before."""
+    def forget(self) -> None:
+        """Nothing is recorded, nor ran before: CUDA graphs are dropped, and later steps record again."""
         self.age = self.session.age(self.groups)
         self.warm = False
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -52,7 +52,7 @@ class WholeStep:
 
     def __call__(self, leaves: Sequence[Any]) -> Results:
         if self.age != self.session.age(self.groups):  # a step was broken off: what was recorded waits for other flags
-            self._forget()
+            self.forget()
         if not self.warm:
             results = self._warm_up(leaves)
             self.warm = True

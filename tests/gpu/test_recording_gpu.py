@@ -17,7 +17,7 @@ batch = {"x": torch.randn(8, 64, device="cuda")}
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 step = stepgraph.capture(model, lambda m, b: m(b["x"]).square().mean(), batch, optimizer, passes="exact")
 losses = [step(batch).item() for _ in range(4)]
-step._current.runner.runners["step"]._forget()  # as after a step that was broken off
+step._current.runner.runners["step"].forget()  # as after a step that was broken off
 losses += [step(batch).item() for _ in range(4)]
 assert losses == sorted(losses, reverse=True), losses
 """
