@@ -22,7 +22,7 @@ from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
 from stepgraph.costs.step import graph_cost
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import tensor_bytes
-from stepgraph.graph.program import StepProgram
+from stepgraph.graph.program import Call, StepProgram
 from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Accumulator, Buffer, Input, OptimizerState, Output, Parameter, Value
@@ -38,10 +38,9 @@ from stepgraph.inspect.forecast.forecast import (
 from stepgraph.lower import copied, rewrite, rewrite_graph, trace
 from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
+from stepgraph.parallel.pipeline.messages import calls_of
 from stepgraph.parallel.pipeline.schedules import (
     SCHEDULES,
-    Work,
-    calls_of,
     check_schedule,
     rank_of,
     with_once,
@@ -313,14 +312,15 @@ def _run(
         sends[True, i] = sends[False, i + 1] = stage.message / link
     timed = simulate_schedule(orders, where, seconds, sends)
     without = simulate_schedule(orders, where, seconds, dict.fromkeys(sends, 0.0))
-    boxes = _box_bytes(orders, where, stages) if config.stage_sends == "symmetric" else 0
+    symmetric = config.stage_sends == "symmetric"
+    calls = calls_of(orders, where, symmetric)
+    boxes = _box_bytes(calls, where, stages) if symmetric else 0
     peaks = [_peak([i for i, r in enumerate(where) if r == rank], stages, timed) + boxes for rank in range(ranks)]
     return ScheduleForecast(name, stages, timed, peaks, timed.seconds - without.seconds, update_s)
 
 
-def _box_bytes(orders: list[list[Work]], where: list[int], stages: list[StageCost]) -> int:
+def _box_bytes(calls: list[list[Call]], where: list[int], stages: list[StageCost]) -> int:
     """Bytes on each rank for messages over symmetric memory, of the rank that needs most."""
-    calls = [calls_of(orders, where, rank, ahead=False) for rank in range(len(orders))]
     room = Counter()
     for channel, places in places_of(calls, where).items():
         room[channel.receiver] += places

@@ -8,36 +8,9 @@ each has one stage, and fewer than twice as many where each has two, however man
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from stepgraph.graph.program import Call
-
-
-class Channel(NamedTuple):
-    """Messages of one kind from one rank of a pipeline to another, in order."""
-
-    forward: bool
-    sender: int
-    receiver: int
-
-
-class Message(NamedTuple):
-    """One call that sends or receives: the next message of its channel."""
-
-    channel: Channel
-    sends: bool
-
-
-def message_of(call: Call, ranks_of: Sequence[int]) -> Message | None:
-    """What ``call`` sends or receives; None where it computes. ``ranks_of``: of each stage."""
-    kind, _, stage = call.graph.partition(".")
-    way, _, direction = kind.partition("_")
-    if way not in ("send", "receive"):
-        return None
-    forward, sends, here = direction == "forward", way == "send", int(stage)
-    there = here + (1 if forward == sends else -1)
-    ranks = (ranks_of[here], ranks_of[there]) if sends else (ranks_of[there], ranks_of[here])
-    return Message(Channel(forward, *ranks), sends)
+from stepgraph.parallel.pipeline.messages import Channel, message_of
 
 
 def places_of(calls: Sequence[Sequence[Call]], ranks_of: Sequence[int]) -> dict[Channel, int]:
@@ -56,7 +29,7 @@ def places_of(calls: Sequence[Sequence[Call]], ranks_of: Sequence[int]) -> dict[
         for rank, queue in enumerate(queues):
             known = knows[rank]
             while at[rank] < len(queue):
-                channel, sends = queue[at[rank]]
+                channel, sends, _ = queue[at[rank]]
                 if sends:
                     sent[channel].append(dict(known))
                     needed[channel] = max(needed[channel], len(sent[channel]) - known[channel])

@@ -62,15 +62,16 @@ class Pipeline:
             raise ValueError(
                 f"stage_sends=symmetric over pp={self.ranks}: {apart}; make pp smaller, or take {SENDS[0]}"
             )
-        # Messages of one kind that go one way share a group, in which nothing overtakes: in one group for both ways
-        # NCCL would wait for a send before it begins a receive.
+        # Messages that go one way have a group, in which NCCL makes a communicator for each two ranks when they first
+        # use it: in one group for both ways a send would wait for a receive that is posted before it, see `messages`.
+        if not self.symmetric and (device := dist.group.WORLD.bound_device_id) is not None:
+            raise ValueError(
+                f"the process groups were opened with device_id={device}, and each would send the messages of all "
+                "stages one by one: leave device_id out of init_process_group, or take stage_sends=symmetric"
+            )
         with compat.single_gloo_thread():
-            self.channels = {
-                (forward, up): self._group(channel_name(forward, up))
-                for forward in (True, False)
-                for up in (True, False)
-                if not self.symmetric
-            }
+            ways = () if self.symmetric else (True, False)
+            self.channels = {up: self._group(channel_name(up)) for up in ways}
             self.tied = {holders: self._tied(holders) for holders in sorted(set(self.holders.values())) if holders[1:]}
 
     def _group(self, what: str) -> dist.ProcessGroup:
@@ -97,14 +98,6 @@ class Pipeline:
         """Whether this rank holds the parameter ``name``."""
         return self.rank in self.holders[name]
 
-    def channel(self, forward: bool, peer: int) -> dist.ProcessGroup:
-        """The group for messages of one kind from this rank to ``peer``; its own end has `channel_from`."""
-        return self.channels[forward, peer > self.rank]
-
-    def channel_from(self, forward: bool, peer: int) -> dist.ProcessGroup:
-        """The group for messages of one kind from ``peer`` to this rank."""
-        return self.channels[forward, self.rank > peer]
-
     def sender(self, receive: Call) -> str:
         """Who sends what this rank's call ``receive`` receives, such as ``stage 1 on rank 4``."""
         kind, _, stage = receive.graph.partition(".")
@@ -113,7 +106,7 @@ class Pipeline:
 
     def named_groups(self) -> dict[str, dist.ProcessGroup]:
         """Its process groups by the names that graphs give them, where no other pipeline has these."""
-        named = {channel_name(forward, up): group for (forward, up), group in self.channels.items()}
+        named = {channel_name(up): group for up, group in self.channels.items()}
         named |= {tied_name(holders): group for holders, group in self.tied.items() if group is not None}
         return {"pp": self.group} | named
 
@@ -126,9 +119,9 @@ class Pipeline:
         return Share(self.holders, self.rank, self.group, self.tied)
 
 
-def channel_name(forward: bool, up: bool) -> str:
-    """What graphs call the group for messages of one kind that go one way; it is also in the group's description."""
-    return f"pp.{'forward' if forward else 'backward'}.{'up' if up else 'down'}"
+def channel_name(up: bool) -> str:
+    """What graphs call the group for messages to higher ranks, or to lower ones; it is also the group's description."""
+    return f"pp.{'up' if up else 'down'}"
 
 
 def tied_name(holders: Sequence[int]) -> str:

@@ -15,9 +15,10 @@ from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import InputSpec, StepGraph
 from stepgraph.graph.values import Loss, Output, Parameter, TotalLoss, Value
 from stepgraph.kernels.comm import point_to_point, symmetric_sends  # noqa: F401  (register their operators)
-from stepgraph.parallel.pipeline.boxes import Channel, places_of
+from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
-from stepgraph.parallel.pipeline.schedules import Work, calls_of, with_once, work_of
+from stepgraph.parallel.pipeline.messages import Channel, calls_of
+from stepgraph.parallel.pipeline.schedules import Work, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import most_in_flight
 
 c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
@@ -64,7 +65,7 @@ class StageGraphs:
         pipeline = self.pipeline
         gathered, reduced = ({s for s in pipeline.own if f"{kind}.{s}" in pieces} for kind in ("gather", "reduce"))
         orders = with_once(work_of(pipeline.name, pipeline.ranks, self.microbatches), gathered, reduced)
-        calls, boxes = self._calls(orders, ahead=not pipeline.symmetric)
+        calls, boxes = self._calls(orders)
         graphs = dict(pieces)
         for call in calls:
             if call.graph not in graphs:
@@ -79,19 +80,15 @@ class StageGraphs:
         graphs = {f"forward.{stage}": step for stage, step in self.whole.items()}
         ranks = range(pipeline.ranks)
         orders = [[("forward", stage, 0) for stage, holder in enumerate(where) if holder == rank] for rank in ranks]
-        calls, boxes = self._calls(orders, ahead=False)
+        calls, boxes = self._calls(orders)
         graphs |= {call.graph: self._message(call.graph, boxes) for call in calls if call.graph not in graphs}
         return StepProgram(graphs | {"share_loss": self._share_loss()}, [*calls, Call("share_loss")])
 
-    def _calls(
-        self, orders: Sequence[Sequence[Work]], ahead: bool
-    ) -> tuple[list[Call], dict[Channel, list[int]] | None]:
+    def _calls(self, orders: Sequence[Sequence[Work]]) -> tuple[list[Call], dict[Channel, list[int]] | None]:
         """(this rank's calls, the boxes of all messages where they go over symmetric memory); see `calls_of`."""
         pipeline = self.pipeline
-        if not pipeline.symmetric:
-            return calls_of(orders, pipeline.ranks_of, pipeline.rank, ahead), None
-        every = [calls_of(orders, pipeline.ranks_of, rank, ahead) for rank in range(pipeline.ranks)]
-        return every[pipeline.rank], self._boxes(every)
+        every = calls_of(orders, pipeline.ranks_of, pipeline.symmetric)
+        return every[pipeline.rank], self._boxes(every) if pipeline.symmetric else None
 
     def _boxes(self, calls: list[list[Call]]) -> dict[Channel, list[int]]:
         """Of each channel the box of its messages, as `symmetric_sends` has it. ``calls``: of every rank."""
@@ -143,8 +140,8 @@ class StageGraphs:
             name = compat.name_group(pipeline.group, "pp")
             ends = (pipeline.rank, peer) if sends else (peer, pipeline.rank)
             return (peer, boxes[Channel(forward, *ends)], name), name
-        group = pipeline.channel(forward, peer) if sends else pipeline.channel_from(forward, peer)
-        name = compat.name_group(group, channel_name(forward, (peer > pipeline.rank) == sends))
+        up = (peer > pipeline.rank) == sends
+        name = compat.name_group(pipeline.channels[up], channel_name(up))
         return (peer, name), name
 
     def _share_loss(self) -> StepGraph:

@@ -1,18 +1,13 @@
-"""The schedules of a pipeline: which rank has which stages, and the calls of its step.
+"""The schedules of a pipeline: which rank has which stages, and what it computes in a step.
 
-The order of forward and backward is that of `torch.distributed.pipelining`; sends and receives are placed here. What a
-call makes for a neighbour is sent right behind it. Receives are begun in the order in which the neighbour sends, one
-computation before the one that reads them, so that they travel beside it. Messages over symmetric memory need no
-receive to travel: there it ends right before the computation that reads it.
+The order of forward and backward is that of `torch.distributed.pipelining`; `messages` places sends and receives.
 """
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
-from stepgraph.graph.program import Call
 
 #: (kind, stage, microbatch) of a computation; kind as in `compat.pipeline_order`, or as in `with_once`, for which the
 #: microbatch is None.
@@ -121,46 +116,3 @@ def target_of(work: Work, stages: int) -> int | None:
     kind, stage, _ = work
     target = {"forward": stage + 1, "backward": stage - 1, "backward_input": stage - 1}.get(kind, -1)
     return target if 0 <= target < stages else None
-
-
-def calls_of(orders: Sequence[Sequence[Work]], ranks_of: Sequence[int], rank: int, ahead: bool = True) -> list[Call]:
-    """The calls of ``rank``, sends and receives among them. ``orders``: see `work_of`. ``ranks_of``: of each stage.
-    ``ahead``: receives are begun one computation before the one that reads them; else they end right before it.
-
-    Graphs are called ``forward.2``, ``send_forward.2`` (from stage 2 to 3), ``receive_forward.2`` (from 1 to 2).
-    """
-    stages = len(ranks_of)
-    arriving: dict[tuple[bool, int], list[tuple[int, int]]] = defaultdict(list)
-    for sender, order in enumerate(orders):
-        for work in order:
-            target = target_of(work, stages)
-            if target is not None and ranks_of[target] == rank != sender:
-                arriving[work[0] == "forward", sender].append((target, work[2]))
-    begun: dict[tuple[bool, int], int] = defaultdict(int)
-
-    def receives(work: Work) -> Iterator[Call]:
-        source = source_of(work, stages)
-        if source is None or ranks_of[source] == rank:
-            return
-        channel = work[0] == "forward", ranks_of[source]
-        last = arriving[channel].index(work[1:])
-        for stage, microbatch in arriving[channel][begun[channel] : last + 1]:
-            yield Call(f"receive_{_direction(work)}.{stage}", microbatch)
-        begun[channel] = max(begun[channel], last + 1)
-
-    found: list[Call] = []
-    read = [list(receives(work)) for work in orders[rank]]
-    if ahead and len(read) > 1:
-        read = [read[0] + read[1], *read[2:], []]
-    for work, received in zip(orders[rank], read, strict=True):
-        kind, stage, microbatch = work
-        found += received
-        found.append(Call(f"{kind}.{stage}", microbatch))
-        target = target_of(work, stages)
-        if target is not None and ranks_of[target] != rank:
-            found.append(Call(f"send_{_direction(work)}.{stage}", microbatch))
-    return found
-
-
-def _direction(work: Work) -> str:
-    return "forward" if work[0] == "forward" else "backward"

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, Work, rank_of, source_of, work_of
 
+_UNITS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0, "gather": 0.0, "reduce": 0.0}
+
 
 class Span(NamedTuple):
     """One computation of a rank. ``start``, ``end``: seconds since the step began."""
@@ -72,8 +74,9 @@ def simulate_schedule(
 ) -> PipelineTime:
     """Run the computations of all ranks as early as their order and what they read allow.
 
-    ``orders``, ``ranks_of``: see `calls_of`. ``seconds``: of each kind of call of each stage. ``send_seconds``: of each
-    stage's message, forward (True) or backward: it travels beside computation, and nothing of one rank delays another.
+    ``orders``: see `work_of`. ``ranks_of``: of each stage. ``seconds``: of each kind of call of each stage.
+    ``send_seconds``: of each stage's message, forward (True) or backward: it travels beside computation, and nothing of
+    one rank delays another.
     """
     ended: dict[Work, float] = {}
     free, places, spans = [0.0] * len(orders), [0] * len(orders), []
@@ -135,15 +138,21 @@ def aligned(measured: PipelineTime, ranks_of: Sequence[int]) -> PipelineTime:
     return PipelineTime([s._replace(start=s.start + by, end=s.end + by) for s, by in moved], measured.ranks)
 
 
+def on_paper(orders: Sequence[Sequence[Work]], ranks_of: Sequence[int]) -> PipelineTime:
+    """`simulate_schedule` where all calls of a kind take equally long, and backward twice as long as forward."""
+    stages = range(len(ranks_of))
+    seconds = {(kind, stage): time for kind, time in _UNITS.items() for stage in stages}
+    return simulate_schedule(
+        orders, ranks_of, seconds, {(way, stage): 0.0 for way in (True, False) for stage in stages}
+    )
+
+
 def most_in_flight(name: str, ranks: int, microbatches: int) -> int:
     """Microbatches whose forward a rank keeps values of at one time, summed over its stages, on the rank where that is
-    most; where all calls of a kind take equally long, and backward twice as long as forward."""
+    most; see `on_paper`."""
     stages = ranks * SCHEDULES[name].chunks
     ranks_of = [rank_of(SCHEDULES[name], ranks, stage) for stage in range(stages)]
-    times = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
-    seconds = {(kind, stage): time for kind, time in times.items() for stage in range(stages)}
-    sends = {(forward, stage): 0.0 for forward in (True, False) for stage in range(stages)}
-    timed = simulate_schedule(work_of(name, ranks, microbatches), ranks_of, seconds, sends)
+    timed = on_paper(work_of(name, ranks, microbatches), ranks_of)
     return max(
         sum(timed.most_in_flight(stage) for stage in range(stages) if ranks_of[stage] == rank) for rank in range(ranks)
     )

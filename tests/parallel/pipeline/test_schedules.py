@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from stepgraph.graph.program import Call
 from stepgraph.parallel.pipeline.layout import check_split
-from stepgraph.parallel.pipeline.schedules import SCHEDULES, calls_of, check_schedule, rank_of, with_once, work_of
+from stepgraph.parallel.pipeline.messages import calls_of
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, with_once, work_of
 
 
 def ranks_of(name, ranks):
@@ -77,7 +78,7 @@ def test_all_ranks_come_to_the_end(name, ranks, more):
     except ValueError:
         return
     where, orders = ranks_of(name, ranks), work_of(name, ranks, microbatches)
-    calls = [calls_of(orders, where, rank) for rank in range(ranks)]
+    calls = calls_of(orders, where)
     done = run(calls, where)
     kinds = ("forward", "backward_input", "backward_weight") if SCHEDULES[name].halves else ("forward", "backward")
     for stage in range(len(where)):
@@ -94,7 +95,7 @@ def test_what_is_done_once_is_done_around_a_stage(name, ranks, more, data):
     where, orders = ranks_of(name, ranks), work_of(name, ranks, microbatches)
     some = st.sets(st.integers(0, len(where) - 1))
     chosen = {"gather": data.draw(some), "reduce": data.draw(some)}
-    calls = [calls_of(with_once(orders, *chosen.values()), where, rank) for rank in range(ranks)]
+    calls = calls_of(with_once(orders, *chosen.values()), where)
     for stage, rank in enumerate(where):
         graphs = [call.graph for call in calls[rank]]
         computed = [
@@ -135,10 +136,3 @@ def test_microbatches_that_make_no_rounds_are_refused_with_a_number_that_works(n
 def test_a_split_that_does_not_fit_is_refused(starts, problem):
     with pytest.raises(ValueError, match=problem):
         check_split(starts, 8, 4, "interleaved", 2)
-
-
-def test_receives_travel_beside_a_computation():
-    orders = work_of("1f1b", 2, 4)
-    calls = calls_of(orders, [0, 1], 1)
-    # Rank 1 runs forward 0, backward 0, forward 1: what forward 1 reads travels beside backward 0.
-    assert calls.index(Call("receive_forward.1", 1)) < calls.index(Call("backward.1", 0))

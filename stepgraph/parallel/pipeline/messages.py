@@ -1,0 +1,185 @@
+"""The messages between the ranks of a pipeline: when each rank posts them, and the check that they complete.
+
+A computation's message is sent right behind it. Its receive is posted before the next computation that begins when the
+message has been sent: earlier, it would wait for the sender and hold processors of the GPU meanwhile; later, the sender
+would. When that is, the schedule tells on paper (see `on_paper`).
+
+An order of messages is right only if it ends under these rules, which are those of NCCL without buffers:
+
+- A send ends no sooner than its receive is posted, and a receive no sooner than its send.
+- The messages that one rank sends to another have a communicator of their own, which runs them in order.
+- A rank posts messages and does not wait, except for the first one on a communicator, which is made then by both ranks.
+- A computation waits until all messages that its rank posted before have ended. It may read one of them, and any
+  computation may wait for the whole GPU: a kernel is tuned or loaded, memory is returned, a CUDA graph is recorded.
+
+The order above does by construction: a computation waits only for messages of computations that began before it did on
+paper. The check does not rely on that.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+from stepgraph.graph.program import Call
+from stepgraph.parallel.pipeline.schedules import Work, target_of
+from stepgraph.parallel.pipeline.timeline import on_paper
+
+
+class Channel(NamedTuple):
+    """Messages of one kind from one rank of a pipeline to another, in order."""
+
+    forward: bool
+    sender: int
+    receiver: int
+
+
+class Message(NamedTuple):
+    """One call that sends or receives. ``stage``: the one that reads the message."""
+
+    channel: Channel
+    sends: bool
+    stage: int
+
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.channel.receiver if self.sends else self.channel.sender
+
+
+def message_of(call: Call, ranks_of: Sequence[int]) -> Message | None:
+    """What ``call`` sends or receives; None where it computes. ``ranks_of``: of each stage."""
+    kind, _, stage = call.graph.partition(".")
+    way, _, direction = kind.partition("_")
+    if way not in ("send", "receive"):
+        return None
+    forward, sends, here = direction == "forward", way == "send", int(stage)
+    there = here + (1 if forward == sends else -1)
+    ranks = (ranks_of[here], ranks_of[there]) if sends else (ranks_of[there], ranks_of[here])
+    return Message(Channel(forward, *ranks), sends, there if sends else here)
+
+
+def calls_of(orders: Sequence[Sequence[Work]], ranks_of: Sequence[int], symmetric: bool = False) -> list[list[Call]]:
+    """For each rank of the pipeline its calls, sends and receives among them. ``orders``: see `work_of`. ``ranks_of``:
+    of each stage. ``symmetric``: messages over symmetric memory, which need no receive to travel: each is received
+    right before the computation that reads it.
+
+    Graphs are called ``forward.2``, ``send_forward.2`` (from stage 2 to 3), ``receive_forward.2`` (from 1 to 2).
+
+    Raises ``ValueError``, in one line, where the ranks wait for each other.
+    """
+    stages = len(ranks_of)
+    spans = {span.work: span for span in on_paper(orders, ranks_of).spans}
+    arriving: dict[Channel, list[tuple[float, float, Call]]] = defaultdict(list)
+    for work, span in spans.items():
+        target = target_of(work, stages)
+        if target is not None and ranks_of[target] != span.rank:
+            channel = Channel(work[0] == "forward", span.rank, ranks_of[target])
+            receive = Call(f"receive_{_direction(work)}.{target}", work[2])
+            due = spans[work[0], target, work[2]].start if symmetric else span.end
+            arriving[channel].append((due, span.end, receive))
+    receives: list[list[tuple[float, float, Call]]] = [[] for _ in orders]
+    for channel, messages in arriving.items():
+        due = math.inf
+        for when, sent, receive in reversed(messages):  # none after a later one of its channel
+            due = min(due, when)
+            receives[channel.receiver].append((due, sent, receive))
+    calls = []
+    for order, waiting in zip(orders, receives, strict=True):
+        queue, found = deque(sorted(waiting, key=lambda message: message[:2])), []
+        for work in order:
+            while queue and queue[0][0] <= spans[work].start:
+                found.append(queue.popleft()[2])
+            kind, stage, microbatch = work
+            found.append(Call(f"{kind}.{stage}", microbatch))
+            target = target_of(work, stages)
+            if target is not None and ranks_of[target] != ranks_of[stage]:
+                found.append(Call(f"send_{_direction(work)}.{stage}", microbatch))
+        calls.append(found)
+    if not symmetric:
+        check_messages(calls, ranks_of)
+    return calls
+
+
+def _direction(work: Work) -> str:
+    return "forward" if work[0] == "forward" else "backward"
+
+
+class _Rank:
+    """One rank on paper. ``at``: the number of its next call. ``posted``: on each communicator the messages that have
+    not ended, the oldest first; ``pending``: how many these are. ``opens``: whether the latest one was the first on its
+    communicator."""
+
+    def __init__(self, calls: Sequence[Call]):
+        self.calls, self.at, self.pending, self.opens = calls, 0, 0, False
+        self.posted: dict[Hashable, deque[tuple[Call, Message]]] = defaultdict(deque)
+
+    @property
+    def now(self) -> str:
+        """The call that the rank waits in."""
+        return str(self.calls[self.at]) if self.at < len(self.calls) else "the end of the step"
+
+
+def check_messages(
+    calls: Sequence[Sequence[Call]],
+    ranks_of: Sequence[int],
+    communicator: Callable[[Channel], Hashable] = lambda channel: channel[1:],
+) -> None:
+    """``ValueError``, in one line with the ranks that wait for each other, unless the messages of a step complete by
+    the rules above.
+
+    ``calls``: of every rank of the pipeline, in order. ``ranks_of``: of each stage. ``communicator``: the one that
+    carries a channel; by default one for each sender and receiver.
+    """
+    ranks, ready = [_Rank(own) for own in calls], list(range(len(calls)))
+    while ready:
+        number = ready.pop()
+        rank = ranks[number]
+        while rank.at < len(rank.calls):
+            call = rank.calls[rank.at]
+            message = message_of(call, ranks_of)
+            if rank.pending and (message is None or rank.opens):
+                break
+            rank.at += 1
+            if message is not None:
+                on = communicator(message.channel)
+                rank.opens = on not in rank.posted
+                rank.posted[on].append((call, message))
+                rank.pending += 1
+                ready += _deliver(ranks, number, message.peer, on)
+    if any(rank.pending or rank.at < len(rank.calls) for rank in ranks):
+        raise ValueError(f"the pipeline's messages never complete: {_cycle(ranks)}; change the order of its calls")
+
+
+def _deliver(ranks: list[_Rank], one: int, other: int, on: Hashable) -> set[int]:
+    """End what both ranks have come to on the communicator ``on``: the ranks that wait for nothing any more."""
+    mine, theirs = ranks[one].posted[on], ranks[other].posted[on]
+    while mine and theirs:
+        (call, message), (their_call, their_message) = mine[0], theirs[0]
+        if (message.peer, their_message.peer) != (other, one) or message.sends == their_message.sends:
+            break
+        if (message.channel, message.stage, call.microbatch) != (*their_message[::2], their_call.microbatch):
+            raise ValueError(
+                f"the pipeline's messages cross: {call} on rank {one} of the pipeline meets {their_call} on rank "
+                f"{other}; let each rank receive in the order in which the other sends"
+            )
+        for rank, queue in ((one, mine), (other, theirs)):
+            queue.popleft()
+            ranks[rank].pending -= 1
+    return {rank for rank in (one, other) if not ranks[rank].pending}
+
+
+def _cycle(ranks: list[_Rank]) -> str:
+    """The ranks that wait for each other, each with the call that it waits in and whom for; or a rank that waits for
+    one that has ended."""
+    number, on = next((i, on) for i, rank in enumerate(ranks) for on, queue in rank.posted.items() if queue)
+    lines: dict[int, str] = {}
+    while number not in lines and ranks[number].pending:
+        posted = ranks[number].posted
+        if not posted[on]:  # it has not come to the message: it waits for what it posted before
+            on = next(on for on, queue in posted.items() if queue)
+        call, message = posted[on][0]
+        lines[number] = f"rank {number} waits in {ranks[number].now} until rank {message.peer} meets its {call}"
+        number = message.peer
+    found = list(lines.values())
+    return "; ".join(found[list(lines).index(number) :] if number in lines else [*found, f"rank {number} has ended"])

@@ -1,0 +1,98 @@
+"""Pipelines over a transport without buffers: every schedule, with real messages between ranks."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stepgraph.kernels.comm.exchange import Session
+from stepgraph.kernels.comm.point_to_point import sent
+from stepgraph.parallel.pipeline import SCHEDULES
+from stepgraph.parallel.pipeline.messages import calls_of, message_of
+from stepgraph.parallel.pipeline.schedules import work_of
+from tests.distributed import rendezvous
+from tests.distributed.ranks import make_mesh, on_ranks
+from tests.distributed.rendezvous import Transport
+from tests.distributed.test_pipeline import check_gradients
+from tests.parallel.pipeline.orders import begun_early, ranks_of
+
+N, NUMEL = 4, 1 << 20  # messages of 4 MiB
+
+
+def _run(calls, where, transport, groups, computes=True):
+    """The calls of this rank: what is received is what was sent. ``computes``: a computation waits for what was posted
+    before it."""
+    rank, session, arrived = dist.get_rank(), Session(), []
+
+    def content(message, microbatch):
+        return torch.full((NUMEL,), 100.0 * message.stage + microbatch + 0.5 * message.channel.forward)
+
+    with transport.in_place(), session:
+        for call in calls[rank]:
+            message = message_of(call, where)
+            if message is None:
+                if computes:
+                    transport.drain()
+                continue
+            up = (message.peer > rank) == message.sends
+            name = groups[up].group_name
+            if message.sends:
+                torch.ops.stepgraph.send(content(message, call.microbatch), message.peer, name)
+            else:
+                form = ([NUMEL], [1], torch.float32, torch.device("cpu"))
+                found = torch.ops.stepgraph.recv(*form, message.peer, name)
+                arrived.append((found, content(message, call.microbatch)))
+        transport.drain()
+        sent(session)
+    assert all(torch.equal(found, expected) for found, expected in arrived)
+    return len(arrived)
+
+
+def _groups():
+    return {up: dist.new_group(group_desc=str(up)) for up in (True, False)}
+
+
+def _check_messages(ranks):
+    groups = _groups()
+    for name in SCHEDULES:
+        where = ranks_of(name, ranks)
+        orders = work_of(name, ranks, 2 * ranks)
+        assert _run(calls_of(orders, where), where, Transport(), groups) > 0
+        dist.barrier()
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_messages_of_every_schedule(ranks):
+    on_ranks(ranks, _check_messages, ranks)
+
+
+def _check_counterexamples():
+    """The orders that the check refuses do hang here."""
+    orders, where = work_of("1f1b", 2, N), [0, 1]
+    early = begun_early(orders, where)
+    both = Transport(lambda group, peer: peer)
+    with mock.patch.object(rendezvous, "SECONDS", 1):
+        for transport, computes in ((Transport(), True), (both, False)):
+            groups = _groups()
+            with pytest.raises(TimeoutError):
+                _run(early, where, transport, groups, computes)
+            dist.barrier()
+    os._exit(0)  # threads that wait for ever would keep the process
+
+
+def test_orders_that_only_buffers_save_hang():
+    on_ranks(2, _check_counterexamples)
+
+
+def _check_schedules():
+    mesh = make_mesh("pp=2")
+    for name in SCHEDULES:
+        with Transport().in_place() as transport:
+            check_gradients(mesh, name, N)
+        assert transport.count > 0
+
+
+def test_every_schedule_is_bitwise():
+    on_ranks(2, _check_schedules)
