@@ -1,5 +1,6 @@
 """Pipelines over a transport without buffers: every schedule, with real messages between ranks."""
 
+import functools
 import os
 from unittest import mock
 
@@ -21,45 +22,45 @@ from tests.parallel.pipeline.orders import begun_early, ranks_of
 N, NUMEL = 4, 1 << 20  # messages of 4 MiB
 
 
-def _run(calls, where, transport, groups, computes=True):
-    """The calls of this rank: what is received is what was sent. ``computes``: a computation waits for what was posted
-    before it."""
+def run_messages(calls, where, groups, drain, numel=NUMEL, device="cpu"):
+    """The messages among the calls of this rank, of ``numel`` floats: what is received is what was sent; how many are.
+    ``groups``: for messages up and down. ``drain``: what a computation waits for."""
     rank, session, arrived = dist.get_rank(), Session(), []
 
     def content(message, microbatch):
-        return torch.full((NUMEL,), 100.0 * message.stage + microbatch + 0.5 * message.channel.forward)
+        value = 100.0 * message.stage + microbatch + 0.5 * message.channel.forward
+        return torch.full((numel,), value, device=device)
 
-    with transport.in_place(), session:
+    with session:
         for call in calls[rank]:
             message = message_of(call, where)
             if message is None:
-                if computes:
-                    transport.drain()
+                drain()
                 continue
-            up = (message.peer > rank) == message.sends
-            name = groups[up].group_name
+            name = groups[(message.peer > rank) == message.sends].group_name
             if message.sends:
                 torch.ops.stepgraph.send(content(message, call.microbatch), message.peer, name)
             else:
-                form = ([NUMEL], [1], torch.float32, torch.device("cpu"))
-                found = torch.ops.stepgraph.recv(*form, message.peer, name)
-                arrived.append((found, content(message, call.microbatch)))
-        transport.drain()
+                form = ([numel], [1], torch.float32, torch.device(device))
+                arrived.append((torch.ops.stepgraph.recv(*form, message.peer, name), message, call.microbatch))
+        for found, message, microbatch in arrived:
+            torch.ops._c10d_functional.wait_tensor(found)
+            assert torch.equal(found, content(message, microbatch)), (message, microbatch)
         sent(session)
-    assert all(torch.equal(found, expected) for found, expected in arrived)
     return len(arrived)
 
 
-def _groups():
+def direction_groups():
     return {up: dist.new_group(group_desc=str(up)) for up in (True, False)}
 
 
 def _check_messages(ranks):
-    groups = _groups()
+    groups = direction_groups()
     for name in SCHEDULES:
         where = ranks_of(name, ranks)
         orders = work_of(name, ranks, 2 * ranks)
-        assert _run(calls_of(orders, where), where, Transport(), groups) > 0
+        with Transport().in_place() as transport:
+            assert run_messages(calls_of(orders, where), where, groups, transport.drain) > 0
         dist.barrier()
 
 
@@ -74,10 +75,10 @@ def _check_counterexamples():
     early = begun_early(orders, where)
     both = Transport(lambda group, peer: peer)
     with mock.patch.object(rendezvous, "SECONDS", 1):
-        for transport, computes in ((Transport(), True), (both, False)):
-            groups = _groups()
-            with pytest.raises(TimeoutError):
-                _run(early, where, transport, groups, computes)
+        for transport, drain in ((Transport(), Transport.drain), (both, lambda _: None)):
+            groups = direction_groups()
+            with transport.in_place(), pytest.raises(TimeoutError):
+                run_messages(early, where, groups, functools.partial(drain, transport))
             dist.barrier()
     os._exit(0)  # threads that wait for ever would keep the process
 

@@ -2,6 +2,9 @@
 is one CUDA graph; when each rank computed."""
 
 import dataclasses
+import faulthandler
+import subprocess
+import sys
 from functools import partial
 from unittest import mock
 
@@ -21,12 +24,16 @@ from stepgraph.kernels.comm.point_to_point import sent
 from stepgraph.models import Llama3
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.parallel import next_token_loss
-from stepgraph.parallel.pipeline import StageGraphs
+from stepgraph.parallel.pipeline import SCHEDULES, StageGraphs
+from stepgraph.parallel.pipeline.messages import calls_of
+from stepgraph.parallel.pipeline.schedules import work_of
 from stepgraph.passes import configured, get
+from tests.distributed.test_pipeline_messages import direction_groups, run_messages
 from tests.gpu.test_ranks_gpu import CONFIG, on_gpus, on_one_gpu
+from tests.parallel.pipeline.orders import ranks_of
 
 MODEL = dataclasses.replace(CONFIG, n_layers=4)
-N, SEQ = 4, 512  # microbatches of one sequence
+N, SEQ = 8, 512  # microbatches of one sequence
 
 
 def batch_of(place):
@@ -151,18 +158,37 @@ def check_spans(step):
     assert step.waits.seconds() > 0
 
 
-def check_1f1b(mesh):
-    check(mesh, "1f1b")
+@pytest.mark.parametrize(
+    ("spec", "schedule"), (*(("pp=2", name) for name in SCHEDULES), ("pp=2,fsdp=2", "1f1b"), ("pp=2,fsdp=2", "zbv"))
+)
+def test_a_pipeline_is_bitwise_what_eager_accumulates(spec, schedule):
+    on_gpus(spec, partial(check, schedule=schedule))
 
 
-def check_zbv(mesh):
-    check(mesh, "zbv")
+def _large_messages(mesh):
+    """Messages that no buffer of NCCL holds, where every computation waits for the whole GPU."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    for name in SCHEDULES:
+        where = ranks_of(name, 2)
+        calls = calls_of(work_of(name, 2, N), where)
+        groups = direction_groups()  # whose communicators the first messages make
+        assert run_messages(calls, where, groups, torch.cuda.synchronize, 16 << 20, "cuda") > 0
+    faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.mark.parametrize("spec", ("pp=2", "pp=2,fsdp=2"))
-@pytest.mark.parametrize("function", (check_1f1b, check_zbv))
-def test_a_pipeline_is_bitwise_what_eager_accumulates(spec, function):
-    on_gpus(spec, function)
+def test_messages_larger_than_buffers():
+    on_gpus("pp=2", _large_messages)
+
+
+@pytest.mark.parametrize("schedule", ("1f1b", "dualpipev"))
+def test_a_run_ends(schedule, tmp_path):
+    """``stepgraph train`` as a user calls it: its first step loads every kernel."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    options = ("--mesh", "pp=2", "--accumulate", "8", "--nproc", "2", "--pipeline", schedule, "--steps", "3")
+    command = (sys.executable, "-m", "stepgraph", "train", "llama3-debug", *options, "--out", str(tmp_path))
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
 
 
 SYMMETRIC = {schedule: partial(check_whole, schedule=schedule) for schedule in ("1f1b", "interleaved", "zbv")}
