@@ -85,7 +85,7 @@ def run(config: TrainConfig) -> int:
             status = 1
         if status and mesh is not None and mesh.spec.size > 1:
             parallel.leave(status)
-        run.captured = None  # its CUDA graphs end before the mesh does
+        del run  # whatever of it holds the step: NCCL's groups close when its CUDA graphs have ended
         return status
 
 

@@ -1,8 +1,12 @@
-"""The end of a run that two threads find at once."""
+"""The end of a run: records that two threads write at once, and what is left when process groups close."""
 
+import gc
 import threading
 from types import SimpleNamespace
 
+import torch.distributed as dist
+
+from stepgraph.step import CapturedStep
 from stepgraph.train import closing
 from stepgraph.train.faults.recoverable import RecoverableErrors
 from stepgraph.train.records.folder import RunFolder
@@ -33,3 +37,18 @@ def test_the_first_reason_is_kept_and_the_second_waits_for_its_records(tmp_path,
     go_on.set()
     first.join(30), second.join(30)
     assert written == [("failed", "no progress")] and run.failures.first is None
+
+
+def test_nothing_of_a_step_is_left_when_its_process_groups_close(trainer, tmp_path, monkeypatch):
+    """NCCL closes a communicator when the CUDA graphs that recorded it have ended; one that is kept is a hang."""
+    closed, destroy = [], dist.destroy_process_group
+
+    def closing_groups(*args):
+        closed.append([found for found in gc.get_objects() if isinstance(found, CapturedStep)])
+        destroy(*args)
+
+    monkeypatch.setattr(dist, "destroy_process_group", closing_groups)
+    left = [found for found in gc.get_objects() if isinstance(found, CapturedStep)]
+    options = ("--mesh", "fsdp=1", "--steps", "1", "--val-every", "0", "--checkpoint-every", "0")
+    assert trainer.here("--out", tmp_path / "run", *options) == 0
+    assert [[step for step in found if step not in left] for found in closed] == [[]]
