@@ -49,6 +49,6 @@ def test_nothing_of_a_step_is_left_when_its_process_groups_close(trainer, tmp_pa
 
     monkeypatch.setattr(dist, "destroy_process_group", closing_groups)
     left = [found for found in gc.get_objects() if isinstance(found, CapturedStep)]
-    options = ("--mesh", "fsdp=1", "--steps", "1", "--val-every", "0", "--checkpoint-every", "0")
+    options = ("--mesh", "fsdp=1", "--steps", "1", "--warmup-steps", "0", "--val-every", "0", "--checkpoint-every", "0")
     assert trainer.here("--out", tmp_path / "run", *options) == 0
     assert [[step for step in found if step not in left] for found in closed] == [[]]
