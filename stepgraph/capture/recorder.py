@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from stepgraph import compat
+from stepgraph.capture import autocast
 from stepgraph.capture.lineage import Owners, made_from
 from stepgraph.capture.repeats import Repeats
 from stepgraph.capture.state import named_modules, unwrap
 from stepgraph.errors import CaptureError
-from stepgraph.graph import autocast
 from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import is_mutating, is_random

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
-from stepgraph.graph import autocast
+from stepgraph.capture import autocast
+from stepgraph.graph.provenance import provenance
 from stepgraph.run.saved.values import target_name, target_named
 
 
@@ -122,6 +123,7 @@ def test_operators_that_autocast_does_not_reach_stay():
 
     step = stepgraph.capture(Model(), loss_fn, torch.randn(6, 6), passes=[])
     assert autocast.NAMESPACE not in {getattr(n.target, "namespace", "") for n in step.graph.nodes()}
+    assert {provenance(n).source.rpartition(":")[0] for n in step.graph.nodes("forward")} == {__file__}
 
 
 def test_a_fake_implementation_that_says_another_dtype_is_refused():

@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.graph import autocast, collectives
+from stepgraph.capture import autocast
+from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import argument, has_generator, is_launch, is_mutating, is_view, packet

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.graph import autocast
+from stepgraph.capture import autocast
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 

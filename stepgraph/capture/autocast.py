@@ -74,7 +74,7 @@ def named(name: str) -> torch._ops.OpOverload:
 
 
 def _check(name: str, fake: Callable, made: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise unless the fake implementation, which the graph was traced with, says the dtypes of what was ``made``."""
+    """Raise unless ``fake``, which the graph was traced with, says the dtypes of what was ``made``."""
     with compat.FakeTensorMode() as mode:
         fakes = compat.pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, dict(kwargs)))
         said = fake(*fakes[0], **fakes[1])
