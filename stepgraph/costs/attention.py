@@ -99,7 +99,7 @@ _MEASURED = (
     _Measured("fa4", 64, 4096, 256, 256, 0.79, 4.09),
 )
 
-#: A figure stands for attention that fills the GPU as well: not under half the length, nor a quarter of the queries.
+#: A figure holds for attention that fills the GPU as well: not under half the length, nor a quarter of the queries.
 _LEAST_LENGTH, _LEAST_QUERIES = 1 / 2, 1 / 4
 
 

@@ -84,14 +84,14 @@ def is_fp8(node: fx.Node) -> bool:
 
 
 def _products(kinds: tuple[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """FLOPs of so many products for ``q`` (B, H, T, d), ``k`` (B, H_kv, S, d) and ``v`` (B, H_kv, S, d_v)."""
+    """FLOPs of ``kinds`` products for ``q`` (B, H, T, d), ``k`` (B, H_kv, S, d) and ``v`` (B, H_kv, S, d_v)."""
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     return attention_flops(kinds, pairs, q.shape[3], v.shape[3])
 
 
 def attention_flops(kinds: tuple[int, int], pairs: int, width: int, value_width: int) -> int:
-    """FLOPs of so many products (`FORWARD` or `BACKWARD`) over ``pairs`` of a query and a key: those as wide as queries
-    and keys, those as wide as values."""
+    """FLOPs of ``kinds`` products (`FORWARD` or `BACKWARD`) over ``pairs`` of a query and a key: the number of products
+    as wide as queries and keys, and of products as wide as values."""
     return 2 * pairs * (kinds[0] * width + kinds[1] * value_width)
 
 

@@ -15,5 +15,5 @@ def product_seconds(sizes: tuple[int, int, int], *, fp8: bool) -> float:
 
 
 def cast_seconds(elements: int, copies: int, *, reads: int) -> float:
-    """Seconds to cast bf16 ``elements`` to fp8 in so many ``copies``, with as many kernels as it ``reads`` them."""
+    """Seconds to cast bf16 ``elements`` to fp8 in ``copies`` copies, by ``reads`` kernels that each read them once."""
     return ASSUMED.moving_seconds((2 * reads + copies) * elements) + reads * LAUNCH_S

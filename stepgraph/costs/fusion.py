@@ -12,7 +12,7 @@ from stepgraph.graph.provenance import phase_of
 
 aten = torch.ops.aten
 
-#: Operators beside the pointwise ones that a generated kernel computes with what surrounds them.
+#: Operators, apart from pointwise ones, that a generated kernel computes with what surrounds them.
 _FUSIBLE = {
     aten.sum, aten.mean, aten.amax, aten.where, aten.masked_fill, aten.expand, aten.cat, aten.arange,
     aten.scalar_tensor, aten.ones_like, aten.zeros_like, aten.full_like, aten.full, aten.pow,
@@ -60,7 +60,7 @@ class Fusion:
                         self._parent[other] = own
 
     def kernel(self, node: fx.Node) -> fx.Node:
-        """The node that stands for ``node``'s kernel."""
+        """The node that represents ``node``'s kernel."""
         top = node
         while top in self._parent:
             top = self._parent[top]

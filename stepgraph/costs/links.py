@@ -63,7 +63,7 @@ _KERNEL_SHARE = 1.18
 #: Seconds that a collective by copy engines takes besides its transfer: the ranks wait for each other's flags.
 COPIES_S = 20e-6
 
-#: The same of an exchange by our kernels: one waits, one writes, one tells, and a flag is on its way. Not measured.
+#: The same of an exchange by our kernels: one waits, one writes, one signals, and a flag is on its way. Not measured.
 WRITES_S = 3 * SHORT_KERNEL_S + FLAG_S
 
 
@@ -193,7 +193,7 @@ def pipeline_of(node: fx.Node) -> Pipeline | None:
     """The pipeline that ``node`` runs; None where it is no product joined with a collective."""
     if node.target is ALL_GATHER_MATMUL:
         shard, weights, keep, ranks, _ = node.args
-        # Copies run beside the products; of several sequences the whole, put together, is copied once more.
+        # Copies overlap with the products; several sequences are joined by one more copy.
         size, batch = tensor_bytes(shard), shard.meta["val"].shape[0]
         whole = 2 * ranks * size if keep and batch > 1 else 0
         kernels = ranks - 1 + _pieces(ranks, batch, weights)

@@ -31,7 +31,7 @@ _SHARES = {
 class Traffic:
     """What one norm moves. ``width``: elements of a row. ``forward``, ``backward``: bytes of the least traffic, with
     the residual add and the residual gradient in the same kernel. ``apart``: further bytes where those sums are kernels
-    of their own. ``neighbours``: bytes that only a compiler saves, by fusing the pointwise operators beside."""
+    of their own. ``neighbours``: bytes that only a compiler saves, by fusing neighbouring pointwise operators."""
 
     width: int
     forward: int

@@ -63,7 +63,7 @@ def graph_cost(
 
 
 def step_cost(calls: Sequence[tuple[GraphCost, int]]) -> StepCost:
-    """The cost of a step that calls each graph so many times. State that a graph does not take lies beside it."""
+    """The cost of a step that calls each graph the given number of times, with the state of all graphs."""
     state = {what: size for graph, _ in calls for what, size in graph.state.items()}
     timelines = [(graph.timeline, n) for graph, n in calls]
     return StepCost(

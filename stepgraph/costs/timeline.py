@@ -24,8 +24,8 @@ from stepgraph.graph.provenance import phase_of, provenance, region_of
 
 @dataclass
 class Collective:
-    """One collective: ``bytes`` of the whole tensor (what an all-gather returns, what a reduce-scatter takes), seconds
-    by itself, and those that computation waits for it. ``axis``: of the mesh, or ``world``. ``role``: its kind (see
+    """One collective: ``bytes`` of the whole tensor (what an all-gather returns, what a reduce-scatter takes), its
+    seconds alone, and those that computation waits for it. ``axis``: of the mesh, or ``world``. ``role``: its kind (see
     `graph.provenance.Role`), ``""`` for none. ``region``: the user's name for it.
 
     When it happens, in seconds of its graph's call: what it reads is there (``ready_s``), the compute stream begins it

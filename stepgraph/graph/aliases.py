@@ -49,7 +49,7 @@ class Aliases:
         # Waiting for a collective gives back its result; no view, since none may take its place.
         if is_view(node) or node.target is torch.ops._c10d_functional.wait_tensor.default:
             return self._root.get(node.args[0], node)  # of a number that the model writes, a tensor of its own
-        # What a writing operator returns is what it wrote only if its schema says so: a loss may come out beside.
+        # What a writing operator returns is what it wrote only if its schema says so: a loss may be returned too.
         if is_mutating(node) and isinstance(node.meta.get("val"), torch.Tensor):
             written = written_arguments(node)
             if len(written) == 1 and node.target._schema.returns[0].alias_info is not None:

@@ -87,7 +87,7 @@ OPERATORS: dict[object, Operator] = {
     ALL_GATHER_MATMUL: Operator("all_gather", "joined", exchange=True),
     MATMUL_REDUCE_SCATTER: Operator("reduce_scatter", "joined", exchange=True),
 }
-#: Those that process groups run beside computation, and those of ours.
+#: Collectives that process groups run concurrently with computation, and ours.
 COLLECTIVES = tuple(op for op, found in OPERATORS.items() if found.stage == "begin" and not found.exchange)
 EXCHANGES = tuple(op for op, found in OPERATORS.items() if found.exchange)
 
@@ -141,7 +141,7 @@ def bytes_sent(node: fx.Node) -> float:
 
 
 def rows_bytes(node: fx.Node) -> int:
-    """Bytes of the rows that an exchange of tokens' rows moves: as many as the tokens have, at most those that experts
+    """Bytes of the rows that an exchange of tokens' rows moves: as many as the tokens have, at most what experts
     have room for. ``node`` begins or ends it."""
     begin = node if node.target is ROWS_BEGIN else node.args[0]
     x, to, came = (argument(begin, name).meta["val"] for name in ("x", "to", "came"))

@@ -1,6 +1,6 @@
 """How passes edit a graph: nodes come in, take the places of others, and go when nothing reads them.
 
-A new node has what a traced one has: its fake value, and the provenance of the nodes that it stands for.
+A new node has what a traced one has: its fake value, and the provenance of the nodes that it replaces.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _COLLECTIVES = ("_c10d_functional", "stepgraph")
 class Builder:
     """Adds nodes to the graph of the nodes ``like``, in their name.
 
-    What stands for several nodes has the provenance of all (see `provenance.together`). ``before``, ``after``: the
+    What replaces several nodes has the provenance of all (see `provenance.together`). ``before``, ``after``: the
     place; each new node comes behind the last one. Without a place: where the graph inserts nodes, as inside
     ``with graph.inserting_before(node)``.
 
@@ -123,7 +123,7 @@ def replace_all(new_of: dict[fx.Node, fx.Node]) -> None:
 def erase_unread(*nodes: fx.Node, collectives: bool = False) -> int:
     """Erase those of ``nodes`` that nothing reads, then what only they read; how many.
 
-    Only pure nodes go, and with ``collectives`` also those that communicate: every rank must then erase the same ones.
+    Only pure nodes go, and with ``collectives`` also nodes that communicate: every rank must then erase the same ones.
     """
     erased: set[fx.Node] = set()
     queue = list(nodes)

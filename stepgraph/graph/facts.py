@@ -1,4 +1,4 @@
-"""Questions about one node: what it calls, what that does, and who is beside it."""
+"""Questions about one node: what it calls, what that does, and its neighbours."""
 
 import functools
 import operator
@@ -187,7 +187,7 @@ def cast_behind(node: fx.Node) -> fx.Node | None:
     return user if user is not None and is_cast(user) else None
 
 
-# What is beside it
+# Its neighbours
 
 
 def only_user(node: fx.Node) -> fx.Node | None:

@@ -48,7 +48,7 @@ def tensors_of(node: fx.Node) -> Iterable[torch.Tensor]:
 
 
 def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
-    """Why ``node`` cannot be inside a CUDA graph, or None. ``gpu``: the type of device that stands for the GPU."""
+    """Why ``node`` cannot be inside a CUDA graph, or None. ``gpu``: the type of device that counts as the GPU."""
     if node.op == "call_module" or node.op in ("placeholder", "get_attr", "output"):
         return None
     # An operator that may give a shape by values, as indexing with a mask, was traced only if here it does not.

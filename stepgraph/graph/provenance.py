@@ -84,7 +84,7 @@ def in_region(node: fx.Node, name: str) -> bool:
 
 
 def together(members: Sequence[Provenance]) -> Provenance:
-    """The provenance of what stands for ``members``: the innermost module and region that hold all of theirs, and one
+    """The provenance of what replaces ``members``: the innermost module and region that hold all of theirs, and one
     role for all their parameters, where all have one of a kind."""
     path = _shared([member.path for member in members], ".")
     region = _shared([member.region for member in members], "/")

@@ -14,7 +14,7 @@ from stepgraph import compat
 from stepgraph.inductor.compiled import Compiled, Function
 from stepgraph.inductor.lengths import ForLengths, generalize, numbers, skeleton
 
-#: After so many symbolic forms of one skeleton, a length that none of them serves is compiled by itself.
+#: After this many symbolic forms of one skeleton, a length that none of them serves is compiled by itself.
 _MOST_FORMS = 2
 
 
@@ -29,7 +29,7 @@ class Use:
 
 
 class _Family:
-    """The pieces of one skeleton: numbers of those that are not symbolic, and the symbolic ones that are in use."""
+    """The pieces of one skeleton: numbers of the ones that are not symbolic, and the symbolic ones that are in use."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []

@@ -19,7 +19,7 @@ class Unpackable(ValueError):
 
 
 class _Place(int):
-    """Stands for a node: its place among the nodes before."""
+    """Represents a node: its place among the nodes before."""
 
 
 class _Packer(pickle.Pickler):

@@ -105,7 +105,7 @@ def compile_pieces(
 
     The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
     ``any_length``: compile pieces of which another length was compiled or noted so that they serve any. ``beside``:
-    called once a piece had to be compiled, to start what can go on beside the others. ``helpers``: compile some of them
+    called once a piece had to be compiled, to start what can run concurrently. ``helpers``: compile some of them
     meanwhile, for one length.
     Raises ``ValueError`` for an option that Inductor does not have.
     """
@@ -159,7 +159,7 @@ def note_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict[st
 
 @dataclass(frozen=True)
 class PieceCall:
-    """A call of the compiled piece ``name``, which stands for ``nodes`` of the step."""
+    """A call of the compiled piece ``name``, which replaces ``nodes`` of the step."""
 
     name: str
     nodes: tuple[str, ...]
@@ -198,7 +198,7 @@ def _interpreted(piece: fx.GraphModule) -> Function:
 
 
 def nodes_of(node: fx.Node) -> tuple[str, ...]:
-    """Names of the step's nodes that ``node`` of what runs stands for: those of a compiled piece, or its own."""
+    """Names of the step's nodes that ``node`` of the executable represents: those of a compiled piece, or its own."""
     return node.meta.get(_NODES, (node.name,))
 
 

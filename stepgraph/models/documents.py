@@ -1,4 +1,4 @@
-"""Attention within the documents of a packed row, told by the positions of its tokens.
+"""Attention within the documents of a packed row, given by the positions of its tokens.
 
 ``positions`` (B, T) int64 begin at 0 with each document, and a row begins with one: query ``i`` sees the keys
 ``i - positions[i]`` to ``i``. So they alone are enough, for masks and rotations alike.
@@ -15,7 +15,7 @@ def document_mask(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What is added to the scores (B, H, T, T): 0 where a query sees a key, else what leaves it no weight; (B, 1, T, T)
 
     It takes ``B * T * T`` elements once, for all layers and heads: made in the dtype that attention computes in, which
-    is ``dtype`` or that of autocast, so that no layer makes it anew.
+    is ``dtype`` or that of autocast, so that no layer makes it again.
     """
     device = positions.device
     if torch.is_autocast_enabled(device.type):
@@ -41,7 +41,7 @@ def attend_within(
 
 
 def check_positions(positions: torch.Tensor, tokens: torch.Tensor, cache: object | None) -> None:
-    """Raise ``ValueError`` for positions of another shape than ``tokens``, and beside a ``cache``."""
+    """Raise ``ValueError`` for positions of another shape than ``tokens``, or given with a ``cache``."""
     if positions.shape != tokens.shape:
         raise ValueError(
             f"positions are {tuple(positions.shape)} and tokens {tuple(tokens.shape)}; give one for each token"

@@ -9,7 +9,7 @@ from stepgraph.models.cache import LayerCache
 
 #: Logits (V,) fp32 on the CPU -> the next token.
 Choose = Callable[[torch.Tensor], int]
-#: Below this temperature no token but the likeliest has a share that fp32 can tell from 0, and logits may overflow.
+#: Below this temperature only the likeliest token has a share that fp32 distinguishes from 0, and logits may overflow.
 _GREEDY = 1e-30
 
 

@@ -36,7 +36,7 @@ def init_parameters(
 ) -> None:
     """Fill ``model``'s parameters in place; those on the meta device are left alone.
 
-    Matrices are N(0, 0.02); those that write to the residual stream (``o_proj``, ``down_proj``) are scaled by
+    Matrices are N(0, 0.02); matrices that write to the residual stream (``o_proj``, ``down_proj``) are scaled by
     ``1 / sqrt(2 * n_layers)``, so that the stream's variance does not grow with depth. Vectors (norm weights and
     residual scales) are one.
 

@@ -86,7 +86,7 @@ class YarnScaling:
         pairs = frequency.numel()
 
         def pair(turns: float) -> float:
-            """The (fractional) pair that makes so many turns in the original length."""
+            """The (fractional) pair that makes ``turns`` turns in the original length."""
             return pairs * math.log(self.original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
 
         low = max(math.floor(pair(self.beta_fast)), 0)

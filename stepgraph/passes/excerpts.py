@@ -38,7 +38,7 @@ class _Call(NamedTuple):
 
 class Changes:
     """The calls of a graph's nodes as they were when they were last looked at. They are compared by identity, and only
-    those that differ are looked at again, so that it costs next to nothing."""
+    nodes that differ are looked at again, so that it costs next to nothing."""
 
     def __init__(self, step: StepGraph):
         self.step = step
@@ -79,7 +79,7 @@ class Changes:
 
 
 def _join_reader(groups: "_Groups", reader: fx.Node, old: _Call, new: _Call) -> None:
-    """What ``reader`` reads now stands for what it read at the same place; the reader is shown beside them."""
+    """What ``reader`` reads now replaces what it read at the same place; the reader is shown with them."""
     before, after = list(_nodes(old)), list(_nodes(new))
     pairs = zip(before, after, strict=True) if len(before) == len(after) else [(*before, *after)]
     changed = [pair for pair in pairs if len(pair) != 2 or pair[0] is not pair[1]]
@@ -93,7 +93,7 @@ def _join_reader(groups: "_Groups", reader: fx.Node, old: _Call, new: _Call) -> 
 
 
 def _moves(then: list[fx.Node], order: list[fx.Node], old: dict, now: dict) -> list[Excerpt]:
-    """The node that came furthest, where nodes changed places: beside its neighbours, then and now. ``then``,
+    """The node that came furthest, where nodes changed places: with its neighbours, then and now. ``then``,
     ``order``: the nodes that were there and still are, in their orders."""
     ranks = {n: i for i, n in enumerate(then)}
     moved = _out_of_order([ranks[n] for n in order])

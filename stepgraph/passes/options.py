@@ -19,7 +19,7 @@ class StepOptions:
     """Which passes run over a step, and how. Give it to ``stepgraph.capture(passes=StepOptions(...))``."""
 
     passes: Literal["exact", "default"] = "default"
-    """exact: only passes that stay bitwise equal to eager. default: also those that may round differently."""
+    """exact: only passes that stay bitwise equal to eager. default: also passes that may round differently."""
 
     disable_pass: tuple[str, ...] = ()
     """Leave a pass out, by name."""

@@ -72,8 +72,8 @@ ORDER = (
     "reshard_after_forward",  # gather parameters again in backward
     "bucket_collectives",  # one collective for each region of the model
     "bucket_all_reduces",  # numerics: those of more than two ranks
-    "overlap_experts",  # experts' tokens travel beside compute
-    "overlap",  # collectives of parameters beside compute
+    "overlap_experts",  # experts' tokens travel during compute
+    "overlap",  # collectives of parameters during compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "tag_regions",  # what regional Inductor compiles
@@ -119,5 +119,5 @@ def exact() -> list[Pass]:
 
 
 def default() -> list[Pass]:
-    """All passes but those that must be asked for; each is skipped where it cannot run."""
+    """All passes except opt-in ones; each is skipped where it cannot run."""
     return configured("default")

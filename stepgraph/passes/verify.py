@@ -47,7 +47,7 @@ class _Failure(NamedTuple):
         return f"nothing, since its operator refuses them: {self.reason}"
 
 
-#: A node's target, args, kwargs and value when it was last looked at. These objects' identity tells of changes.
+#: A node's target, args, kwargs and value when it was last looked at. Another object in their place shows a change.
 _Call = tuple[Any, tuple, dict, Any]
 
 #: What an operator gives that needs values, not only shapes.

@@ -77,7 +77,7 @@ class Guard:
     def __str__(self) -> str:
         lines = [str(decision) for decision in self.allowed() + self.refused()]
         if self.graphs_compiled == 0:
-            lines.append("no graph was compiled anew: what the compile cache holds was decided when it was compiled")
+            lines.append("no graph was compiled: what the compile cache holds was decided when it was compiled")
         elif not lines:
             lines.append("no mixed-order reductions to fuse")
         return "\n".join(lines)

@@ -20,7 +20,7 @@ class RulesPass(parts.CustomGraphPass):
         return None if None in others else (*self.rules.key(), *others)
 
     def __reduce__(self) -> tuple:
-        """In another process it is made anew, with all that its class does then."""
+        """In another process it is created again, with whatever its class does then."""
         return type(self), (self.rules, self.then)
 
     def __deepcopy__(self, memo: dict) -> "RulesPass":

@@ -31,7 +31,7 @@ def column_sums(nodes: list[Any], along_rows: Any) -> list[Any]:
 
 
 def cross_a_square(node1: Any, node2: Any) -> bool:
-    """Whether one node reduces a square along rows and the other along columns: their numbers do not tell it."""
+    """Whether one node reduces a square along rows and the other along columns: their sizes do not show it."""
     mixed = compat.inductor().MixOrderReduction
     numels = tuple(mixed.get_numel_rnumel(node1))
     if len(numels) != 2 or numels[0] != numels[1] or numels != tuple(mixed.get_numel_rnumel(node2)):

@@ -1,1 +1,1 @@
-"""Collectives that run beside compute: by copy engines, or in a pipeline with matrix products."""
+"""Collectives that overlap with compute: by copy engines, or interleaved with matrix products."""

@@ -5,7 +5,7 @@
     token = reduce_begin(grads, ...)         each peer is sent its part of every gradient, from where it lies
     parts = reduce_end(token, grads, ...)    this rank's part of the sums, or means, in the order of ranks
 
-NCCL's kernels take processors from the matrix products beside them; here the copy engines move the data (see
+NCCL's kernels take multiprocessors from concurrent matrix products; here the copy engines move the data (see
 `exchange`), and what begins and ends a collective runs between two products. Gradients travel in their own dtype from
 where they lie, which they do until the end, and are added in float32 or wider. Of one kind and group, those that begin
 first end first.
@@ -43,7 +43,7 @@ class _Begun(NamedTuple):
     number: int
     """Where its parts go: unlike those of others of the kind that are under way at the same time."""
     ranks: Any
-    """What ``begin`` of `start` gave; its ``join`` lets the current stream wait for what runs beside it."""
+    """What ``begin`` of `start` gave; its ``join`` makes the current stream wait for the copies."""
 
 
 _serials = itertools.count()

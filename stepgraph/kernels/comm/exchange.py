@@ -7,9 +7,9 @@
     ranks.finish()
 
 On CUDA a rank writes its part into the other's memory, by the copy engine of its GPU (torch's symmetric memory over
-NVLink, without multicast), on a stream beside the current one. Flags follow the same way, since a kernel that sets one
+NVLink, without multicast), on a second stream. Flags follow the same way, since a kernel that sets one
 would wait until a matrix product leaves it a processor. On a CPU parts go point to point over the group, gloo's.
-In a CUDA graph sends are a branch beside the kernels that wait for others': that the branches do run beside each other
+In a CUDA graph sends are a branch parallel to the kernels that wait for others': that the branches run in parallel
 is what CUDA does, and torch's pipelines rely on too, not what it promises.
 
 Memory, flags and what is under way belong to a `Session`, which a captured step owns and enters to run.
@@ -54,11 +54,11 @@ class Ranks(ABC):
 
     @abstractmethod
     def copy(self, to: Tensor, part: Tensor) -> None:
-        """Copy beside what is computed; there when the exchange ends."""
+        """Copy on the second stream; complete when the exchange ends."""
 
     @abstractmethod
     def join(self) -> None:
-        """Let the current stream wait for all that runs beside it: a CUDA graph may not end before."""
+        """Make the current stream wait for the second one: a CUDA graph may not end before."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -86,7 +86,7 @@ class _PointToPoint(Ranks):
         to.copy_(part)
 
     def join(self) -> None:
-        pass  # nothing runs beside
+        pass  # there is no second stream
 
     def finish(self) -> None:
         for work, _ in self.sent:
@@ -101,7 +101,8 @@ class Workspace:
     """Memory on every rank with a place for the part of each other, and flags; all of it within reach of all.
 
     With two ``turns`` it is there twice, for exchanges that follow each other: a rank whose part of one was taken from
-    has ended the one before, so that where that one came to is free without a word. With one the taker says so.
+    has finished the previous one, so its memory is free: double-buffered, no acknowledgement needed. With one turn the
+    reader acknowledges.
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device, turns: int):
@@ -131,7 +132,7 @@ class Workspace:
         return self.memory.get_buffer(holder, like.shape, like.dtype, start // like.element_size())
 
     def flag(self, holder: int, channel: int, sender: int) -> Tensor:
-        """The flag by which ``sender`` tells ``holder`` something."""
+        """The flag that ``sender`` sets for ``holder``."""
         return self.memory.get_signal_pad(holder, (1,), torch.int32, channel * self.ranks + sender)
 
 
@@ -191,7 +192,7 @@ class Session:
         """How many exchanges have begun."""
         self.workspaces: dict[_Key, Workspace] = {}
         self.outgrown: list[tuple[_Key, Workspace]] = []
-        """Those that larger ones took the place of: CUDA graphs that recorded them still use them."""
+        """Workspaces replaced by larger ones: CUDA graphs that recorded them still use them."""
         self.broken: list[Any] = []
         """Those of steps that were broken off, in which others may still write, and what is on its way to others'."""
         self.under_way: dict[tuple[str, str], list[Any]] = defaultdict(list)

@@ -1,6 +1,6 @@
 """Rows of tokens travel to the ranks that have their experts, and back: only rows that exist do.
 
-    token = counts_begin(counts, ...)                     each rank tells the others its rows for each expert
+    token = counts_begin(counts, ...)                     each rank sends the others its row count per expert
     counts, place = counts_end(token, counts, ...)        (P, E) of all ranks, and this rank's place among them
     there, back, ends = expert_places(counts, place, n, room)
     token = rows_begin(x, order, slots, to, came, ...)    each row leaves for where its reader needs it
@@ -13,7 +13,7 @@ the experts where it stands among tokens' rows, as ``rank * n + row``; -1 is no 
 (to, came) = (there, back), and to tokens with (back, there): the one is the other's gradient.
 
 On CUDA a kernel writes rows straight into the memory of other ranks (symmetric memory over NVLink, without multicast),
-on a stream beside the current one. What others wrote is copied out where the exchange ends: no result lies in memory
+on a second stream. What others wrote is copied out where the exchange ends: no result lies in memory
 that the next exchange writes. On a CPU rows go point to point over the group, gloo's, as many as there are. Exchanges
 of one kind and group end in the order in which they begin.
 """
@@ -56,7 +56,7 @@ class _Messages(NamedTuple):
     coming: list[tuple[Tensor, Tensor, dist.Work | None]]
 
     def join(self) -> None:
-        pass  # nothing runs beside
+        pass  # there is no second stream
 
     def take(self, like: Tensor, came: Tensor | None, zero_rest: bool = True) -> Tensor:
         new = like.new_zeros if zero_rest else like.new_empty
@@ -110,7 +110,7 @@ class _Written:
         _kernels().wait(self.workspace.addresses, self.rank, channel)
 
     def send(self, x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int) -> None:
-        """On a stream beside the current one; what it reads is kept until the exchange ends."""
+        """On the second stream; what it reads is kept until the exchange ends."""
         self.kept, self.beside = (x, order, to), True
         side = self.workspace.stream
         side.wait_stream(torch.cuda.current_stream())

@@ -1,9 +1,9 @@
 """The Triton kernels of `expert_rows`.
 
 ``addresses`` (2, P) int64: where the memory of each rank begins, and where its flags do; both are within reach of all.
-A flag is an int32, one for each channel and rank that tells, 1 from when it was told until it was waited for.
+A flag is an int32 per channel and sending rank: 1 from when it is set until it is waited for.
 
-What sends takes few processors, and leaves the others to what computes beside it. What waits is one small program for
+What sends takes few processors, and leaves the others to concurrent computation. What waits is one small program for
 each rank: where other kernels have all processors it starts when one of them ends, and none of them waits for it.
 """
 

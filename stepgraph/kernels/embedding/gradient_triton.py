@@ -20,12 +20,12 @@ def _chunk_kernel(
     CHUNK: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Block ``program_id(1)`` of chunk ``program_id(0)``: whole runs go to ``out``. The sum of a run that began before
-    the chunk goes to ``partial[2 * chunk]``, that of one that goes on after it to ``partial[2 * chunk + 1]``."""
+    the chunk goes to ``partial[2 * chunk]``, that of one that continues after it to ``partial[2 * chunk + 1]``."""
     chunk = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < D
     first = chunk * CHUNK
-    # No row is -1: it stands for what lies before the first position and after the last.
+    # No row is -1: it marks what lies before the first position and after the last.
     previous = tl.load(rows + first - 1, mask=first > 0, other=-1)
     row = tl.load(rows + first)
     own = False  # whether the run began in this chunk
@@ -60,7 +60,7 @@ def _join_kernel(
     rows, partial, out, N, D, num_weights, padding,
     CHUNK: tl.constexpr, PARTIALS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Block ``program_id(1)`` of the row whose run begins in chunk ``program_id(0)`` and goes on after it, if any."""
+    """Block ``program_id(1)`` of the row whose run begins in chunk ``program_id(0)`` and continues after it, if any."""
     chunk = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < D

@@ -41,7 +41,7 @@ def _bits(x):
 
 @triton.jit
 def _top(bits, SMALLEST: tl.constexpr):
-    """The magnitudes that ``bits`` stand for, or what stands for tiny ones; NaN stays."""
+    """The magnitudes that ``bits`` encode, tiny ones replaced by the smallest allowed; NaN stays."""
     amax = bits.to(tl.float32, bitcast=True)
     return tl.where(amax < SMALLEST, SMALLEST, amax)
 

@@ -6,7 +6,7 @@
     q, s   = by rows in fp8, and their scales: `cast.cast_scaled_rows` of y, or of both gradients
 
 A row is complete in one program, so its cast reads nothing again; y and the gradients themselves are written only for
-those that read them.
+the ones that read them.
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
 

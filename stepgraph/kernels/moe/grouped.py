@@ -88,7 +88,7 @@ def _zero_past(out: Tensor, offsets: Tensor) -> Tensor:
 
 @launching("grouped_mm")
 def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch", zero_rest: bool = True) -> Tensor:
-    """What `grouped_mm` launches beside the product, which needs addresses."""
+    """What `grouped_mm` launches in addition to the product, which needs addresses."""
     if not zero_rest or not rows.numel() or not weight.numel() or not on_device(rows):
         return rows
     return _zero_past(rows.new_empty(rows.shape[0], weight.shape[2]), offsets)

@@ -3,7 +3,7 @@
     product:         `grouped.grouped_mm`, rows past the last offset uninitialized
     weight_product:  `grouped.grouped_mm_weight`
 
-A product has one order of additions whatever runs beside it: it repeats itself bit for bit.
+A product has one order of additions whatever runs at the same time, so it is deterministic.
 Source: the package's ``quack/gemm_interface.py``, read at 0.6.5. Groups are given by where each begins, the end of the
 last behind them; ``tuned=False`` takes its default tiles, where tuning would time candidates inside a step.
 """

@@ -54,7 +54,7 @@ def _at(rows: Tensor, places: Tensor) -> Tensor:
     return rows[places.long().clamp(min=0)].to(wide(rows.dtype))
 
 
-# Operators. ``order`` tells a kernel which rows are no slot's place; without it rows are filled with zeros beforehand.
+# Operators. ``order`` says which rows no slot uses; without it rows are zeroed first.
 
 
 def _on_gpu(x: Tensor):

@@ -42,7 +42,7 @@ def _checked(norm: Norm, x: Tensor, *rest: Optional) -> None:
     if norm.quantized or not x.numel():
         raise ValueError(
             f"norm_cast got x {tuple(x.shape)} and a result in {norm.out_dtype}; allowed are rows, in a dtype that is "
-            "not fp8: its cast comes beside it"
+            "not fp8: the cast is an additional output"
         )
 
 

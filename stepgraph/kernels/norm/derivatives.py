@@ -149,7 +149,7 @@ def norm(
     needs_grad = _any_needs_grad(x, weight, bias, residual)
     if not is_plain(x, weight, bias, residual):
         sharding.check(x=x)
-        # Inside a transform the tensors do not tell whether a gradient is wanted outside it.
+        # Inside a transform the tensors do not show whether a gradient is wanted outside it.
         keep_h = prenorm or needs_grad or in_function_transform()
         y, h, _, _, values, scale = _dispatched(x, weight, bias, residual, *operators.options(norm), keep_h)
         return y, h, values, scale
@@ -240,7 +240,7 @@ _dispatched_pair = _differentiable("norm_pair", _operator_setup_pair, _operator_
 
 
 # Second and higher derivatives: torch differentiates the reference's formulas. The statistics are recomputed from h,
-# on which they depend; those that the operator was given are constants.
+# on which they depend; the ones that the operator was given are constants.
 
 
 def _vjp(function: Any, inputs: list[Optional], cotangents: tuple[Optional, ...]) -> list[Optional]:

@@ -98,7 +98,7 @@ class Quantized(NamedTuple):
     """Rows in float8_e4m3fn, y = ``values * scale[..., None]`` up to rounding, and a carrier of their gradient.
 
     Autograd casts a gradient to the dtype of its tensor, so a gradient of ``values`` would be rounded to fp8, or NaN.
-    Backward therefore goes through ``carrier``, zeros that stand for the dequantized y (straight-through estimator):
+    Backward therefore goes through ``carrier``, zeros that represent the dequantized y (straight-through estimator):
     `dequantize` adds it. An ``autograd.Function`` that consumes values and scale, such as an fp8 matrix product, takes
     the carrier as one more input and returns the gradient of the dequantized y for it.
     """

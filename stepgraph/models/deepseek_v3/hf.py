@@ -105,7 +105,7 @@ def config_from_hf(folder: str | os.PathLike[str]) -> DeepSeekV3Config:
 def config_to_hf(config: DeepSeekV3Config, dtype: torch.dtype) -> dict[str, Any]:
     """The ``config.json`` of ``config``, in the keys that transformers 4 and 5 both read.
 
-    Raises ``ValueError`` for a model that neither DeepSeek-V3's format nor DeepSeek-V2's can tell.
+    Raises ``ValueError`` for a model that neither DeepSeek-V3's format nor DeepSeek-V2's can express.
     """
     moe = config.moe
     second = moe.scoring == "softmax"

@@ -1,7 +1,7 @@
 """The small, fast transformer of pytorch issue 179423, in which Inductor lost time in the norms' backward.
 
 Eleven blocks of width 512, every norm without a weight, grouped-query attention with normalized queries and keys, a
-squared leaky ReLU, and no position embedding: the causal mask alone tells positions apart.
+squared leaky ReLU, and no position embedding: only the causal mask distinguishes positions.
 
 Source: https://github.com/pytorch/pytorch/issues/179423 (the architecture and its settings).
 """

@@ -40,7 +40,7 @@ def rope_from_hf(raw: dict[str, Any], *, scales_scores: bool) -> dict[str, Any]:
     """``rope_theta``, and ``rope_scaling`` for YaRN, as transformers reads them from a ``config.json``.
 
     ``scales_scores``: whether the model's attention scales scores by ``mscale_all_dim``. Raises ``ValueError`` for what
-    `YarnScaling` cannot tell, ``KeyError`` for a key that is missing.
+    `YarnScaling` cannot express, ``KeyError`` for a key that is missing.
     """
     theta, kind, rope = rope_settings(raw)
     if kind == "default":

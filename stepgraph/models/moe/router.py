@@ -16,7 +16,7 @@ from stepgraph.models.moe.config import MoEConfig
 
 
 class Router(nn.Module):
-    """``forward(x, sequences)``: (N, D), the tokens of so many sequences of one length -> the experts of each token,
+    """``forward(x, sequences)``: (N, D), the tokens of ``sequences`` equally long sequences -> each token's experts,
     (N, K) int64, and their weights, (N, K) fp32.
 
     Scores are computed in fp32 whatever the dtype of ``x``, also under autocast: choices hang on their last digits.

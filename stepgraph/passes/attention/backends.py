@@ -5,7 +5,7 @@
     fa4      FlashAttention 4, the optional package ``flash-attn-4``
     flex     FlexAttention's kernels, which Inductor makes: causal, or a window; see `flex`
 
-The rules are those that no supported torch is without. On a GPU torch is asked as well, which knows its version, the
+The rules hold in every supported torch. On a GPU torch is asked as well, which knows its version, the
 GPU, and what the user switched off (``torch.backends.cuda.enable_cudnn_sdp`` and its like).
 Source: torch's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
 """

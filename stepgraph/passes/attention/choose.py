@@ -1,4 +1,4 @@
-"""Each attention by one backend, forward and backward together: the fastest of those that were measured.
+"""Each attention by one backend, forward and backward together: the fastest that was measured.
 
 Matches: ``_scaled_dot_product_{cudnn,flash,efficient}_attention`` and the backwards that read its results; in a
 forecast, which has a CPU's graph, ``_scaled_dot_product_flash_attention_for_cpu``. Before -> after:
@@ -8,7 +8,7 @@ forecast, which has a CPU's graph, ``_scaled_dot_product_flash_attention_for_cpu
 
 and so from any to any of the backends in `backends`. Which one torch took while the step was traced is in the graph.
 FlexAttention (see `flex`) also takes a mask that the graph alone determines and that is a band, causal or a window, and
-one of booleans that each step makes, as of packed documents: ``auto`` gives it those that it skips much of.
+one of booleans that each step makes, as of packed documents: ``auto`` gives it masks of which it skips much.
 Else ``auto`` compares figures (`costs.attention`); where what torch took was not measured for the case, it stays. A
 named backend is taken for all, or the capture fails with the first attention that it does not take.
 Tier numerics: another kernel sums in another order. Preconditions: bf16 or fp16 (flex: fp32 too), no mask (flex: a
@@ -122,7 +122,7 @@ def _refuse(decisions: list[Decision], others: list[fx.Node], masks: Masks, opti
 
 
 def _rewrite(decision: Decision, flex: FlexNodes, options: AttentionOptions) -> None:
-    """Put the nodes of the chosen backend in the place of those that are there."""
+    """Replace the nodes by those of the chosen backend."""
     found, backend, seen = decision.attention, decision.backend, decision.seen
     forward = found.forward
     causal, scale = bool(argument(forward, "is_causal")), argument(forward, "scale")

@@ -1,4 +1,4 @@
-"""Which backend runs an attention: the one asked for, or the fastest of those that take it and were measured."""
+"""Which backend runs an attention: the one asked for, or the fastest measured one that takes it."""
 
 from dataclasses import dataclass, replace
 from typing import Literal

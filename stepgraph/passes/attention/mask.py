@@ -47,7 +47,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Query ``i`` sees key ``j`` where the node ``visible`` is true: booleans that each step makes anew. ``views``:
+    """Query ``i`` sees key ``j`` where the node ``visible`` is true: booleans that each step makes. ``views``:
     operators and arguments that make it (B, H, T, S). ``hidden``: what is added to the scores of the other keys."""
 
     visible: fx.Node

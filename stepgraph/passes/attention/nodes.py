@@ -67,7 +67,7 @@ def odd_scale(node: fx.Node) -> str | None:
 
 
 def take_place(old: fx.Node, new: fx.Node) -> None:
-    """Let ``new`` stand for ``old``, of the same shape, in the strides that what reads it was traced for."""
+    """Replace ``old`` by ``new``, of the same shape, in the strides that what reads it was traced for."""
     value, strides = old.meta["val"], zip(old.meta["val"].stride(), new.meta["val"].stride(), strict=True)
     if any(size > 1 and a != b for size, (a, b) in zip(value.shape, strides, strict=True)):
         build = Builder(old, before=old)

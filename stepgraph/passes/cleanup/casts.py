@@ -53,7 +53,7 @@ def dedupe_casts(step: StepGraph, options: object, report: PassReport) -> None:
 def _before_casts(node: fx.Node, aliases: Aliases) -> fx.Node | None:
     """The tensor that a chain of widening casts ending in ``node`` gives back unchanged, if there is one.
 
-    The copy may stand for it only while neither it nor a cast between is written.
+    The copy may replace it only while neither it nor a cast between is written.
     """
     source, value = node.args[0], node.meta["val"]
     while not aliases.written_between(source, aliases.position[source], len(aliases.position)):

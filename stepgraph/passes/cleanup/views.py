@@ -17,7 +17,7 @@ def remove_noop_views(step: StepGraph, options: object, report: PassReport) -> N
 
     Before -> after: ``t(t(x))`` -> ``x``; ``view(x, x.shape)``, ``detach(x)``, ``alias(x)``, ``expand(x, x.shape)``
     -> ``x``. A view is dropped if a tensor earlier in its chain has the same shape, strides and offset. An input is
-    not returned itself, and a tensor that is reshaped in place stands for no other.
+    not returned itself, and a tensor that is reshaped in place replaces no other.
     """
     returned = set(step.graph.output_node().all_input_nodes)
     for node in list(step.graph.nodes):
@@ -34,7 +34,7 @@ def remove_noop_views(step: StepGraph, options: object, report: PassReport) -> N
 def _same_view(node: fx.Node) -> fx.Node | None:
     """The furthest node up the chain of views that is the same view of the storage."""
     layout, found, current = _layout(node.meta["val"]), None, node
-    if layout is None:  # several views at once, which no one tensor can stand for
+    if layout is None:  # several views at once, which no one tensor can represent
         return None
     while is_view(current) and isinstance(current.args[0], fx.Node):
         current = current.args[0]

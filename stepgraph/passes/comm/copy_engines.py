@@ -3,7 +3,7 @@
 Matches: all-gathers of parameters and reduce-scatters (sums, means) of gradients, buckets or not. Before -> after:
     wait(all_gather(cat(cast(x), ...))), a copy for each parameter -> gather_end(gather_begin([x, ...])): its copies
     wait(reduce_scatter(cat(cast(g), ...))) -> reduce_end(reduce_begin([g, ...])), the sums of them all
-A kernel of NCCL keeps processors for as long as it runs, and a matrix product beside it takes up to half as long again.
+An NCCL kernel keeps processors for as long as it runs, and a concurrent matrix product takes up to half as long again.
 Casts and copies into a bucket go with what begins; gradients that are only widened for the sum travel as they are.
 Tier numerics: sums are taken in the order of ranks; with two ranks every bit stays. Preconditions: the ranks of a group
 share a machine (on GPUs, symmetric memory over NVLink), and collectives of one group are waited for in the order in
@@ -48,7 +48,7 @@ class CopyEnginesOptions:
     for_target=lambda own, target: replace(own, ranks_per_machine=own.ranks_per_machine or target.ranks_per_machine),
 )
 def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassReport) -> None:
-    """Move parameters and gradients beside compute without taking processors from it."""
+    """Move parameters and gradients during compute without taking multiprocessors from it."""
     found = [c for c in collectives.gathers(step) + collectives.reductions(step) if c.node.target in _REPLACE]
     report.matched = len(found)
     before = exposed(step.graph)

@@ -10,7 +10,7 @@ pipeline several microbatches are in flight.
 Tier numerics: sums go over microbatches first, in their order, and then over ranks; ``whole`` has the dtype of the
 parameter where that is the more exact one. It takes memory for a whole gradient of each parameter.
 
-Without a pipeline, later microbatches' collectives travel beside the computation of those before, and both are left.
+Without a pipeline, later microbatches' collectives overlap with the computation of earlier ones, and both are left.
 Source: PyTorch's ``FSDPModule.set_requires_gradient_sync`` and ``set_reshard_after_backward``, which do so by hand.
 """
 

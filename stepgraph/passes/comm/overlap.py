@@ -111,8 +111,8 @@ def _wait_late(wait: fx.Node) -> None:
 def sink(step: StepGraph, reductions: list[Collective], distance: int) -> None:
     """Move what finishes gradients behind the last reduction of each region.
 
-    With a ``distance``, waits run so many regions later, at most at the end of backward, and so does what follows from
-    them: an all-reduce of what a reduce-scatter gave waits twice.
+    With a ``distance``, waits run that many regions later, not beyond the end of backward, and so does what follows
+    from them: an all-reduce of what a reduce-scatter gave waits twice.
     """
     tail = collectives.tail(step)
     regions = [region for r in by_region(reductions) if (region := [c for c in r if c.node.args[0] not in tail])]

@@ -4,7 +4,7 @@ Matches: collectives that dispatch tokens to experts and combine their results, 
 Before -> after, for a layer with a shared expert whose tokens go in two halves (``expert_halves=2`` of `parallelize`):
     dispatch a, wait, experts a, combine a, wait, dispatch b, wait, experts b, combine b, wait, shared
  -> dispatch a, dispatch b, shared, wait, experts a, combine a, wait, experts b, combine b, rest of shared, waits
-and in backward the same the other way round, with gradients of weights beside what travels. What runs beside what is
+and in backward the same the other way round, with gradients of weights during the exchange. What overlaps with what is
 chosen for each block by `schedule.reorder` and the costs of its nodes; every rank has the same graph and so the same
 order. Nodes stay inside their block's forward or backward, and the whole is undone where the forecast peak would grow
 by more than `OverlapExpertsOptions.memory`. Tier exact: every node keeps its operator and its inputs.
@@ -49,7 +49,7 @@ class OverlapExpertsOptions:
     needs_process_group=True,
 )
 def overlap_experts(step: StepGraph, options: OverlapExpertsOptions, report: PassReport) -> None:
-    """Dispatch and combine experts' tokens beside shared experts, the other half's and gradients of weights."""
+    """Overlap the dispatch and combine of experts' tokens with shared experts, the other half and weight gradients."""
     found = _exchanges(step)
     report.matched = len(found)
     if not found:
@@ -118,7 +118,7 @@ def _place(window: list[fx.Node], order: list[fx.Node]) -> None:
 
 
 def _effects(step: StepGraph, exchanges: set[fx.Node], before: Timeline, after: Timeline) -> Iterator[str]:
-    """What travels beside what, and how long computation still waits for it."""
+    """What each exchange overlaps with, and how long computation still waits for it."""
     waited: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 3)
     for i, timeline in enumerate((before, after)):
         for c in timeline.collectives:
@@ -132,7 +132,7 @@ def _effects(step: StepGraph, exchanges: set[fx.Node], before: Timeline, after: 
         most = sorted((path for path in others if others[path] > 0), key=others.get, reverse=True)[:3]
         yield (
             f"{kind}, {phase}: of {whole * 1e3:.2f} ms exposed {was * 1e3:.2f} before, {now * 1e3:.2f} after"
-            + (f", beside {', '.join(most)}" if most else "")
+            + (f", overlapping with {', '.join(most)}" if most else "")
         )
 
 

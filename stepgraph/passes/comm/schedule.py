@@ -1,6 +1,6 @@
-"""Orders a stretch of nodes so that computation that can wait runs beside collectives: list scheduling.
+"""Orders a stretch of nodes so that computation that can wait overlaps with collectives: list scheduling.
 
-Nodes are chosen one after the other, on paper as `costs.timeline` runs them: first those that a collective still to
+Nodes are chosen one after the other, on paper as `costs.timeline` runs them: first the ones that a collective still to
 start needs, so that it starts soon; then, while one travels, whatever does not need its result; its wait comes once it
 is there, or when nothing else is left. Among equals the order stays. What depends on each other, through memory that is
 written too, stays in order.
@@ -33,7 +33,7 @@ def reorder(
 ) -> list[fx.Node]:
     """The nodes of ``window``, which are consecutive, in a new order.
 
-    ``seconds``: of nodes that compute. ``travels``: of the nodes that begin the collectives to run beside computation;
+    ``seconds``: of nodes that compute. ``travels``: of nodes that begin collectives to overlap with computation;
     each has one wait.
     """
     return _List(window, dependencies(window, aliases), seconds, travels).run()
@@ -100,7 +100,7 @@ class _List:
             if node not in self.leads:
                 self.leads.add(node)
                 needed += before[node]
-        self.ready: list[tuple[bool, int, fx.Node]] = []  # a heap: those that lead to a collective first
+        self.ready: list[tuple[bool, int, fx.Node]] = []  # a heap: nodes that lead to a collective first
         self.waiting: list[tuple[float, int, fx.Node]] = []  # a heap: waits by when their collective is there
         self.now, self.free_at, self.ends = 0.0, defaultdict(float), {}
         self.order: list[fx.Node] = []

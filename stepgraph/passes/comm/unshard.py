@@ -81,7 +81,7 @@ def for_gpu(options: B, target: Target) -> B:
 
 
 def fits(need: int, options: Budget, what: str, report: PassReport) -> bool:
-    """Whether a step that needs so many bytes with ``what`` is within its budget; true where none is known."""
+    """Whether a step that needs this many bytes with ``what`` is within its budget; true where none is known."""
     if options.budget_gib:
         report.notes.append(f"the step needs about {need / 2**30:.2f} GiB of {options.budget_gib:.2f} with {what}")
     return not options.budget_gib or need <= options.budget_gib * 2**30
@@ -151,7 +151,7 @@ def _readers(gather: Collective, half: dict[fx.Node, str]) -> tuple[list[fx.Node
 def _gather_again(graph: fx.Graph, gather: Collective, made: list[fx.Node], readers: list[fx.Node]) -> None:
     """Copies of the gather and of what is made from it, for backward's readers."""
     read = [n for n in made if any(user in readers for user in n.users)]
-    # What ranks agreed on beside it, as the scales of weights in fp8, is kept.
+    # What ranks also agreed on, such as the scales of fp8 weights, is kept.
     sources = set(read).union(*map(upstream, read))
     agreed = {n for n in sources if n.target is WAIT and n.args[0].target is ALL_REDUCE}
     needed = set(read).union(*(upstream(n, agreed) for n in read)) - agreed

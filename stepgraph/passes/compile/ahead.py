@@ -1,4 +1,4 @@
-"""Our own Triton kernels compiled in a process beside Inductor.
+"""Our own Triton kernels, compiled in another process while Inductor works.
 
 Otherwise Triton would compile each at its first launch, one after another: 13 of the 45 seconds to the first step of a
 mixture of experts on an H100. Nothing is launched and nothing of the step changes: what is compiled lies in Triton's

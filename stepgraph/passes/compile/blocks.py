@@ -12,7 +12,7 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import BatchLeaf
 from stepgraph.inductor.regional import Piece, Region
 
-#: Blocks below which no two are alike: what runs beside the first and the last is not what runs beside the others.
+#: Blocks below which no two are alike: what overlaps with the first and the last differs from the others.
 FEWEST = 4
 
 #: 0 in forward, 1 in backward, and the block that runs there; between the blocks of forward and backward, where no
@@ -22,7 +22,7 @@ Part = tuple[int, str | None]
 
 def consecutive(step: StepGraph, kind_of: Callable[[fx.Node], str | None], *, cut: bool) -> list[Piece]:
     """The longest runs of consecutive operators of one kind, those of None left out; ``cut``: also of one part, where
-    the model has so many blocks that some have equal neighbours.
+    the model has enough blocks that some have equal neighbours.
 
     A getitem moves to the operator that it takes apart, and belongs to it; constants move to the graph's inputs.
     """
@@ -50,8 +50,8 @@ def parts(step: StepGraph) -> dict[fx.Node, Part]:
     """The part that each node of forward, loss, backward and of the optimizer lies in: equal blocks, equal parts.
 
     A part lasts from the last node that computes in one block to the last that computes in the next. What was moved out
-    of its block to run beside another's, as gathers of parameters and reductions of gradients are, belongs to the part
-    in which it runs. What the model computes between two blocks belongs to the block before it. The update of a
+    of its block to overlap with another's, such as gathers of parameters and reductions of gradients, belongs to the
+    part in which it runs. What the model computes between two blocks belongs to the block before it. The update of a
     parameter belongs to the parameter's block.
     """
     numbers = {node: 0 if half == "forward" else 1 for node, half in collectives.halves(step.graph).items()}
@@ -81,7 +81,7 @@ def parts(step: StepGraph) -> dict[fx.Node, Part]:
 
 def _computing(step: StepGraph) -> dict[fx.Node, str | None]:
     """Nodes whose results depend on the batch, with their block; but for views, collectives, and what only finishes
-    gradients: those may run beside other blocks."""
+    gradients: those may overlap with other blocks."""
     tail = collectives.tail(step)
     made = set(step.placeholders(BatchLeaf))
     found: dict[fx.Node, str | None] = {}

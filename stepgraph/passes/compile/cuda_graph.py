@@ -69,7 +69,7 @@ def split_at_host(step: StepGraph, waiting: Set[str] = frozenset()) -> fx.GraphM
 
 def record_whole(program: StepProgram, gpu: str = "cuda") -> None:
     """After passes: let all calls of a pipeline's step be one CUDA graph, if the pass ran for every graph and nothing
-    in them needs the host; the reports say so, or why not. ``gpu``: the type of device that stands for the GPU."""
+    in them needs the host; the reports say so, or why not. ``gpu``: the type of device that counts as the GPU."""
     reports = {name: report for name, step in program.graphs.items() if (report := _report_of(step)) is not None}
     keeping = [name for name, report in reports.items() if report.skipped == _KEEPS]
     if not keeping or any(report.skipped not in (None, _KEEPS) for report in reports.values()):

@@ -146,7 +146,7 @@ class _Moved:
         return False
 
     def _accesses(self, node: fx.Node) -> tuple[set[fx.Node | str], set[fx.Node | str]]:
-        """Storages that are written somewhere in the graph: those that ``node`` touches and those it writes."""
+        """Storages that are written somewhere in the graph: the ones that ``node`` touches and the ones it writes."""
         roots = {self.aliases.root(n) for n in (node, *node.all_input_nodes)}
         touched = {root for root in roots if self.aliases.writes.get(root)}
         written = {self.aliases.root(n) for n in written_arguments(node)} if is_mutating(node) else set()

@@ -116,7 +116,7 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
 
 def _drop_empty_operands(graph: fx.Graph) -> None:
     """``cat`` without the empty tensors that it may be given, as by a key-value cache at its first use: Inductor takes
-    what is left of a single operand as it lies in memory, where ``cat`` writes it anew."""
+    what is left of a single operand as it lies in memory, where ``cat`` writes it again."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         operands = [operand for operand in node.args[0] if operand.meta["val"].shape != (0,)]
         same = all(operand.meta["val"].dtype == node.meta["val"].dtype for operand in operands)

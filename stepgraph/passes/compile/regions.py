@@ -137,7 +137,7 @@ def swiglus(step: StepGraph) -> Iterator[list[fx.Node]]:
 
 
 def _other_product(product: fx.Node, gate: fx.Node) -> list[fx.Node]:
-    """Beside ``product``, the gradient of the activation, the gradient of what it is multiplied with."""
+    """Next to ``product``, the gradient of the activation, the gradient of what it is multiplied with."""
     for gradient in product.all_input_nodes:
         for user in gradient.users:
             if user is product or not _product(user):

@@ -123,7 +123,7 @@ def _unfit(head: Head, region: set[fx.Node], aliases: Aliases) -> str | None:
     for node in (n for n in head.between if n is not head.loss):
         for source in node.all_input_nodes:
             if source not in region and (source.meta["val"].ndim or not early(source)):
-                return f"{node.name} reads {source.name} beside its logits"
+                return f"{node.name} reads {source.name} in addition to its logits"
     for reader in (*head.dx, *head.dw, *head.db):
         if aliases.position[reader] < here:
             return f"{reader.name} reads its logits before the loss"

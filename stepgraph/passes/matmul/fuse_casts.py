@@ -12,7 +12,7 @@ Matches: casts of `fp8_matmul`, by rows alone or with one scale, of what a norm 
                                                               ``stepgraph::swiglu_backward_magnitudes``
 A row is complete in one program, so its magnitude, and with that its cast, reads nothing again; a column and a whole
 matrix are not, and the cast reads what was made once more, but not twice. The bits are those of the operators apart;
-what Inductor made of a SwiGLU rounded less often. In bf16 y stays for those that read it, as weight gradients do;
+what Inductor made of a SwiGLU rounded less often. In bf16 y stays for whatever reads it, as weight gradients do;
 SwiGLU's, and its gradients, are not written where none does.
 Stay apart: scales by columns of other matrices; one scale of what else Inductor makes, which may find it on the way.
 Tier numerics, as `fp8_matmul`, without which it has nothing to do. Comes after what makes copies and norms' kernels.
@@ -167,7 +167,7 @@ def _amax_before(cast: fx.Node) -> fx.Node | None:
 
 
 def _form(cast: fx.Node) -> str | None:
-    """How a SwiGLU's kernel serves ``cast``: it makes it, it gives the magnitudes of rows and columns, or those that
+    """How a SwiGLU's kernel serves ``cast``: it makes it, it gives the magnitudes of rows and columns, or those which
     one scale is made of. None: not at all."""
     if cast.target is ours.cast_scaled_rows.default:
         return {(True, False): "rows", (True, True): "both"}.get(cast.args[2:])

@@ -75,7 +75,7 @@ class Layer:
 
     @property
     def products(self) -> list[Product]:
-        """Those that were found, forward first."""
+        """The layers found, forward first."""
         return [p for p in (self.forward, self.input_gradient, self.weight_gradient) if p is not None]
 
 

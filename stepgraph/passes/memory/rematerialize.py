@@ -113,7 +113,7 @@ def _minimum_cut(plan: Plan, regions: bool) -> set[fx.Node]:
 
 
 def _reduces(plan: Plan, root: fx.Node) -> bool:
-    """Whether the operator behind ``root`` makes something smaller than what it reads, beside its result or as it."""
+    """Whether the operator behind ``root`` makes, among other results, something smaller than what it reads."""
     op = plan.operator(root)
     made, read = _sizes([op]), _sizes(op.all_input_nodes)
     return bool(made and read) and min(made) < max(read)

@@ -161,7 +161,7 @@ def _scattered(routing: Routing, product: fx.Node) -> fx.Node | None:
 
 
 def _reader(node: fx.Node) -> fx.Node | None:
-    """What alone reads ``node``, beside zeros of its form."""
+    """The only reader of ``node``, apart from zeros of its form."""
     readers = [user for user in node.users if not is_zeros(user)]
     return readers[0] if len(readers) == 1 else None
 

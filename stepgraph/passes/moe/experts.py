@@ -9,7 +9,7 @@ backward. Before -> after, for K experts a token:
     _grouped_mm                                   -> grouped_mm, grouped_mm_weight
 
 so that no gradient is added up by ``index_put``, and nothing of N * K rows is written that is read only to be added up.
-Each of the lines stands for itself: where one does not match, what is left reads the permutation of ours.
+Each line is independent: where one does not match, what is left reads the permutation of ours.
 Tier numerics: rows of an expert may stand in another order than by an unstable sort; weighted rows are added up in fp32
 without a rounding in between. Preconditions: the experts come from a ``topk`` over as many as are counted, so that each
 slot is one's; offsets from ``histc`` and ``cumsum``; grouped products whose results are contiguous.
@@ -90,7 +90,7 @@ def _product(node: fx.Node, report: PassReport) -> bool:
 
 
 def _sort_by_expert(routing: Routing) -> None:
-    """Put our sort beside the old one, whose readers read what ours gives."""
+    """Put our sort next to the old one, whose readers read what ours gives."""
     build = Builder(routing.sort, before=routing.sort)
     made = build(ours.sort_by_expert.default, routing.chosen, routing.experts)
     routing.order, routing.places, routing.counts = (build(operator.getitem, made, i) for i in range(3))

@@ -1,4 +1,4 @@
-"""A norm found in a graph, and the casts and sums beside it that one operator can compute with it."""
+"""A norm found in a graph, and the neighbouring casts and sums that one operator can compute with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

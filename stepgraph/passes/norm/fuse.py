@@ -161,7 +161,7 @@ def _traffic(found: Found) -> Traffic:
 
 
 def _neighbours(found: Found, reads: tuple[fx.Node, ...]) -> int:
-    """Bytes that fusion with pointwise operators beside the norm would not move.
+    """Bytes that fusion with the norm's neighbouring pointwise operators would not move.
 
     A tensor that a pointwise operator makes for the norm alone is neither written nor read again; one that only
     pointwise operators read after the norm neither.

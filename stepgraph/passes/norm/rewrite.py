@@ -5,7 +5,7 @@ Before -> after, for a norm with all its neighbours:
     h = x + residual; y = norm(h)        ->  y, h, rstd = stepgraph::norm(x, residual)
     dx = backward of norm(dy); dh + dx   ->  dx = stepgraph::norm_backward(dy, h, rstd, dh)
 
-What lay in memory in another order of dimensions than the operators write goes on doing so, since views after it rely
+What lay in memory in another order of dimensions than the operators write continues to do so, since views after it rely
 on that: the operators then run on the dimensions in that order.
 """
 
@@ -111,7 +111,7 @@ class Rewriter:
     # Nodes
 
     def now(self, node: fx.Node | None) -> fx.Node | None:
-        """What stands for ``node`` of the graph as it was."""
+        """What replaces ``node`` of the original graph."""
         while node in self._moved:
             node = self._moved[node]
         return node
@@ -179,7 +179,7 @@ class Rewriter:
         return sides
 
     def _norm(self, found: Found, y: fx.Node, x: fx.Node, residual: fx.Node | None) -> None:
-        """Norm of ``x``, plus the ``residual`` if given: its sum then stands for ``found.x``."""
+        """Norm of ``x``, plus the ``residual`` if given: its sum then replaces ``found.x``."""
         place = y if residual is None else self.now(found.x)
         build, order = Builder(y, before=place), order_of(y)
         weight, bias = self.weight(build, found.weight), self.weight(build, found.bias)

@@ -5,7 +5,7 @@
     layer                  rstd = 1 / sqrt(mean((h - mean)^2) + eps)   xhat = (h - mean) * rstd
     y = xhat * (weight + offset) + bias
     fp8                    scale = amax(|row of y|) / 448, or 1 for a row of zeros;  y8 = y / scale, clamped
-    fp8 beside y           values, scale = the cast by rows of y as it was rounded (see `kernels.fp8.cast`), or scale =
+    fp8 in addition to y   values, scale = the cast by rows of y as it was rounded (see `kernels.fp8.cast`), or scale =
                            amax(|row of y|) alone
 
 A row is ``PIECES`` tiles of ``BLOCK`` columns, a power of two: 5120 is 5 x 1024, with nothing wasted. A program takes

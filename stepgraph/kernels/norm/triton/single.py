@@ -27,7 +27,7 @@ __all__ = ["backward", "backward_pair", "forward", "forward_cast", "forward_pair
 Tensor = torch.Tensor
 Optional = Tensor | None
 
-#: What a forward gives beside y: the cast of its rows with their scales, or the largest magnitudes of its rows.
+#: What a forward gives in addition to y: the cast of its rows with their scales, or the largest magnitudes of its rows.
 Beside = Literal["cast", "amax"]
 
 PLANS = plans.Plans()
@@ -68,7 +68,7 @@ def _forward_plan(
     config = config or tuning.choose(problem, hw, lambda c: forward(norm, x, weight, bias, residual, keep_h, config=c))
     if config.programs and config.split == 1 and config.weight != "before":
         raise ValueError(f"weight={config.weight} is for programs of one step, not programs={config.programs}; use 0")
-    # What is beside y changes no sum: its tile is that of the norm by itself, and so are its bits.
+    # The additional outputs change no sum: the tile is that of the plain norm, and so are the bits.
     scaled = norm.quantized or beside is not None
     if scaled:  # the largest value of a row is known once its sum is: programs exchange twice
         config = replace(config, exchange="wait")

@@ -150,7 +150,7 @@ def register_estimate(problem: Problem, config: Config) -> float:
         # What ptxas can make do with; given more, it takes more.
         shared = 6 + 10 * (len(problem.loads) - 1) + 2 * (problem.shift > 1) if config.split > 1 else 0
         if problem.layer and problem.shift > 1 and config.split > 1 and config.exchange == "wait":
-            shared += 20 + elements * (0.1 + 1.6 / at_once)  # what is of the row is told for so many at a time
+            shared += 20 + elements * (0.1 + 1.6 / at_once)  # row results are exchanged for `at_once` rows at a time
         return 22 + held + (6 if problem.layer else 0) + 0.5 * config.pieces(problem.span) + shared
     weights = columns * problem.weights * (problem.weight_size / 4)
     sums = columns * problem.sums
@@ -163,7 +163,7 @@ def register_estimate(problem: Problem, config: Config) -> float:
         # Backward holds the tile of the step before, too.
         extra += 8 + held if problem.backward else 20
     if problem.shift > 1 and problem.backward:
-        # The ends of rows are told apart.
+        # The ends of rows are handled separately.
         extra += elements * (1.9 if not problem.layer else 1.2 if config.split == 1 else 0.3 + 0.1 / at_once)
     every = 18 + pointers + held + weights + sums + along + extra
     # Of a single tile, products are summed as they are made.

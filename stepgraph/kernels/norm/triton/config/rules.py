@@ -210,7 +210,7 @@ def _forward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
 def _weight(problem: Problem, config: Config, hw: Hardware) -> str:
     """When a program that takes one step loads the weight.
 
-    Held beside a long row, the weight takes registers that another program could use. Loaded with the row it saves 0.1
+    Held with a long row, the weight takes registers that another program could use. Loaded with the row it saves 0.1
     us, which matters in the shortest calls; a large weight is better loaded before the row, and where a processor has
     but one row so is any that fits.
     """
