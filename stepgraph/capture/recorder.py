@@ -24,6 +24,7 @@ from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture import autocast
+from stepgraph.capture.formulas import EagerFormulas
 from stepgraph.capture.lineage import Owners, made_from
 from stepgraph.capture.repeats import Repeats
 from stepgraph.capture.state import named_modules, unwrap
@@ -161,6 +162,7 @@ class Recorder:
                 listening() as self._regions,
                 compat.watch_autocast() as casts,
                 autocast.Kept(casts),
+                EagerFormulas(),
                 compat.intercept_checkpoint(self._in_checkpoint),
                 self._repeats if self._repeats.calls else contextlib.nullcontext(),
             ):

@@ -49,6 +49,7 @@ from stepgraph.compat.distributed import (
 )
 from stepgraph.compat.eager import (
     alike,
+    autocast_dtype,
     below_autograd,
     cuda_device_and_stream,
     empty_strided,

@@ -104,3 +104,10 @@ def watch_autocast() -> Iterator[dict[str, torch.dtype]]:
 def has_autocast_rule(target: torch._ops.OpOverload, device_type: str) -> bool:
     """Whether autocast for ``device_type`` has a kernel for ``target``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), f"Autocast{device_type.upper()}")
+
+
+def autocast_dtype(target: torch._ops.OpOverload, x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autocast casts ``x`` to before ``target``, an operator that it runs in fp32; None for none."""
+    kind = x.device.type
+    lower = x.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if lower and torch.is_autocast_enabled(kind) and has_autocast_rule(target, kind) else None

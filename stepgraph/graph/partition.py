@@ -10,6 +10,7 @@ from torch.fx.passes.split_module import split_module
 
 from stepgraph.graph.facts import has_generator, packet
 from stepgraph.graph.provenance import provenance
+from stepgraph.kernels import masked_sum  # noqa: F401  (defines an operator of torch.ops.stepgraph)
 from stepgraph.kernels.moe import grouped
 
 #: Grouped products, torch's and ours.
@@ -59,6 +60,8 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
     devices = {t.device.type for t in tensors_of(node)}
     if devices - {gpu}:
         return f"it works on {' and '.join(sorted(devices))} tensors"
+    if packet(node) is torch.ops.stepgraph.masked_sum:
+        return "the host must read how many elements its mask selects"
     if packet(node) in _GROUPED and not grouped.on_device(node.args[0].meta["val"]):
         return "torch computes grouped products in bf16 alone without reading the groups' sizes on the host"
     return None

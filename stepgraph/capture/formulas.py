@@ -1,0 +1,114 @@
+"""Backward formulas of eager, where torch has another one for the tensors of a trace.
+
+Eager looks at values, which a trace has not: the gradient of a product divides by each factor if none is zero, and
+that of a value that fills a mask is the sum of what the mask selects. For a trace torch takes formulas that look at
+nothing and round otherwise. Here both are nodes, and the values choose when the step runs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from stepgraph import compat
+from stepgraph.kernels.masked_sum import masked_sum
+
+
+class EagerFormulas(TorchFunctionMode):
+    """Inside, ``prod`` and ``masked_fill`` have eager's gradients."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        special = _SPECIAL.get(func)
+        if special is None or not torch.is_grad_enabled() or compat.in_function_transform():
+            return func(*args, **kwargs)
+        return special(func, *args, **kwargs)
+
+
+def _prod(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    x, *dims = args
+    if not isinstance(x, torch.Tensor) or not x.requires_grad or compat.is_traceable_wrapper_subclass(x):
+        return func(*args, **kwargs)
+    given = dict(zip(("dim", "keepdim"), dims, strict=False)) | kwargs
+    dim, dtype = given.get("dim"), given.get("dtype")
+    if dtype is None:
+        dtype = compat.autocast_dtype(torch.ops.aten.prod.default, x)  # it casts before
+    if not isinstance(dim, int | None) or given.keys() - {"dim", "keepdim", "dtype"}:
+        return func(*args, **kwargs)
+    return _Prod.apply(x if dtype is None else x.to(dtype), dim, given.get("keepdim", False))
+
+
+class _Prod(torch.autograd.Function):
+    """``x.prod()``, or ``x.prod(dim, keepdim)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            result = x.prod() if dim is None else x.prod(dim, keepdim)
+        ctx.save_for_backward(x, result)
+        ctx.dim, ctx.keepdim = dim, keepdim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (x, result), dim = ctx.saved_tensors, ctx.dim
+        if x.ndim == 0:
+            return grad * torch.ones_like(grad) if dim is None else grad, None, None
+        x = x.to(grad.dtype)
+        if dim is not None and not ctx.keepdim:
+            grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
+        zeros = x == 0
+        some = zeros.any()
+        if dim is None:
+            whole = _without_each(grad, x.contiguous().view(-1), 0).view_as(x)
+            if not torch.is_grad_enabled():
+                whole = torch.where(zeros.sum() > 1, 0, whole)
+        else:
+            whole = _without_each(grad, x, dim)
+        return torch.where(some, whole, grad * (result / torch.where(some, 1, x)).conj()), None, None
+
+
+def _without_each(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``grad`` times the product of all other elements along ``dim``, without a division."""
+    size = x.shape[dim]
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    if size == 1:
+        return grad
+    ones = torch.ones_like(x.narrow(dim, 0, 1), dtype=grad.dtype, memory_format=torch.contiguous_format)
+    before = torch.cat([ones, x.narrow(dim, 0, size - 1)], dim).cumprod(dim)
+    behind = torch.cat([ones, x.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
+    return grad * (before * behind).conj()
+
+
+def _masked_fill(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    given = dict(zip(("self", "mask", "value"), args, strict=False)) | kwargs
+    mask, value = given.get("mask"), given.get("value")
+    if not isinstance(value, torch.Tensor) or not value.requires_grad or compat.is_traceable_wrapper_subclass(value):
+        return func(*args, **kwargs)
+    return _FilledBy.apply(func(given["self"], mask, value.detach()), mask, value)
+
+
+class _FilledBy(torch.autograd.Function):
+    """``filled``, in which ``value`` stands where ``mask`` is true."""
+
+    @staticmethod
+    def forward(ctx: Any, filled: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(filled)
+        ctx.save_for_backward(mask)
+        ctx.dtype = value.dtype
+        return filled
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        (mask,) = ctx.saved_tensors
+        return grad, None, masked_sum(grad, mask).to(ctx.dtype)
+
+
+_SPECIAL = {
+    **dict.fromkeys((torch.prod, torch.Tensor.prod), _prod),
+    **dict.fromkeys((torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_), _masked_fill),
+}
