@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -15,8 +16,10 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainingArguments
 
+import stepgraph
 from stepgraph.integrations import GraphTrainer, PadToLengths
 from stepgraph.integrations.ranks import mesh_spec
+from stepgraph.parallel import mean_over_mesh, parallelize
 from tests.distributed.hf_ranks import (
     LENGTH,
     as_launched,
@@ -29,7 +32,7 @@ from tests.distributed.hf_ranks import (
     rows,
     train,
 )
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import make_mesh, on_ranks
 
 LONG = pytest.mark.long
 
@@ -172,3 +175,63 @@ def test_what_the_arguments_ask_for(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     with pytest.raises(ValueError, match="tp_size=2"):
         asked(4)
+
+
+@pytest.mark.parametrize("name", ["gemma3", *(pytest.param(n, marks=LONG) for n in ("qwen3", "llama3.2", "qwen3-moe"))])
+def test_own_loop(name):
+    on_ranks(2, _own_loop, name)
+
+
+def _own_loop(name):
+    """`parallelize` and `capture`: the loss of one process that has the batch of both ranks, bitwise eager."""
+    meshes = ["fsdp=2", *(["fsdp=2,ep=2"] if name == "qwen3-moe" else [])]
+    ids = torch.stack([row["input_ids"] for row in rows(4)])
+    batch = {"input_ids": ids, "labels": ids}
+    with torch.no_grad():
+        expected = build(name)(**batch).loss
+    own = {key: value.chunk(2)[dist.get_rank()] for key, value in batch.items()}
+    for text in meshes:
+        mesh = make_mesh(text)
+        model = parallelize(build(name), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def loss_fn(model, batch, mesh=mesh):
+            return mean_over_mesh(model(**batch).loss, mesh)
+
+        step = stepgraph.capture(model, loss_fn, own, optimizer, max_grad_norm=1.0, passes="exact")
+        report = step.verify(own)
+        assert report.bitwise, report
+        close([step(own)], [expected], 1e-6)
+
+
+@pytest.mark.long
+def test_lora_and_the_best_model():
+    on_ranks(2, as_launched, _lora_and_the_best_model)
+
+
+def _lora_and_the_best_model():
+    """Adapters over shards, resumed; and the best checkpoint, loaded at the end, with recomputed activations."""
+    peft = pytest.importorskip("peft")
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)  # one for both ranks
+        folder = Path(folders[0])
+
+        def adapted():
+            torch.manual_seed(0)
+            return peft.get_peft_model(build("llama3.2"), peft.LoraConfig(r=4, init_lora_weights=False))
+
+        own, saved = {"passes": "exact"}, {"save_strategy": "steps", "save_steps": 3}
+        plain = train(Trainer, folder / "plain", adapted())
+        trainer = train(GraphTrainer, folder / "lora", adapted(), own=own, fsdp=True, **saved)
+        close(logged(trainer, "loss"), logged(plain, "loss"))
+        again = train(GraphTrainer, folder / "again", adapted(), folder / "lora/checkpoint-3", own=own, fsdp=True)
+        assert logged(again, "loss") == logged(trainer, "loss")
+        assert (folder / "lora/checkpoint-6/adapter_model.safetensors").exists()
+
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+        evaluated = {"eval_strategy": "steps", "eval_steps": 3, "gradient_checkpointing": True}
+        trainer = train(GraphTrainer, folder / "best", build("qwen3"), own=own, fsdp=True, **saved, **best, **evaluated)
+        found = trainer.evaluate()["eval_loss"]
+        assert found == pytest.approx(max(logged(trainer, "eval_loss")[:2]), rel=1e-6)
+        dist.barrier()
