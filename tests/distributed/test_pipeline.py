@@ -186,6 +186,11 @@ def check_symmetric(mesh):
     with pytest.raises(ValueError, match=r"^unknown stage_sends 'symetric': did you mean 'symmetric'\?$"):
         pipelined(mesh, "1f1b", sends="symetric")
     with (
+        mock.patch.object(torch.distributed.ProcessGroup, "bound_device_id", torch.device("cpu")),
+        pytest.raises(ValueError, match=r"^the process groups were opened with device_id=cpu.*leave device_id out"),
+    ):
+        pipelined(mesh, "1f1b")
+    with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"),
         pytest.raises(ValueError, match=r"^stage_sends=symmetric over pp=2: its ranks do not share a machine; make"),
     ):
@@ -208,6 +213,39 @@ def _check_schedule(schedule, ranks, n):
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_every_schedule(schedule, ranks):
     on_ranks(ranks, _check_schedule, schedule, ranks, 2 * ranks)
+
+
+def _check_fsdp(schedule, n):
+    """Gradients of ``pp=2,fsdp=2`` without an optimizer: each rank's part of those that are averaged over the ranks of
+    a stage microbatch by microbatch, as FSDP in eager does."""
+    mesh = make_mesh("pp=2,fsdp=2")
+    alone, (model, pipeline) = whole_model(DEEP), pipelined(mesh, schedule)
+    batch = own_batch(mesh, 0, n)
+    loss_fn = next_token_loss(mesh)
+    step = stepgraph.capture(model, loss_fn, batch, accumulate=n, passes=configured("exact"))
+    loss, sums = step(batch), {}
+    total = torch.zeros(())
+    for part in microbatches(batch, n):
+        mine = one_rank_loss(alone, part) / n
+        mine.backward()
+        total += mine.detach()
+        for name, param in alone.named_parameters():
+            torch.distributed.all_reduce(param.grad, group=mesh.stage_group)
+            sums[name] = sums.get(name, 0) + param.grad / 2
+            param.grad = None
+    torch.distributed.all_reduce(total, group=mesh.stage_group)
+    torch.testing.assert_close(loss, total / 2)
+    held = parallel.held_parameters(model)
+    for name, grad in sums.items():
+        assert (name in held) == pipeline.holds(name)
+        if name in held:
+            layout = parallel.layouts(model)[name]
+            part = grad[tuple(slice(*part) for part in layout.region)]
+            assert torch.equal(layout.own(held[name].grad.to_local()), part), name
+
+
+def test_fsdp_inside_a_stage():
+    on_ranks(4, _check_fsdp, "1f1b", 2)
 
 
 def _train(text, schedule, n, folder, memory):

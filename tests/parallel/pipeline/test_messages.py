@@ -8,8 +8,10 @@ import time
 import pytest
 
 from stepgraph.graph.program import Call
+from stepgraph.parallel.pipeline import messages
 from stepgraph.parallel.pipeline.messages import calls_of, check_messages, message_of
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, with_once, work_of
+from stepgraph.parallel.pipeline.timeline import PipelineTime, Span
 from tests.parallel.pipeline.orders import begun_early, one_way_for_both, ranks_of
 
 NEVER = "^the pipeline's messages never complete: rank "
@@ -36,8 +38,8 @@ def test_every_schedule_completes(name, ranks):
         if (name, n) != ("interleaved", 2 * ranks - 1):  # which completes in any order
             with pytest.raises(ValueError, match=NEVER):
                 check_messages(begun_early(orders, where), where, lambda channel: channel)  # one for each kind too
-        messages = [[m for call in own if (m := message_of(call, where))] for own in calls]
-        assert sum(map(len, messages)) == 4 * n * sum(a != b for a, b in itertools.pairwise(where))
+        sent = [[m for call in own if (m := message_of(call, where))] for own in calls]
+        assert sum(map(len, sent)) == 4 * n * sum(a != b for a, b in itertools.pairwise(where))
     assert len(found) > 3
 
 
@@ -54,6 +56,14 @@ def test_forward_alone_completes(name):
     where = ranks_of(name, 4)
     orders = [[("forward", stage, 0) for stage, rank in enumerate(where) if rank == own] for own in range(4)]
     check_messages(calls_of(orders, where), where)
+
+
+def test_calls_are_checked_where_they_are_made(monkeypatch):
+    """Whatever places receives: here all of them before the first computation."""
+    at_once = [Span(rank, work, 0.0, 0.0) for rank, order in enumerate(work_of("1f1b", 2, 4)) for work in order]
+    monkeypatch.setattr(messages, "on_paper", lambda orders, where: PipelineTime(at_once, 2))
+    with pytest.raises(ValueError, match=NEVER):
+        calls_of(work_of("1f1b", 2, 4), [0, 1])
 
 
 def test_the_ranks_that_wait_for_each_other_are_named():
