@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -227,6 +228,18 @@ def refuse_kept(model: nn.Module, known: set[int]) -> None:
                 f"{where}, which a captured step cannot do; register it as a buffer, or run "
                 "the model once before the capture if it is made but once"
             )
+
+
+def refuse_unseen(unseen: Mapping[str, str], exact: bool) -> None:
+    """Raise, or without ``exact`` warn, of what the step read of Python and nothing can compare at later calls."""
+    for path, why in unseen.items():
+        message = (
+            f"the step reads {path}, a {why}, and a captured step would keep what it is now; pass what is read of it "
+            "in the batch, or hold it in a tensor"
+        )
+        if exact:
+            raise CaptureError(message)
+        warnings.warn(message, stacklevel=2)
 
 
 def refuse_fake_constants(step: StepGraph) -> None:

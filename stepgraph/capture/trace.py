@@ -24,9 +24,9 @@ from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.python import writes
 from stepgraph.capture.python.assigned import write_assigned
 from stepgraph.capture.python.end_of_step import traced_end_of_step
-from stepgraph.capture.python.reads import Reads
+from stepgraph.capture.python.reads import Change, Reads
 from stepgraph.capture.python.torch_random import checked_generators, refusing_seeds
-from stepgraph.capture.python.writes import Writes
+from stepgraph.capture.python.watched import Watched
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.repeats import RunAgain, calls_to_repeat
 from stepgraph.capture.roles import record_roles
@@ -60,7 +60,7 @@ class Traced:
     """A captured step with what binds it to live tensors.
 
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``tensor_leaves``: which leaves of
-    the batch are tensors. ``reads``: what Python read of the model's modules. ``grow``: by condition, what the host
+    the batch are tensors. ``reads``: what Python read, to be compared. ``grow``: by condition, what the host
     calls before a step that exceeded it is repeated. ``generators``: the model's own that operators draw from.
     """
 
@@ -68,7 +68,7 @@ class Traced:
     landing: list[tuple[Slot, Wrapping | None]]
     slots: list[Slot]
     tensor_leaves: list[int]
-    reads: Reads
+    reads: Watched
     grow: dict[str, conditions.Grow]
     generators: list[torch.Generator] = field(default_factory=list)
 
@@ -93,6 +93,7 @@ def trace_step(
     accumulate: int = 1,
     skip_nonfinite: bool = False,
     share: Share | None = None,
+    exact: bool = False,
 ) -> Traced:
     """Capture one training step of ``model``.
 
@@ -100,8 +101,9 @@ def trace_step(
     computed and the model is unchanged afterwards; only missing optimizer state is created, as eager's first step
     would. Raises `CaptureError` with module path and source line for what cannot be captured.
 
-    ``share``: this rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut; the graph
-    of the update that of the parameters that are here, with the others on the meta device.
+    ``exact``: whether the step is to be bitwise eager's: what is read and cannot be watched is then refused, else
+    warned of. ``share``: this rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut;
+    the graph of the update that of the parameters that are here, with the others on the meta device.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
@@ -122,14 +124,17 @@ def trace_step(
     try:
         generators = checked_generators(program, lambda: StepTrace(*given).program())
         if trace.changes:
-            with writes.after(model, trace.changes):
+            with writes.after(trace.changes):
                 later = StepTrace(*given)
                 same = writes.same(program, later.program())
             writes.check(trace.changes, later.changes, same)
+            writes.keep(trace.changes)
     except CaptureError:
         trace.drop_state()
         raise
-    found = program, trace.landing, trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.grow
+    watched = trace.reads.watched()
+    checks.refuse_unseen(watched.unseen, exact)
+    found = program, trace.landing, trace.slots, trace.tensor_leaves, watched, trace.conditions.grow
     return Traced(*found, generators)
 
 
@@ -167,8 +172,8 @@ class StepTrace:
         self.home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
         self.landing: list[tuple[Slot, Wrapping | None]] = []
-        self.reads = Reads(model)
-        self.changes: writes.Changes = {}
+        self.reads = Reads(model, loss_fn)
+        self.changes: list[Change] = []
 
     def program(self) -> StepProgram:
         """The graphs of the step and their schedule."""
@@ -283,7 +288,7 @@ class StepTrace:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
         """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
         kept_before, modules_before = kept_tensors(self.model), dict(self.model.named_modules())
-        written, places = Writes(self.reads), checks.storages(tensors)
+        places = checks.storages(tensors)
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
             swapped(self.model, self.slots, tensors),
@@ -302,10 +307,11 @@ class StepTrace:
             frozen = {id(t): s.name for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad}
             loss, grads = self._loss_and_grads(self._batch(flat, batch), tensors, params, frozen)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
-            self.changes = written.changes()
             checks.refuse_replaced(modules_before, self.model)
             checks.refuse_data_assigned(self.slots, tensors, places)
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
+            self.changes = self.reads.changes()
+            writes.refuse_kept(self.changes)
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
     def _check_repeats(self, tensors: Sequence[torch.Tensor]) -> None:

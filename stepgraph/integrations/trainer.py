@@ -16,14 +16,13 @@ from torch import nn
 
 from stepgraph.capture.batch import flatten_batch, form, rebuilt
 from stepgraph.integrations.lengths import PadToLengths
-from stepgraph.integrations.reads import Reads
 from stepgraph.parallel import Mesh, gloo_group, layouts
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes import Passes
 from stepgraph.step import CapturedStep, capture
 
 try:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
     from transformers.training_args import ParallelMode
 except ImportError as error:
@@ -50,7 +49,8 @@ class GraphTrainer(Trainer):
     With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
     here it is multiplied by N before the graph divides by N, which rounds unless N is a power of 2. Where the N differ
     in shape or in a scalar, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode.
-    Callbacks of ``on_pre_optimizer_step`` and ``on_optimizer_step`` otherwise run behind the update.
+    The same where a callback has ``on_pre_optimizer_step``, which may read and change gradients. Callbacks of
+    ``on_optimizer_step`` otherwise run behind the update.
 
     Raises:
         ValueError: options that a captured step cannot serve: fp16's scaler, several GPUs in one process, DeepSpeed,
@@ -74,7 +74,6 @@ class GraphTrainer(Trainer):
         self._steps: dict[int, CapturedStep] = {}
         self._apart: dict[int, CapturedStep] = {}
         self._waiting: list[dict[str, Any]] = []
-        self._reads, self._told = Reads(), False
         self._refuse()
         self._shard(self.model)
 
@@ -202,7 +201,7 @@ class GraphTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``."""
-        for of_another_run in (self._steps, self._apart, self._waiting, self._reads):
+        for of_another_run in (self._steps, self._apart, self._waiting):
             of_another_run.clear()
         try:
             return super().train(*args, **kwargs)
@@ -230,10 +229,9 @@ class GraphTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         microbatches, self._waiting = self._waiting, []
-        self._drop_outdated()
         if self._mesh is not None:
             microbatches = self._alike(microbatches)
-        if len({_form(batch) for batch in microbatches}) > 1:
+        if self._changes_gradients() or len({_form(batch) for batch in microbatches}) > 1:
             return self._gradients_apart(model, microbatches)
         batch, count = _together(microbatches), len(microbatches)
         if count not in self._steps:
@@ -244,19 +242,10 @@ class GraphTrainer(Trainer):
         self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: step.metrics["grad_norm"]
         return loss
 
-    def _drop_outdated(self) -> None:
-        """Forget the captures if something has changed that ``compute_loss`` read of the trainer."""
-        change = self._reads.change()
-        if change is None:
-            return
-        if not self._told:
-            self._told = True
-            logger.warning(
-                f"{change}, and compute_loss reads it: the step is captured again, and so at each change; put what "
-                "changes from step to step into the batch, as a tensor"
-            )
-        for outdated in (self._steps, self._apart, self._reads):
-            outdated.clear()
+    def _changes_gradients(self) -> bool:
+        """Whether a callback runs between gradients and update, where it may change gradients."""
+        plain = TrainerCallback.on_pre_optimizer_step
+        return any(type(one).on_pre_optimizer_step is not plain for one in self.callback_handler.callbacks)
 
     def _gradients_apart(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
         """Leave the gradients of microbatches of several shapes to ``Trainer``, which clips and applies them."""
@@ -268,7 +257,7 @@ class GraphTrainer(Trainer):
                     "give dataloader_drop_last=True"
                 )
             self.accelerator.clip_grad_norm_ = ranks.clip
-        if not self._apart and self.is_world_process_zero():
+        if not self._apart and self.is_world_process_zero() and not self._changes_gradients():
             logger.warning(
                 "microbatches of one step differ in shape, or in values that are no rows: a graph each computes their "
                 "gradients, which are clipped and applied in eager mode; pad to one length and drop the last batch for "
@@ -297,7 +286,7 @@ class GraphTrainer(Trainer):
         def loss_fn(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
             inputs = dict(batch)
             targets = inputs.pop(_TARGETS)
-            with self._reads.noted(self, self.state, self.args), self.compute_loss_context_manager():
+            with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, inputs, num_items_in_batch=targets)
             return scaled(loss, self._is_part_of_the_step(targets))
 

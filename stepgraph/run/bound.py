@@ -8,7 +8,6 @@ import torch
 from stepgraph.capture import Traced, gradients
 from stepgraph.capture.guard.conditions import Grow
 from stepgraph.capture.optimizer import Update
-from stepgraph.capture.python.reads import Plain
 from stepgraph.capture.state import Watch
 from stepgraph.graph.values import GroupValue
 from stepgraph.kernels.comm.exchange import Session
@@ -57,7 +56,7 @@ class BoundStep:
         self.traced, self.update = traced, update
         self.runner = ProgramRunner(traced.program, session, accumulators)
         self.watch = Watch(traced.slots, update.optimizers if update else ())
-        self.plain = Plain(traced.reads)
+        self.plain = traced.reads
         self.lrs = {
             spec.what.group: spec.tensor
             for step in traced.program.graphs.values()

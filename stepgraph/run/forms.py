@@ -1,7 +1,7 @@
 """The forms in which a step was captured: one for each form of batch, options and training flags."""
 
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
 from stepgraph.run.bound import BoundStep
@@ -17,6 +17,7 @@ class Forms:
 
     def __init__(self):
         self._bound: OrderedDict[tuple, BoundStep] = OrderedDict()
+        self._changed: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._bound)
@@ -36,12 +37,25 @@ class Forms:
             return None
         replaced, change = bound.watch.sees_change(), bound.plain.change()
         if change:
-            warnings.warn(f"{change}: the step is captured again", stacklevel=7)
+            self._say(change)
         if replaced or change:
             del self._bound[signature]
             return None
         self._bound.move_to_end(signature)
         return bound
+
+    def _say(self, change: str) -> None:
+        """Warn of a change that costs a capture; of one that comes again and again, what to do, and then less often."""
+        what = change.partition(" ")[0]
+        self._changed[what] += 1
+        times, advice = self._changed[what], ""
+        if times >= 3:
+            advice = (
+                f"; {what} has changed {times} times, each time for a capture: pass it in the batch as a tensor, or "
+                "keep it in a buffer of the model"
+            )
+        if times <= 3 or str(times).strip("0") == "1":
+            warnings.warn(f"{change}: the step is captured again{advice}", stacklevel=8)
 
     def make_room(self) -> None:
         """Before another form is captured: drop one if no more are kept, and say what many forms cost."""

@@ -1,6 +1,7 @@
 """`step.verify` says what eager says, and leaves nothing behind."""
 
 import copy
+import os
 import random
 
 import numpy as np
@@ -216,14 +217,13 @@ def test_the_sizes_of_a_difference_are_those_of_the_tensors():
 SCALE = {"loss": 2.0}
 
 
-def test_a_global_that_changed_since_the_capture_is_found(monkeypatch):
+def test_a_global_that_changed_since_the_capture_is_taken(monkeypatch):
     model, batch = build(), pair()
     step = stepgraph.capture(model, lambda m, b: mse(m, b) * SCALE["loss"], batch, passes="exact")
     assert step.verify(batch).bitwise
     monkeypatch.setitem(SCALE, "loss", 3.0)
-    report = step.verify(batch, locate=True)
-    assert report.loss[0] == pytest.approx(1.5 * report.loss[1])
-    assert "captured again, the step equals eager" in report.parted
+    with pytest.warns(UserWarning, match=r"SCALE changed from \{'loss': 2.0\} to \{'loss': 3.0\}"):
+        assert step.verify(batch).bitwise
 
 
 class Rounds(torch.autograd.Function):
@@ -250,12 +250,12 @@ def test_a_capture_that_is_wrong_itself_is_found():
     assert "mul.Tensor, forward of 1 (test_verify.py:" in report.parted
 
 
-def test_eager_that_does_not_repeat_itself_is_told():
-    calls = []
+def test_eager_that_does_not_repeat_itself_is_told(monkeypatch):
+    monkeypatch.setenv("OF_THE_TEST", "1")
 
     def loss_fn(model, batch):
-        calls.append(1)
-        return mse(model, batch) * (1 + len(calls) / 8)
+        os.environ["OF_THE_TEST"] += "1"
+        return mse(model, batch) * len(os.environ["OF_THE_TEST"])
 
     report = stepgraph.capture(build(), loss_fn, pair(), passes="exact").verify(pair(), locate=True)
     assert not report.repeats and report.parted is None

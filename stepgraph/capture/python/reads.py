@@ -1,182 +1,268 @@
-"""What Python reads of a model's modules while a step is traced, and whether it has changed since.
+"""What Python reads while a step is traced: the objects that it meets, and the attributes that it reads of them.
 
-Numbers, strings and flags that forward reads from its modules (``dropout.p``, ``attention.scaling``) are constants of
-the graph, and so are hooks, submodules and methods. `Reads` notes them during the trace; `Plain` compares them before
-each call, in loops of the interpreter itself: those that the step never reads cost nothing and may change freely.
+What a graph is specialized on is found where it is read: every class of an object that the trace may reach notes the
+reads of its attributes meanwhile. The trace begins at the model and the loss function; what a read gives, what a
+container holds, and what the code of a function names is met in turn.
+
+What the trace changed there is set back at its end, and `Reads.changes` says what that was.
 """
 
 import contextlib
-import copy
-import dataclasses
-from collections import defaultdict
-from collections.abc import Iterator
-from operator import eq, is_
-from types import FunctionType, MethodType
-from typing import Any
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from stepgraph import compat
-
-#: Types of values that forward reads as constants.
-PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
-_TYPES = frozenset(PLAIN)
-_READ = _TYPES | {FunctionType, MethodType}
-
-#: Containers of plain values, up to so many, which are compared by what they hold.
-_CONTAINERS = frozenset((dict, list, tuple))
-_LARGEST = 64
-
-#: What transformers' ``save_pretrained`` writes into the configuration of what it saves: it tells of the weights.
-_OF_CHECKPOINTS = frozenset(("architectures", "dtype", "torch_dtype", "transformers_version"))
+from stepgraph.capture.python import parts, values
+from stepgraph.capture.python.places import is_of_program
+from stepgraph.capture.python.values import ABSENT, kind_of
+from stepgraph.capture.python.watched import LOSS, Watched, _Walk
 
 #: What torch itself reads of a module to call it.
 _OF_TORCH = frozenset((*dir(nn.Module), *vars(nn.Module()))) - {"training", "forward"}
 
-#: Dictionaries of hooks that run with a module, by their keys in ``vars(module)``.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+class Change(NamedTuple):
+    """What a trace left in ``holder`` under ``key``, an attribute, an item, or None for all of a container."""
+
+    where: str
+    holder: Any
+    key: Any
+    old: Any
+    new: Any
+    of_model: bool
+
+    def put(self, value: Any) -> None:
+        """Put ``value`` where the change is."""
+        if self.key is None:
+            _refill(self.holder, value)
+        elif isinstance(self.holder, dict):
+            self.holder.pop(self.key, None) if value is ABSENT else self.holder.__setitem__(self.key, value)
+        elif value is ABSENT:
+            object.__delattr__(self.holder, self.key)
+        else:
+            setattr(self.holder, self.key, value)
 
 
 class Reads:
-    """Attributes of ``model``'s modules that are read while `noted`: plain values, functions, and configurations.
+    """What is read while `noted`. ``names``: for each object, by its id, the names of its attributes that were read."""
 
-    ``names``: for each module, by its id, the names of its attributes that were read.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, loss_fn: Callable):
+        self.model, self.loss_fn = model, loss_fn
         self.names: dict[int, set[str]] = defaultdict(set)
+        self._met: dict[int, Any] = {}
+        #: (id of a holder, key): where it is, the holder, the key, the value.
+        self._before: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
+        self._whole: dict[int, tuple[str, Any, list]] = {}
+        self._caches: list[tuple[Any, int]] = []
+        self._noting: dict[type, Any] = {}
+        self._named: set[str] = set()
+        self._of_model = {id(vars(module)) for module in model.modules()}
+        self._is_noted, self._found = False, []
+        self._classes: list[type] = []
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note what any module reads of itself, and what is read of it, inside."""
-        read, names, outer = object.__getattribute__, self.names, nn.Module.__dict__.get("__getattribute__")
-
-        def noting(module: nn.Module, name: str) -> Any:
-            value = read(module, name)
-            if name not in _OF_TORCH and _is_constant(name, value, read(module, "__dict__")):
-                names[id(module)].add(name)
-            return value
-
-        nn.Module.__getattribute__ = noting
+        """Note what is read inside. What it changes of what was met, but for the model's own, is set back."""
+        self._is_noted = True
         try:
+            for cls in (nn.Module, *self._classes):
+                self._note_class(cls)
+            for path, module in self.model.named_modules():
+                self._met[id(module)] = module
+                self._keep_dict(path, vars(module))
+            for cls in dict.fromkeys(map(type, self.model.modules())):
+                self._meet("", cls)
+            self._meet(LOSS, self.loss_fn)
             yield
         finally:
-            if outer is None:
-                del nn.Module.__getattribute__
+            self._is_noted = False
+            for cls, before in self._noting.items():
+                if before is None:
+                    del cls.__getattribute__
+                else:
+                    cls.__getattribute__ = before
+            self._noting.clear()
+            self._found += self._changes()
+            for change in self._found:
+                if not change.of_model:
+                    change.put(change.old)
+            for cache, size in self._caches:
+                if cache.cache_info().currsize > size:  # what it holds may be of the trace
+                    cache.cache_clear()
+
+    def changes(self) -> list[Change]:
+        """What the trace has changed of what was met: of attributes, those that were read."""
+        return self._changes() if self._is_noted else self._found
+
+    def watched(self) -> Watched:
+        """What was read, to be compared from now on."""
+        by_path: dict[str, list[str]] = {}
+
+        def names_of(path: str, value: Any) -> list[str] | None:
+            if kind_of(type(value)) == "instance" and not self._is_seen(type(value)):
+                return None
+            found = sorted(self.names[id(value)]) if id(value) in self.names else None
+            if found is None and kind_of(type(value)) == "instance":
+                found = []
+            if found is not None:
+                by_path[path] = found
+            return found
+
+        _Walk(self.model, self.loss_fn, names_of)
+        return Watched(self.model, self.loss_fn, by_path)
+
+    # ---- reads ----
+
+    def _is_seen(self, cls: type) -> bool:
+        return bool(cls.__flags__ & 1 << 9) and cls not in _UNCHANGEABLE
+
+    def _note_class(self, cls: type) -> None:
+        """Let a class note reads of its objects' attributes; one of C that cannot is looked at whole."""
+        if cls in self._noting or not self._is_seen(cls):
+            return
+        inner, before = cls.__getattribute__, vars(cls).get("__getattribute__")
+        read, seen, names = object.__getattribute__, self._see, self.names
+        of_modules = cls is nn.Module
+
+        def noting(owner: Any, name: str) -> Any:
+            try:
+                value = inner(owner, name)
+            except AttributeError:
+                if not (of_modules and any(name in d for d in parts_registered(read(owner, "__dict__")))):
+                    names[id(owner)].add(name)
+                raise
+            seen(owner, name, value, of_modules)
+            return value
+
+        try:
+            cls.__getattribute__ = noting
+        except TypeError:
+            _UNCHANGEABLE.add(cls)
+        else:
+            self._noting[cls] = before
+            self._classes.append(cls)
+
+    def _see(self, owner: Any, name: str, value: Any, of_modules: bool) -> None:
+        if (of_modules and name in _OF_TORCH) or (name.startswith("__") and name != "__dict__"):
+            self.names[id(owner)]
+            return
+        self.names[id(owner)].add(name)
+        if id(owner) in self._met and kind_of(type(value)) != "atom":
+            own = type(value) is MethodType and value.__self__ is owner
+            self._meet(f"{type(owner).__name__}.{name}", value.__func__ if own else value)
+
+    # ---- what is met ----
+
+    def _meet(self, path: str, value: Any) -> None:
+        pending = deque([(path, value)])
+        while pending:
+            path, value = pending.popleft()
+            kind = kind_of(type(value))
+            if kind in ("atom", "tensor", "buffer", "opaque", "moving") or id(value) in self._met or value is ABSENT:
+                continue
+            self._met[id(value)] = value
+            if kind == "module":
+                for held in (vars(value), *parts_registered(vars(value))):
+                    self._keep_dict(path, held)
+                pending.append(("", type(value)))
+                continue
+            if kind == "instance":
+                self._note_class(type(value))
+                held = values.held_by(value)
+                if held is not None:
+                    self._keep_dict(path, held)
+                found = parts.parts_of_instance(value, None) if not self._is_seen(type(value)) else ()
+                found = [*found, *self._of_class(type(value))]
+            elif kind == "container":
+                if len(value) > values.LARGEST:
+                    continue
+                if not isinstance(value, (tuple, frozenset)) and hasattr(value, "clear"):
+                    self._whole[id(value)] = (path, value, _content(value))
+                found = list(parts.plain_parts(value))
+            elif kind == "cached":
+                self._caches.append((value, value.cache_info().currsize))
+                found = list(parts.plain_parts(value))
+            elif kind == "class":
+                found = self._of_class(value)
+            elif kind == "namespace":
+                found = list(parts.parts_of_namespace(value, self._named))
             else:
-                nn.Module.__getattribute__ = outer
+                if kind == "function":
+                    self._named |= parts.attributes_named(value)
+                found = list(parts.plain_parts(value))
+            for part in found:
+                where = part.name if part.absolute else path + part.name
+                if part.how in ("item", "attribute") and part.key != "__defaults__":
+                    self._before.setdefault((id(part.holder), part.key), (where, part.holder, part.key, part.value))
+                if parts.is_looked_into(part):
+                    pending.append((where, part.value))
+
+    def _of_class(self, cls: type) -> list[parts.Part]:
+        """What a class of the user's has: its values, and methods whose code names what may be read."""
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        own = file is None or is_of_program(file)
+        return list(parts.parts_of_class(cls, lambda _: own))
+
+    def _keep_dict(self, where: str, held: dict) -> None:
+        for key, value in held.items():
+            self._before.setdefault((id(held), key), (f"{where}.{key}" if where else key, held, key, value))
+        self._whole.setdefault(id(held), (where, held, None))
+
+    # ---- what has changed ----
+
+    def _changes(self) -> list[Change]:
+        owners = {id(vars(m)): id(m) for m in self.model.modules()}
+        for value in self._met.values():
+            if (held := values.held_by(value)) is not None:
+                owners[id(held)] = id(value)
+        found = []
+        for (holder_id, _), (where, holder, key, old) in self._before.items():
+            new = holder.get(key, ABSENT) if isinstance(holder, dict) else getattr(holder, key, ABSENT)
+            if new is not old and not _same(old, new):
+                found.append(Change(where, holder, key, old, new, holder_id in self._of_model))
+        for holder_id, (where, holder, before) in self._whole.items():
+            if before is None:
+                for key in [key for key in holder if (holder_id, key) not in self._before]:
+                    place = f"{where}.{key}" if where else key
+                    found.append(Change(place, holder, key, ABSENT, holder[key], holder_id in self._of_model))
+            elif not _same_content(before, now := _content(holder)):
+                found.append(Change(where, holder, None, before, now, False))
+        return [change for change in found if change.key is None or not self._is_unread(change, owners)]
+
+    def _is_unread(self, change: Change, owners: dict[int, int]) -> bool:
+        """Whether an attribute of the model was only written: a captured step leaves it."""
+        read = self.names.get(owners.get(id(change.holder), 0), ())
+        return change.of_model and change.key not in read
 
 
-def _is_constant(name: str, value: Any, held: dict) -> bool:
-    """Whether a graph is specialized on what was read. Of methods: ``forward``, and those given to the module itself,
-    which ``held`` has."""
-    if type(value) is MethodType:
-        return name == "forward" or name in held
-    return type(value) in _READ or _is_plain_container(value) or _is_configuration(name, value)
+_UNCHANGEABLE: set[type] = set()
 
 
-def _is_plain_container(value: Any) -> bool:
-    """A container of plain values, as the scales of LoRA by the names of adapters."""
-    if type(value) not in _CONTAINERS or len(value) > _LARGEST:
+def parts_registered(held: dict) -> tuple[dict, ...]:
+    """The dictionaries of parameters, buffers and submodules among the attributes of a module."""
+    return tuple(held.get(name, {}) for name in ("_parameters", "_buffers", "_modules"))
+
+
+def _content(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _same_content(before: Any, now: Any) -> bool:
+    if len(before) != len(now):
         return False
-    return all(type(item) in _TYPES for item in (value.values() if type(value) is dict else value))
+    if isinstance(before, dict):
+        return list(before) == list(now) and all(map(_same, before.values(), now.values()))
+    return all(map(_same, before, now))
 
 
-def _is_configuration(name: str, value: Any) -> bool:
-    """A record of options, shared by the modules of a model: whatever it holds may be read."""
-    return (name in ("config", "cfg") and hasattr(value, "__dict__")) or _is_record(value)
+def _same(old: Any, new: Any) -> bool:
+    return old is new or (kind_of(type(old)) == "atom" and values.equal(old, new))
 
 
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(type(value)) and hasattr(value, "__dict__")
-
-
-class Plain:
-    """The plain values, functions, submodules and hooks that a captured step was specialized on."""
-
-    def __init__(self, reads: Reads):
-        model = self._model = reads.model
-        self._dicts: list[dict] = []
-        self._keys: list[str] = []
-        self._paths: list[str] = []
-        self._note(reads)
-        self._values = list(map(dict.get, self._dicts, self._keys))
-        self._containers = _containers(self._values)
-        self._copies = list(map(copy.copy, self._containers))
-        self._children = [m._modules for m in model.modules() if m._modules]
-        self._held = [dict(children) for children in self._children]
-        self._handles = RemovableHandle.next_id
-        self._hooks = [(path, vars(m)[kind]) for path, m in model.named_modules() for kind in _HOOKS]
-        self._hooks += [("every module", hooks) for hooks in compat.hooks_of_every_module()]
-        self._hooked = [(path, hooks, list(hooks)) for path, hooks in self._hooks if hooks]
-
-    def _note(self, reads: Reads) -> None:
-        seen: set[int] = set()
-        for path, module in reads.model.named_modules():
-            held, prefix = vars(module), f"{path}." if path else ""
-            for name in sorted(reads.names.get(id(module), ())):
-                value = held.get(name)
-                # None: its class has it, and the module itself may.
-                if type(value) in _READ or _is_plain_container(value):
-                    self._add(held, name, prefix)
-                elif id(value) not in seen and _is_configuration(name, value):
-                    seen.add(id(value))
-                    told = _OF_CHECKPOINTS if "architectures" in vars(value) else ()
-                    for key, option in vars(value).items():
-                        if key not in told and (type(option) in _TYPES or _is_plain_container(option)):
-                            self._add(vars(value), key, f"{prefix}{name}.")
-
-    def _add(self, held: dict, name: str, prefix: str) -> None:
-        self._dicts.append(held)
-        self._keys.append(name)
-        self._paths.append(prefix + name)
-
-    def change(self) -> str | None:
-        """What has changed since, in words; None if nothing has."""
-        if not all(map(is_, map(dict.get, self._dicts, self._keys), self._values)):
-            change = self._changed_value()
-            if change:
-                return change
-        if not all(map(eq, self._containers, self._copies)):
-            paths = [p for p, value in zip(self._paths, self._values, strict=True) if type(value) in _CONTAINERS]
-            pairs = zip(paths, self._copies, self._containers, strict=True)
-            return next(f"{path} changed from {old} to {new}" for path, old, new in pairs if old != new)
-        if self._children != self._held:
-            return "submodules were replaced"
-        if self._hooked or RemovableHandle.next_id != self._handles:
-            return self._changed_hooks()
-        return None
-
-    def _changed_value(self) -> str | None:
-        now = list(map(dict.get, self._dicts, self._keys))
-        for path, old, new in zip(self._paths, self._values, now, strict=True):
-            if old is not new and not (type(old) is type(new) and (old == new or repr(old) == repr(new) == "nan")):
-                return f"{path} changed from {_short(old)} to {_short(new)}"
-        self._values, self._containers = now, _containers(now)  # the same values in other objects
-        return None
-
-    def _changed_hooks(self) -> str | None:
-        for path, hooks, keys in self._hooked:
-            if list(hooks) != keys:
-                return f"hooks of {path or 'the model'} were added or removed"
-        if RemovableHandle.next_id != self._handles:
-            hooked = {id(hooks) for _, hooks, _ in self._hooked}
-            for path, hooks in self._hooks:
-                if hooks and id(hooks) not in hooked:
-                    return f"hooks of {path or 'the model'} were added"
-            for name, parameter in self._model.named_parameters():
-                if compat.has_gradient_hooks(parameter):
-                    return f"a gradient hook of parameter {name} was added"
-            self._handles = RemovableHandle.next_id  # hooks of something else
-        return None
-
-
-def _containers(values: list) -> list:
-    return [value for value in values if type(value) in _CONTAINERS]
-
-
-def _short(value: Any) -> str:
-    return getattr(value, "__qualname__", None) or repr(value)
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if hasattr(container, "extend") else container.update)(content)

@@ -1,62 +1,47 @@
-"""Plain attributes of modules that forward itself changes: a captured step would see their first values for ever."""
+"""What forward and the loss themselves change in Python: a captured step would see its first values for ever."""
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from stepgraph.capture.python.reads import PLAIN, Reads
+from stepgraph.capture.python.reads import Change
+from stepgraph.capture.python.values import ABSENT, fake_inside, kind_of
 from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 
-#: Module path and name of an attribute -> its value before forward, and after.
-Changes = dict[tuple[str, str], tuple[Any, Any]]
 
-
-class Writes:
-    """Plain attributes as they are before forward."""
-
-    def __init__(self, reads: Reads):
-        self._reads = reads
-        self._before = _plain(reads.model)
-
-    def changes(self) -> Changes:
-        """Those that were read since, and have another value now."""
-        now = _plain(self._reads.model)
-        modules = dict(self._reads.model.named_modules())
-        return {
-            (path, name): (old, now[path, name])
-            for (path, name), old in self._before.items()
-            if name in self._reads.names.get(id(modules.get(path)), ())
-            and (path, name) in now
-            and (type(old), repr(old)) != (type(now[path, name]), repr(now[path, name]))
-        }
-
-
-def _plain(model: nn.Module) -> dict[tuple[str, str], Any]:
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in PLAIN
-    }
+def refuse_kept(changes: Sequence[Change]) -> None:
+    """Raise for a tensor of the step that the loss keeps outside of the model: it would be fake, and stale later."""
+    for change in changes:
+        if not change.of_model and fake_inside(change.new):
+            raise CaptureError(
+                f"the loss keeps a tensor of the step in {change.where}, which a captured step cannot do; keep it in a "
+                "buffer of the model (assign the module to an attribute of the model before the capture), or return "
+                "it and compute it outside"
+            )
 
 
 @contextlib.contextmanager
-def after(model: nn.Module, changes: Changes) -> Iterator[None]:
-    """The model as forward left it."""
-    modules = dict(model.named_modules())
-    for (path, name), (_, new) in changes.items():
-        vars(modules[path])[name] = new
+def after(changes: Sequence[Change]) -> Iterator[None]:
+    """Everything as the trace left it."""
+    for change in changes:
+        change.put(change.new)
     try:
         yield
     finally:
-        for (path, name), (old, _) in changes.items():
-            vars(modules[path])[name] = old
+        for change in changes:
+            change.put(change.old)
+
+
+def keep(changes: Sequence[Change]) -> None:
+    """Leave outside of the model what no later step changes, as a length that is noted once."""
+    for change in changes:
+        if not change.of_model:
+            change.put(change.new)
 
 
 def same(first: StepProgram, second: StepProgram) -> bool:
@@ -72,15 +57,16 @@ def _constants(step: StepGraph) -> list[torch.Tensor]:
     return [value for value in held if isinstance(value, torch.Tensor)]
 
 
-def check(first: Changes, second: Changes, same: bool) -> None:
+def check(first: Sequence[Change], second: Sequence[Change], same: bool) -> None:
     """Raise if later steps differ from the first by what forward changed; warn of counters, as they may some day.
 
     ``first``: the changes of a trace. ``second``: those of a trace that began with their values. ``same``: whether both
     gave the same graph. A length that is kept, for example, changes once, and nothing with it.
     """
-    for (path, name), (old, new) in first.items():
-        where = f"{path or 'model'}.{name}"
-        counts = type(new) in (int, float) and (path, name) in second
+    again = {change.where for change in second}
+    for change in first:
+        where, old, new = change.where, change.old, change.new
+        counts = type(new) in (int, float) and where in again
         if counts and not same:
             raise CaptureError(
                 f"{where} counts in Python: {old} -> {new}; it would be frozen; register it as a buffer, or count "
@@ -88,8 +74,14 @@ def check(first: Changes, second: Changes, same: bool) -> None:
             )
         if not same:
             raise CaptureError(
-                f"forward sets {where} from {old!r} to {new!r} in Python and its next call differs; a captured step "
-                "would repeat the first; call the model once before capture, or keep the state in a buffer"
+                f"forward sets {where} from {_short(old)} to {_short(new)} in Python and its next call differs; a "
+                "captured step would repeat the first; call the model once before capture, or keep the state in a "
+                "buffer"
+            )
+        if where in again and not change.of_model:
+            raise CaptureError(
+                f"the loss sets {where} from {_short(old)} to {_short(new)} in Python, and a captured step runs Python "
+                "only while it is traced; set it outside, such as in a callback, or keep it in a buffer of the model"
             )
         if counts:
             warnings.warn(
@@ -97,3 +89,10 @@ def check(first: Changes, second: Changes, same: bool) -> None:
                 "it, register it as a buffer",
                 stacklevel=2,
             )
+
+
+def _short(value: Any) -> str:
+    if value is ABSENT:
+        return "nothing"
+    text = repr(value) if kind_of(type(value)) == "atom" or isinstance(value, (list, dict)) else type(value).__name__
+    return text if len(text) <= 100 else f"{text[:97]}..."

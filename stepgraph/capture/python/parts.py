@@ -1,0 +1,150 @@
+"""The parts of Python values: what a function, an object or a container may be read for, and how each part is read."""
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from stepgraph.capture.python.code import all_inside, attributes_read, globals_read
+from stepgraph.capture.python.places import counted_module, is_of_program
+from stepgraph.capture.python.values import ABSENT, CODE, class_of, held_by, is_own, is_slot, keys_of, kind_of, labelled
+
+
+class Part(NamedTuple):
+    """One value that is read of another.
+
+    ``name``: what a path is continued by; a path of its own if ``absolute``. ``value``: what is there. ``how``: where
+    it is read again: ``item`` (``key`` of the dict ``holder``), ``attribute`` (of ``holder``), or ``content`` (in the
+    container it was found in). ``deep``: whether code that it is or holds is looked into.
+    """
+
+    name: str
+    value: Any
+    how: str = "content"
+    holder: Any = None
+    key: Any = None
+    absolute: bool = False
+    deep: bool = True
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The globals and the attributes that a function, and those written in it, name."""
+    inside = list(all_inside(code))
+    names = dict.fromkeys(name for one in inside for name in globals_read(one))
+    return tuple(names), frozenset().union(*map(attributes_read, inside))
+
+
+def attributes_named(function: types.FunctionType) -> frozenset[str]:
+    """Names of attributes that the code of a function, of the user's or of a package, reads of whatever it is."""
+    return _names(function.__code__)[1] if _is_read(function) else frozenset()
+
+
+def _is_read(function: types.FunctionType) -> bool:
+    return is_own(function.__globals__.get("__name__"))
+
+
+def parts_of_function(function: types.FunctionType) -> Iterator[Part]:
+    """Its code, closure, defaults and attributes, and of a user's or a package's the globals that it names."""
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield Part(f".{name}", cell.cell_contents, "attribute", cell, "cell_contents")
+        except ValueError:  # nothing is in it yet
+            continue
+    positional = code.co_varnames[: code.co_argcount]
+    for name, value in zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False):
+        yield Part(f".{name}", value, "attribute", function, "__defaults__")
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield Part(f".{name}", value, "item", function.__kwdefaults__, name)
+    for name, value in vars(function).items():
+        if not name.startswith("_torchdynamo"):
+            yield Part(f".{name}", value, "item", vars(function), name)
+    if not _is_read(function):
+        return
+    held, deep = function.__globals__, is_of_program(code.co_filename)
+    for name in _names(code)[0]:
+        if name in held:
+            where = f"{held.get('__name__')}.{name}"
+            yield Part(where, held[name], "item", held, name, absolute=True, deep=deep)
+
+
+def parts_of_instance(value: Any, names: Iterable[str] | None) -> Iterator[Part]:
+    """What was read of an object, ``names``; of one whose reads are not seen (None) all that it holds."""
+    held = held_by(value)
+    if names is None or "__dict__" in names:
+        names = [*(held or ()), *(n for cls in type(value).__mro__ for n in vars(cls) if is_slot(vars(cls)[n]))]
+    for name in dict.fromkeys(names):
+        if name.startswith("__") and name.endswith("__"):
+            continue
+        of_class = class_of(type(value), name)
+        if held is not None and (name in held or of_class is ABSENT):
+            found = held.get(name, ABSENT)
+            computed = _computed(value, name) if found is ABSENT else ABSENT
+            if computed is ABSENT:
+                yield Part(f".{name}", found, "item", held, name)
+            else:  # as by an attribute map of a configuration
+                yield Part(f".{name}", computed, "attribute", value, name)
+        elif is_slot(of_class) or held is None:
+            yield Part(f".{name}", _computed(value, name), "attribute", value, name)
+        else:
+            yield Part(f".{name}", ABSENT, "item", held, name)  # its class has it, and the object itself may
+
+
+def _computed(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name, ABSENT)
+    except Exception:
+        return ABSENT
+
+
+def parts_of_class(cls: type, names: Callable[[str], bool]) -> Iterator[Part]:
+    """Methods and values of a class and those that it inherits from, by ``names``."""
+    for base in cls.__mro__:
+        if base.__flags__ & 1 << 8 or base is nn.Module:  # what cannot change, and what is of every module
+            continue
+        where = f"{base.__module__}.{base.__qualname__}"
+        for name, value in list(vars(base).items()):
+            if name != "__getattribute__" and names(name) and not is_slot(value):
+                yield Part(f"{where}.{name}", value, "class", base, name, absolute=True)
+
+
+def parts_of_namespace(module: types.ModuleType, names: Iterable[str]) -> Iterator[Part]:
+    """Those values of a module of Python, the user's or a package's, that code names."""
+    if counted_module(module):
+        held = vars(module)
+        for name in sorted(held.keys() & set(names)):
+            yield Part(f"{module.__name__}.{name}", held[name], "item", held, name, absolute=True, deep=False)
+
+
+def parts_of_container(value: Any) -> Iterator[Part]:
+    """Its elements; of a mapping the keys too that are no plain values."""
+    yield from (Part(name, item) for name, item in labelled(value))
+    yield from (Part(f"[key {i}]", key) for i, key in enumerate(keys_of(value)))
+
+
+def plain_parts(value: Any) -> Iterator[Part]:
+    """The parts of functions, methods, descriptors and containers, which no reads choose from."""
+    match kind_of(type(value)):
+        case "function":
+            yield from parts_of_function(value)
+        case "method":
+            yield Part("", value.__func__)
+            yield Part(".__self__", value.__self__)
+        case "partial":
+            yield from (Part(f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+        case "descriptor":
+            for name in ("fget", "fset", "__func__", "func"):
+                if getattr(value, name, None) is not None:
+                    yield Part(f".{name}", getattr(value, name))
+        case "cached":
+            yield Part(".__wrapped__", getattr(value, "__wrapped__", None))
+        case "container":
+            yield from parts_of_container(value)
+
+
+def is_looked_into(part: Part) -> bool:
+    """Whether a part is more than its identity: all data, and the code of a user's program."""
+    return part.deep or kind_of(type(part.value)) not in CODE

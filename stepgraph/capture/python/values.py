@@ -1,0 +1,190 @@
+"""Python values that a trace may read: what kind each is, what it consists of, and whether two of them are equal."""
+
+import array
+import collections
+import ctypes
+import datetime
+import enum
+import functools
+import io
+import numbers
+import pathlib
+import threading
+import types
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from stepgraph.capture.python.places import of_library
+
+#: What is read where nothing is.
+ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
+#: Elements of the largest container, and bytes of the largest array, that are compared at each call.
+LARGEST = 1 << 16
+
+_ATOMS = (numbers.Number, str, bytes, enum.Enum, range, slice, type(None), type(...), np.generic, np.dtype)
+_ATOMS += (torch.dtype, torch.device, torch.layout, torch.memory_format, pathlib.PurePath)
+_ATOMS += (datetime.date, datetime.time, datetime.timedelta)
+_BUFFERS = (np.ndarray, bytearray, memoryview, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
+_CACHED = type(functools.lru_cache(len))
+_DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
+#: Python's own classes whose objects hold nothing that a step computes with.
+_SILENT = ("logging", "threading", "_thread", "weakref", "re", "abc", "typing", "contextvars", "warnings")
+#: Rooms of this package whose objects serve the step itself.
+_OURS = ("capture", "run", "passes", "graph", "step", "compat", "verify", "inductor")
+_HEAP = 1 << 9
+#: Kinds of values that are code, found in globals of packages by identity alone.
+CODE = ("function", "class", "namespace", "cached", "method", "opaque")
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def kind_of(cls: type) -> str:
+    """How objects of a class are compared.
+
+    ``atom``, ``buffer``: by value. ``container`` and ``instance``, ``function``, ``method``, ``partial``,
+    ``descriptor``, ``cached``, ``class``, ``namespace`` (a module of Python): by their parts. ``module`` (of torch) and
+    ``tensor``: by identity and state. ``opaque``: by identity. ``moving``: not at all, its state is out of sight.
+    """
+    bases: list[tuple[Any, str]] = [
+        (torch.Tensor, "tensor"),
+        (nn.Module, "module"),
+        (_ATOMS, "atom"),
+        (_BUFFERS, "buffer"),
+        (types.FunctionType, "function"),
+        (types.MethodType, "method"),
+        (functools.partial, "partial"),
+        (types.ModuleType, "namespace"),
+        (type, "class"),
+        (_CONTAINERS, "container"),
+        (_DESCRIPTORS, "descriptor"),
+        (_CACHED, "cached"),
+        ((io.IOBase, threading.local), "moving"),
+    ]
+    found = next((kind for base, kind in bases if issubclass(cls, base)), None)
+    if found is not None:
+        return found
+    if hasattr(cls, "__next__"):
+        return "moving"
+    if cls.__module__.partition(".")[0] in _SILENT or _is_ours(cls.__module__):
+        return "opaque"
+    return "instance" if cls.__flags__ & _HEAP or getattr(cls, "__dictoffset__", 0) else "opaque"
+
+
+def held_by(value: Any) -> dict[str, Any] | None:
+    """The ``__dict__`` of an object, read past what its class does to reads; None if it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def class_of(cls: type, name: str) -> Any:
+    """What a class or one that it inherits from has under ``name``, as it lies there; `ABSENT` for nothing."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), ABSENT)
+
+
+def is_slot(found: Any) -> bool:
+    """Whether what a class has under a name is a place in its objects: a slot, or an attribute of a class in C."""
+    return isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType))
+
+
+def elements(container: Any) -> list[Any]:
+    """What a container holds, keys of mappings first; a class of its own has no say."""
+    if isinstance(container, dict):
+        return [*dict.keys(container), *dict.values(container)]
+    if isinstance(container, types.MappingProxyType):
+        return [*container, *container.values()]
+    return list(next(kind for kind in _CONTAINERS if isinstance(container, kind)).__iter__(container))
+
+
+def labelled(container: Any) -> Iterator[tuple[str, Any]]:
+    """The elements of a container, each with what a path names it by."""
+    held = elements(container)
+    if isinstance(container, (dict, types.MappingProxyType)):
+        half = len(held) // 2
+        for i, (key, value) in enumerate(zip(held[:half], held[half:], strict=True)):
+            if key != "__builtins__":
+                yield f"[{key!r}]" if kind_of(type(key)) == "atom" else f"[{i}]", value
+        return
+    fields = getattr(type(container), "_fields", None) if isinstance(container, tuple) else None
+    names = [f".{name}" for name in fields] if fields else [f"[{i}]" for i in range(len(held))]
+    yield from zip(names, held, strict=False)
+
+
+def keys_of(container: Any) -> Iterator[Any]:
+    """The keys of a mapping that are no plain values, such as functions."""
+    if isinstance(container, (dict, types.MappingProxyType)):
+        return (key for key in elements(container)[: len(container)] if kind_of(type(key)) != "atom")
+    return iter(())
+
+
+def is_flat(container: Any) -> bool:
+    """Whether a container holds plain values alone."""
+    return all(kind_of(type(item)) == "atom" for item in elements(container))
+
+
+def copied(container: Any) -> Any:
+    """A copy of a flat container, for comparison."""
+    if isinstance(container, (dict, types.MappingProxyType)):
+        held = elements(container)
+        return dict(zip(held[: len(held) // 2], held[len(held) // 2 :], strict=True))
+    return frozenset(container) if isinstance(container, (set, frozenset)) else elements(container)
+
+
+def content(buffer: Any) -> tuple[Any, ...]:
+    """What a buffer holds, for comparison."""
+    if isinstance(buffer, np.ndarray):
+        value = repr(buffer.tolist()) if buffer.dtype.hasobject else buffer.tobytes()
+        return buffer.dtype, buffer.shape, buffer.strides, value
+    return type(buffer), bytes(buffer)
+
+
+def size_of(value: Any) -> int:
+    """Elements of a container, bytes of an array: what a comparison of it costs."""
+    return value.nbytes if isinstance(value, np.ndarray) else len(value) if hasattr(value, "__len__") else 0
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two plain values or flat copies are the same to any code: of one type, and alike to the last sign."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(map(equal, chain(a, a.values()), chain(b, b.values())))
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, frozenset):
+        return a == b and {(type(x), repr(x)) for x in a} == {(type(x), repr(x)) for x in b}
+    if isinstance(a, (float, complex, np.generic)):
+        return repr(a) == repr(b)  # as text a number shows the sign of zero, and equals itself where it is NaN
+    return bool(a == b)
+
+
+def fake_inside(value: Any, depth: int = 4) -> bool:
+    """Whether a value is a fake tensor or holds one."""
+    from stepgraph import compat
+
+    kind = kind_of(type(value))
+    if kind == "tensor":
+        return compat.is_fake(value)
+    if kind == "container" and depth and len(value) <= LARGEST:
+        return any(fake_inside(item, depth - 1) for item in elements(value))
+    if kind == "instance" and depth:
+        return any(fake_inside(item, depth - 1) for item in (held_by(value) or {}).values())
+    return False
+
+
+def _is_ours(module: str) -> bool:
+    package, _, room = module.partition(".")
+    return package == "stepgraph" and room.partition(".")[0] in _OURS
+
+
+def is_own(module: str | None) -> bool:
+    """Whether code of a Python module, by its name, is neither Python's, torch's, NumPy's nor ours."""
+    return not of_library(module)

@@ -1,0 +1,367 @@
+"""What a captured step was specialized on in Python, compared at each call.
+
+Every value is listed by its path from the model, the loss function or a global. Before each call the places are read
+again and compared by identity, in loops of the interpreter itself. Only where one differs are all paths walked again
+and values compared: equal values in other objects are no change.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import repeat
+from operator import is_
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from stepgraph import compat
+from stepgraph.capture.python import parts, values
+from stepgraph.capture.python.parts import Part
+from stepgraph.capture.python.places import is_of_program
+from stepgraph.capture.python.values import ABSENT, kind_of
+
+#: Dictionaries of hooks that run with a module, by their keys in ``vars(module)``.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+#: What transformers' ``save_pretrained`` writes into the configuration of what it saves: it describes the weights.
+_OF_CHECKPOINTS = frozenset(("architectures", "dtype", "torch_dtype", "transformers_version"))
+
+#: The path of the loss function; what it holds continues it.
+LOSS = "loss_fn"
+
+
+class _Walk:
+    """Every value that was read, by its path, and the places to read it at again.
+
+    ``names_of(path, value)``: what was read of an object, None for one whose reads were not seen.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Any, names_of: Callable[[str, Any], Iterable[str] | None]):
+        self.names_of = names_of
+        self.found: dict[str, tuple[str, Any]] = {}
+        self.unseen: dict[str, str] = {}
+        self.outside: dict[str, nn.Module] = {}
+        self.items: list[tuple[dict, str, Any]] = []
+        self.attributes: list[tuple[Any, str, Any]] = []
+        self.contents: list[tuple[Any, list]] = []
+        self.buffers: list[tuple[Any, Any]] = []
+        self.tensors: list[torch.Tensor] = []
+        self._paths: dict[int, str] = {}
+        self._kept: list[Any] = []  # so that no other object has the id of one
+        self._placed: set[tuple[int, str]] = set()
+        self._named: set[str] = set()  # attributes that code names
+        self._of_class: dict[type, set[str]] = {}
+        self._open: dict[int, Any] = {}
+        self._pending: deque[tuple[str, Any]] = deque()
+        own = {id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values())}
+        for path, module in model.named_modules():
+            self._paths[id(module)] = path or "the model"
+        self._own = own - {id(None)}
+        for path, module in model.named_modules():
+            self._module(path, module, f"model:{path}")
+        self._pending.append((LOSS, loss_fn))
+        self._run()
+
+    def _run(self) -> None:
+        seen: tuple = ()
+        while True:
+            while self._pending:
+                self._visit(*self._pending.popleft())
+            now = (len(self._named), len(self._open), sum(map(len, self._of_class.values())))
+            if now == seen:
+                return
+            seen = now
+            for value in list(self._open.values()):
+                self._parts("", parts.parts_of_namespace(value, self._named))
+            for cls, names in list(self._of_class.items()):
+                self._parts(
+                    "", parts.parts_of_class(cls, partial(self._is_named, values.is_own(cls.__module__), names))
+                )
+
+    def _is_named(self, own: bool, names: set[str], name: str) -> bool:
+        """Whether what a class has under ``name`` may be read: it was, or a user's or a package's code names it."""
+        return name in names or (own and (_is_special(name) or name in self._named))
+
+    def _parts(self, path: str, found: Iterable[Part]) -> None:
+        for part in found:
+            where = part.name if part.absolute else path + part.name
+            if part.how != "content" and not self._place(part):
+                continue
+            if part.how == "attribute" or parts.is_looked_into(part):
+                self._pending.append((where.removeprefix("."), part.value))
+            elif where not in self.found:
+                self.found[where] = ("is", part.value)
+
+    def _place(self, part: Part) -> bool:
+        """Note the place of a part; whether it is a new one."""
+        key = id(part.holder), part.key
+        new = key not in self._placed
+        if part.how == "item":
+            if new:
+                self.items.append((part.holder, part.key, part.holder.get(part.key, ABSENT)))
+        elif part.how == "class":
+            if new:
+                self.items.append((vars(part.holder), part.key, part.value))
+        elif part.key == "__defaults__":  # one place for several values
+            if new:
+                self.attributes.append((part.holder, part.key, part.holder.__defaults__))
+            self._placed.add(key)
+            self._kept.append(part.holder)
+            return True
+        elif new:
+            value = getattr(part.holder, part.key, ABSENT)
+            if getattr(part.holder, part.key, ABSENT) is value:  # else it is computed at each read
+                self.attributes.append((part.holder, part.key, value))
+        self._placed.add(key)
+        self._kept.append(part.holder)
+        return new
+
+    def _visit(self, path: str, value: Any) -> None:
+        kind = kind_of(type(value))
+        if kind == "atom" or value is ABSENT:
+            self.found[path] = ("value", value)
+            return
+        met = self._paths.setdefault(id(value), path)
+        if met != path:
+            self.found[path] = ("same", met)
+            return
+        if path in self.found:  # another object by one name, as two functions of a name
+            path = f"{path} ({len(self.found)})"
+        self._kept.append(value)
+        match kind:
+            case "tensor":
+                self.found[path] = ("tensor", (value, *_form(value)) if id(value) not in self._own else (value,))
+                if id(value) not in self._own:
+                    self.tensors.append(value)
+            case "buffer":
+                self._buffer(path, value)
+            case "container":
+                self._container(path, value)
+            case "module":
+                self._outside(path, value)
+            case "instance":
+                self.found[path] = ("type", type(value))
+                names = self.names_of(path, value)
+                if names is not None and "architectures" in (values.held_by(value) or ()):
+                    names = [name for name in names if name not in _OF_CHECKPOINTS]
+                self._class(type(value), names or ())
+                self._parts(path, parts.parts_of_instance(value, names))
+            case "function":
+                self.found[path] = ("is", value.__code__)
+                if is_of_program(value.__code__.co_filename):
+                    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+                        self._place(Part("", None, "attribute", value, name))
+                self._named |= parts.attributes_named(value)
+                self._parts(path, parts.plain_parts(value))
+            case "class":
+                self.found[path] = ("is", value)
+                self._class(value, ())
+            case "namespace":
+                self.found[path] = ("is", value)
+                self._open[id(value)] = value
+            case "method" | "partial":
+                self.found[path] = ("type", type(value))
+                self._parts(f"{path}" if kind == "partial" else path + ".__func__", parts.plain_parts(value))
+            case "moving":
+                self.found[path] = ("is", value)
+                self.unseen[path] = f"{type(value).__name__}, whose state nothing shows"
+            case _:
+                self.found[path] = ("is", value)
+                self._parts(path, parts.plain_parts(value))
+
+    def _class(self, cls: type, names: Iterable[str]) -> None:
+        self._of_class.setdefault(cls, set()).update(names)
+
+    def _buffer(self, path: str, value: Any) -> None:
+        if values.size_of(value) > values.LARGEST:
+            self.found[path] = ("is", value)
+            self.unseen[path] = f"{type(value).__name__} of {values.size_of(value):,} bytes"
+            return
+        self.buffers.append((value, values.content(value)))
+        self.found[path] = ("value", self.buffers[-1][1])
+
+    def _container(self, path: str, value: Any) -> None:
+        if len(value) > values.LARGEST:
+            self.found[path] = ("is", value)
+            self.unseen[path] = f"{type(value).__name__} of {len(value):,} elements"
+            return
+        if not isinstance(value, (tuple, frozenset)):
+            self.contents.append((value, values.elements(value)))
+        held = values.held_by(value)
+        if values.is_flat(value):
+            self.found[path] = ("flat", (type(value), values.copied(value)))
+        else:
+            labels = [part.name for part in parts.parts_of_container(value)]
+            self.found[path] = ("elements", (type(value), labels))
+            self._parts(path, parts.parts_of_container(value))
+        if held:
+            self._class(type(value), held)
+            self._parts(path, parts.parts_of_instance(value, None))
+
+    def _module(self, path: str, module: nn.Module, key: str) -> None:
+        """What was read of a module of the model, or one outside of it."""
+        names = [n for n in self.names_of(key, module) or () if not any(n in d for d in _registered(module))]
+        self._class(type(module), names)
+        held = vars(module)
+        where = f"{path}." if path else ""
+        for name in names:
+            part = Part(where + name, held.get(name, ABSENT), "item", held, name)
+            self._parts("", [part])
+
+    def _outside(self, path: str, module: nn.Module) -> None:
+        """A module that is none of the model's: with its tensors, submodules and hooks."""
+        self.found[path] = ("is", module)
+        if self.names_of(path, module) is None:
+            return
+        self.outside[path] = module
+        self._module(path, module, path)
+        for holder in _registered(module):
+            labels = list(holder)
+            self.found[f"{path}:{len(self.found)}"] = ("value", tuple(labels))
+            self.contents.append((holder, values.elements(holder)))
+            self._parts(path, (Part(f".{name}", value) for name, value in holder.items()))
+        for hooks in HOOKS:
+            held = vars(module)[hooks]
+            self.contents.append((held, values.elements(held)))
+            self._parts(f"{path}.{hooks}", parts.parts_of_container(held))
+
+
+def _registered(module: nn.Module) -> tuple[dict, dict, dict]:
+    return module._parameters, module._buffers, module._modules
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__") and name not in ("__dict__", "__weakref__", "__doc__")
+
+
+def _form(tensor: torch.Tensor) -> tuple:
+    place = 0
+    if type(tensor) in (torch.Tensor, nn.Parameter) and not compat.is_fake(tensor) and tensor.layout is torch.strided:
+        place = tensor.data_ptr()
+    return place, tensor.requires_grad, tensor.dtype, tensor.device, tuple(tensor.shape)
+
+
+class Watched:
+    """What a step read of Python. ``names``: by paths of objects the names that were read of them.
+
+    ``unseen``: by paths what was read and can be compared neither by value nor by its state, in words.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Any, names: Mapping[str, Iterable[str]]):
+        self.model, self.loss_fn, self.names = model, loss_fn, names
+        self._walk = walk = _Walk(model, loss_fn, lambda path, _: names.get(path))
+        self.unseen = walk.unseen
+        self._ready()
+        self._children = [m._modules for m in model.modules() if m._modules]
+        self._submodules = [dict(children) for children in self._children]
+        self._handles = RemovableHandle.next_id
+        self._hooks = [(path, vars(m)[kind]) for path, m in model.named_modules() for kind in HOOKS]
+        self._hooks += [("every module", hooks) for hooks in compat.hooks_of_every_module()]
+        self._hooked = [(path, hooks, list(hooks)) for path, hooks in self._hooks if hooks]
+
+    def _ready(self) -> None:
+        walk = self._walk
+        dicts = [one for one in walk.items if not isinstance(one[0], MappingProxyType)]
+        proxies = [one for one in walk.items if isinstance(one[0], MappingProxyType)]
+        self._dicts, self._keys, self._values = _columns(dicts)
+        self._proxies, self._names, self._of_classes = _columns(proxies)
+        self._objects, self._attributes, self._held = _columns(walk.attributes)
+        self._containers = walk.contents
+        self._buffers = walk.buffers
+        self._tensors = walk.tensors
+        self._forms = list(map(_form, self._tensors))
+
+    def change(self) -> str | None:
+        """What has changed since, in words; None if nothing has."""
+        if not self._are_the_same():
+            now = _Walk(self.model, self.loss_fn, lambda path, _: self.names.get(path))
+            change = _difference(self._walk.found, now.found)
+            if change:
+                return change
+            self._walk = now  # the same values in other objects
+            self._ready()
+        if self._children != self._submodules:
+            return "submodules were replaced"
+        if self._hooked or RemovableHandle.next_id != self._handles:
+            return self._changed_hooks()
+        return None
+
+    def _are_the_same(self) -> bool:
+        return (
+            all(map(is_, map(dict.get, self._dicts, self._keys, repeat(ABSENT)), self._values))
+            and all(map(is_, map(MappingProxyType.get, self._proxies, self._names, repeat(ABSENT)), self._of_classes))
+            and all(map(is_, map(getattr, self._objects, self._attributes, repeat(ABSENT)), self._held))
+            and all(_holds(container, before) for container, before in self._containers)
+            and all(values.content(buffer) == before for buffer, before in self._buffers)
+            and list(map(_form, self._tensors)) == self._forms
+        )
+
+    def _changed_hooks(self) -> str | None:
+        for path, hooks, keys in self._hooked:
+            if list(hooks) != keys:
+                return f"hooks of {path or 'the model'} were added or removed"
+        if RemovableHandle.next_id != self._handles:
+            hooked = {id(hooks) for _, hooks, _ in self._hooked}
+            for path, hooks in self._hooks:
+                if hooks and id(hooks) not in hooked:
+                    return f"hooks of {path or 'the model'} were added"
+            for name, parameter in self.model.named_parameters():
+                if compat.has_gradient_hooks(parameter):
+                    return f"a gradient hook of parameter {name} was added"
+            self._handles = RemovableHandle.next_id  # hooks of something else
+        return None
+
+
+def _columns(rows: list[tuple]) -> tuple[list, list, list]:
+    return tuple(map(list, zip(*rows, strict=True))) if rows else ([], [], [])
+
+
+def _holds(container: Any, before: list) -> bool:
+    now = values.elements(container)
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _difference(before: Mapping[str, tuple], now: Mapping[str, tuple]) -> str | None:
+    """The first path whose value is another, in words."""
+    for path, (tag, old) in before.items():
+        tag_now, new = now.get(path, ("value", ABSENT))
+        if tag == tag_now and _alike(tag, old, new):
+            continue
+        if old is ABSENT and tag == "value":
+            return f"{path} changed from None to {_text(tag_now, new)}"
+        if new is ABSENT:
+            return f"{path} was deleted"
+        return f"{path} changed from {_text(tag, old)} to {_text(tag_now, new)}"
+    return next((f"{path} was added" for path in now if path not in before), None)
+
+
+def _alike(tag: str, old: Any, new: Any) -> bool:
+    if tag in ("value", "flat", "elements"):
+        return values.equal(old, new) if tag == "value" else old[0] is new[0] and values.equal(old[1], new[1])
+    if tag == "tensor":
+        return old[0] is new[0] and old[1:] == new[1:]
+    return old == new if tag == "same" else old is new
+
+
+def _text(tag: str, value: Any) -> str:
+    match tag:
+        case "value":
+            text = repr(value)
+        case "flat":
+            kind, items = value
+            text = repr(tuple(items) if issubclass(kind, tuple) else items)
+        case "is":
+            names = (getattr(value, name, None) for name in ("__qualname__", "co_qualname"))
+            text = next(filter(None, names), f"another {type(value).__name__}")
+        case "tensor":
+            text = f"a tensor at {value[1]:#x}" if len(value) > 1 else "a tensor"
+        case "type":
+            text = value.__qualname__
+        case "elements":
+            text = f"{value[0].__name__} of {len(value[1])}"
+        case _:
+            text = f"the same as {value}"
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,0 +1,383 @@
+"""Whatever forward and the loss read in Python is compared at each call: kinds of values x places x kinds of change."""
+
+import array
+import collections
+import dataclasses
+import enum
+import functools
+import itertools
+import types
+import typing
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+
+GLOBAL = None
+
+
+class Level(enum.Enum):
+    LOW, MIDDLE, HIGH = 1.0, 2.0, 3.0
+
+
+@dataclasses.dataclass
+class Record:
+    scale: float
+    inner: typing.Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    scale: float
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+class Options:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+class Computed:
+    """Its attribute is a property."""
+
+    def __init__(self, scale):
+        self._scale = scale
+
+    @property
+    def scale(self):
+        return self._scale * 1
+
+
+class Mapped:
+    """Its attribute is found by ``__getattr__``."""
+
+    def __init__(self, scale):
+        self.options = {"scale": scale}
+
+    def __getattr__(self, name):
+        if name == "scale":
+            return self.options[name]
+        raise AttributeError(name)
+
+
+class Called:
+    def __init__(self, scale):
+        self.factor = scale
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+class Pair(typing.NamedTuple):
+    scale: float
+    more: list
+
+
+class Scaling(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.factor = scale
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Number(float):
+    """A class of its own that is a number."""
+
+
+def scaled(scale, x):
+    return x * scale
+
+
+def used(value, x):
+    """``x`` multiplied by what ``value`` says."""
+    if isinstance(value, nn.Module) or callable(value):
+        return value(x)
+    if isinstance(value, torch.Tensor):
+        return x * value
+    return x * number(value)
+
+
+def number(value):
+    if hasattr(value, "scale"):
+        return number(value.scale)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, np.ndarray):
+        return float(value.sum())
+    if isinstance(value, str):
+        return float(len(value))
+    if isinstance(value, (bytes, bytearray, array.array)):
+        return float(sum(value))
+    if isinstance(value, (dict, collections.UserDict)):
+        return number(list(value.values()))
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque, range)):
+        return 1.0 + sum(number(item) for item in value)
+    if isinstance(value, torch.dtype):
+        return float(value.itemsize)
+    return float(value)
+
+
+def added(scale):
+    return lambda x: x + scale
+
+
+#: A value for each of three steps.
+KINDS = {
+    "float": (1.5, 2.5, 3.5),
+    "int and bool": (1, 2, True),
+    "interpolated": tuple(np.interp(i, [0, 5], [1, 2]) for i in (0, 1, 2)),
+    "numpy float": tuple(map(np.float32, (1.5, 2.5, 3.5))),
+    "numpy int": tuple(map(np.int64, (2, 3, 4))),
+    "own number": tuple(map(Number, (1.5, 2.5, 3.5))),
+    "string": ("a", "bb", "ccc"),
+    "enum": tuple(Level),
+    "dtype": (torch.float16, torch.float32, torch.float64),
+    "none": (0.5, 1.5, 0.25),
+    "size": tuple(map(torch.Size, ([2], [3], [2, 2]))),
+    "range": (range(2), range(3), range(4)),
+    "array": tuple(np.full(3, i) for i in (1.0, 2.0, 3.0)),
+    "bytes": (b"\1", b"\2", bytearray(b"\3")),
+    "array of python": tuple(array.array("d", [i]) for i in (1.0, 2.0, 3.0)),
+    "dataclass": tuple(map(Record, (1.5, 2.5, 3.5))),
+    "frozen dataclass": tuple(map(Frozen, (1.5, 2.5, 3.5))),
+    "nested dataclass": tuple(Record(Record(np.float64(i))) for i in (1.5, 2.5, 3.5)),
+    "namespace": tuple(types.SimpleNamespace(scale=i) for i in (1.5, 2.5, 3.5)),
+    "slots": tuple(map(Slots, (1.5, 2.5, 3.5))),
+    "object": tuple(map(Options, (1.5, 2.5, 3.5))),
+    "property": tuple(map(Computed, (1.5, 2.5, 3.5))),
+    "getattr": tuple(map(Mapped, (1.5, 2.5, 3.5))),
+    "namedtuple": tuple(Pair(i, [i]) for i in (1.5, 2.5, 3.5)),
+    "list": ([1.0], [2.0], [2.0, 3.0]),
+    "nested list": ([[1.0], [2.0]], [[1.0], [3.0]], [[1.0, 3.0], []]),
+    "long list": tuple([float(i)] * 1000 for i in (1, 2, 3)),
+    "list of objects": tuple([Record(i)] for i in (1.5, 2.5, 3.5)),
+    "tuple": ((1.0, 2.0), (1.0, 3.0), (1.0,)),
+    "dict": ({"a": 1.0}, {"a": 2.0}, {"a": 2.0, "b": 3.0}),
+    "nested dict": tuple({"a": {"b": [i]}} for i in (1.0, 2.0, 3.0)),
+    "ordered dict": tuple(collections.OrderedDict(a=i) for i in (1.0, 2.0, 3.0)),
+    "defaultdict": tuple(collections.defaultdict(float, a=i) for i in (1.0, 2.0, 3.0)),
+    "user dict": tuple(collections.UserDict(a=i) for i in (1.0, 2.0, 3.0)),
+    "deque": tuple(collections.deque([i], maxlen=4) for i in (1.0, 2.0, 3.0)),
+    "set": ({1.0}, {2.0}, {2.0, 3.0}),
+    "frozenset": tuple(frozenset([i]) for i in (1.0, 2.0, 3.0)),
+    "function": (torch.tanh, torch.sin, torch.cos),
+    "lambda": (lambda x: x * 2, lambda x: x * 3, lambda x: x * 4),
+    "closure": tuple(map(added, (1.0, 2.0, 3.0))),
+    "partial": tuple(functools.partial(scaled, i) for i in (1.5, 2.5, 3.5)),
+    "bound method": tuple(Called(i).__call__ for i in (1.5, 2.5, 3.5)),
+    "callable": tuple(map(Called, (1.5, 2.5, 3.5))),
+    "module": tuple(map(Scaling, (1.5, 2.5, 3.5))),
+    "tensor": tuple(map(torch.tensor, (1.5, 2.5, 3.5))),
+    "list of tensors": tuple([torch.tensor(i)] for i in (1.5, 2.5, 3.5)),
+}
+
+
+class Net(nn.Module):
+    held = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.sub, self.options = nn.Linear(4, 4), nn.Identity(), Options(None)
+        self.several, self.by_name = [None], {"value": None}
+
+    def value(self):
+        return 1.0
+
+    def forward(self, x):
+        return used(self.value(), self.linear(x))
+
+
+class Attribute(Net):
+    def value(self):
+        return self.held
+
+
+class Sub(Net):
+    def value(self):
+        return self.sub.held
+
+
+class Nested(Net):
+    def value(self):
+        return self.options.scale
+
+
+class Element(Net):
+    def value(self):
+        return self.several[0]
+
+
+class Item(Net):
+    def value(self):
+        return self.by_name["value"]
+
+
+class Criterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.held = None
+
+    def forward(self, y):
+        return used(self.held, y).square().mean()
+
+
+class PlainCriterion:
+    def __init__(self):
+        self.held = None
+
+    def __call__(self, model, x):
+        return used(self.held, model(x)).square().mean()
+
+    def method(self, model, x):
+        return used(self.held, model(x)).square().mean()
+
+
+def plain_loss(model, x):
+    return model(x).square().mean()
+
+
+def of_model(kind, put):
+    def make():
+        model = kind()
+        return model, plain_loss, lambda value: put(model, value)
+
+    return make
+
+
+def in_criterion():
+    criterion = Criterion()
+    return Net(), lambda model, x: criterion(model(x)), lambda value: setattr(criterion, "held", value)
+
+
+def in_object():
+    criterion = PlainCriterion()
+    return Net(), criterion, lambda value: setattr(criterion, "held", value)
+
+
+def in_self():
+    criterion = PlainCriterion()
+    return Net(), criterion.method, lambda value: setattr(criterion, "held", value)
+
+
+def in_closure():
+    held = None
+
+    def put(value):
+        nonlocal held
+        held = value
+
+    return Net(), lambda model, x: used(held, model(x)).square().mean(), put
+
+
+def in_global():
+    def put(value):
+        global GLOBAL
+        GLOBAL = value
+
+    return Net(), lambda model, x: used(GLOBAL, model(x)).square().mean(), put
+
+
+def in_default():
+    def loss_fn(model, x, held=None):
+        return used(held, model(x)).square().mean()
+
+    return Net(), loss_fn, lambda value: setattr(loss_fn, "__defaults__", (value,))
+
+
+def in_keyword():
+    def loss_fn(model, x, *, held=None):
+        return used(held, model(x)).square().mean()
+
+    return Net(), loss_fn, lambda value: loss_fn.__kwdefaults__.update(held=value)
+
+
+def in_partial():
+    def loss_fn(model, x, held):
+        return used(held, model(x)).square().mean()
+
+    given = functools.partial(loss_fn, held=None)
+    return Net(), given, lambda value: given.keywords.update(held=value)
+
+
+def on_function():
+    def loss_fn(model, x):
+        return used(loss_fn.held, model(x)).square().mean()
+
+    return Net(), loss_fn, lambda value: setattr(loss_fn, "held", value)
+
+
+def in_class():
+    class Own(Net):
+        held = None
+
+        def value(self):
+            return type(self).held
+
+    return Own(), plain_loss, lambda value: setattr(Own, "held", staticmethod(value) if callable(value) else value)
+
+
+PLACES = {
+    "attribute": of_model(Attribute, lambda m, value: setattr(m, "held", value)),
+    "submodule": of_model(Sub, lambda m, value: setattr(m.sub, "held", value)),
+    "nested": of_model(Nested, lambda m, value: setattr(m.options, "scale", value)),
+    "element": of_model(Element, lambda m, value: m.several.__setitem__(0, value)),
+    "item": of_model(Item, lambda m, value: m.by_name.update(value=value)),
+    "criterion": in_criterion,
+    "object": in_object,
+    "self": in_self,
+    "closure": in_closure,
+    "global": in_global,
+    "default": in_default,
+    "keyword default": in_keyword,
+    "partial": in_partial,
+    "function attribute": on_function,
+    "class": in_class,
+}
+
+
+def check_follows(model, loss_fn, changes):
+    """The captured step equals eager after each of ``changes``."""
+    torch.manual_seed(0)
+    x, steps = torch.randn(3, 4), []
+    changes[0]()
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    for change in (lambda: None, *changes[1:], lambda: None):
+        change()
+        model.zero_grad()
+        expected = loss_fn(model, x)
+        expected.backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            steps.append(step(x))
+        assert torch.equal(steps[-1], expected.detach())
+        assert all(map(torch.equal, grads, [p.grad for p in model.parameters() if p.grad is not None]))
+    assert len({float(s) for s in steps}) > 1, "no change shows in the loss"
+
+
+def _some(pairs):
+    """All pairs of a kind and a place; each kind and each place a few times in the default tests."""
+    for i, (kind, place) in enumerate(pairs):
+        quick = place == list(PLACES)[i // len(PLACES) % len(PLACES)] or (kind == "float" and place != "attribute")
+        yield pytest.param(kind, place, marks=[] if quick else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("kind", "place"), _some(itertools.product(KINDS, PLACES)))
+def test_a_value_that_is_replaced(kind, place):
+    if place in ("attribute", "submodule", "criterion") and kind == "module":
+        pytest.skip("a submodule")
+    model, loss_fn, put = PLACES[place]()
+    check_follows(model, loss_fn, [functools.partial(put, value) for value in KINDS[kind]])
