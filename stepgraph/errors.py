@@ -10,6 +10,16 @@ class CaptureError(ValueError):
     """The training step cannot be captured; the message names the module path and the source line."""
 
 
+class TraceError(CaptureError, RuntimeError):
+    """An error of torch's while a step was traced or rewritten, which is its cause."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what ``error`` says, at most 300 characters of it."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "(no message)")
+    return line if len(line) <= 300 else f"{line[:300]} ..."
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str | None:
     """The name in ``allowed`` that ``given`` may be a slip or a part of, or None: a far-fetched hint misleads."""
 

@@ -8,6 +8,7 @@ the same one.
 
 import contextlib
 import functools
+import keyword
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ def named(name: str) -> torch._ops.OpOverload:
     """The operator of a name that `under` made. Raises ``AttributeError`` if what it calls is not registered."""
     settings, namespace, packet, overload = name.split(_SEPARATOR)
     target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    casts = [(kind, getattr(torch, dtype)) for kind, dtype in (one.split("_", 1) for one in settings.split("__"))]
+    pairs = [one.split("_", 1) for one in settings.split("__") if one]
+    casts = [(kind, getattr(torch, dtype)) for kind, dtype in pairs]
 
     checked: set[tuple] = set()
 
@@ -98,7 +100,11 @@ class Kept(compat.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if not self.casts or not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **(kwargs or {}))
+        if keyword.iskeyword(func._overloadname):  # random_.from, which no generated code can call
+            return under(func, {})(*args, **(kwargs or {}))
+        if not self.casts:
             return func(*args, **(kwargs or {}))
         given = [x for x in compat.pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         device = given[0].device.type if given else "cpu"

@@ -14,8 +14,7 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
-from stepgraph.capture.recorder import Recorder, is_user_file, user_frame, user_source
-from stepgraph.capture.repeats import RunAgain
+from stepgraph.capture.recorder import Recorder, is_user_file, user_frame
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError, unknown_name
 from stepgraph.graph.provenance import provenance
@@ -94,6 +93,18 @@ def check_modules(model: nn.Module) -> None:
             )
 
 
+def check_layouts(slots: Sequence[Slot]) -> None:
+    """Raise for parameters and buffers that a graph cannot take: sparse, nested and quantized ones."""
+    for slot in slots:
+        kind = "quantized" if slot.tensor.is_quantized else "nested" if slot.tensor.is_nested else ""
+        if kind or slot.tensor.layout != torch.strided:
+            raise CaptureError(
+                f"{slot.name} is a {kind or slot.tensor.layout} tensor, and a graph takes dense ones: keep its dense "
+                "parts (values, indices, scales) as buffers and compute with these, or register it as to_dense() or "
+                "dequantize() gives it"
+            )
+
+
 def check_batch(leaves: Sequence[Any]) -> None:
     """Raise for tensors of the batch that were computed with gradients: eager's backward goes on into their makers."""
     for leaf in leaves:
@@ -133,6 +144,8 @@ def check_loss(loss: Any) -> None:
         raise CaptureError(
             f"loss_fn returned a {type(loss).__name__}; return a plain tensor, such as loss.full_tensor()"
         )
+    if loss.grad_fn is None and loss.requires_grad:
+        raise CaptureError("the loss is itself a parameter; return what is computed from it, such as parameter * 1.0")
     if loss.grad_fn is None:
         raise CaptureError("the loss depends on no parameter that requires a gradient; check requires_grad and no_grad")
 
@@ -224,9 +237,34 @@ def refuse_kept(model: nn.Module, known: set[int]) -> None:
     """Raise if a module keeps a tensor of the step: it would be fake, and stale in the next step."""
     for key, where in kept_tensors(model).items():
         if key not in known:
+            raise CaptureError(f"{where}, which a captured step cannot do; {_instead_of_keeping(model)}")
+
+
+def _instead_of_keeping(model: nn.Module) -> str:
+    """What to do about a tensor that a module keeps; torch's older utilities compute a weight before each forward."""
+    for path, module in named_modules(model):
+        for hook in module._forward_pre_hooks.values():
+            kind = type(hook).__name__
+            name = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}.get(kind)
+            if type(hook).__module__.startswith("torch.nn.utils.") and name:
+                return f"use torch.nn.utils.parametrizations.{name} in place of torch.nn.utils.{name} on {path or 'it'}"
+            if type(hook).__module__ == "torch.nn.utils.prune":
+                return (
+                    f"use torch.nn.utils.parametrize.register_parametrization with a mask on {path or 'it'}, or "
+                    "torch.nn.utils.prune.remove to make the pruning permanent"
+                )
+    return "register it as a buffer, or run the model once before the capture if it is made but once"
+
+
+def refuse_layouts(step: StepGraph) -> None:
+    """Raise if the graph makes a tensor that is not dense: passes and compilers read strides."""
+    for node in step.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            where = provenance(node)
             raise CaptureError(
-                f"{where}, which a captured step cannot do; register it as a buffer, or run "
-                "the model once before the capture if it is made but once"
+                f"{where.path or 'the model'} ({where.source}) makes a {value.layout} tensor, and a graph takes dense "
+                "ones: use to_dense(), or index_add and scatter for the values of a sparse one"
             )
 
 
@@ -258,48 +296,3 @@ def refuse_fake_constants(step: StepGraph) -> None:
                 f"{where.path or 'the model'} ({where.source}) reads a tensor of the step that the trace did not see, "
                 "such as one that FlexAttention's score_mod or mask_mod takes from outside; pass it as an argument"
             )
-
-
-@contextlib.contextmanager
-def explained(recorder: Recorder) -> Iterator[None]:
-    """Report failures of the trace for lack of a tensor's value in one line, with module path and source line."""
-    try:
-        yield
-    except Exception as error:
-        operator = compat.operator_needing_values(error)
-        path = recorder.stack[-1] if recorder.stack else ""
-        if operator is None:
-            if not isinstance(error, CaptureError | RunAgain):  # a mistake of the model, or what torch does not trace
-                where = f"{path or 'the model'} ({user_source(error)})"
-                error.add_note(
-                    f"raised in {where} while the step was traced, with tensors that have shapes and no values"
-                )
-            raise
-        if operator == ".data_ptr()":
-            raise CaptureError(
-                f"cannot capture {path or 'the model'} at {user_source(error)}: .data_ptr() asks where a tensor "
-                "lies while the step is only shapes, as launches of kernels do that are not Triton's; make the launch "
-                "an operator by torch.library.custom_op"
-            ) from error
-        if _loops_over_experts(recorder.model, path):
-            raise CaptureError(
-                f"cannot capture {path} at {user_source(error)}: {operator} asks which experts have tokens, to call "
-                'them one by one; set model.set_experts_implementation("grouped_mm")'
-            ) from error
-        source, means = user_source(error), "use torch.where or masks"
-        if getattr(recorder.model.get_submodule(path), "layerdrop", 0):
-            means = f"if it asks whether LayerDrop leaves out a layer, set layerdrop = 0 of {path or 'the model'}"
-        if recorder.phase == "backward" and recorder.origin:  # autograd runs it: the line is that of the forward
-            path, source = recorder.origin.path, recorder.origin.source
-            means = "in its backward: write x[mask] = y as torch.where(mask, y, x)"
-        raise CaptureError(
-            f"cannot capture {path or 'the model'} at {source}: {operator} needs a tensor's value while "
-            f"the step is only shapes (.item(), bool(tensor), nonzero and the like); {means}"
-        ) from error
-
-
-def _loops_over_experts(model: nn.Module, path: str) -> bool:
-    """Whether the module at ``path`` holds experts of transformers that are called one after the other."""
-    config = getattr(model.get_submodule(path), "config", None)
-    experts = "expert" in type(model.get_submodule(path)).__name__.lower()
-    return experts and getattr(config, "_experts_implementation", None) == "eager"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.capture.state import Slot, Wrapping, wrap
+from stepgraph.errors import CaptureError
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
@@ -52,6 +53,11 @@ def clip(
     With ``stages`` the norm is that of all stages of a pipeline, summed in the order of one rank that has them all.
     """
     values = list(grads.values())
+    if not values:
+        raise CaptureError(
+            f"the loss reaches no parameter of the model, and max_grad_norm={max_norm:g} has no gradient to clip; look "
+            "for detach, no_grad and copies of parameters (stack_module_state, functional_call) in the loss"
+        )
     on_cuda = all(g.device.type == "cuda" for g in values)
     norm = _total_norm(grads, params, on_cuda, stages)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

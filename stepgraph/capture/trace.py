@@ -13,6 +13,7 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
 from stepgraph.capture.batch import first_places, flatten_batch, microbatch, rebuilt
+from stepgraph.capture.explain import explained
 from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.guard import conditions
 from stepgraph.capture.guard.update import Guard, Kept, check_repeatable, written_names
@@ -116,12 +117,12 @@ def trace_step(
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share
     trace = StepTrace(*given)
     try:
-        program = trace.program()
-    except RunAgain as found:
-        given = *given, found.calls
-        trace = StepTrace(*given)
-        program = trace.program()
-    try:
+        try:
+            program = trace.program()
+        except RunAgain as found:
+            given = *given, found.calls
+            trace = StepTrace(*given)
+            program = trace.program()
         generators = checked_generators(program, lambda: StepTrace(*given).program())
         if trace.changes:
             with writes.after(trace.changes):
@@ -165,6 +166,7 @@ class StepTrace:
         self.trained = [i for i, slot in enumerate(self.slots) if slot.tensor.requires_grad]
         self.update = Update(optimizer) if optimizer is not None else None
         checks.check_owned(self.update, self.slots)
+        checks.check_layouts(self.slots)
         self.stateless = self.update.without_state() if self.update else []
         self.repeated = repeated
         self.recorder = Recorder(model, repeated or ())
@@ -423,11 +425,12 @@ class StepTrace:
             compat.trace_context(self.mode),
             compat.dispatch_flex_attention(),
             compat.inline_compiled(),
-            checks.explained(self.recorder),
+            explained(self.recorder),
         ):
             module = compat.trace(traced, inputs.fakes)
         step = StepGraph(module, inputs.specs, outputs, repeated_blocks(self.model), _mesh_of(self.slots))
         checks.refuse_fake_constants(step)
+        checks.refuse_layouts(step)
         _keep_workspaces(step)
         _name_numbers(step)
         _name_inputs(step)

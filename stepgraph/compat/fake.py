@@ -23,6 +23,7 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Gu
 _MESSAGES = {
     ".numpy()": ".numpy() is not supported",
     ".data_ptr()": "Cannot access data pointer",
+    "splitting by a tensor (tensor_split), or another kernel that reads on the host,": "its data is not allocated yet",
     "formatting a tensor": "passed to FakeTensor.__format__",
 }
 

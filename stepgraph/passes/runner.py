@@ -1,13 +1,17 @@
 """Runs passes: checks their contracts first, then applies, lints, times and reports each."""
 
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from stepgraph import compat
+from stepgraph.errors import TraceError, first_line
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import Pass, PassReport, get
 from stepgraph.passes.excerpts import Changes
@@ -138,14 +142,30 @@ def _run(p: Pass, step: StepGraph, report: PassReport, changes: Changes) -> None
     if report.skipped is None:
         log.info("pass %s", p.name)
         start = time.perf_counter()
-        p.apply(step, p.options, report)
-        step.graph.lint()
+        with _explained(p):
+            p.apply(step, p.options, report)
+            step.graph.lint()
         report.apply_s = time.perf_counter() - start - report.compile_s
         report.excerpts = changes.excerpts()
     if report.skipped is None:  # a pass may find out itself that it cannot run
         report.terminal = p.terminal
     report.nodes_after = sum(1 for _ in step.nodes())
     step.log.append(report)
+
+
+@contextlib.contextmanager
+def _explained(p: Pass) -> Iterator[None]:
+    """Raise what fails inside in one line, with what to do; options that are refused, and running out of memory, stay
+    what they are."""
+    try:
+        yield
+    except (ValueError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        off = f"disable=({p.name!r},)" + ' or StepOptions(inductor="off")' * (p.name == "inductor")
+        raise TraceError(
+            f"pass {p.name} fails on this step: {type(error).__name__}: {first_line(error)}; leave it out by {off}"
+        ) from error
 
 
 def asked_for(options: StepOptions, plain: StepOptions, device: str) -> set[str]:

@@ -84,7 +84,9 @@ def _first(found: list[tuple[fx.Node, list[Fingerprint]]], seen: set[Fingerprint
     for node, values in found:
         if phase_of(node) in _SHARED and not is_view(node) and not seen.issuperset(values):
             return f"the first value that {whose} does not have is {_described(node)}"
-    return "forward and backward give the same values, the update does not"
+    if any(phase_of(node) == "optimizer" for node, _ in found):
+        return "forward and backward give the same values, the update does not"
+    return f"every value of forward and backward is one that {whose} has too, and what the step leaves is not"
 
 
 def _described(node: fx.Node) -> str:

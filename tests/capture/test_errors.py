@@ -7,9 +7,12 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import stepgraph
 from stepgraph import CaptureError
+from stepgraph.passes import Pass
+from stepgraph.passes.contract import NoOptions
 
 OUTSIDE = torch.ones(4, requires_grad=True)
 
@@ -44,9 +47,9 @@ def loss_fn(model, x):
     return model(x).sum()
 
 
-def refuse(function, loss_fn=loss_fn, batch=None, error=CaptureError, optimizer=None, **options):
+def refuse(function, loss_fn=loss_fn, batch=None, error=CaptureError, optimizer=None, model=None, **options):
     """Capture a model that applies ``function``; it must fail and leave everything as it was. The message."""
-    model = Model(function)
+    model = model or Model(function)
     before = snapshot(model)
     optimizer = optimizer and optimizer(model)
     batch = torch.randn(3, 4) if batch is None else batch
@@ -183,11 +186,13 @@ def test_memory_of_a_parameter_replaced():
 
 
 def test_what_torch_says_gets_a_place():
-    def fails(self, x):
-        return x @ x.new_zeros(5, 5)
+    message = refuse(lambda self, x: x @ x.new_zeros(5, 5), error=RuntimeError)
+    assert re.search(r"cannot capture layers.1 at .*test_errors.py:\d+: RuntimeError: .*custom_op", message)
 
-    with pytest.raises(RuntimeError) as caught:
-        stepgraph.capture(Model(fails), loss_fn, torch.randn(3, 4), passes="exact")
+
+def test_what_python_says_keeps_its_type():
+    with pytest.raises(KeyError) as caught:
+        stepgraph.capture(Model(lambda self, x: {}["name"]), loss_fn, torch.randn(3, 4), passes="exact")
     (note,) = caught.value.__notes__
     assert re.search(r"raised in layers.1 \(.*test_errors.py:\d+\) while the step was traced", note)
 
@@ -309,3 +314,146 @@ def test_layer_drop_is_told_how_to_be_turned_off(monkeypatch):
         return x if torch.rand(()) < self.layerdrop else -x
 
     assert "set layerdrop = 0 of layers.1" in refuse(drop)
+
+
+# Kinds that a graph does not take, and what torch cannot trace.
+
+
+def split_by_tensor(self, x):
+    return torch.cat(x.tensor_split(x.detach()[:2, 0].long()))
+
+
+def jagged(self, x):
+    return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 3])).values()
+
+
+def nested(self, x):
+    return torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([x[:1], x[1:]]), 0.0)
+
+
+def sparse(self, x):
+    return torch.sparse.mm(torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 2]]), x[0, :2], (3, 3)), x)
+
+
+def compressed(self, x):
+    return torch.eye(3).to_sparse_csr() @ x
+
+
+def curvature(self, x):
+    return torch.func.vmap(torch.func.hessian(lambda row: row.sin().sum()))(x)
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[:1]
+
+
+@pytest.mark.parametrize(
+    ("function", "fix"),
+    [
+        (split_by_tensor, "in the batch as a number"),
+        (jagged, "one padded tensor with a mask"),
+        (nested, "one padded tensor with a mask"),
+        (sparse, "dense"),
+        (compressed, "dense"),
+        (curvature, r"jacrev\(jacrev"),
+        (lambda self, x: WrongGradient.apply(x), "torch.library.custom_op"),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_torch_cannot_trace(function, fused, fix):
+    message = refuse(function, optimizer=(lambda m: torch.optim.AdamW(m.parameters(), fused=True)) if fused else None)
+    assert re.search(rf"layers.1|the model.*test_errors.py:\d+.*{fix}", message)
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.eye(4).to_sparse(),
+        torch.eye(4).to_sparse_csr(),
+        torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_buffers_that_are_not_dense(buffer):
+    model = Model(same)
+    model.layers[1].register_buffer("table", buffer)
+    with pytest.raises(CaptureError, match=r"layers\.1\.table is a .*dense"):
+        stepgraph.capture(model, loss_fn, torch.randn(3, 4), passes="exact")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "prune"])
+def test_older_utilities_that_compute_weights(name):
+    model = Model(same)
+    if name == "prune":
+        prune.l1_unstructured(model.layers[1].linear, "weight", 0.5)
+    else:
+        getattr(torch.nn.utils, name)(model.layers[1].linear)
+    fix = "parametrize.register_parametrization" if name == "prune" else f"parametrizations.{name}"
+    with pytest.raises(CaptureError, match=rf"keeps a tensor.*torch.nn.utils.{fix}.*layers.1.linear"):
+        stepgraph.capture(model, loss_fn, torch.randn(3, 4), passes="exact")
+
+
+def test_batch_norm_that_averages_by_its_count():
+    norm = nn.BatchNorm1d(4, momentum=None)
+    model = nn.Sequential(nn.Linear(4, 4), norm)
+    with pytest.raises(CaptureError, match=r"cannot capture 1 at .*momentum=0\.1"):
+        stepgraph.capture(model, loss_fn, torch.randn(3, 4), passes="exact")
+
+
+def test_packed_sequences():
+    def pack(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x[None], x.detach()[:1, 0].long().abs() + 1, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+
+    assert "packed sequences take lengths on the host" in refuse(pack)
+
+
+def test_a_loss_that_is_a_parameter():
+    assert "the loss is itself a parameter" in refuse(same, loss_fn=lambda m, x: m.scale, model=Scaled())
+
+
+class Scaled(Model):
+    def __init__(self):
+        super().__init__(same)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def test_a_loss_that_reaches_no_parameter_and_clipping():
+    def copies(m, x):
+        params, buffers = torch.func.stack_module_state([m.layers[0], m.layers[0]])
+        call = torch.func.vmap(lambda p, b: torch.func.functional_call(m.layers[0], (p, b), (x,)))
+        return call(params, buffers).sum()
+
+    message = refuse(same, loss_fn=copies, max_grad_norm=1.0)
+    assert "reaches no parameter" in message and "max_grad_norm=1 " in message
+
+
+@pytest.mark.parametrize("bounds", [(0, 3), (2, 9)])
+def test_an_operator_whose_overload_is_a_word_of_python(bounds):
+    """`random_.from` is none that generated code can name."""
+
+    def draw(self, x):
+        return x + torch.empty(3, 4).random_(*bounds)
+
+    model, x = Model(draw), torch.randn(3, 4)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    state = torch.get_rng_state()
+    loss = loss_fn(model, x).detach()
+    torch.set_rng_state(state)
+    assert torch.equal(step(x), loss)
+
+
+def test_a_pass_that_fails():
+    def fail(step, options, report):
+        raise IndexError("first line\nsecond line")
+
+    wrong = Pass("wrong", "numerics", fail, "fails", NoOptions())
+    message = refuse(same, passes=[wrong], error=CaptureError)
+    assert "pass wrong fails on this step: IndexError: first line; leave it out by disable=('wrong',)" in message

@@ -1,0 +1,111 @@
+"""Errors while a step is traced, as one line: module path, source line, what torch says, and a fix."""
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from stepgraph import compat
+from stepgraph.capture.recorder import Recorder, is_user_file, user_source
+from stepgraph.capture.repeats import RunAgain
+from stepgraph.errors import CaptureError, TraceError, first_line
+
+#: What torch says, or which of its operators fails -> what to do.
+_FIXES = (
+    (r"[Nn]ested", "keep rows of unequal length in one padded tensor with a mask, or in one flat tensor with offsets"),
+    (r"[Ss]parse", "give a graph dense tensors: to_dense(), or index_add and scatter for the values of a sparse one"),
+    (r"meta and cpu|hessian|jacfwd|jvp", "write it by reverse mode alone: jacrev(jacrev(f)) in place of hessian(f)"),
+    (r"pack_padded_sequence", "packed sequences take lengths on the host: run the padded rows and mask what is behind"),
+    (r"_unique|nonzero|masked_select", "use torch.where or masks"),
+)
+_ANY_FIX = (
+    "if eager fails there too, the model is wrong; if not, make what torch cannot trace an operator by "
+    "torch.library.custom_op, or compute it outside and pass it in the batch"
+)
+
+
+@contextlib.contextmanager
+def explained(recorder: Recorder) -> Iterator[None]:
+    """Raise what fails inside as `CaptureError`, with module path and source line.
+
+    An error that Python raises on a line of the user's own, such as KeyError, is eager's as well: it keeps its type and
+    gets a note. So does running out of memory.
+    """
+    try:
+        yield
+    except (CaptureError, RunAgain, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        operator = compat.operator_needing_values(error)
+        path, source = recorder.stack[-1] if recorder.stack else "", user_source(error)
+        in_backward = recorder.phase == "backward" and recorder.origin is not None
+        if in_backward:  # autograd runs it: the line is that of the forward
+            path, source = recorder.origin.path, recorder.origin.source
+        where = f"cannot capture {path or 'the model'} at {source or 'loss_fn'}"
+        if operator is not None:
+            what, fix = _needs_value(recorder.model, path, operator, in_backward)
+            raise CaptureError(f"{where}: {what}; {fix}") from error
+        if _is_users(error):
+            error.add_note(f"raised in {path or 'the model'} ({source}) while the step was traced, with tensors that "
+                           "have shapes and no values")  # fmt: skip
+            raise
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise TraceError(f"{where}: {said}; {_fix(said)}") from error
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether code of the user's own raises ``error``, and not torch in its name."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return is_user_file(frame.f_code.co_filename) and not isinstance(error, RuntimeError)
+
+
+def _fix(said: str, default: str = _ANY_FIX) -> str:
+    return next((fix for pattern, fix in _FIXES if re.search(pattern, said)), default)
+
+
+def _needs_value(model: nn.Module, path: str, operator: str, in_backward: bool) -> tuple[str, str]:
+    """(what ``operator`` asks for, what to do)."""
+    module = model.get_submodule(path)
+    needs = f"{operator} needs a tensor's value while the step is only shapes"
+    needs += " (.item(), bool(tensor), nonzero and the like)"
+    if operator == ".data_ptr()":
+        return (
+            ".data_ptr() asks where a tensor lies while the step is only shapes, as launches of kernels do that are "
+            "not Triton's",
+            "make the launch an operator by torch.library.custom_op",
+        )
+    if _loops_over_experts(module):
+        return (
+            f"{operator} asks which experts have tokens, to call them one by one",
+            'set model.set_experts_implementation("grouped_mm")',
+        )
+    if getattr(module, "momentum", 0.1) is None:
+        return needs, "momentum=None averages by a count that the host reads: give a number, such as momentum=0.1"
+    if name := _layerdrop(model, path):
+        return needs, f"if it asks whether LayerDrop leaves out a layer, set {name}"
+    if in_backward:
+        return needs, "in its backward: write x[mask] = y as torch.where(mask, y, x)"
+    return needs, _fix(operator, "use torch.where or masks, or pass what the host decides in the batch as a number")
+
+
+def _layerdrop(model: nn.Module, path: str) -> str | None:
+    """The name of a probability to leave out layers that the module at ``path``, or one around it, has."""
+    parts = path.split(".") if path else []
+    for i in range(len(parts), -1, -1):
+        outer = ".".join(parts[:i])
+        module = model.get_submodule(outer)
+        for kind, owner in (("", module), ("config.", getattr(module, "config", None))):
+            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+                if getattr(owner, name, 0):
+                    return f"{kind}{name} = 0 of {outer or 'the model'}"
+    return None
+
+
+def _loops_over_experts(module: nn.Module) -> bool:
+    """Whether ``module`` holds experts of transformers that are called one after the other."""
+    config = getattr(module, "config", None)
+    experts = "expert" in type(module).__name__.lower()
+    return experts and getattr(config, "_experts_implementation", None) == "eager"
