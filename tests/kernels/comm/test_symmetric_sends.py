@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from stepgraph import compat
 from stepgraph.kernels.comm import exchange, symmetric_sends
 from stepgraph.kernels.comm.point_to_point import sent
-from stepgraph.parallel.pipeline.boxes import message_of, places_of
-from stepgraph.parallel.pipeline.schedules import SCHEDULES, calls_of, check_schedule, rank_of, work_of
+from stepgraph.parallel.pipeline.boxes import places_of
+from stepgraph.parallel.pipeline.messages import calls_of, message_of
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, work_of
 
 NAME, CPU = "a group", torch.device("cpu")
 SIZES = {True: 24, False: 40}  # elements of a message, forward and backward
@@ -57,7 +58,7 @@ class World:
         schedule = SCHEDULES[name]
         where = [rank_of(schedule, ranks, stage) for stage in range(ranks * schedule.chunks)]
         orders = work_of(name, ranks, microbatches)
-        calls = [calls_of(orders, where, rank, ahead=False) for rank in range(ranks)]
+        calls = calls_of(orders, where, symmetric=True)
         self.ranks = range(ranks)
         self.messages = [[m for call in own if (m := message_of(call, where))] for own in calls]
         self.boxes, room = {}, Counter()
@@ -102,7 +103,7 @@ class World:
             if not able:
                 break
             rank = rank_to_run(able)
-            channel, sends = self.messages[rank][at[rank]]
+            channel, sends, _ = self.messages[rank][at[rank]]
             at[rank] += 1
             count = sent_ if sends else taken
             value = content(seed, channel, count[channel])
