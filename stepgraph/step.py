@@ -20,7 +20,8 @@ from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
 from stepgraph.errors import CaptureError, require_words
-from stepgraph.graph.program import Call, StepProgram
+from stepgraph.graph.calls import Call
+from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import StepSpec, learn_lengths, rewrite, trace

@@ -12,9 +12,10 @@ from torch import fx
 
 from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.calls import Call
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import tensor_bytes
-from stepgraph.graph.program import Call, StepProgram, ValueKey
+from stepgraph.graph.program import StepProgram, ValueKey
 from stepgraph.graph.provenance import phase_of, provenance, role_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Accumulator, BatchLeaf, Input, Loss, OptimizerState, Parameter, Value

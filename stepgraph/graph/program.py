@@ -13,22 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Value
 
 #: A value, and the microbatch that it is of (None: all of them).
 ValueKey = tuple[Value, int | None]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the schedule: a graph by name, and the microbatch that it reads (None: it reads no batch)."""
-
-    graph: str
-    microbatch: int | None = None
-
-    def __str__(self) -> str:
-        return self.graph if self.microbatch is None else f"{self.graph} of microbatch {self.microbatch}"
 
 
 @dataclass
@@ -43,13 +33,13 @@ class StepProgram:
     @classmethod
     def plain(cls, step: StepGraph) -> "StepProgram":
         """The program of one graph, called once on the whole batch."""
-        return cls({"step": step}, [Call("step", 0)])
+        return cls({"step": step}, [Call(Kind.STEP, microbatch=0)])
 
     @classmethod
     def accumulation(cls, microbatch: StepGraph, update: StepGraph, n: int) -> "StepProgram":
         """``microbatch`` called ``n`` times, then ``update``."""
-        calls = [Call("microbatch", k) for k in range(n)]
-        return cls({"microbatch": microbatch, "update": update}, [*calls, Call("update")])
+        calls = [Call(Kind.MICROBATCH, microbatch=k) for k in range(n)]
+        return cls({"microbatch": microbatch, "update": update}, [*calls, Call(Kind.UPDATE)])
 
     @property
     def main(self) -> StepGraph:
@@ -101,6 +91,10 @@ class StepProgram:
     def count_by_phase(self) -> dict[str, int]:
         """Number of operator nodes in each phase, of all graphs."""
         return dict(sum((Counter(graph.count_by_phase()) for graph in self.graphs.values()), Counter()))
+
+    def calls(self) -> dict[str, Call]:
+        """For each graph that the schedule runs, by name, its first call."""
+        return {call.graph: call for call in reversed(self.schedule)}
 
     def counted(self) -> Iterator[tuple[StepGraph, int]]:
         """Each graph, with how often a step calls it."""

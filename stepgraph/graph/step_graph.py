@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from stepgraph.graph.calls import Kind
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.values import Input, Output, Value
 
@@ -36,8 +37,8 @@ class StepGraph:
     ``recording``: set where the step shall run as CUDA graphs: the report of the pass that asked for it, which a runner
     completes. See `stepgraph.run`. ``in_flight``: how many microbatches' values forward keeps for backward at one time.
     ``on_host``: names of nodes that no CUDA graph can hold then, and why. ``stage``: its number in a pipeline.
-    ``once``: graphs that a step calls once for all of its microbatches, beside its calls of this one: ``gather`` before
-    them, whose values they read, and ``reduce`` behind them.
+    ``once``: graphs that a step calls once for all of its microbatches, next to its calls of this one: ``GATHER``
+    before them, whose values they read, and ``REDUCE`` after them.
     """
 
     module: fx.GraphModule
@@ -53,7 +54,7 @@ class StepGraph:
     on_host: dict[str, str] = field(default_factory=dict)
     in_flight: int = 1
     stage: int | None = None
-    once: dict[str, "StepGraph"] = field(default_factory=dict)
+    once: dict[Kind, "StepGraph"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.executable = self.executable or self.module

@@ -11,8 +11,9 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture.batch import microbatch
 from stepgraph.capture.state import unwrap
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.collectives import boxes_of, exchanging
-from stepgraph.graph.program import Call, StepProgram, ValueKey
+from stepgraph.graph.program import StepProgram, ValueKey
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Accumulator, BatchLeaf, Before, Input, Loss, ModelTensor, Ratio, Value
 from stepgraph.kernels.comm.exchange import Session
@@ -109,9 +110,9 @@ class ProgramRunner:
         }
         boxes = {name: set(boxes_of(step.graph)) for name, step in program.graphs.items()}
         self.boxes = frozenset().union(*boxes.values())
-        #: Graphs that end when another stage's message is there, or the loss of all.
-        self.waiting = {name for name, found in boxes.items() if found and name.startswith("receive_")} | {"share_loss"}
-        shares = program.graphs.get("share_loss")
+        #: Graphs that end when another stage's message is there.
+        self.receiving = {name for name, call in program.calls().items() if call.kind.receives and boxes[name]}
+        shares = program.graphs.get(Kind.SHARE_LOSS)
         #: Of a pipeline, whose moments are noted.
         self.device = shares and shares.placeholders(Loss)[0].meta["val"].device
         self._choose_runners()
@@ -205,8 +206,8 @@ class ProgramRunner:
     def _timed(self, call: Call) -> contextlib.AbstractContextManager[None]:
         if self.spans is None:
             return contextlib.nullcontext()
-        if call.graph in self.waiting:
-            return self.waits.on(call if call.graph != "share_loss" else None)
+        if call.kind is Kind.SHARE_LOSS or call.graph in self.receiving:
+            return self.waits.on(call if call.kind.receives else None)
         return self.spans.on(call)
 
     def _run(self, graph: str, flat: list[Tensor]) -> Sequence[Tensor]:

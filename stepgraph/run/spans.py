@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from stepgraph.graph.program import Call
+from stepgraph.graph.calls import Call
 
 
 class Clock:
@@ -129,8 +129,7 @@ class Spans(_Timed):
     @contextlib.contextmanager
     def on(self, call: Call) -> Iterator[None]:
         """What is inside is ``call``; a message is not noted."""
-        stage = call.graph.partition(".")[2]
-        if not stage or call.graph.startswith(("send_", "receive_")):
+        if not call.computes:
             yield
             return
         begin = self._clock.now()

@@ -34,8 +34,4 @@ class Bubble:
 
 
 def _spans(step: CapturedStep) -> list[Span]:
-    found = []
-    for call, start, end in step.spans:
-        kind, _, stage = call.graph.partition(".")
-        found.append(Span(step.pipeline.rank, (kind, int(stage), call.microbatch), start, end))
-    return found
+    return [Span(step.pipeline.rank, call, start, end) for call, start, end in step.spans]

@@ -6,6 +6,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.costs.hardware import GPUS
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.inductor.sources import kernels_of
 from stepgraph.inspect.account.graph import graph_account
 from stepgraph.passes import get
@@ -66,7 +67,7 @@ def test_a_graph_says_what_inductor_generated_for_each_of_its_nodes():
     passes = ["tag_regions", get("inductor", mode="regional")]
     model = nn.Sequential(nn.RMSNorm(16), nn.RMSNorm(16))
     step = stepgraph.capture(model, lambda model, batch: model(batch).square().mean(), batch, passes=passes)
-    found = graph_account(step.graph, "step", 1, GPUS["h200"], {}, fused=True, ran=True)
+    found = graph_account(step.graph, Call(Kind.STEP), 1, GPUS["h200"], {}, fused=True, ran=True)
     compiled = {i for i, piece in enumerate(found["nodes"]["piece"]) if piece >= 0}
     assert compiled and {node for node, _ in found["made"]} == compiled
     names, texts = zip(*found["generated"], strict=True)

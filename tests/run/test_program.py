@@ -9,7 +9,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.capture import trace_step
-from stepgraph.graph.program import Call
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.values import Accumulator
 from stepgraph.run import Accumulators
 
@@ -32,10 +32,10 @@ def test_the_schedule(n):
     model = linear()
     program = trace_step(model, squares, vectors(), torch.optim.AdamW(model.parameters()), accumulate=n).program
     if n == 1:
-        assert program.schedule == [Call("step", 0)]
+        assert program.schedule == [Call(Kind.STEP, microbatch=0)]
         assert list(program.graphs) == ["step"]
     else:
-        assert program.schedule == [*(Call("microbatch", k) for k in range(n)), Call("update")]
+        assert program.schedule == [*(Call(Kind.MICROBATCH, microbatch=k) for k in range(n)), Call(Kind.UPDATE)]
     assert program.microbatches == n
     assert program.main is program.graphs[program.schedule[0].graph]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from stepgraph.graph.calls import Kind
 from stepgraph.graph.facts import upstream
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.stages.assign import follows, free_nodes
@@ -18,15 +19,15 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Output, Value
 
 
-def pieces_of(step: StepGraph, stage: int, halves: bool) -> dict[str, StepGraph]:
+def pieces_of(step: StepGraph, stage: int, halves: bool) -> dict[Kind, StepGraph]:
     """The graphs of a stage's ``step`` by their kind: ``forward``, and ``backward``, or with ``halves``
     ``backward_input`` and ``backward_weight``. ``stage``: its number, by which what is kept between them is named."""
     free = free_nodes(step)
     place = _places(step, halves)
-    kinds = ["forward", *(["backward_input", "backward_weight"] if halves else ["backward"])]
-    returned: dict[str, list[tuple[Output, fx.Node]]] = {kind: [] for kind in kinds}
+    kinds = (Kind.FORWARD, *((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if halves else (Kind.BACKWARD,)))
+    returned: dict[Kind, list[tuple[Output, fx.Node]]] = {kind: [] for kind in kinds}
     for node, what in step.returned():
-        returned[place.get(node, "forward")].append((what, node))
+        returned[place.get(node, Kind.FORWARD)].append((what, node))
     for node, kind in place.items():
         users = {place[user] for user in node.users if user in place}
         users |= {place[user] for user in _through(node, free) if user in place}
@@ -55,19 +56,19 @@ def _through(node: fx.Node, free: set[fx.Node]) -> Iterable[fx.Node]:
                 yield user
 
 
-def _places(step: StepGraph, halves: bool) -> dict[fx.Node, str]:
+def _places(step: StepGraph, halves: bool) -> dict[fx.Node, Kind]:
     """The kind of graph that each node goes to."""
     late: set[fx.Node] = set()
     for node in step.nodes():
         if phase_of(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
-    place = {node: "backward" if node in late else "forward" for node in step.nodes()}
+    place = {node: Kind.BACKWARD if node in late else Kind.FORWARD for node in step.nodes()}
     needed = set(_awaited(step, late))
     for node in list(needed):
         needed |= upstream(node)
     for node, kind in place.items():
-        if halves and kind == "backward":
-            place[node] = "backward_input" if node in needed else "backward_weight"
+        if halves and kind is Kind.BACKWARD:
+            place[node] = Kind.BACKWARD_INPUT if node in needed else Kind.BACKWARD_WEIGHT
         if follows(node):
             place[node] = place[node.args[0]]
     return place

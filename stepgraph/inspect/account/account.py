@@ -14,6 +14,7 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import Gpu
 from stepgraph.costs.links import Group
 from stepgraph.costs.memory import HELD, KINDS
+from stepgraph.graph.calls import Call, Kind, graph_name
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inspect.account.graph import PHASES, WORK, graph_account
@@ -52,9 +53,10 @@ def account_of(
     kind. ``passes``: a report each, with its excerpts. ``phases``, ``kinds``, ``work``: names that graphs count.
     ``pipeline``: see `pipeline_account`.
     """
+    calls = program.calls()
     options = {"fused": config.compiles_all, "ran": device is not None}
     graphs = [
-        graph_account(step, name, n, gpu, groups, routed=_routed(program, name), **options)
+        graph_account(step, calls[name], n, gpu, groups, routed=_routed(program, calls[name]), **options)
         for name, (step, n) in zip(program.graphs, program.counted(), strict=True)
     ]
     _state_beside(graphs)
@@ -102,10 +104,9 @@ def account_of(
     }
 
 
-def _routed(program: StepProgram, name: str) -> StepGraph | None:
-    """The graph of ``program`` in which the tokens of the graph ``name`` were routed, where it is not that itself."""
-    kind, _, stage = name.partition(".")
-    return program.graphs.get(f"forward.{stage}") if kind.startswith("backward") else None
+def _routed(program: StepProgram, call: Call) -> StepGraph | None:
+    """The graph of ``program`` that routed the tokens of ``call``, where that is another one."""
+    return program.graphs[graph_name(Kind.FORWARD, call.stage)] if call.kind.backward else None
 
 
 def peak_of(graph: Mapping[str, Any]) -> dict[str, int]:

@@ -19,11 +19,13 @@ from stepgraph.costs.memory import KINDS, kinds_of, lifetimes
 from stepgraph.costs.roofline import Roofline
 from stepgraph.costs.timeline import Collective, simulate
 from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.calls import Call
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.partition import needs_host
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph, name_of, type_of
+from stepgraph.graph.values import Value
 from stepgraph.inductor.regional import nodes_of, region_of
 
 PHASES = ("forward", "loss", "backward", "optimizer", "input", "output", "unattributed")
@@ -49,7 +51,7 @@ class _Strings:
 
 def graph_account(
     step: StepGraph,
-    name: str,
+    call: Call,
     calls: int,
     gpu: Gpu,
     groups: Mapping[str, Group],
@@ -58,7 +60,7 @@ def graph_account(
     ran: bool,
     routed: StepGraph | None = None,
 ) -> dict[str, Any]:
-    """The account of ``step``, which a step calls ``calls`` times, forecast for ``gpu``.
+    """The account of ``step``, which ``call`` and its like run ``calls`` times a step, forecast for ``gpu``.
 
     ``groups``: see `links.groups`. ``fused``: whether a compiler makes kernels of several nodes. ``ran``: the graph is
     the one that runs here; False: it stands for one on ``gpu``. ``routed``: of a stage's backward, the graph in which
@@ -75,7 +77,8 @@ def graph_account(
       [node, places in ``generated``], all of its piece where Inductor does not say which.
     - ``storages``: columns ``node`` (that makes it), ``bytes``, ``kind`` (place in ``costs.memory.KINDS``), ``last``
       (the node that needs it last; the graph's length: held throughout).
-    - ``inputs``: [node, kind, name]; ``outputs``: [node, kind, name].
+    - ``inputs``: [node, kind, name]; ``outputs``: the same, and the stage that keeps a value for its backward.
+    - ``name``: of the graph; ``kind``, ``stage``: what its calls do and for which stage, see `Call`.
     - ``collectives``: see `costs.timeline.Collective`. ``host``: [node, reason]; ``segments``: [is a CUDA graph, first
       node, last node] in order, where the step runs as CUDA graphs.
     """
@@ -97,7 +100,9 @@ def graph_account(
     nodes["work"] = [WORK.index(_work(node)) for node in order]
     nodes["piece"], pieces, generated = _pieces(step, named)
     return {
-        "name": name,
+        "name": call.graph,
+        "kind": call.kind,
+        "stage": call.stage,
         "calls": calls,
         "step_ns": round(timeline.step_seconds * 1e9),
         "compute_ns": round(timeline.compute_seconds * 1e9),
@@ -109,7 +114,9 @@ def graph_account(
             [number[node], what.kind, what.name] for node, what in step.bound()
         ],
         "outputs": [
-            [number[node], what.kind, what.name] for node, what in step.returned() if isinstance(node, fx.Node)
+            [number[node], what.kind, what.name, what.stage if isinstance(what, Value) else None]
+            for node, what in step.returned()
+            if isinstance(node, fx.Node)
         ],
         "collectives": [_collective(c, named) for c in timeline.collectives],
         "pieces": pieces,

@@ -6,6 +6,7 @@ from typing import Any
 
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.inspect.forecast.pipeline import StageCost
 from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, simulate_schedule
@@ -36,14 +37,14 @@ def pipeline_account(
     seconds = seconds or _seconds(graphs, len(stages))
     # Neighbours of a pipeline are as far apart as the ranks of a stage are many.
     link = gpu.nvlink if spec.size <= GPUS_PER_NODE else gpu.network
-    sent = max((sum(graph["storages"]["bytes"]) for graph in graphs if graph["name"].startswith("send_")), default=0)
+    sent = max((sum(graph["storages"]["bytes"]) for graph in graphs if Kind(graph["kind"]).sends), default=0)
     sends = {(forward, stage): sent / link for forward in (True, False) for stage in range(len(stages))}
-    gathered, reduced = ([stage for kind, stage in seconds if kind == once] for once in ("gather", "reduce"))
+    gathered, reduced = ([stage for kind, stage in seconds if kind == once] for once in (Kind.GATHER, Kind.REDUCE))
     orders = with_once(work_of(name, spec.pp, config.accumulate), gathered, reduced)
     timed = simulate_schedule(orders, stages, seconds, sends)
-    own = sorted({_stage(graph) for graph in graphs} - {None})
+    own = sorted({graph["stage"] for graph in graphs if _call(graph).computes})
     kept = {stage: _kept(graphs, stage) for stage in own}
-    after = (graph for graph in graphs if graph["name"] in ("share_loss", "update"))
+    after = (graph for graph in graphs if graph["kind"] in (Kind.SHARE_LOSS, Kind.UPDATE))
     return {
         "schedule": name,
         "ranks": spec.pp,
@@ -66,19 +67,16 @@ def spans_of(time: PipelineTime) -> list[list[Any]]:
     return [[s.rank, *s.work, round(s.start * 1e9), round(s.end * 1e9)] for s in time.spans]
 
 
-def _stage(graph: Mapping[str, Any]) -> int | None:
-    """The stage that ``graph`` computes for."""
-    kind, _, stage = graph["name"].partition(".")
-    return int(stage) if stage and not kind.startswith(("send_", "receive_")) else None
+def _call(graph: Mapping[str, Any]) -> Call:
+    return Call(Kind(graph["kind"]), graph["stage"])
 
 
 def _seconds(graphs: Sequence[Mapping[str, Any]], stages: int) -> dict[tuple[str, int], float]:
     """Seconds of each kind of call of each stage."""
     known: dict[str, dict[int, float]] = defaultdict(dict)
     for graph in graphs:
-        stage = _stage(graph)
-        if stage is not None:
-            known[graph["name"].partition(".")[0]][stage] = graph["step_ns"] / 1e9
+        if _call(graph).computes:
+            known[graph["kind"]][graph["stage"]] = graph["step_ns"] / 1e9
     return {
         (kind, stage): found.get(stage, sum(found.values()) / len(found))
         for kind, found in known.items()
@@ -88,16 +86,14 @@ def _seconds(graphs: Sequence[Mapping[str, Any]], stages: int) -> dict[tuple[str
 
 def _kept(graphs: Sequence[Mapping[str, Any]], stage: int) -> tuple[int, int]:
     """Bytes that ``stage`` keeps of one microbatch for its backward, and between the halves of that, if it has two."""
-    own = {graph["name"].partition(".")[0]: graph for graph in graphs if _stage(graph) == stage}
-    late = {name for _, _, name in own["backward_weight"]["inputs"]} if "backward_weight" in own else set()
+    own = {graph["kind"]: graph for graph in graphs if graph["stage"] == stage and _call(graph).computes}
+    late = {name for _, _, name in own[Kind.BACKWARD_WEIGHT]["inputs"]} if Kind.BACKWARD_WEIGHT in own else set()
     kept = between = 0
-    for kind in [kind for kind in ("forward", "backward_input") if kind in own]:
+    for kind in [kind for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT) if kind in own]:
         graph = own[kind]
         sizes = dict(zip(graph["storages"]["node"], graph["storages"]["bytes"], strict=True))
         inputs = {node for node, _, _ in graph["inputs"]}
-        saved = {
-            (node, name) for node, _, name in graph["outputs"] if name.startswith(f"{stage}.") and node not in inputs
-        }
-        kept += sum(sizes.get(node, 0) for node in {node for node, _ in saved}) if kind == "forward" else 0
+        saved = {(node, name) for node, _, name, keeps in graph["outputs"] if keeps == stage and node not in inputs}
+        kept += sum(sizes.get(node, 0) for node in {node for node, _ in saved}) if kind is Kind.FORWARD else 0
         between += sum(sizes.get(node, 0) for node in {node for node, name in saved if name in late})
     return kept, between

@@ -21,8 +21,9 @@ from stepgraph.costs import links
 from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
 from stepgraph.costs.step import graph_cost
 from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.facts import tensor_bytes
-from stepgraph.graph.program import Call, StepProgram
+from stepgraph.graph.program import StepProgram
 from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Accumulator, Buffer, Input, OptimizerState, Output, Parameter, Value
@@ -61,7 +62,7 @@ class StageCost:
     seconds of computing for one microbatch, by the user's regions and phase."""
 
     blocks: tuple[int, int]
-    seconds: dict[str, float]
+    seconds: dict[Kind, float]
     state: int
     kept: int
     between: int
@@ -258,7 +259,7 @@ def _stages(
                 regions[key] += time_s
             peak = max((moment.total for moment in cost.moments), default=0)
             working = max(working, peak - _bytes(piece, *_STATE) - _value_bytes(piece, gathered))
-        seconds["backward"] = seconds["backward_input"] + seconds["backward_weight"]
+        seconds[Kind.BACKWARD] = seconds[Kind.BACKWARD_INPUT] + seconds[Kind.BACKWARD_WEIGHT]
         message = sum(map(tensor_bytes, cut.message(stage + 1, True))) if stage + 1 < len(starts) else 0
         kept, between = _kept(pieces, stage)
         blocks = starts[stage], ends[stage]
@@ -281,18 +282,18 @@ def _sizes(node: fx.Node) -> tuple:
     return tuple((tuple(t.shape), t.dtype) for t in tensors)
 
 
-def _kept(pieces: Mapping[str, StepGraph], stage: int) -> tuple[int, int]:
+def _kept(pieces: Mapping[Kind, StepGraph], stage: int) -> tuple[int, int]:
     """(bytes that forward gives to the backward of its stage, bytes that its second half needs of what was before)."""
-    late = {spec.what for spec in pieces["backward_weight"].inputs}
+    late = {spec.what for spec in pieces[Kind.BACKWARD_WEIGHT].inputs}
     kept = between = 0
-    for kind in ("forward", "backward_input"):
+    for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT):
         graph = pieces[kind].graph
         aliases, values = Aliases(graph), defaultdict(set)
         for node, what in pieces[kind].returned():
             if isinstance(what, Value) and what.stage == stage:
                 values[aliases.root(node)].add(what)
         made = {node: names for node, names in values.items() if node.op == "call_function"}
-        kept += sum(map(tensor_bytes, made)) if kind == "forward" else 0
+        kept += sum(map(tensor_bytes, made)) if kind is Kind.FORWARD else 0
         between += sum(tensor_bytes(node) for node, names in made.items() if names & late)
     return kept, between
 
@@ -302,7 +303,7 @@ def _run(
 ) -> ScheduleForecast:
     schedule, ranks = SCHEDULES[name], pipeline.ranks
     where = [rank_of(schedule, ranks, stage) for stage in range(len(stages))]
-    gathered, reduced = ([i for i, s in enumerate(stages) if kind in s.seconds] for kind in ("gather", "reduce"))
+    gathered, reduced = ([i for i, s in enumerate(stages) if kind in s.seconds] for kind in (Kind.GATHER, Kind.REDUCE))
     orders = with_once(work_of(name, ranks, config.accumulate), gathered, reduced)
     seconds = {(kind, i): s for i, stage in enumerate(stages) for kind, s in stage.seconds.items()}
     # Neighbours of a pipeline are as far apart as the ranks of a stage are many.

@@ -13,9 +13,9 @@ from stepgraph.capture.stages.share import Share
 from stepgraph.capture.trace import LossFn
 from stepgraph.costs.roofline import node_seconds
 from stepgraph.errors import unknown_name
+from stepgraph.graph.calls import Call
 from stepgraph.graph.collectives import spans_machines
 from stepgraph.graph.facts import is_view
-from stepgraph.graph.program import Call
 from stepgraph.graph.stages import Cut
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Parameter
@@ -100,8 +100,7 @@ class Pipeline:
 
     def sender(self, receive: Call) -> str:
         """Who sends what this rank's call ``receive`` receives, such as ``stage 1 on rank 4``."""
-        kind, _, stage = receive.graph.partition(".")
-        source = int(stage) + (-1 if kind.endswith("forward") else 1)
+        source = receive.stage + (-1 if receive.kind.forward else 1)
         return f"stage {source} on rank {dist.get_process_group_ranks(self.group)[self.ranks_of[source]]}"
 
     def named_groups(self) -> dict[str, dist.ProcessGroup]:

@@ -21,8 +21,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from stepgraph.graph.program import Call
-from stepgraph.parallel.pipeline.schedules import Work, target_of
+from stepgraph.graph.calls import Call
+from stepgraph.parallel.pipeline.schedules import target_of
 from stepgraph.parallel.pipeline.timeline import on_paper
 
 
@@ -49,22 +49,21 @@ class Message(NamedTuple):
 
 def message_of(call: Call, ranks_of: Sequence[int]) -> Message | None:
     """What ``call`` sends or receives; None where it computes. ``ranks_of``: of each stage."""
-    kind, _, stage = call.graph.partition(".")
-    way, _, direction = kind.partition("_")
-    if way not in ("send", "receive"):
+    kind, here = call.kind, call.stage
+    if not (kind.sends or kind.receives):
         return None
-    forward, sends, here = direction == "forward", way == "send", int(stage)
+    forward, sends = kind.forward, kind.sends
     there = here + (1 if forward == sends else -1)
     ranks = (ranks_of[here], ranks_of[there]) if sends else (ranks_of[there], ranks_of[here])
     return Message(Channel(forward, *ranks), sends, there if sends else here)
 
 
-def calls_of(orders: Sequence[Sequence[Work]], ranks_of: Sequence[int], symmetric: bool = False) -> list[list[Call]]:
+def calls_of(orders: Sequence[Sequence[Call]], ranks_of: Sequence[int], symmetric: bool = False) -> list[list[Call]]:
     """For each rank of the pipeline its calls, sends and receives among them. ``orders``: see `work_of`. ``ranks_of``:
     of each stage. ``symmetric``: messages over symmetric memory, which need no receive to travel: each is received
     right before the computation that reads it.
 
-    Graphs are called ``forward.2``, ``send_forward.2`` (from stage 2 to 3), ``receive_forward.2`` (from 1 to 2).
+    Stage 2 sends forward to stage 3, and receives forward from stage 1.
 
     Raises ``ValueError``, in one line, where the ranks wait for each other.
     """
@@ -74,9 +73,9 @@ def calls_of(orders: Sequence[Sequence[Work]], ranks_of: Sequence[int], symmetri
     for work, span in spans.items():
         target = target_of(work, stages)
         if target is not None and ranks_of[target] != span.rank:
-            channel = Channel(work[0] == "forward", span.rank, ranks_of[target])
-            receive = Call(f"receive_{_direction(work)}.{target}", work[2])
-            due = spans[work[0], target, work[2]].start if symmetric else span.end
+            channel = Channel(work.kind.forward, span.rank, ranks_of[target])
+            receive = Call(work.kind.receive, target, work.microbatch)
+            due = spans[work._replace(stage=target)].start if symmetric else span.end
             arriving[channel].append((due, span.end, receive))
     receives: list[list[tuple[float, float, Call]]] = [[] for _ in orders]
     for channel, messages in arriving.items():
@@ -90,19 +89,14 @@ def calls_of(orders: Sequence[Sequence[Work]], ranks_of: Sequence[int], symmetri
         for work in order:
             while queue and queue[0][0] <= spans[work].start:
                 found.append(queue.popleft()[2])
-            kind, stage, microbatch = work
-            found.append(Call(f"{kind}.{stage}", microbatch))
+            found.append(work)
             target = target_of(work, stages)
-            if target is not None and ranks_of[target] != ranks_of[stage]:
-                found.append(Call(f"send_{_direction(work)}.{stage}", microbatch))
+            if target is not None and ranks_of[target] != ranks_of[work.stage]:
+                found.append(work._replace(kind=work.kind.send))
         calls.append(found)
     if not symmetric:
         check_messages(calls, ranks_of)
     return calls
-
-
-def _direction(work: Work) -> str:
-    return "forward" if work[0] == "forward" else "backward"
 
 
 class _Rank:

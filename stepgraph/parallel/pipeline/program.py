@@ -8,8 +8,9 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.errors import CaptureError
+from stepgraph.graph.calls import Call, Kind, graph_name
 from stepgraph.graph.facts import tensor_bytes
-from stepgraph.graph.program import Call, StepProgram
+from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, Role, set_provenance
 from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import InputSpec, StepGraph
@@ -18,7 +19,7 @@ from stepgraph.kernels.comm import point_to_point, symmetric_sends  # noqa: F401
 from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
 from stepgraph.parallel.pipeline.messages import Channel, calls_of
-from stepgraph.parallel.pipeline.schedules import Work, with_once, work_of
+from stepgraph.parallel.pipeline.schedules import with_once, work_of
 from stepgraph.parallel.pipeline.timeline import most_in_flight
 
 c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
@@ -51,40 +52,47 @@ class StageGraphs:
     def pieces(self) -> dict[str, StepGraph]:
         """The graphs that compute for one microbatch, by name."""
         return {
-            f"{kind}.{stage}": piece
+            graph_name(kind, stage): piece
             for stage, step in self.whole.items()
             for kind, piece in pieces_of(step, stage, self.pipeline.schedule.halves).items()
         }
 
     def once(self) -> dict[str, StepGraph]:
         """The graphs that passes made to run once for all microbatches, by name."""
-        return {f"{kind}.{stage}": graph for stage, step in self.whole.items() for kind, graph in step.once.items()}
+        return {
+            graph_name(kind, stage): graph for stage, step in self.whole.items() for kind, graph in step.once.items()
+        }
 
     def program(self, pieces: dict[str, StepGraph], update: StepGraph) -> StepProgram:
         """The program of a step. ``pieces``: see `pieces` and `once`."""
         pipeline = self.pipeline
-        gathered, reduced = ({s for s in pipeline.own if f"{kind}.{s}" in pieces} for kind in ("gather", "reduce"))
+        gathered, reduced = (
+            {stage for stage in pipeline.own if graph_name(kind, stage) in pieces}
+            for kind in (Kind.GATHER, Kind.REDUCE)
+        )
         orders = with_once(work_of(pipeline.name, pipeline.ranks, self.microbatches), gathered, reduced)
         calls, boxes = self._calls(orders)
         graphs = dict(pieces)
         for call in calls:
             if call.graph not in graphs:
-                graphs[call.graph] = self._message(call.graph, boxes)
-        graphs |= {"share_loss": self._share_loss(), "update": update}
+                graphs[call.graph] = self._message(call, boxes)
+        graphs |= {graph_name(Kind.SHARE_LOSS): self._share_loss(), graph_name(Kind.UPDATE): update}
         next(iter(graphs.values())).capture_s = self.capture_s
-        return StepProgram(graphs, [*calls, Call("share_loss"), Call("update")])
+        return StepProgram(graphs, [*calls, Call(Kind.SHARE_LOSS), Call(Kind.UPDATE)])
 
     def forward_program(self) -> StepProgram:
         """The program of forward alone, for one batch, where the microbatch's graph has no backward."""
         pipeline, where = self.pipeline, self.pipeline.ranks_of
-        graphs = {f"forward.{stage}": step for stage, step in self.whole.items()}
+        graphs = {graph_name(Kind.FORWARD, stage): step for stage, step in self.whole.items()}
         ranks = range(pipeline.ranks)
-        orders = [[("forward", stage, 0) for stage, holder in enumerate(where) if holder == rank] for rank in ranks]
+        orders = [
+            [Call(Kind.FORWARD, stage, 0) for stage, holder in enumerate(where) if holder == rank] for rank in ranks
+        ]
         calls, boxes = self._calls(orders)
-        graphs |= {call.graph: self._message(call.graph, boxes) for call in calls if call.graph not in graphs}
-        return StepProgram(graphs | {"share_loss": self._share_loss()}, [*calls, Call("share_loss")])
+        graphs |= {call.graph: self._message(call, boxes) for call in calls if call.graph not in graphs}
+        return StepProgram(graphs | {graph_name(Kind.SHARE_LOSS): self._share_loss()}, [*calls, Call(Kind.SHARE_LOSS)])
 
-    def _calls(self, orders: Sequence[Sequence[Work]]) -> tuple[list[Call], dict[Channel, list[int]] | None]:
+    def _calls(self, orders: Sequence[Sequence[Call]]) -> tuple[list[Call], dict[Channel, list[int]] | None]:
         """(this rank's calls, the boxes of all messages where they go over symmetric memory); see `calls_of`."""
         pipeline = self.pipeline
         every = calls_of(orders, pipeline.ranks_of, pipeline.symmetric)
@@ -102,11 +110,10 @@ class StageGraphs:
             room[channel.receiver] += places * most
         return {channel: [*box, max(room), nbytes] for channel, box in boxes.items()}
 
-    def _message(self, name: str, boxes: dict[Channel, list[int]] | None) -> StepGraph:
-        """The graph that sends or receives a stage's message: ``send_forward.2``, ``receive_backward.0``. ``boxes``:
-        those of messages over symmetric memory."""
-        kind, _, stage = name.partition(".")
-        forward, sends, here = kind.endswith("forward"), kind.startswith("send"), int(stage)
+    def _message(self, call: Call, boxes: dict[Channel, list[int]] | None) -> StepGraph:
+        """The graph of ``call``, which sends or receives a stage's message. ``boxes``: those of messages over symmetric
+        memory."""
+        forward, sends, here = call.kind.forward, call.kind.sends, call.stage
         there = here + (1 if forward == sends else -1)
         values = self.cut.message(there if sends else here, forward)
         phase = "forward" if forward else "backward"

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
-
-#: (kind, stage, microbatch) of a computation; kind as in `compat.pipeline_order`, or as in `with_once`, for which the
-#: microbatch is None.
-Work = tuple[str, int, int | None]
+from stepgraph.graph.calls import Call, Kind
 
 
 @dataclass(frozen=True)
@@ -67,52 +64,51 @@ def check_schedule(name: str, ranks: int, microbatches: int) -> None:
         )
 
 
-def work_of(name: str, ranks: int, microbatches: int) -> list[list[Work]]:
+def work_of(name: str, ranks: int, microbatches: int) -> list[list[Call]]:
     """For each rank of the pipeline what it computes, in order."""
     check_schedule(name, ranks, microbatches)
     schedule = SCHEDULES[name]
     orders = compat.pipeline_order(
         schedule.torch, ranks, schedule.chunks, microbatches, single=schedule.torch == "Schedule1F1B"
     )
-    return [[part for work in order for part in _parts(work, schedule.halves)] for order in orders]
+    return [[part for work in order for part in _parts(*work, schedule.halves)] for order in orders]
 
 
-def _parts(work: Work, halves: bool) -> list[Work]:
-    kind, stage, microbatch = work
-    if kind == "backward" and halves:
-        return [("backward_input", stage, microbatch), ("backward_weight", stage, microbatch)]
-    return [work]
+def _parts(kind: str, stage: int, microbatch: int, halves: bool) -> list[Call]:
+    halved = kind == Kind.BACKWARD and halves
+    kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if halved else (Kind(kind),)
+    return [Call(kind, stage, microbatch) for kind in kinds]
 
 
 def with_once(
-    orders: Sequence[Sequence[Work]], gathered: Collection[int], reduced: Collection[int]
-) -> list[list[Work]]:
+    orders: Sequence[Sequence[Call]], gathered: Collection[int], reduced: Collection[int]
+) -> list[list[Call]]:
     """``orders`` (see `work_of`) with ``gather`` before the first forward of the stages ``gathered``, and ``reduce``
     behind the last backward of those ``reduced``."""
     made = []
     for order in orders:
         first, last = {}, {}
         for i, (kind, stage, _) in enumerate(order):
-            first.setdefault(stage, i) if kind == "forward" else last.update({stage: i})
-        found: list[Work] = []
+            first.setdefault(stage, i) if kind is Kind.FORWARD else last.update({stage: i})
+        found: list[Call] = []
         for i, work in enumerate(order):
             stage = work[1]
-            found += [("gather", stage, None)] if first[stage] == i and stage in gathered else []
+            found += [Call(Kind.GATHER, stage)] if first[stage] == i and stage in gathered else []
             found.append(work)
-            found += [("reduce", stage, None)] if last[stage] == i and stage in reduced else []
+            found += [Call(Kind.REDUCE, stage)] if last[stage] == i and stage in reduced else []
         made.append(found)
     return made
 
 
-def source_of(work: Work, stages: int) -> int | None:
+def source_of(work: Call, stages: int) -> int | None:
     """The stage whose message ``work`` waits for, if there is one."""
     kind, stage, _ = work
-    source = {"forward": stage - 1, "backward": stage + 1, "backward_input": stage + 1}.get(kind, -1)
+    source = {Kind.FORWARD: stage - 1, Kind.BACKWARD: stage + 1, Kind.BACKWARD_INPUT: stage + 1}.get(kind, -1)
     return source if 0 <= source < stages else None
 
 
-def target_of(work: Work, stages: int) -> int | None:
+def target_of(work: Call, stages: int) -> int | None:
     """The stage that waits for what ``work`` makes, if there is one."""
     kind, stage, _ = work
-    target = {"forward": stage + 1, "backward": stage - 1, "backward_input": stage - 1}.get(kind, -1)
+    target = {Kind.FORWARD: stage + 1, Kind.BACKWARD: stage - 1, Kind.BACKWARD_INPUT: stage - 1}.get(kind, -1)
     return target if 0 <= target < stages else None

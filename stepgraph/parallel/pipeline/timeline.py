@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stepgraph.parallel.pipeline.schedules import SCHEDULES, Work, rank_of, source_of, work_of
+from stepgraph.graph.calls import Call, Kind
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of, source_of, work_of
 
-_UNITS = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0, "gather": 0.0, "reduce": 0.0}
+_UNITS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+_UNITS |= {Kind.GATHER: 0.0, Kind.REDUCE: 0.0}
 
 
 class Span(NamedTuple):
     """One computation of a rank. ``start``, ``end``: seconds since the step began."""
 
     rank: int
-    work: Work
+    work: Call
     start: float
     end: float
 
@@ -56,20 +58,20 @@ class PipelineTime:
             kind, stage, _ = span.work
             kept, between = sizes.get(stage, (0, 0))
             changes = {
-                "forward": kept,
-                "backward": -kept,
-                "backward_input": between - kept,
-                "backward_weight": -between,
+                Kind.FORWARD: kept,
+                Kind.BACKWARD: -kept,
+                Kind.BACKWARD_INPUT: between - kept,
+                Kind.BACKWARD_WEIGHT: -between,
             }
             change = changes.get(kind, 0)
-            events.append((span.start if kind == "forward" else span.end, change))
+            events.append((span.start if kind is Kind.FORWARD else span.end, change))
         return max(itertools.accumulate((change for _, change in sorted(events)), initial=0))
 
 
 def simulate_schedule(
-    orders: Sequence[Sequence[Work]],
+    orders: Sequence[Sequence[Call]],
     ranks_of: Sequence[int],
-    seconds: Mapping[tuple[str, int], float],
+    seconds: Mapping[tuple[Kind, int], float],
     send_seconds: Mapping[tuple[bool, int], float],
 ) -> PipelineTime:
     """Run the computations of all ranks as early as their order and what they read allow.
@@ -78,7 +80,7 @@ def simulate_schedule(
     ``send_seconds``: of each stage's message, forward (True) or backward: it travels beside computation, and nothing of
     one rank delays another.
     """
-    ended: dict[Work, float] = {}
+    ended: dict[Call, float] = {}
     free, places, spans = [0.0] * len(orders), [0] * len(orders), []
     while len(spans) < sum(map(len, orders)):
         before = len(spans)
@@ -98,7 +100,7 @@ def simulate_schedule(
 
 
 def _ready(
-    work: Work, ended: Mapping[Work, float], ranks_of: Sequence[int], send_seconds: Mapping[tuple[bool, int], float]
+    work: Call, ended: Mapping[Call, float], ranks_of: Sequence[int], send_seconds: Mapping[tuple[bool, int], float]
 ) -> float | None:
     """When what ``work`` reads of another stage is there; None where it is not known yet."""
     source = source_of(work, len(ranks_of))
@@ -108,14 +110,14 @@ def _ready(
     found = next((ended[maker] for maker in _makers(work, source) if maker in ended), None)
     if found is None or ranks_of[source] == ranks_of[stage]:
         return found
-    return found + send_seconds[kind == "forward", source]
+    return found + send_seconds[kind is Kind.FORWARD, source]
 
 
-def _makers(work: Work, source: int) -> list[Work]:
+def _makers(work: Call, source: int) -> list[Call]:
     """What of the stage ``source`` may make what ``work`` reads of it."""
     kind, _, microbatch = work
-    kinds = ("forward",) if kind == "forward" else ("backward", "backward_input")
-    return [(made, source, microbatch) for made in kinds]
+    kinds = (Kind.FORWARD,) if kind is Kind.FORWARD else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    return [Call(made, source, microbatch) for made in kinds]
 
 
 def aligned(measured: PipelineTime, ranks_of: Sequence[int]) -> PipelineTime:
@@ -138,7 +140,7 @@ def aligned(measured: PipelineTime, ranks_of: Sequence[int]) -> PipelineTime:
     return PipelineTime([s._replace(start=s.start + by, end=s.end + by) for s, by in moved], measured.ranks)
 
 
-def on_paper(orders: Sequence[Sequence[Work]], ranks_of: Sequence[int]) -> PipelineTime:
+def on_paper(orders: Sequence[Sequence[Call]], ranks_of: Sequence[int]) -> PipelineTime:
     """`simulate_schedule` where all calls of a kind take equally long, and backward twice as long as forward."""
     stages = range(len(ranks_of))
     seconds = {(kind, stage): time for kind, time in _UNITS.items() for stage in stages}

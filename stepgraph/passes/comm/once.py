@@ -1,12 +1,12 @@
 """Collectives of parameters that all microbatches of a pipeline's step share: they leave the graph of a microbatch.
 
 `gather_once`. Matches: gathers of parameters. Before -> after: each microbatch gathers -> it reads what
-``step.once["gather"]`` gathered before the first one. Exact: a gather is a copy, and no parameter is written before the
-last microbatch is done. It takes no more memory than one microbatch's gathers that are kept for its backward, and of a
-pipeline several microbatches are in flight.
+``step.once[Kind.GATHER]`` gathered before the first one. Exact: a gather is a copy, and no parameter is written before
+the last microbatch is done. It takes no more memory than one microbatch's gathers that are kept for its backward, and
+of a pipeline several microbatches are in flight.
 
 `reduce_once`. Matches: gradients that are reduced before they are added to an accumulator. Before -> after:
-    sum += finish(reduce(g)) -> whole += g; and once, in ``step.once["reduce"]``: sum += finish(reduce(whole))
+    sum += finish(reduce(g)) -> whole += g; and once, in ``step.once[Kind.REDUCE]``: sum += finish(reduce(whole))
 Tier numerics: sums go over microbatches first, in their order, and then over ranks; ``whole`` has the dtype of the
 parameter where that is the more exact one. It takes memory for a whole gradient of each parameter.
 
@@ -21,6 +21,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.costs.memory import estimate_memory
+from stepgraph.graph.calls import Kind
 from stepgraph.graph.collectives import gathers, tail
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import is_pure, is_view, tensor_bytes, upstream
@@ -66,7 +67,7 @@ def gather_once(step: StepGraph, options: ReshardOptions, report: PassReport) ->
     for end in ends:
         outputs.setdefault(recipe(end), (Value(f"once.{end.name}", step.stage), end))
     needed = {n for _, end in outputs.values() for n in (end, *upstream(end)) if n.op == "call_function"}
-    step.once = step.once | {"gather": extract(step, needed, list(outputs.values()), lambda node: Value(node.name))}
+    step.once = step.once | {Kind.GATHER: extract(step, needed, list(outputs.values()), lambda node: Value(node.name))}
     given = {key: _new_input(step, value, end, end.meta["val"]) for key, (value, end) in outputs.items()}
     for end, key in [(end, recipe(end)) for end in ends]:
         end.replace_all_uses_with(given[key])
@@ -123,7 +124,7 @@ def reduce_once(step: StepGraph, options: Budget, report: PassReport) -> None:
     lifted: set[fx.Node] = set()
     for s in found:
         lifted |= _add_wholes(step, s) | {*s.chain, s.add}
-    step.once = step.once | {"reduce": extract(step, lifted, [], lambda node: Value(node.name))}
+    step.once = step.once | {Kind.REDUCE: extract(step, lifted, [], lambda node: Value(node.name))}
     for node in sorted(lifted, reverse=True):
         step.graph.erase_node(node)
     report.changed = len(found)

@@ -12,9 +12,10 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture.fake import fake_mode
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.facts import is_launch
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER, VISIBLE_PAIRS
-from stepgraph.graph.program import Call, StepProgram
+from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, Role, provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec, StepGraph
 from stepgraph.graph.values import plain, typed
@@ -70,7 +71,7 @@ class Writer:
         graphs = {name: self.step(step) for name, step in program.graphs.items()}
         return {
             "graphs": graphs,
-            "schedule": [dataclasses.astuple(call) for call in program.schedule],
+            "schedule": [list(call) for call in program.schedule],
             "operators": self.operators,
         }
 
@@ -171,7 +172,7 @@ class Reader:
             if now != schema:
                 raise NotLoadable(f"the operator {name} is {now}, saved was {schema}")
         graphs = {name: self.step(step, name in compiled) for name, step in saved["graphs"].items()}
-        return StepProgram(graphs, [Call(*call) for call in saved["schedule"]])
+        return StepProgram(graphs, [Call(Kind(kind), *rest) for kind, *rest in saved["schedule"]])
 
     def step(self, saved: Mapping[str, Any], compiled: bool) -> StepGraph:
         inputs = [InputSpec(what, self.tensors.get(what)) for what in map(typed, saved["inputs"])]

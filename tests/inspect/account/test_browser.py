@@ -12,6 +12,7 @@ import pytest
 
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.inspect.account.command import preset_account
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import page_of
@@ -179,8 +180,9 @@ def test_a_link_to_a_pass_that_did_nothing_opens_it(tmp_path):
 def test_the_schedule_leads_to_a_stages_graph(tmp_path):
     made = copy.deepcopy(account("ddp=2", accumulate=3, inductor="full")[0])
     made["graphs"].append(copy.deepcopy(made["graphs"][0]))
-    for graph, name in zip(made["graphs"], ("forward.0", "update", "backward.0"), strict=True):
-        graph["name"] = name
+    calls = Call(Kind.FORWARD, 0), Call(Kind.UPDATE), Call(Kind.BACKWARD, 0)
+    for graph, call in zip(made["graphs"], calls, strict=True):
+        graph |= {"name": call.graph, "kind": call.kind, "stage": call.stage}
     made["schedule"] = [["forward.0", 0], ["backward.0", 0], ["update", None]]
     chosen = TrainConfig(mesh="pp=4", accumulate=8)
     made["pipeline"] = pipeline_account(made["graphs"], chosen, GPU)

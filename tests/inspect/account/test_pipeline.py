@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from stepgraph import cli
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.memory import KINDS
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.inspect.account.page import read_page
 from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
@@ -20,14 +21,16 @@ def graphs(schedule, ranks, *, sent=0, **ns):
     """Accounts of rank 0's graphs; ``ns``: of each kind of call. Forward makes node 1 of 10 bytes for backward."""
     stages = range(ranks * SCHEDULES[schedule].chunks)
     made = [
-        {"name": f"{kind}.{stage}", "step_ns": took, "inputs": [[0, "parameter", "w"]],
-         "outputs": [[0, "value", f"{stage}.w"], [1, "value", f"{stage}.saved"], [2, "value", "message"]],
+        {"name": f"{kind}.{stage}", "kind": kind, "stage": stage, "step_ns": took, "inputs": [[0, "parameter", "w"]],
+         "outputs": [[0, "value", "w", stage], [1, "value", "saved", stage], [2, "value", "message", None]],
          "storages": {"node": [0, 1, 2], "bytes": [1000, 10, 100]}}
         for stage in stages if rank_of(SCHEDULES[schedule], ranks, stage) == 0
         for kind, took in ns.items()
     ]  # fmt: skip
-    made.append({"name": "send_forward.0", "step_ns": 0, "storages": {"node": [0], "bytes": [sent]}})
-    return [*made, {"name": "update", "step_ns": 7, "storages": {"node": [], "bytes": []}}]
+    for call, took, sizes in ((Call(Kind.SEND_FORWARD, 0), 0, [sent]), (Call(Kind.UPDATE), 7, [])):
+        storages = {"node": list(range(len(sizes))), "bytes": sizes}
+        made.append({"name": call.graph, "kind": call.kind, "stage": call.stage, "step_ns": took, "storages": storages})
+    return made
 
 
 def backward(schedule, ns):
@@ -56,9 +59,9 @@ def test_the_bubble_of_1f1b_is_the_published_one(ranks, more, forward, back):
 def test_what_is_kept_between_the_halves_counts():
     """On ZB1P's first rank of two, one of two microbatches waits for its second half while the other for its first."""
     made = {graph["name"]: graph for graph in graphs("zero-bubble", 2, forward=1, **backward("zero-bubble", 1))}
-    made["backward_input.0"]["outputs"] = [[3, "value", "0.gradient"]]
+    made["backward_input.0"]["outputs"] = [[3, "value", "gradient", 0]]
     made["backward_input.0"]["storages"] = {"node": [3], "bytes": [500]}
-    made["backward_weight.0"]["inputs"] = [[0, "value", "0.gradient"], [1, "value", "0.saved"]]
+    made["backward_weight.0"]["inputs"] = [[0, "value", "gradient"], [1, "value", "saved"]]
     found = pipeline_account(list(made.values()), config("zero-bubble", 2, 2), GPU)
     assert found["kept"] == (500 + 10) + 10 - 10  # but for the one that is computed
 

@@ -24,7 +24,7 @@ def begun_early(orders, where):
             else:
                 groups.append([*received, call])
                 received = []
-        reads = [[c for c in group if c.graph.startswith("receive_")] for group in groups]
+        reads = [[c for c in group if c.kind.receives] for group in groups]
         rests = [group[len(read) :] for group, read in zip(groups, reads, strict=True)]
         moved = [reads[0] + reads[1], *reads[2:], []]
         early.append([call for read, rest in zip(moved, rests, strict=True) for call in (*read, *rest)])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from stepgraph.graph.program import Call
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.parallel.pipeline import messages
 from stepgraph.parallel.pipeline.messages import calls_of, check_messages, message_of
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, with_once, work_of
@@ -54,7 +54,7 @@ def test_one_communicator_for_both_directions_never_ends(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_forward_alone_completes(name):
     where = ranks_of(name, 4)
-    orders = [[("forward", stage, 0) for stage, rank in enumerate(where) if rank == own] for own in range(4)]
+    orders = [[Call(Kind.FORWARD, stage, 0) for stage, rank in enumerate(where) if rank == own] for own in range(4)]
     check_messages(calls_of(orders, where), where)
 
 
@@ -87,14 +87,14 @@ def changed(change):
 
 
 def test_a_message_that_is_never_sent_is_named():
-    calls = changed(lambda own: [call for call in own if call != Call("send_backward.1", 1)])
+    calls = changed(lambda own: [call for call in own if call != Call(Kind.SEND_BACKWARD, 1, 1)])
     with pytest.raises(ValueError, match=r"receive_backward.0 of microbatch 1; rank 1 has ended; change"):
         check_messages(calls, [0, 1])
 
 
 def test_messages_that_cross_are_named():
     def swap(own):
-        at, to = (own.index(Call("receive_forward.1", k)) for k in (0, 1))
+        at, to = (own.index(Call(Kind.RECEIVE_FORWARD, 1, k)) for k in (0, 1))
         own[at], own[to] = own[to], own[at]
         return own
 
@@ -114,7 +114,7 @@ def test_a_receive_is_posted_when_its_message_has_been_sent():
         "backward.0 of microbatch 0",
     ]
     # Rank 1 runs forward 0, backward 0, forward 1, whose message is sent when forward 0 ends.
-    assert calls[1].index(Call("receive_forward.1", 1)) == calls[1].index(Call("backward.1", 0)) - 1
+    assert calls[1].index(Call(Kind.RECEIVE_FORWARD, 1, 1)) == calls[1].index(Call(Kind.BACKWARD, 1, 0)) - 1
 
 
 def test_the_check_is_quick():

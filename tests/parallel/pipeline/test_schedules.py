@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.graph.program import Call
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.parallel.pipeline.layout import check_split
 from stepgraph.parallel.pipeline.messages import calls_of
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, with_once, work_of
@@ -30,43 +30,38 @@ def run(calls, where):
                 call = queue.popleft()
                 done.append((rank, call))
                 moved = True
-                kind, stage = call.graph.split(".")[0], int(call.graph.split(".")[1])
-                if kind.startswith("send"):
-                    to = stage + (1 if kind.endswith("forward") else -1)
-                    channels[kind[5:], rank, where[to]].append((to, call.microbatch))
-                elif not kind.startswith("receive"):
-                    arrived.add((kind, stage, call.microbatch))
+                if call.kind.sends:
+                    to = call.stage + (1 if call.kind.forward else -1)
+                    channels[call.kind.forward, rank, where[to]].append((to, call.microbatch))
+                elif call.computes:
+                    arrived.add(call)
             # What is sent goes to the receive that was begun next, in the channel's order.
-            for (kind, sender, receiver), messages in channels.items():
-                begun = [c for r, c in done if r == receiver and c.graph.startswith(f"receive_{kind}")]
-                begun = [
-                    c for c in begun if where[int(c.graph.split(".")[1]) - (1 if kind == "forward" else -1)] == sender
-                ]
+            for (forward, sender, receiver), messages in channels.items():
+                begun = [c for r, c in done if r == receiver and c.kind.receives and c.kind.forward == forward]
+                begun = [c for c in begun if where[c.stage - (1 if forward else -1)] == sender]
                 for sent, call in zip(messages, begun, strict=False):
-                    assert sent == (int(call.graph.split(".")[1]), call.microbatch)
-                    if (("received", kind, *sent)) not in arrived:
-                        arrived.add(("received", kind, *sent))
+                    assert sent == (call.stage, call.microbatch)
+                    if call not in arrived:
+                        arrived.add(call)
                         moved = True
     assert not any(queues), [queue[0] for queue in queues if queue]
     return done
 
 
 def ready(call, rank, where, arrived):
-    kind, stage = call.graph.split(".")[0], int(call.graph.split(".")[1])
-    if kind.startswith(("send", "receive")):
+    kind, stage, microbatch = call
+    if not call.computes:
         return True
-    if kind == "backward_weight":
-        return ("backward_input", stage, call.microbatch) in arrived
-    forward = kind == "forward"
-    source = stage + (-1 if forward else 1)
-    own = forward or ("forward", stage, call.microbatch) in arrived
+    if kind is Kind.BACKWARD_WEIGHT:
+        return Call(Kind.BACKWARD_INPUT, stage, microbatch) in arrived
+    source = stage + (-1 if kind.forward else 1)
+    own = kind.forward or Call(Kind.FORWARD, stage, microbatch) in arrived
     if not 0 <= source < len(where):
         return own
     if where[source] == rank:
-        return own and any(
-            (k, source, call.microbatch) in arrived for k in (kind, "backward_input")[: 1 if forward else 2]
-        )
-    return own and ("received", "forward" if forward else "backward", stage, call.microbatch) in arrived
+        makers = (kind,) if kind.forward else (kind, Kind.BACKWARD_INPUT)
+        return own and any(Call(made, source, microbatch) in arrived for made in makers)
+    return own and Call(kind.receive, stage, microbatch) in arrived
 
 
 @settings(max_examples=25, deadline=None)
@@ -83,7 +78,7 @@ def test_all_ranks_come_to_the_end(name, ranks, more):
     kinds = ("forward", "backward_input", "backward_weight") if SCHEDULES[name].halves else ("forward", "backward")
     for stage in range(len(where)):
         for kind in kinds:  # sums over microbatches are those of one rank only in their order
-            order = [call.microbatch for _, call in done if call.graph == f"{kind}.{stage}"]
+            order = [call.microbatch for _, call in done if call[:2] == (kind, stage)]
             assert order == list(range(microbatches)), (kind, stage)
     assert len(done) == len(set(done))
 
@@ -103,8 +98,8 @@ def test_what_is_done_once_is_done_around_a_stage(name, ranks, more, data):
         ]
         for kind, stages in chosen.items():
             assert graphs.count(f"{kind}.{stage}") == (stage in stages)
-        assert stage not in chosen["gather"] or calls[rank].index(Call(f"gather.{stage}")) < computed[0]
-        assert stage not in chosen["reduce"] or calls[rank].index(Call(f"reduce.{stage}")) > computed[-1]
+        assert stage not in chosen["gather"] or calls[rank].index(Call(Kind.GATHER, stage)) < computed[0]
+        assert stage not in chosen["reduce"] or calls[rank].index(Call(Kind.REDUCE, stage)) > computed[-1]
     run([[call for call in own if call.microbatch is not None] for own in calls], where)
 
 

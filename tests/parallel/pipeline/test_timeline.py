@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of, work_of
 from stepgraph.parallel.pipeline.timeline import Span, aligned, simulate_schedule
 
@@ -66,7 +67,10 @@ def test_messages_delay_who_waits_for_them():
 
 
 def test_an_order_that_never_ends_is_named():
-    orders = [[("backward", 0, 0), ("forward", 0, 0)], [("forward", 1, 0), ("backward", 1, 0)]]
+    orders = [
+        [Call(Kind.BACKWARD, 0, 0), Call(Kind.FORWARD, 0, 0)],
+        [Call(Kind.FORWARD, 1, 0), Call(Kind.BACKWARD, 1, 0)],
+    ]
     seconds = {(kind, stage): 1.0 for kind in KINDS for stage in range(2)}
     sends = {(way, stage): 0.0 for way in (True, False) for stage in range(2)}
     with pytest.raises(ValueError, match="never ends"):
@@ -98,7 +102,7 @@ def test_clocks_of_ranks_are_aligned_by_what_they_send(name, ranks, clocks):
 
 
 def test_one_clock_stays_as_it_is():
-    spans = [Span(0, ("forward", 0, 0), 0.0, 1.0), Span(1, ("forward", 1, 0), 1.5, 2.0)]
+    spans = [Span(0, Call(Kind.FORWARD, 0, 0), 0.0, 1.0), Span(1, Call(Kind.FORWARD, 1, 0), 1.5, 2.0)]
     found = dataclasses.replace(simulated("1f1b", 2, 2), spans=spans)
     assert aligned(found, [0, 1]).spans == spans
 
