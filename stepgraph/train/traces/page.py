@@ -10,6 +10,7 @@ from stepgraph.config.device import device_name
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs import links
 from stepgraph.costs.hardware import ASSUMED, GPUS, known_gpu
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.program import StepProgram
 from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.page import PAGE, write_page
@@ -63,7 +64,10 @@ class RunPage:
             self._draw(pipeline, last)
 
     def _draw(self, pipeline: dict[str, Any], last: PipelineTime) -> None:
-        spans = [Span(rank, (*work,), start / 1e9, end / 1e9) for rank, *work, start, end in pipeline["spans"]]
+        spans = [
+            Span(rank, Call(Kind(kind), stage, microbatch), start / 1e9, end / 1e9)
+            for rank, kind, stage, microbatch, start, end in pipeline["spans"]
+        ]
         times = {
             f"forecast for {self.account['head']['gpu']}": PipelineTime(spans, last.ranks),
             f"measured on {self.account['head']['device']}, the last step": last,
