@@ -60,15 +60,14 @@ LossFn = Callable[[nn.Module, Any], torch.Tensor]
 class Traced:
     """A captured step with what binds it to live tensors.
 
-    ``landing``: the slots whose gradients the program returns, and how to wrap them. ``tensor_leaves``: which leaves of
-    the batch are tensors. ``reads``: what Python read, to be compared. ``grow``: by condition, what the host
-    calls before a step that exceeded it is repeated. ``generators``: the model's own that operators draw from.
+    ``landing``: the slots whose gradients the program returns, and how to wrap them. ``reads``: what Python
+    read, to be compared. ``grow``: by condition, what the host calls before a step that exceeded it is repeated.
+    ``generators``: the model's own that operators draw from.
     """
 
     program: StepProgram
     landing: list[tuple[Slot, Wrapping | None]]
     slots: list[Slot]
-    tensor_leaves: list[int]
     reads: Watched
     grow: dict[str, conditions.Grow]
     generators: list[torch.Generator] = field(default_factory=list)
@@ -135,7 +134,7 @@ def trace_step(
         raise
     watched = trace.reads.watched()
     checks.refuse_unseen(watched.unseen, exact)
-    found = program, trace.landing, trace.slots, trace.tensor_leaves, watched, trace.conditions.grow
+    found = program, trace.landing, trace.slots, watched, trace.conditions.grow
     return Traced(*found, generators)
 
 

@@ -11,9 +11,9 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from stepgraph.graph.calls import Call, Kind
+from stepgraph.graph.report import PassReport
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Value
 
@@ -28,7 +28,7 @@ class StepProgram:
 
     graphs: dict[str, StepGraph]
     schedule: list[Call]
-    log: list[Any] = field(default_factory=list)
+    log: list[PassReport] = field(default_factory=list)
 
     @classmethod
     def plain(cls, step: StepGraph) -> "StepProgram":

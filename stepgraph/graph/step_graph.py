@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph.graph.calls import Kind
 from stepgraph.graph.provenance import phase_of, provenance
+from stepgraph.graph.report import PassReport
 from stepgraph.graph.values import Input, Output, Value
 
 
@@ -45,12 +47,12 @@ class StepGraph:
     inputs: list[InputSpec]
     outputs: list[Output]
     blocks: list[str] = field(default_factory=list)
-    mesh: Any = None
+    mesh: DeviceMesh | None = None
     axes: dict[str, str] = field(default_factory=dict)
     capture_s: float = 0.0
-    log: list[Any] = field(default_factory=list)
+    log: list[PassReport] = field(default_factory=list)
     executable: Callable[..., Any] = None
-    recording: Any = None
+    recording: PassReport | None = None
     on_host: dict[str, str] = field(default_factory=dict)
     in_flight: int = 1
     stage: int | None = None

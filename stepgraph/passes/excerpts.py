@@ -3,29 +3,16 @@
 import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from stepgraph.graph.provenance import provenance
+from stepgraph.graph.report import Excerpt
 from stepgraph.graph.step_graph import StepGraph, line_of
 
 #: Forms of change that a report shows, and lines of each side.
 _MOST_FORMS, _MOST_LINES = 4, 14
-
-
-@dataclass(frozen=True)
-class Excerpt:
-    """One of ``count`` changes of the same form. ``before``, ``after``: lines as in the graph's text, both in the
-    graph's order; readers that only read another node now are among them. ``where``: the module that it is in.
-    ``moved``: nothing is another node, only the order changed."""
-
-    count: int
-    where: str
-    before: list[str]
-    after: list[str]
-    moved: bool = False
 
 
 class _Call(NamedTuple):

@@ -33,7 +33,7 @@ def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> Traced:
     checks.check_batch(flatten_batch(batch)[0])
     trace = _Forward(model, loss_fn, batch, None, None, 1, Guard(skip_nonfinite=False))
     program = StepProgram.plain(trace.graph())
-    return Traced(program, [], trace.slots, trace.tensor_leaves, trace.reads, trace.conditions.grow)
+    return Traced(program, [], trace.slots, trace.reads, trace.conditions.grow)
 
 
 class _Forward(StepTrace):
