@@ -18,7 +18,6 @@ from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout, fsdp_dim, split_sizes
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.layout import Pipeline
-from stepgraph.parallel.placement import Placement, place
 from stepgraph.parallel.routed_experts import exchanged, is_routed
 from stepgraph.parallel.tensor import check_plan, register_place, style_of
 
@@ -78,8 +77,8 @@ def parallelize(
             raise ValueError(f"mesh {mesh.spec} splits tensors and the model has no plan; give plan= or drop tp")
         check_plan(model, plan, tp.size())
         at = device or next(model.parameters()).device
-        place_in_tp = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)
-        register_place(model, place_in_tp)  # for the loss
+        place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)
+        register_place(model, place)  # for the loss
     experts = expert_paths(model, mesh.spec) if mesh.experts is not None else set()
     if experts:
         if expert_exchange not in EXCHANGES:
@@ -102,7 +101,7 @@ def parallelize(
                     left = split_sizes(param.shape, splits, mesh.sizes)[-1]
                     splits += [("dp_shard", fsdp_dim(left, mesh.sizes["dp_shard"]))]
             dtype = param_dtype if param_dtype and param.is_floating_point() else param.dtype
-            layout = Layout(param.shape, axes, tuple(splits), dtype, reduce_dtype)
+            layout = Layout(param.shape, axes, tuple(splits), dtype, reduce_dtype, pipeline)
             shard, first = stored.setdefault(
                 id(param), (_shard(param, layout, "meta" if id(param) in elsewhere else device), layout)
             )
@@ -116,7 +115,7 @@ def parallelize(
         if found or forward:
             parametrize(module, found, forward)
         if style and style.placed:
-            register_place(module, place_in_tp)
+            register_place(module, place)
         if isinstance(module, MoEDecoder):
             module.sum_over_ranks = _sum_over_ranks
         if isinstance(module, Router) and tp is not None:
@@ -126,7 +125,6 @@ def parallelize(
                 module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
     if experts:
         chunk_experts(model, expert_chunks)
-    place(model, Placement(mesh, pipeline))
     return model
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from stepgraph.parallel.mesh import Axes
+from stepgraph.parallel.pipeline.layout import Pipeline
 
 #: Padding, as a share of a dimension, from which on FSDP splits another one.
 _MUCH_PADDING = 0.125
@@ -46,7 +47,8 @@ class Layout:
 
     ``shape``: of the whole parameter. ``splits``: (axis of the mesh, dimension) of each split, in order. Ranks of an
     axis that splits nothing hold the same, and see part of its gradient. ``param_dtype``: its dtype in use.
-    ``reduce_dtype``: that of its gradient while it is reduced.
+    ``reduce_dtype``: that of its gradient while it is reduced. ``pipeline``: the stages of the model that it is of, if
+    it has stages.
     """
 
     shape: torch.Size
@@ -54,6 +56,7 @@ class Layout:
     splits: tuple[tuple[str, int], ...]
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    pipeline: Pipeline | None = None
 
     @cached_property
     def sharded(self) -> bool:

@@ -1,45 +1,37 @@
-"""`Placement`: how a model lies on the ranks of a mesh, as a value.
+"""`Placement`: how a model lies on the ranks of a mesh, as a value that a step's specification carries."""
 
-`parallelize` makes one and notes it here, by the model; `stepgraph.capture` looks it up once and puts it into the
-step's specification. Nothing is written on the model.
-"""
-
-import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from stepgraph.parallel.fsdp import layouts
-from stepgraph.parallel.mesh import Mesh
+from stepgraph.parallel.layout import Layout
 from stepgraph.parallel.pipeline.layout import Pipeline
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``mesh``: the ranks that share the model. ``pipeline``: its stages; None where each rank runs the whole model."""
+    """``layouts``: where each parameter lies, by name. ``pipeline``: the model's stages; None where each rank runs the
+    whole model."""
 
-    mesh: Mesh
+    layouts: Mapping[str, Layout]
     pipeline: Pipeline | None = None
 
 
-_placements: weakref.WeakKeyDictionary[nn.Module, Placement] = weakref.WeakKeyDictionary()
-
-
-def place(model: nn.Module, placement: Placement) -> None:
-    """Note that ``model`` was made parallel as ``placement`` says."""
-    _placements[model] = placement
-
-
 def placement_of(model: nn.Module) -> Placement | None:
-    """The placement that `parallelize` gave ``model``; None for a plain model.
+    """The placement that `parallelize` gave ``model``, or the model that it is a copy of; None for a plain model.
 
-    Raises ``ValueError`` for a part or a copy of a model in a pipeline: its parameters lie on several ranks, and the
-    stages are those of the model that `parallelize` was given.
+    Raises ``ValueError`` for a module that holds a model in a pipeline, or for a part of one: stages are cut by the
+    names of the model's parameters.
     """
-    found = _placements.get(model)
-    if found is None and any(isinstance(own.mesh, Mesh) and own.mesh.spec.pp > 1 for own in layouts(model).values()):
+    found = layouts(model)
+    if not found:
+        return None
+    pipeline = next(iter(found.values())).pipeline
+    if pipeline is not None and not pipeline.readers.keys() <= found.keys():
         raise ValueError(
-            "the model is a copy or a part of one in a pipeline, whose stages are known of that one alone: give the "
-            "model that was given to parallelize"
+            "the model holds one in a pipeline, or is a part of it, and stages are cut by the names of that one's "
+            "parameters: give the model that was given to parallelize"
         )
-    return found
+    return Placement(found, pipeline)

@@ -74,7 +74,7 @@ def check_pipeline():
     assert traces.call_count - planned == 2  # one microbatch and the update
     assert {"forward.0", "backward.0", "send_forward.0", "update"} < program.graphs.keys()
     assert isinstance(spec.placement.pipeline, Pipeline)
-    with pytest.raises(ValueError, match="is a copy or a part of one in a pipeline"):
+    with pytest.raises(ValueError, match="the model holds one in a pipeline"):
         stepgraph.capture(torch.nn.Sequential(spec.model), spec.loss_fn, spec.batch, accumulate=4)
 
     # What one rank needs: its own stage and the microbatches that are in flight there, not the whole model.

@@ -117,6 +117,9 @@ class Pipeline:
         """What capture must know of this rank's part."""
         return Share(self.holders, self.rank, self.group, self.tied)
 
+    def __deepcopy__(self, memo: dict) -> "Pipeline":
+        return self  # as its mesh
+
 
 def channel_name(up: bool) -> str:
     """What graphs call the group for messages to higher ranks, or to lower ones; it is also the group's description."""
