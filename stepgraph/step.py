@@ -163,16 +163,29 @@ class CapturedStep:
 
     def where(self) -> str:
         """What a pipeline's call that runs now is in, such as ``forward.1 of microbatch 3``; "" without a pipeline."""
-        bound = self._current  # another thread may ask, also while the step is captured again
-        now = bound.runner.now if self.pipeline is not None and bound is not None else None
-        return "" if now is None else str(now)
+        call, _ = self._now()
+        return "" if call is None or self.pipeline is None else str(call)
 
     def awaited(self) -> str:
-        """The stage of a pipeline whose message this process waits for now, such as ``stage 1 on rank 4``; "" while it
-        waits for none. On a GPU streams wait, not the process."""
+        """The stage of a pipeline whose message this process, or its GPU, waits for now, such as ``stage 1 on rank 4``;
+        "" while it waits for none."""
+        _, received = self._now()
+        return "" if received is None else self.pipeline.sender(received)
+
+    def passed(self) -> int:
+        """How many calls of the latest step the GPU is known to have passed; 0 on a CPU."""
+        self._now()
         bound = self._current
-        call = bound.runner.waits.receive if bound is not None else None
-        return "" if call is None else self.pipeline.sender(call)
+        return bound.runner.passed.count if bound is not None and bound.runner.passed is not None else 0
+
+    def _now(self) -> tuple[Call | None, Call | None]:
+        """(the call that runs, the call that received what it waits for). Another thread may ask, also while the step
+        is captured again. A GPU's stream is behind the process, which launches."""
+        if (bound := self._current) is None:
+            return None, None
+        runner = bound.runner
+        pending = runner.passed.pending() if runner.passed is not None else None
+        return pending or (runner.now, runner.waits.receive)
 
     @property
     def graphs(self) -> dict[str, StepGraph]:

@@ -148,6 +148,9 @@ class _Training:
     comm_timeout: float = 300.0
     """Seconds that a step may take longer than the slowest before it, and ranks to come, until they end as hung."""
 
+    first_step_timeout: float = 60.0
+    """Seconds without progress of any rank in the first steps until they end as hung; compiling is progress."""
+
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
 
@@ -249,7 +252,8 @@ class TrainConfig(StepOptions, _Training):
         """Raises ValueError, in one line, for the first option that cannot be right. Reads no data."""
         for name in (
             *("seq_len", "batch_size", "accumulate", "steps", "lr", "eps", "log_every", "val_batches"),
-            *("keep_checkpoints", "comm_timeout", "max_skipped", "expert_capacity", "expert_chunks"),
+            *("keep_checkpoints", "comm_timeout", "first_step_timeout", "max_skipped"),
+            *("expert_capacity", "expert_chunks"),
         ):
             self._require(name, lambda value: value > 0, "above 0")
         for name in (

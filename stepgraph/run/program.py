@@ -23,7 +23,7 @@ from stepgraph.passes.compile.cuda_graph import record_apart
 from stepgraph.run.cuda_graph import GraphRunner, Shared
 from stepgraph.run.interpreter import Interpreter
 from stepgraph.run.results import Results
-from stepgraph.run.spans import Clock, RecordedClock, Spans, StreamClock, Waits
+from stepgraph.run.spans import Clock, Passed, RecordedClock, Spans, StreamClock, Waits
 from stepgraph.run.whole import WholeStep
 
 Tensor = torch.Tensor
@@ -121,6 +121,10 @@ class ProgramRunner:
         self.values = Values(program, self.waits)
         self.now: Call | None = None
         """The call that runs; after a failure it stays. None while a CUDA graph of the whole step does."""
+        tensors = (t for inputs in self.bound.values() for t in inputs)
+        self.on_gpu = any(isinstance(t, Tensor) and t.is_cuda for t in tensors)
+        self.passed: Passed | None = None
+        """On a GPU, how far its stream has come in the latest step that ran call by call."""
 
     def _choose_runners(self) -> None:
         """What runs each graph, or all calls together."""
@@ -187,11 +191,13 @@ class ProgramRunner:
         values.clear()
         self._begin()
         for i, call in enumerate(self.program.schedule):
-            self.now = call
+            self.now, self.waits.latest = call, None
             self.session.fence(self.groups[call.graph])
             flat = self._inputs(i, call, leaves, results.loss)
             with self._timed(call):
                 made = run(call.graph, flat)
+            if self.passed is not None:
+                self.passed.note(call, self.waits.latest)
             del flat  # and with it what the call was the last to read
             for what, value in zip(self.program.graphs[call.graph].outputs, made, strict=True):
                 if isinstance(what, Value):
@@ -220,6 +226,7 @@ class ProgramRunner:
         self.clock.begin()
         self.waits = self.values.waits = Waits(self.clock)
         self.spans = Spans(self.clock) if self.device is not None else None
+        self.passed = Passed() if self.on_gpu else None
         if self.kept:
             torch._foreach_copy_(*map(list, zip(*self.kept, strict=True)))
         for ratio in self.ratios.values():

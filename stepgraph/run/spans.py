@@ -81,6 +81,30 @@ class _Noted(Clock):
         return (self.moments[end] - self.moments[begin]).item() / 1e9
 
 
+class Passed:
+    """How far a GPU's stream has come in the calls of one step: an event behind each. Another thread may ask."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Call, Call | None, torch.cuda.Event]] = []
+        self.count = 0
+        """Calls that the stream is known to have passed."""
+
+    def note(self, call: Call, received: Call | None) -> None:
+        """``call`` has been launched; ``received``: the call that received what it waits for. Not while a CUDA graph is
+        recorded, whose replays pass no such event."""
+        if not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            self._calls.append((call, received, event))
+
+    def pending(self) -> tuple[Call, Call | None] | None:
+        """The first call that the stream has not passed, as it was noted; None where it has passed all."""
+        calls = self._calls
+        while self.count < len(calls) and calls[self.count][2].query():
+            self.count += 1
+        return calls[self.count][:2] if self.count < len(calls) else None
+
+
 class _Timed:
     """What a step noted by a ``clock``."""
 
@@ -96,17 +120,19 @@ class _Timed:
 
 class Waits(_Timed):
     """How long one step waits for other stages of a pipeline: on a GPU its stream, on a CPU the process. ``receive``:
-    the call that received what the process waits for now; after a failure it stays."""
+    the call that received what the process waits for now; after a failure it stays. ``latest``: the last one so far."""
 
     def __init__(self, clock: Clock):
         super().__init__(clock)
         self._waited: list[tuple[Any, Any]] = []
         self.receive: Call | None = None
+        self.latest: Call | None = None
 
     @contextlib.contextmanager
     def on(self, receive: Call | None = None) -> Iterator[None]:
         """What is inside waits, for what the call ``receive`` receives if that is given."""
         self.receive = receive
+        self.latest = receive or self.latest
         begin = self._clock.now()
         yield
         self._waited.append((begin, self._clock.now()))

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from stepgraph.train.faults.heartbeat import last_told
+from stepgraph.run.watch.heartbeat import last_told
+from stepgraph.run.watch.signals import stopping
 from stepgraph.train.faults.orphan import LAUNCHER
-from stepgraph.train.faults.signals import stopping
 
 
 def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:

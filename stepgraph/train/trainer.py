@@ -25,16 +25,16 @@ from stepgraph.lower import StepSpec
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.experts import capacity_of
 from stepgraph.parallel.ranks import Ranks
+from stepgraph.run.watch.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
+from stepgraph.run.watch.signals import StopSignals
+from stepgraph.run.watch.watch import Watch
 from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.closing import close
 from stepgraph.train.export import check_export, export_saved
-from stepgraph.train.faults.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import asked_for, memory_advice
 from stepgraph.train.faults.recoverable import OUTPUT, RecoverableErrors, StoppedError
-from stepgraph.train.faults.signals import StopSignals
-from stepgraph.train.faults.watch import Watch
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import RunFolder, SilentFolder
 from stepgraph.train.records.launched import Figures, Launched
@@ -147,7 +147,8 @@ class Run:
         self.ending, self.ended = threading.Lock(), False  # for `closing.close`
         self.signals = StopSignals(patient=self.ranks.world > 1)
         self.watch = Watch(
-            self.ranks.rank, self.ranks.world, device.type, config.comm_timeout, partial(close, self, "failed")
+            *(self.ranks.rank, self.ranks.world, device.type),
+            *(config.comm_timeout, config.first_step_timeout, partial(close, self, "failed")),
         )
 
         self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {device_name(self.device)}")
@@ -263,7 +264,7 @@ class Run:
         dump = self.folder.graphs if self.config.dump_graphs else None  # rank 0's alone
         self.captured = build.build_step(self.config, self._spec(), dump)
         program = self.captured.program
-        self.watch.watches(program, self.captured.where, self.captured.awaited)
+        self.watch.watches(self.captured)
         self.capture_s = time.perf_counter() - began
         if self.captured.saves:
             self.say("\n   ".join([self.captured.saved.line(), *self.captured.saved.notes]))
@@ -378,7 +379,9 @@ class Run:
                 self.folder.log(step, skipped_steps=self.finite.skipped)
             return
         self.last_loss = loss
-        if self.finished > self.warmup and not (self.profile and self.profile.disturbs(step)):
+        if self.finished <= self.warmup:
+            self.watch.warmed(step_ms / 1e3)
+        elif not (self.profile and self.profile.disturbs(step)):
             self.times_ms.append(step_ms)
             self.watch.timed(step_ms / 1e3)
             self.bubble.add(launched.waits.seconds(), step_ms / 1e3)

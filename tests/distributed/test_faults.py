@@ -1,10 +1,13 @@
 """Ranks that are killed, stopped, or do not stop when told: real ranks, real signals, and what is left of the run."""
 
+import ast
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,10 +20,10 @@ from stepgraph import cli, compat, parallel
 from stepgraph.graph.provenance import provenance
 from stepgraph.models import next_token_loss
 from stepgraph.parallel import MeshSpec, world
-from stepgraph.train.faults import watch
-from stepgraph.train.faults.heartbeat import last_told
-from stepgraph.train.faults.in_flight import InFlight, describe, first_in_flight, issue_order
-from stepgraph.train.faults.lost_ranks import is_lost_rank
+from stepgraph.run.watch import watch
+from stepgraph.run.watch.heartbeat import last_told
+from stepgraph.run.watch.in_flight import InFlight, describe, first_in_flight, issue_order
+from stepgraph.run.watch.lost_ranks import is_lost_rank
 from tests.distributed.ranks import make_mesh, on_processes, on_ranks, own_batch, parallel_model
 from tests.distributed.test_train import TINY_RUN, corpus, records, saved, train_on  # noqa: F401
 
@@ -166,7 +169,7 @@ def test_a_rank_is_known_to_have_begun_its_steps_when_it_has(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(parallel, "job_store", lambda: store)
     monkeypatch.setattr(watch, "_POLL_S", 60.0)
-    with watch.Watch(0, 2, "cpu", 300.0, print) as watched:
+    with watch.Watch(0, 2, "cpu", 300.0, 60.0, print) as watched:
         watched.launches(7)
         until = time.monotonic() + 20
         while "in step 7" not in last_told(store, 0):
@@ -182,7 +185,7 @@ def test_a_rank_that_is_silent_ends_those_that_have_no_limit(told, monkeypatch):
     for name, seconds in (("_POLL_S", 0.02), ("_LOOK_S", 0.05), ("_SILENT_S", 0.5)):
         monkeypatch.setattr(watch, name, seconds)
     monkeypatch.setattr(watch.Watch, "_end", lambda self, why, place: ended.append(why))
-    with watch.Watch(1, 2, "cpu", 0.1, print) as watched:
+    with watch.Watch(1, 2, "cpu", 0.1, 60.0, print) as watched:
         watched.at("the checkpoint of step 3", limited=False)
         until = time.monotonic() + 1.2
         while time.monotonic() < until:  # a rank that works, for as long as it may be silent
@@ -199,13 +202,88 @@ def test_a_rank_that_is_silent_ends_those_that_have_no_limit(told, monkeypatch):
     assert bool(ended) != told
 
 
+@pytest.fixture
+def first_steps(monkeypatch):
+    """``first_steps(store, wait)``: what rank 1 of 3 says while its main thread is in ``wait()`` in the first step; ""
+    if it says nothing."""
+    ended = []
+    for name, seconds in (("_POLL_S", 0.02), ("_LOOK_S", 0.05), ("_SILENT_S", 0.5)):
+        monkeypatch.setattr(watch, name, seconds)
+    monkeypatch.setattr(watch, "report", lambda error: None)
+
+    def run(store, wait):
+        monkeypatch.setattr(parallel, "job_store", lambda: store)
+        with watch.Watch(1, 3, "cpu", 300.0, 0.6, ended.append) as watched:
+            monkeypatch.setattr(watch.os, "_exit", lambda status: watched._done.set())
+            watched.launches(1)
+            wait()
+        return ended[0] if ended else ""
+
+    return run
+
+
+def test_a_first_step_in_which_no_rank_moves_ends_and_says_who_waits_where(first_steps):
+    store = dist.HashStore()
+    store.set(
+        "rank-2", json.dumps([0.0, "step 1, backward.0 of microbatch 0, waiting for stage 1 on rank 1", "b", 9, 0])
+    )
+    began = time.monotonic()
+    said = first_steps(store, lambda: time.sleep(2))
+    assert said.startswith("step 1 made no progress for 1 s, nor did any other rank (--first-step-timeout 0.6): ")
+    # By this rank's clock alone, whatever the other's says; a rank that never reported is not waited for.
+    assert "rank 2 (b, pid 9) was in step 1, backward.0 of microbatch 0, waiting for stage 1 on rank 1 " in said
+    assert "rank 0 has not reported since the start" in said and "does not answer" not in said
+    assert time.monotonic() - began < 5
+
+
+def _moves():
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        ast.unparse(ast.parse(Path(__file__).read_text()))
+
+
+def _own_compiler():
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(2)"], check=True)
+
+
+@pytest.mark.parametrize("wait", [_moves, _own_compiler])
+def test_a_first_step_that_compiles_may_take_long(wait, first_steps):
+    assert first_steps(dist.HashStore(), wait) == ""
+
+
+def test_a_first_step_waits_for_a_rank_that_compiles(first_steps):
+    store, until = dist.HashStore(), time.monotonic() + 2
+
+    def compiles():
+        while time.monotonic() < until:
+            store.set("moved", f"0 {time.monotonic()}")
+            time.sleep(0.02)
+
+    other = threading.Thread(target=compiles)
+    other.start()
+    assert first_steps(store, lambda: time.sleep(1.8)) == ""
+    other.join()
+
+
+def test_a_replay_may_take_as_long_as_the_first_step(monkeypatch):
+    ended = []
+    monkeypatch.setattr(parallel, "job_store", dist.HashStore)
+    monkeypatch.setattr(watch, "_POLL_S", 0.02)
+    monkeypatch.setattr(watch.Watch, "_end", lambda self, why, place, everyone=False: ended.append(why))
+    with watch.Watch(0, 2, "cpu", 300.0, 0.2, print) as watched:
+        watched.warmed(30.0)
+        watched.launches(2)
+        time.sleep(1)
+    assert not ended
+
+
 def _wait_in_vain(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     if rank == 1:
         time.sleep(60)
     watch._STOP_S = 0.5
     signal.signal(signal.SIGTERM, lambda *_: None)
-    with watch.Watch(0, 2, "cpu", 300.0, (Path(folder) / "error.txt").write_text) as watched:
+    with watch.Watch(0, 2, "cpu", 300.0, 60.0, (Path(folder) / "error.txt").write_text) as watched:
         watched.timed(0.01)
         watched.launches(5)
         os.kill(os.getpid(), signal.SIGTERM)

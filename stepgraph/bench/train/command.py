@@ -91,6 +91,9 @@ class TrainBench(BenchOptions):
     timeout: float = 600.0
     """Seconds after which a provider is given up."""
 
+    first_step_timeout: float = 60.0
+    """Seconds without progress of any rank in a step until a provider's ranks end as hung; compiling is progress."""
+
     traces: Path | None = None
     """Keep rank 0's profiler trace of each provider in this folder, as PROVIDER.json.gz. GPUs only."""
 
@@ -100,8 +103,9 @@ class TrainBench(BenchOptions):
 
     def config(self) -> TrainConfig:
         """The run whose step is measured. Raises ValueError, in one line, for an option that cannot be right."""
-        if self.timeout <= 0:
-            raise ValueError(f"timeout={self.timeout} must be above 0")
+        for name in ("timeout", "first_step_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if self.traces is not None and not self.traces.is_dir():
             raise ValueError(f"traces={self.traces} is no folder; make it first")
         config = self.run(*CHOSEN, "steps", schedule="constant", warmup_steps=0, step="off")
@@ -197,7 +201,7 @@ def run_ranks(
     variables = threads | os.environ | caches | PROVIDERS[name].environment
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     values = {"provider": name, "config": config.to_json(), "device": str(device), "trace": trace}
-    values["balanced"] = options.balanced_routing
+    values |= {"balanced": options.balanced_routing, "hang_s": options.first_step_timeout}
     progress = Progress(row, folder / "phases")
     with log.open("w") as output, progress:
         job.write_text(json.dumps(values | {"started": time.time()}), encoding="utf-8")

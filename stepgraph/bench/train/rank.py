@@ -26,10 +26,11 @@ from stepgraph.bench.device import mark, spans
 from stepgraph.bench.progress import phase, phases_of_passes
 from stepgraph.bench.results import finite, in_one_line
 from stepgraph.bench.train.exposed import exposure, kernel_times
-from stepgraph.bench.train.providers import PROVIDERS, Training
+from stepgraph.bench.train.providers import PROVIDERS, CapturedTraining, Training
 from stepgraph.config.device import peak_mem_gib
 from stepgraph.config.environment import package_versions
 from stepgraph.config.train import TrainConfig
+from stepgraph.run.watch.watch import Watch
 
 #: Steps after the first that are not timed: CUDA graphs are recorded by then, and clocks have settled.
 WARMUP_STEPS = 4
@@ -44,26 +45,34 @@ def main() -> None:
     job = json.loads(path.read_text(encoding="utf-8"))
     rank = int(os.environ["RANK"])
     stack = contextlib.ExitStack()  # never closed: see `_leave`
+
+    def fail(error: str, trace: str = "") -> None:
+        _write(path.with_name(f"error-{rank}.json"), {"error": f"rank {rank}: {error}"[:1000], "trace": trace})
+
     try:
         config, device = TrainConfig.from_json(job["config"]), torch.device(job["device"])
         provider = PROVIDERS[job["provider"]]
         answer: dict[str, Any] = {"start_s": time.time() - job["started"]}
         phases_of_passes()
         phase("build")
+        watch = Watch(rank, int(os.environ["WORLD_SIZE"]), device.type, job["hang_s"], job["hang_s"], fail)
+        stack.enter_context(watch)
         training = stack.enter_context(provider.open(config, device, job["balanced"]))
+        if isinstance(training, CapturedTraining):
+            watch.watches(training.captured)
         answer |= {"build_s": training.build_s, "versions": _versions(device)}
-        answer |= timed(training, config, device, job["started"])
+        answer |= timed(training, config, device, job["started"], watch)
         if rank == 0:
             _write(path.with_name("answer.json"), answer)
         if device.type == "cuda":
+            watch.at("the profile", limited=False)
             phase("profile")
             answer |= profiled(training, job["trace"], rank)
             if rank == 0:
                 _write(path.with_name("answer.json"), answer)
         dist.barrier()  # rank 0 has written
     except BaseException as error:
-        text = f"rank {rank}: {in_one_line(error)}"[:300]
-        _write(path.with_name(f"error-{rank}.json"), {"error": text, "trace": traceback.format_exc()})
+        fail(in_one_line(error), traceback.format_exc())
         traceback.print_exc()
         _leave(1)
     _leave(0)
@@ -80,15 +89,19 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def timed(training: Training, config: TrainConfig, device: torch.device, started: float) -> dict[str, Any]:
+def timed(
+    training: Training, config: TrainConfig, device: torch.device, started: float, watch: Watch
+) -> dict[str, Any]:
     """The first step, some to warm up, and ``config.steps`` that are timed: queued one after another, as a training
     loop does, no result read in between. The same on every rank."""
     phase("warm up")
     begin = time.perf_counter()
+    watch.launches(1)
     losses = [training.step(read=True)]
     first_call_s, first_step_s = time.perf_counter() - begin, time.time() - started
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    watch.warmed(first_call_s)
     for _ in range(WARMUP_STEPS):
         training.step()
     _wait(device)
@@ -98,6 +111,7 @@ def timed(training: Training, config: TrainConfig, device: torch.device, started
     for _ in range(config.steps):
         training.step()
         marks.append(mark(device))
+        watch.launches(len(marks))
     times = spans(marks)
     losses.append(training.step(read=True))
     compile_s = training.compile_s

@@ -26,6 +26,7 @@ import torch
 
 from stepgraph.errors import unknown_name
 from stepgraph.parallel.ranks import Ranks
+from stepgraph.run.watch.lost_ranks import is_lost_rank
 from stepgraph.train.checkpoint.files import check_index, dcp_load, dcp_save, sha256, sync
 from stepgraph.train.checkpoint.found import (
     FORMAT,
@@ -57,7 +58,6 @@ from stepgraph.train.checkpoint.state import (
     set_rng_state,
     without,
 )
-from stepgraph.train.faults.lost_ranks import is_lost_rank
 
 _Tensors = dict[str, torch.Tensor]
 PARTS = ("model", "optimizer", "loader", "schedule", "trainer")

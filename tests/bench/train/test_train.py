@@ -47,8 +47,9 @@ def record(tmp_path_factory):
         patch.setattr(train, "RANK", [str(Path(__file__).parent / "wrong_rank.py")])
         patch.setitem(train.PROVIDERS, "wrong", Provider(None))
         patch.setitem(train.PROVIDERS, "breaks", Provider(None))
-        names = "stepgraph,wrong,breaks,torchtitan"
-        words = [*TINY, "--mesh", "fsdp=2", "--providers", names, "--json", str(path)]
+        patch.setitem(train.PROVIDERS, "hangs", Provider(None))
+        names = "stepgraph,wrong,breaks,hangs,torchtitan"
+        words = [*TINY, "--mesh", "fsdp=2", "--first-step-timeout", "5", "--providers", names, "--json", str(path)]
         with contextlib.redirect_stderr(io.StringIO()) as said:
             status = bench.main(["train", "llama3-debug", *words])
     return status, json.loads(path.read_text()), path, said.getvalue()
@@ -61,7 +62,7 @@ def rows_of(record):
 @pytest.mark.slow
 def test_the_record_holds_every_figure(record):
     settings, rows = record[1]["settings"], rows_of(record)
-    assert list(rows) == settings["providers"] == ["stepgraph", "wrong", "breaks", "torchtitan"]
+    assert list(rows) == settings["providers"] == ["stepgraph", "wrong", "breaks", "hangs", "torchtitan"]
     assert settings["benchmark"] == "train" and settings["ranks"] == 2
     chosen = settings["models"]["llama3-debug"]
     assert chosen["mesh"] == "fsdp=2" and chosen["batch_size"] == 2 and chosen["memory"] == "none"
@@ -108,6 +109,15 @@ def test_a_rank_that_fails_ends_its_provider_and_is_named(record):
     row = rows_of(record)["breaks"]
     assert row["error"] == "rank 1: RuntimeError: CUDA out of memory. Tried to allocate everything"
     assert row["step_ms"] is None
+
+
+@pytest.mark.slow
+def test_a_provider_that_hangs_ends_and_says_where_it_waits(record):
+    """Long before --timeout; and the next provider follows."""
+    error = rows_of(record)["hangs"]["error"]
+    assert "step 1 made no progress for " in error and "(--first-step-timeout 5)" in error
+    assert "rank 0" in error and "rank 1" in error and " is in step 1" in error
+    assert sum(rows_of(record)["hangs"]["phases_s"].values()) < 120
 
 
 @pytest.mark.slow

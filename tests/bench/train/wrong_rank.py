@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import signal
 
 import torch.distributed as dist
 
@@ -30,6 +31,20 @@ def breaks(config, device, balanced):
     yield Breaks()
 
 
+class Hangs(Breaks):
+    def step(self, read=False):
+        if dist.get_rank() == 1:
+            signal.pause()
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def hangs(config, device, balanced):
+    dist.init_process_group("gloo")
+    yield Hangs()
+
+
+PROVIDERS["hangs"] = Provider(hangs)
 PROVIDERS["wrong"] = Provider(wrong)
 PROVIDERS["breaks"] = Provider(breaks)
 

@@ -15,11 +15,11 @@ def stopping() -> tuple[signal.Signals, ...]:
 
 
 class StopSignals:
-    """A context manager that records SIGINT, SIGTERM and SIGHUP: ``received`` is the signal's name, or None. The first
-    signal, or leaving the context, restores the handlers of SIGINT and SIGTERM, so that a second one ends the process
-    at once; a terminal that goes away may send SIGHUP twice.
-    ``patient``: later signals are only recorded too, for ranks that get Ctrl-C from the terminal and again from
-    torchrun.
+    """A context manager that records SIGINT, SIGTERM and SIGHUP: ``received`` is the signal's name, or None.
+
+    The first signal, or leaving the context, restores the handlers of SIGINT and SIGTERM, so that a second one ends the
+    process at once; a terminal that goes away may send SIGHUP twice. ``patient``: later signals are only recorded too,
+    for ranks that get Ctrl-C from the terminal and again from torchrun.
     """
 
     def __init__(self, *, patient: bool = False) -> None:
