@@ -7,7 +7,14 @@ import time
 import pytest
 import torch
 
+from tests.distributed import faulty
 from tests.distributed.test_faults import Job
+from tests.distributed.test_first_step_faults import (
+    hangs_in_the_first_step,
+    raises,
+    stopped_in_the_first_step,
+    words_of,
+)
 from tests.distributed.test_train import TINY_RUN, corpus  # noqa: F401
 
 WORDS = [{"cpu": "cuda"}.get(word, word) for word in TINY_RUN]
@@ -38,3 +45,26 @@ def test_a_hung_and_a_killed_rank_end_the_ranks_and_are_named(corpus, tmp_path, 
         assert job.process.wait(60) == 1 and time.monotonic() - start < 60
     *_, last = job.err.read_text().splitlines()
     assert last.startswith(f"error: rank 1 (pid {killed}) was killed by SIGKILL"), job.err.read_text()
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "pp=2"])
+def test_a_first_step_that_hangs(mesh, corpus, tmp_path, monkeypatch):  # noqa: F811
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    faulty.of_rank_1(monkeypatch, tmp_path, "step", "hangs")
+    hangs_in_the_first_step(words_of(mesh, corpus, tmp_path, "cuda"), tmp_path)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "pp=2"])
+def test_a_rank_that_is_stopped_in_the_first_step(mesh, corpus, tmp_path):  # noqa: F811
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    stopped_in_the_first_step([*words_of(mesh, corpus, tmp_path, "cuda"), "--steps", 1000000], tmp_path)
+
+
+@pytest.mark.parametrize("place", ["capture", "step", "save"])
+def test_a_rank_that_raises(place, corpus, tmp_path, monkeypatch):  # noqa: F811
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    faulty.of_rank_1(monkeypatch, tmp_path, place, "raises")
+    raises(words_of("fsdp=2", corpus, tmp_path, "cuda"), tmp_path)

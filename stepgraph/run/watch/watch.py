@@ -320,7 +320,7 @@ class Watch:
                 found.append((silent, f"rank {rank} has not reported since the start"))
                 continue
             _, what, host, pid, _ = beats[rank]
-            when = f"was in {what} {silent:.0f} s ago" if silent > _SILENT_S else f"is in {what}"
+            when = f"was in {what} {silent:.0f} s ago" if silent > _LOOK_S + 2 * _POLL_S else f"is in {what}"
             if everyone or silent > _SILENT_S or what.partition(",")[0] != place.what:
                 found.append((silent, f"rank {rank} ({host}, pid {pid}) {when}"))
         more = [f"and {len(found) - _NAMED} other ranks"] if len(found) > _NAMED else []
