@@ -105,7 +105,12 @@ def finite(value: float) -> float | None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The kind of ``error`` and the first two lines that it says."""
+    """The kind of ``error``, or of the first error that led to it, and the first two lines that it says.
+
+    A library's own error may say less than what it was raised from: torch's pipelines wrap an out-of-memory error.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
 

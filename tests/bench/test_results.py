@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 
 from stepgraph.bench import results
-from stepgraph.bench.results import Row, check_losses
+from stepgraph.bench.results import Row, check_losses, in_one_line
 from stepgraph.bench.table import section
 
 ENVIRONMENT = {
@@ -133,3 +134,14 @@ def test_another_file_is_refused_in_one_line(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match="is not a record of stepgraph bench step, train, norm or model: give a file"):
         results.read(path)
+
+
+def test_an_error_in_one_line_is_that_of_its_cause():
+    """A wrapper such as torch's pipelining, whose error says neither out of memory nor where."""
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nGPU 0 has 140 GiB")
+        except torch.OutOfMemoryError as inner:
+            raise RuntimeError("[Stage 0] failed to run forward:\nargs: ...") from inner
+    except RuntimeError as error:
+        assert in_one_line(error) == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB GPU 0 has 140 GiB"
