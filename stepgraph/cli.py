@@ -285,8 +285,5 @@ def _resumed(folder: Path, preset: str | None) -> "TrainConfig":
         raise ValueError(f"{file} cannot be read: {error}") from error
     if preset not in (None, config.preset):
         raise ValueError(f"--resume {folder} is a run of preset {config.preset!r}, not {preset!r}: leave PRESET out")
-    if config.init_from_hf is not None and not any((run_of(folder) / "checkpoints").glob("step-*")):
-        raise ValueError(
-            f"--resume {folder} has no checkpoint, and its weights came from --init-from-hf: start it again"
-        )
-    return dataclasses.replace(config, resume=folder, out=None, init_from_hf=None)
+    saved = any((run_of(folder) / "checkpoints").glob("step-*"))  # else it begins again
+    return dataclasses.replace(config, resume=folder, out=None, init_from_hf=None if saved else config.init_from_hf)

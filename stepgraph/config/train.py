@@ -244,9 +244,9 @@ class TrainConfig(StepOptions, _Training):
         return run_of(self.resume) if self.resume is not None else None
 
     def run_folder(self) -> Path:
-        """``resumed_run``, else ``out``, else ``runs/PRESET-UTC_TIME`` of this moment: call it once a run."""
+        """``resumed_run``, else ``out``, else ``runs/PRESET-UTC_TIME`` of this microsecond: call it once a run."""
         now = datetime.datetime.now(datetime.UTC)
-        return self.resumed_run or self.out or Path("runs") / f"{self.preset}-{now:%Y%m%dT%H%M%SZ}"
+        return self.resumed_run or self.out or Path("runs") / f"{self.preset}-{now:%Y%m%dT%H%M%S.%fZ}"
 
     def validate(self) -> None:
         """Raises ValueError, in one line, for the first option that cannot be right. Reads no data."""
@@ -328,7 +328,7 @@ class TrainConfig(StepOptions, _Training):
         if self.resume is not None:
             if self.out is not None and self.out != self.resumed_run:
                 raise ValueError("out and resume are both given: a resumed run continues in its own folder; drop --out")
-            if self.init_from_hf is not None:
+            if self.init_from_hf is not None and any((self.resumed_run / "checkpoints").glob("step-*")):
                 raise ValueError("init_from_hf and resume are both given: a resumed run has its weights; drop one")
             if not (self.resumed_run / "config.json").is_file():
                 raise ValueError(f"resume={self.resume} is not a run folder (no config.json): give the folder of a run")

@@ -23,31 +23,32 @@ from stepgraph.train.data import (
     require_one_kind,
     validation_batches,
 )
-from stepgraph.train.records.files import is_finished
-from stepgraph.train.records.folder import require_unused
+from stepgraph.train.records.files import status_of
+from stepgraph.train.records.folder import REWOUND, died_early, require_unused
 from stepgraph.train.validation import ValidationSet
 
 
-def choose_folder(config: TrainConfig) -> tuple[Path, bool, bool]:
+def choose_folder(config: TrainConfig) -> tuple[Path, bool, Path | None]:
     """(the run folder, whether an earlier attempt at this run used it that an elastic agent started or that died before
-    its first checkpoint, whether to go on from a checkpoint)."""
+    its first checkpoint, the run or checkpoint to continue from)."""
     store, key = parallel.job_store(), "run-folder"
     if store is not None and store.check([key]):
         path = Path(store.get(key).decode())
-        return path, True, Checkpointer(path / "checkpoints").latest() is not None
+        if (path / REWOUND).exists():
+            return path, True, config.resume
+        return path, True, path if Checkpointer(path / "checkpoints").latest() is not None else None
     path = config.run_folder()
-    if not config.resume:
+    dead = died_early(path)
+    if not config.resume and not dead:
         require_unused(path)
-    elif not any((path / "checkpoints").glob("step-*")) and not (path / "summary.json").exists():
-        return path, True, False  # killed before its first checkpoint
     if store is not None:
         store.set(key, str(path))
-    return path, False, config.resume is not None
+    return path, dead, None if dead else config.resume
 
 
 def require_work(config: TrainConfig, step: int) -> None:
     """Raise ``ValueError`` where a resumed run has no more steps to do, nor records or an export to write."""
-    finished = is_finished(config.resumed_run / "summary.json")
+    finished = status_of(config.resumed_run) == "finished"
     if step > config.steps or (step == config.steps and finished and config.export_hf is None):
         raise ValueError(
             f"nothing is left to do: {config.resume} has {step} of {config.steps} steps; give more with --steps"

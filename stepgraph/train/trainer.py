@@ -102,7 +102,7 @@ class Run:
         self.runs_ahead = self.device.type == "cuda"
         self.ranks.first(lambda: config.log == "wandb" and bool(package()))
         # Before the data is opened, which may take long.
-        path, self.restarted, resume = self.ranks.first(lambda: start.choose_folder(config))
+        path, self.restarted, source = self.ranks.first(lambda: start.choose_folder(config))
         self.ranks.first(lambda: config.export_hf and check_export(config.export_hf, run=path))
         self.snapshot = MemorySnapshot(path) if config.memory_snapshot and self.speaks else None
         build.seed_all(config.seed)
@@ -125,8 +125,8 @@ class Run:
         self.done = {"step": 0, "tokens": 0}
 
         self.saving = Saving(config, path, mesh, self.ranks, device)
-        if resume:
-            self._load(path if self.restarted else config.resume)
+        if source:
+            self._load(source)
         self.finite = Finite(config, path, self.ranks)
         self.folder: RunFolder | SilentFolder = SilentFolder(path)
         self.last_loss: float | None = None
@@ -153,7 +153,7 @@ class Run:
 
         self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {device_name(self.device)}")
         again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
-        self.say(f"run folder {path}" + (again if self.restarted or resume else ""))
+        self.say(f"run folder {path}" + (again if self.restarted or source else ""))
         self.say(start.options_lines(config, resumed=config.resume is not None))
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
         self.say(f"tokens: {self.loader.tokens.describe()}")
@@ -169,10 +169,12 @@ class Run:
     def _open_folder(self) -> None:
         path = self.folder.path
         try:
-            self.folder = RunFolder(path, resume_step=self.step if self.restarted else self.saving.saved_step)
+            checkpointer, step = self.saving.checkpointer, self.step if self.restarted else self.saving.saved_step
+            rewinds = step is not None and bool(checkpointer.after(step))
+            self.folder = RunFolder(path, self.config, resume_step=step, rewinds=rewinds)
+            checkpointer.rewind(self.step, self.folder.settle)
             self.last_loss = self.folder.last_loss
             self.folder.tracker = Wandb(self.config, path) if self.config.log == "wandb" else None
-            self.saving.checkpointer.drop_after(self.step)
         except OSError as failure:
             raise ValueError(f"cannot write the run folder {path}: {failure.strerror}; choose another") from failure
 
@@ -222,6 +224,7 @@ class Run:
                 raise StoppedError(f"{self.failures.first}; step {self.step} is saved: --resume {self.folder.path}")
             finished = self.step == self.config.steps
             if finished:
+                self.ranks.first(self.saving.checkpointer.settle)  # of a run that rewinds and has no step to do
                 self._validate()
             if finished and self.config.export_hf is not None:
                 self.watch.at("the export", limited=False)

@@ -2,6 +2,7 @@
 the one that is reported."""
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -277,3 +278,95 @@ def test_an_export_that_a_kill_cut_off_is_written_on_resume(moment, trainer, tmp
     assert trainer.resume(folder) == 0 and trainer.summary(folder)["status"] == "finished"
     assert not list(hf.glob(".*")) and not list(hf.glob("*.part")) and json.loads((hf / "config.json").read_text())
     assert trainer.resume(folder, "--steps", 5) == 2  # it is not overwritten
+
+
+# ---- going back to an earlier checkpoint ----
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    names = ("metrics.jsonl", "summary.json")
+    saved = [path for path in (folder / "checkpoints").rglob("*") if path.is_file()]
+    return {str(path): path.read_bytes() for path in [*saved, *(folder / name for name in names)]}
+
+
+@pytest.mark.parametrize("moment", ["before it begins", "before it saves"])
+def test_going_back_deletes_nothing_before_its_first_checkpoint(moment, trainer, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    before = everything(folder)
+    owner, name = (RunFolder, "write_environment") if moment == "before it begins" else (Run, "_finish")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails_with(KeyboardInterrupt()))
+        assert trainer.resume(folder / "checkpoints/step-00000002", "--checkpoint-every", 3) == 130
+    gc.collect()  # the interrupted run lets go of its lock
+    assert everything(folder) == before
+    assert (
+        trainer.resume(folder, "--steps", 9) == 0  # from the newest
+    )  # from the newest, as if nothing happened
+    assert trainer.metrics(folder, "loss")[:8] == trainer.metrics(whole, "loss")
+
+
+@pytest.mark.parametrize("killed", ["before the records", "never"])
+def test_the_first_checkpoint_after_going_back_takes_the_place_of_later_ones(
+    killed, trainer, whole, tmp_path, monkeypatch
+):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    if killed == "before the records":
+        with monkeypatch.context() as patch:
+            patch.setattr(RunFolder, "settle", fails_with(KeyboardInterrupt()))
+            assert trainer.resume(folder / "checkpoints/step-00000002", "--lr", 0.01, "--val-every", 0) == 130
+        assert trainer.checkpoints(folder) == ["step-00000002", "step-00000004"]
+        assert len(trainer.metrics(folder, "loss")) == 8
+        assert trainer.resume(folder) == 0
+    else:
+        assert trainer.resume(folder / "checkpoints/step-00000002", "--lr", 0.01, "--val-every", 0) == 0
+    shutil.copytree(whole, tmp_path / "other")
+    assert trainer.resume(tmp_path / "other/checkpoints/step-00000002", "--lr", 0.01, "--val-every", 0) == 0
+    assert trainer.metrics(folder, "loss")[3] != trainer.metrics(whole, "loss")[3]
+    trainer.assert_same_run(tmp_path / "other", folder, 8)
+    assert not list(folder.glob(".metrics*")) and trainer.summary(folder)["status"] == "finished"
+
+
+def test_going_back_to_where_nothing_is_left_to_do_ends_there(trainer, whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    assert trainer.resume(folder / "checkpoints/step-00000004", "--steps", 4) == 0
+    assert trainer.checkpoints(folder) == ["step-00000002", "step-00000004"]
+    assert len(trainer.metrics(folder, "loss")) == 4 and trainer.summary(folder)["steps"] == 4
+
+
+# ---- folders of runs that died early ----
+
+
+@pytest.mark.parametrize("again", ["resume", "the same command"])
+@pytest.mark.parametrize("moment", ["folder", "config", "capture", "step", "full disk"])
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(moment, again, trainer, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "runs" / "run"
+    words = [*ONE_LAYER, "--val-every", 3, "--checkpoint-every", 2, "--out", folder]
+    owner, name, error = {
+        "folder": (RunFolder, "write_config", KeyboardInterrupt()),
+        "config": (RunFolder, "write_environment", KeyboardInterrupt()),
+        "capture": (Run, "_capture", KeyboardInterrupt()),
+        "step": (Run, "_finish", RuntimeError("planted")),
+        "full disk": (checkpointer, "dcp_save", OSError(errno.ENOSPC, "No space left on device")),
+    }[moment]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails_with(error))
+        try:
+            assert trainer.here(*words) in (1, 130)
+        except RuntimeError as failure:
+            assert failure is error
+    gc.collect()  # the failed run lets go of its lock
+    assert trainer.checkpoints(folder) == []
+    assert (trainer.resume(folder) if again == "resume" else trainer.here(*words)) == 0
+    trainer.assert_same_run(whole, folder, 8)
+    assert trainer.metrics(folder, "val_loss") == trainer.metrics(whole, "val_loss")
+    assert trainer.here(*words) == 2  # now it has checkpoints, which are not overwritten
+    assert [path.name for path in folder.parent.iterdir()] == ["run"]
+
+
+def test_runs_of_one_second_have_folders_of_their_own():
+    from stepgraph.config.train import TrainConfig
+
+    assert len({TrainConfig().run_folder() for _ in range(3)}) == 3

@@ -85,6 +85,8 @@ class Checkpointer:
         self.folder = Path(folder)
         self.keep, self.keep_every = keep, keep_every
         self.mesh = mesh
+        self._later: list[Path] = []
+        self._then: Callable[[], None] = lambda: None
 
     def save(self, step: int, state: dict, evict: bool = True) -> Path:
         """Write ``step-{step:08d}`` and return its path; an earlier checkpoint of the same step is replaced. Without
@@ -203,6 +205,7 @@ class Checkpointer:
         temporary.rename(target)
         sync(self.folder)
         sync(self.folder.parent)  # the first save made the folder itself
+        self.settle(target)
         # Only now that the new one is safe is anything deleted, and never it, even if the folder has later steps.
         earlier = [path for path in checkpoints(self.folder) if path != target and path.suffix != ".replaced"]
         sound = [path for path in earlier if is_sound(path)]  # a damaged one takes no place of theirs
@@ -210,11 +213,22 @@ class Checkpointer:
             if path.suffix == ".replaced" or not self.keep_every or step_of(path) % self.keep_every:
                 self._remove(path)
 
-    def drop_after(self, step: int) -> None:
-        """Delete the checkpoints of later steps: a run that goes on from ``step`` will do these steps anew."""
-        for path in checkpoints(self.folder):
-            if step_of(path) > step:
+    def rewind(self, step: int, then: Callable[[], None]) -> None:
+        """The run repeats the steps after ``step``: once its next checkpoint is safe, delete the checkpoints of later
+        steps that are there now, and call ``then``."""
+        self._later, self._then = self.after(step), then
+
+    def after(self, step: int) -> list[Path]:
+        """The checkpoints of later steps."""
+        return [path for path in checkpoints(self.folder) if step_of(path) > step]
+
+    def settle(self, target: Path | None = None) -> None:
+        """Do what `rewind` left for later. ``target``: the checkpoint that stays."""
+        for path in self._later:
+            if path != target and path.exists():
                 self._remove(path)
+        self._later = []
+        self._then()
 
     def _remove(self, path: Path) -> None:
         away = path.with_name(f"{TEMPORARY}deleted-{path.name}")

@@ -25,13 +25,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def is_finished(summary: Path) -> bool:
-    """Whether ``summary``, the summary.json of a run, is there and says so."""
+def status_of(run: Path) -> str | None:
+    """The status in the summary.json of ``run``; None without one."""
     try:
-        found = json.loads(summary.read_bytes())
+        found = json.loads((run / "summary.json").read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.get("status") == "finished"
+        return None
+    return found.get("status") if isinstance(found, dict) else None
 
 
 def json_line(record: dict[str, Any]) -> str:

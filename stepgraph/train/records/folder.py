@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stepgraph.config.train import TrainConfig
-from stepgraph.train.records.files import json_line, read_metrics, write_json, write_text
+from stepgraph.train.records.files import json_line, read_metrics, status_of, write_json, write_text
 from stepgraph.train.records.tracker import Wandb
+
+#: The metrics of a run that rewinds, until its first checkpoint.
+REWOUND = ".metrics.jsonl.new"
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -71,14 +74,24 @@ class RunFolder:
     strict: a number that is not finite is null.
     """
 
-    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
-        """Makes the folder ``path``, or with ``resume_step`` continues it as it was after that many updates: metrics
-        of later steps, which will be repeated, are dropped, and so is the summary.
+    def __init__(
+        self,
+        path: Path,
+        config: TrainConfig | None = None,
+        *,
+        resume_step: int | None = None,
+        rewinds: bool = False,
+    ) -> None:
+        """Makes the folder ``path``, with ``config`` in it from its first moment on, or with ``resume_step`` continues
+        it as it was after that many updates: metrics of later steps, which will be repeated, are dropped, and so is the
+        summary; where it ``rewinds``, to an earlier checkpoint than the newest, not before `settle`.
 
         Raises ValueError when ``path`` is not empty and is not being resumed, or while another process has the run.
         """
         if resume_step is None:
             require_unused(path)
+            if config is not None and not path.exists():
+                _create(path, config)
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.graphs = path / "graphs"
@@ -90,12 +103,19 @@ class RunFolder:
         #: What a resumed run has recorded: the loss of its last step, and the step of its last validation.
         self.last_loss: float | None = None
         self.validated: int | None = None
+        rewound, self._rewinds = path / REWOUND, rewinds
+        reached = max((record["step"] for record in read_metrics(rewound)), default=-1) if rewound.exists() else -1
+        if not rewinds and resume_step is not None and reached >= resume_step:
+            rewound.replace(self._metrics_file)  # killed in `settle`
         if resume_step is not None and self._metrics_file.exists():
             kept = [record for record in read_metrics(self._metrics_file) if record["step"] <= resume_step]
             self.last_loss = next((record["loss"] for record in reversed(kept) if "loss" in record), None)
             self.validated = max((record["step"] for record in kept if "val_loss" in record), default=None)
+            self._metrics_file = rewound if rewinds else self._metrics_file
             write_text(self._metrics_file, "".join(json_line(record) for record in kept))
-        (path / "summary.json").unlink(missing_ok=True)  # a run that is killed has none
+        if not rewinds:
+            rewound.unlink(missing_ok=True)
+            (path / "summary.json").unlink(missing_ok=True)  # a run that is killed has none
         # Line buffering: each record reaches the file at once, so a killed run loses none.
         self._metrics = self._metrics_file.open("a", buffering=1, encoding="utf-8")
         self._purge_step = None if resume_step is None else resume_step + 1
@@ -105,6 +125,13 @@ class RunFolder:
         from torch.utils.tensorboard import SummaryWriter  # slow to load, and needed when the first step is done
 
         return SummaryWriter(self.path / "tb", purge_step=self._purge_step, flush_secs=10)
+
+    def settle(self) -> None:
+        """A run that rewinds has a checkpoint of its own: what it recorded takes the place of what was there."""
+        if self._rewinds:
+            (self.path / "summary.json").unlink(missing_ok=True)
+            self._metrics_file = self._metrics_file.replace(self.path / "metrics.jsonl")
+            self._rewinds = False
 
     def write_config(self, config: TrainConfig) -> None:
         """Writes ``config.json``."""
@@ -156,8 +183,9 @@ class RunFolder:
             self.tracker.log(step, scalars)
 
     def write_summary(self, summary: Summary) -> None:
-        """Writes ``summary.json``."""
-        write_json(self.path / "summary.json", dataclasses.asdict(summary))
+        """Writes ``summary.json``; not while that of before a rewind stays."""
+        if not self._rewinds:
+            write_json(self.path / "summary.json", dataclasses.asdict(summary))
 
     def draw_loss(self, unigram_entropy: float | None) -> None:
         """Draws ``loss.png`` from the metrics so far; ``unigram_entropy`` in nats per token."""
@@ -186,8 +214,24 @@ class SilentFolder:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    write_config = check_there = write_environment = write_passes = write_graph = write_summary = _nothing
+    settle = write_config = check_there = write_environment = write_passes = write_graph = write_summary = _nothing
     log = draw_loss = close = _nothing
+
+
+def died_early(run: Path) -> bool:
+    """Whether ``run`` is a run folder without a checkpoint of a run that did not end well, and so can begin again."""
+    ours = (run / "lock").is_file() and (run / "config.json").is_file()
+    return ours and not any((run / "checkpoints").glob("step-*")) and status_of(run) in (None, "failed")
+
+
+def _create(path: Path, config: TrainConfig) -> None:
+    """Make the run folder with its lock and config.json in one step: without, no run could begin again in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    made.mkdir(exist_ok=True)
+    (made / "lock").touch()
+    write_text(made / "config.json", config.to_json())
+    made.rename(path)
 
 
 def _lock(path: Path) -> TextIO:

@@ -48,7 +48,9 @@ def test_those_of_keep_every_stay_and_damaged_ones_take_no_place(tmp_path):
     checkpointer.save(20, {"model": Tiny()})
     assert names(tmp_path) == ["step-00000010", *(f"step-000000{step}" for step in (12, 15, 20))]
     (tmp_path / "step-00000099").touch()  # which is no checkpoint
-    checkpointer.drop_after(12)
+    checkpointer.rewind(12, lambda: None)
+    assert len(names(tmp_path)) == 5
+    checkpointer.settle()
     assert names(tmp_path) == ["step-00000010", "step-00000012", "step-00000099"]
 
 

@@ -15,7 +15,7 @@ from stepgraph.config.environment import environment
 from stepgraph.config.train import TrainConfig
 from stepgraph.inspect.account.page import write_page
 from stepgraph.train.records import files, folder
-from stepgraph.train.records.files import is_finished, read_metrics, write_text
+from stepgraph.train.records.files import read_metrics, status_of, write_text
 from stepgraph.train.records.folder import RunFolder, Summary
 
 
@@ -124,12 +124,12 @@ def test_a_damaged_line_is_named(tmp_path):
 
 def test_a_damaged_summary_is_no_end(tmp_path):
     file = tmp_path / "summary.json"
-    assert not is_finished(file)
+    assert status_of(file.parent) is None
     for content, finished in [(b"{", False), (b"[]", False), (b"{}", False), (b"\xff\xfe", False),
                               (b'{"status": "failed"}', False), (b'{"status": "finished"}', True)]:  # fmt: skip
         file.write_bytes(content)
-        assert is_finished(file) == finished
-    assert not is_finished(tmp_path)
+        assert (status_of(file.parent) == "finished") == finished
+    assert status_of(tmp_path / "none") is None
 
 
 def test_json_stays_strict_when_a_loss_is_not_finite(tmp_path):
