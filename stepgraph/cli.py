@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stepgraph.config.option_names import check_options, ranks_asked_for, run_of, value_of
-from stepgraph.errors import unknown_name, unknown_option
+from stepgraph.errors import read_json, unknown_name, unknown_option
 
 if TYPE_CHECKING:
     from stepgraph.config.train import TrainConfig
@@ -280,7 +280,7 @@ def _resumed(folder: Path, preset: str | None) -> "TrainConfig":
     if not file.is_file():
         raise ValueError(f"--resume {folder} is not a run folder (it has no config.json): give the folder of a run")
     try:
-        config = TrainConfig.from_json(file.read_text(encoding="utf-8"))
+        config = read_json(file, TrainConfig.from_json)
     except ValueError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if preset not in (None, config.preset):

@@ -1,9 +1,14 @@
 """Error messages for people: what was given, what is allowed, one fix."""
 
 import difflib
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+#: The largest JSON or TOML file that is read whole, in bytes: tokenizers of 256k tokens have 40 MB.
+LARGEST_TEXT = 1 << 28
 
 
 class CaptureError(ValueError):
@@ -38,6 +43,24 @@ def require_file(path: Path) -> None:
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe or a device, which cannot be read again"
         raise ValueError(f"{path} is {kind}: give a file")
+
+
+def parse(text: str | bytes, loads: Callable[[Any], Any] = json.loads) -> Any:
+    """What the JSON in ``text`` holds, or what ``loads`` reads. ``ValueError`` too where it is nested too deeply."""
+    try:
+        return loads(text)
+    except RecursionError:
+        raise ValueError("its objects are nested too deeply to be read") from None
+
+
+def read_json(path: Path, loads: Callable[[Any], Any] = json.loads) -> Any:
+    """What a file of JSON, or of what ``loads`` reads, holds. ``OSError`` where it cannot be read; ``ValueError``, in
+    one line without the path, for another text, one that is not UTF-8, is too deep or too large, or a pipe or device,
+    which might never end."""
+    require_file(path)
+    if path.stat().st_size > LARGEST_TEXT:
+        raise ValueError(f"it has {path.stat().st_size / 1e6:,.0f} MB, more than {LARGEST_TEXT / 1e6:,.0f}")
+    return parse(path.read_bytes().decode("utf-8"), loads)
 
 
 def require_words(name: str, given: object) -> None:

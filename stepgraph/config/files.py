@@ -7,7 +7,7 @@ from typing import Any
 
 from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning
 from stepgraph.config.train import TrainConfig
-from stepgraph.errors import require_file, unknown_name
+from stepgraph.errors import read_json, require_file, unknown_name
 
 
 def read_config(path: Path, preset: str | None, init_from_hf: str | None = None) -> tuple[TrainConfig, set[str]]:
@@ -51,15 +51,13 @@ def read_config(path: Path, preset: str | None, init_from_hf: str | None = None)
 def _parsed(path: Path) -> dict[str, Any]:
     try:
         require_file(path)
-        text = path.read_text(encoding="utf-8")
+        if path.suffix not in (".toml", ".json"):
+            raise ValueError(f"--config {path} must be FILE.toml, or the config.json of a run")
+        values = read_json(path, tomllib.loads if path.suffix == ".toml" else json.loads)
     except OSError as error:
         raise ValueError(f"cannot read --config {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"--config {path} is not UTF-8: save it as UTF-8") from error
-    if path.suffix not in (".toml", ".json"):
-        raise ValueError(f"--config {path} must be FILE.toml, or the config.json of a run")
-    try:
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(values, dict):

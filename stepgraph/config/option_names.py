@@ -2,7 +2,6 @@
 and how many ranks to start."""
 
 import ast
-import json
 import math
 import os
 import re
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from stepgraph.errors import nearest, unknown_option
+from stepgraph.errors import nearest, read_json, unknown_option
 
 _ROOT = Path(__file__).parents[1]
 
@@ -66,7 +65,7 @@ def ranks_asked_for(words: list[str]) -> int | None:
     options: dict[str, object] = {}
     if resumed := value_of("--resume", words):
         try:
-            options = dict(json.loads((run_of(Path(resumed)) / "config.json").read_text("utf-8")))
+            options = dict(read_json(run_of(Path(resumed)) / "config.json"))
         except (OSError, ValueError, TypeError):
             return None
     nproc, mesh, restarts = (

@@ -20,7 +20,7 @@ import tyro
 from stepgraph.config.from_json import decode
 from stepgraph.config.mesh_checks import check_mesh
 from stepgraph.config.option_names import run_of
-from stepgraph.errors import unknown_name
+from stepgraph.errors import parse, unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
 from stepgraph.parallel import MeshSpec
 from stepgraph.passes import StepOptions
@@ -388,7 +388,7 @@ class TrainConfig(StepOptions, _Training):
     @classmethod
     def from_json(cls, text: str) -> "TrainConfig":
         """The configuration that ``to_json`` wrote. Raises ValueError for text it cannot have written."""
-        values = json.loads(text)
+        values = parse(text)
         if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
             raise ValueError("not a run's configuration: it must be a JSON object with a model in it")
         model = dict(values["model"])

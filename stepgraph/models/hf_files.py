@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from stepgraph import errors
 from stepgraph.errors import require_file
 
 CONFIG = "config.json"
@@ -15,8 +16,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
     require_file(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = errors.read_json(path)
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object; download it again")

@@ -10,6 +10,7 @@ from stepgraph.config import build
 from stepgraph.config.device import pick_device
 from stepgraph.config.option_names import run_of
 from stepgraph.config.train import TrainConfig
+from stepgraph.errors import read_json
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
 
 
@@ -28,7 +29,7 @@ def run_config(folder: Path) -> TrainConfig:
     if not file.is_file():
         raise ValueError(f"{folder} is not a run folder (it has no config.json): give the folder of a run")
     try:
-        return TrainConfig.from_json(file.read_text(encoding="utf-8"))
+        return read_json(file, TrainConfig.from_json)
     except ValueError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
 

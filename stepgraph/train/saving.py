@@ -39,6 +39,8 @@ class Saving:
         else:
             self.checkpointer.load(path, {k: v for k, v in state.items() if k != "loader"}, rng=False)
             self.ranks.each(lambda: state["loader"].load_state_dict(joined_states(loader_states(path))))
+        if not {"step", "tokens"} <= state["trainer"].keys():
+            raise ValueError(f"checkpoint {path} lacks the steps and tokens of its run; use an earlier one")
         for group, given in zip(build.param_groups(state["optimizer"]), options, strict=True):
             group.update(given)  # --weight-decay and the like may be changed on --resume
 

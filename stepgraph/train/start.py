@@ -9,6 +9,7 @@ import torch
 from stepgraph import parallel, passes
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
+from stepgraph.errors import read_json
 from stepgraph.step import CapturedStep
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.data import (
@@ -101,7 +102,7 @@ def options_lines(config: TrainConfig, *, resumed: bool) -> str:
     line = f"config {config.preset}: {' '.join(given) or 'its own options'}"
     if not resumed:
         return line
-    before = TrainConfig.from_json((config.resumed_run / "config.json").read_text(encoding="utf-8"))
+    before = read_json(config.resumed_run / "config.json", TrainConfig.from_json)
     changed = [f"{name} {was} -> {now}" for name, (was, now) in config.changes(before).items()]
     return f"{line}\noptions changed since: {', '.join(changed) or 'none'}"
 

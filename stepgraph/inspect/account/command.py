@@ -9,7 +9,7 @@ from stepgraph.config.command_line import parse, refuse_idle, require_folder
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import ModelConfig, TrainConfig
 from stepgraph.costs.hardware import GPUS, Gpu
-from stepgraph.errors import unknown_name
+from stepgraph.errors import read_json, unknown_name
 from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import PAGE, read_page, write_page
@@ -146,7 +146,7 @@ def _run_config(folder: Path) -> TrainConfig:
         raise unknown_name("preset or run", str(folder), PRESETS)
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a run")
-    return TrainConfig.from_json(file.read_text(encoding="utf-8"))
+    return read_json(file, TrainConfig.from_json)
 
 
 def _preset(name: str, options: InspectOptions, words: list[str]) -> TrainConfig:

@@ -56,6 +56,7 @@ from stepgraph.train.checkpoint.state import (
     plan_optimizers,
     rng_state,
     set_rng_state,
+    tensors_of_layout,
     without,
 )
 
@@ -172,8 +173,9 @@ class Checkpointer:
             fix = ranks.first(lambda: advice(path))
             raise ValueError(f"checkpoint {path} is damaged: {error}; {fix}") from error
         targets, finish = ranks.each(lambda: _plan_load(path, manifest, state, rng, ranks))
-        dcp_load(targets, path)
-        finish()
+        with of_this_form(path):
+            dcp_load(targets, path)
+            finish()
 
     def is_of_this_mesh(self, path: Path) -> bool:
         """Whether the checkpoint ``path`` is of this run's mesh, so that every rank finds its own part in it."""
@@ -297,11 +299,17 @@ def _plan(
     if _fingerprint(here) != manifest["fingerprint"]:  # `of_this_form` reports a manifest without one
         difference = first_difference(manifest["model"], here)
         raise ValueError(f"checkpoint {path} is of another model: {difference}; build the model as that run did")
+    shared, own = json.loads((path / "state.json").read_bytes()), {}
+    sizes = {name: entry["size"] for name, entry in manifest["files"].items()}
+    slots = tensors_of_layout(shared.get("optimizer", []))
     try:
-        check_index(path)
+        check_index(path, {f"model.{name}": entry for name, entry in here.items()} | slots, sizes)
     except pickle.UnpicklingError as error:
         raise ValueError(f"checkpoint {path} is not safe to load: {error}; use one that this run wrote") from error
-    shared, own = json.loads((path / "state.json").read_bytes()), {}
+    except ValueError as error:
+        raise ValueError(
+            f"the index of checkpoint {path} does not fit its tensors: {error}; use an earlier one"
+        ) from error
     if rng or "loader" in state:
         if manifest["ranks"] != ranks.world:
             raise ValueError(
@@ -323,6 +331,11 @@ def _plan(
             raise ValueError(f"checkpoint {path} does not fit: {error}") from error
         targets |= slots
     values = {part: decode(shared[part]) for part in ("schedule", "trainer") if part in state}
+    for part, value in values.items():
+        wrong = [k for k, now in state[part].items() if type(now) is int and type(value.get(k, 0)) is not int]
+        if wrong or ("step" in state[part] and value.get("step") != manifest["step"]):
+            what = f"{part}={str(value)[:80]} at step {manifest['step']}"
+            raise ValueError(f"checkpoint {path} has {what}; use an earlier one")
     streams = decode(own["rng"]) if rng else None
     if streams is not None:
         before = rng_state()

@@ -5,12 +5,15 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from stepgraph.errors import parse
 from stepgraph.train.checkpoint.files import sha256
+from stepgraph.train.faults.lost_ranks import is_lost_rank
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -54,7 +57,10 @@ def resolve(path: str | os.PathLike) -> Path:
 
 
 #: What code meets in JSON of another form than it expects.
-_WRONG_FORM = (LookupError, TypeError, AttributeError, RuntimeError, binascii.Error)
+_WRONG_FORM = (
+    *(LookupError, TypeError, AttributeError, RuntimeError, binascii.Error, OverflowError, EOFError, AssertionError),
+    *(FileNotFoundError, MemoryError, pickle.UnpicklingError),
+)
 
 
 @contextlib.contextmanager
@@ -64,6 +70,8 @@ def of_this_form(path: Path) -> Iterator[None]:
     try:
         yield
     except (*_WRONG_FORM, UnicodeDecodeError, json.JSONDecodeError) as error:
+        if is_lost_rank(error):
+            raise
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"checkpoint {path} holds something else than this stepgraph writes ({what}); use an earlier "
                          "one") from error  # fmt: skip
@@ -120,6 +128,11 @@ def verify(path: Path, *, contents: bool, rank: int = 0, world: int = 1) -> dict
     files, sizes = manifest.get("files"), {"size", "sha256"}
     if not isinstance(files, dict) or not all(isinstance(e, dict) and sizes <= e.keys() for e in files.values()):
         raise DamagedError(f"{MANIFEST} lists no files with their sizes")
+    ranks, step = manifest.get("ranks"), manifest.get("step")
+    whole = type(ranks) is int and 0 < ranks < len(files) and type(step) is int
+    whole = whole and (not _STEP.fullmatch(path.name) or step == step_of(path))
+    if not whole or not {"state.json", ".metadata", *(f"rank-{r:05d}.json" for r in range(ranks))} <= files.keys():
+        raise DamagedError(f"{MANIFEST} lists {len(files)} files, which are not those of ranks={ranks}, step={step}")
     for index, (name, entry) in enumerate(files.items()):
         file = path / name
         if not file.is_file():
@@ -143,7 +156,7 @@ def read_manifest(path: Path) -> dict:
         raise DamagedError(f"{MANIFEST} is missing")
     raw = file.read_bytes()
     try:
-        manifest = json.loads(raw)
+        manifest = parse(raw)
         found = manifest.pop("format", None), manifest.pop("sha256", None)
     except (ValueError, AttributeError) as error:
         raise DamagedError(f"{MANIFEST} is not readable JSON") from error

@@ -1,16 +1,19 @@
 """Tokenizers: documents (bytes) to token ids and back."""
 
 import hashlib
-import json
+import math
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 
-from stepgraph.errors import require_file
+from stepgraph.errors import parse, require_file
 
 END_OF_TEXT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
+
+#: Characters that a tokenizer may make of one before it cuts a text into tokens.
+_MOST_GROWTH = 64
 
 
 class Tokenizer(Protocol):
@@ -74,8 +77,8 @@ class JsonTokenizer:
             raise ValueError(f"cannot read tokenizer {path}: {error.strerror}") from error
         try:
             text = content.decode()
-            json.loads(text)
-        except (ValueError, RecursionError) as error:
+            _require_bounded(parse(text))
+        except ValueError as error:
             raise ValueError(f"tokenizer {path} is not valid JSON ({error}): copy it again from its model") from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -109,6 +112,21 @@ class JsonTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         """The text of token ids (N,), without special tokens."""
         return self._tokenizer.decode(_checked_ids(ids, self).tolist(), skip_special_tokens=True)
+
+
+def _require_bounded(file: Any) -> None:
+    """``ValueError`` for a tokenizer whose replacements make a long text of each character."""
+
+    def growth(part: Any) -> int:
+        if not isinstance(part, dict):
+            return 1
+        steps = [step for name in ("normalizers", "pretokenizers") for step in part.get(name) or []]
+        content = part.get("content") if part.get("type") == "Replace" else None
+        return max(1, len(content) if isinstance(content, str) else 1) * math.prod(map(growth, steps))
+
+    longest = max(growth(file.get(name)) for name in ("normalizer", "pre_tokenizer")) if isinstance(file, dict) else 1
+    if longest > _MOST_GROWTH:
+        raise ValueError(f"its normalizer may make {longest:,} characters of one, more than {_MOST_GROWTH}")
 
 
 def _checked_ids(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

@@ -7,14 +7,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+from stepgraph.errors import parse, read_json, require_file
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a ``metrics.jsonl``, without a last line cut off by a crash. ValueError for another bad line."""
+    require_file(path)
     lines = path.read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = parse(line)
         except ValueError as error:  # of JSON, or of UTF-8
             if number < len(lines):
                 raise ValueError(f"{path} line {number} is not JSON: repair or delete that line") from error
@@ -28,7 +31,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def status_of(run: Path) -> str | None:
     """The status in the summary.json of ``run``; None without one."""
     try:
-        found = json.loads((run / "summary.json").read_bytes())
+        found = read_json(run / "summary.json")
     except (OSError, ValueError):
         return None
     return found.get("status") if isinstance(found, dict) else None
