@@ -122,11 +122,10 @@ def fine_tuning(folder: Path) -> TrainConfig:
     """
     model = models.config_from_hf(folder)
     longest = models.family_of(model).longest(model)
-    tokenizer = folder / "tokenizer.json"
     return TrainConfig(
         model=model,
         init_from_hf=folder,
-        tokenizer=str(tokenizer) if tokenizer.is_file() else "bytes",
+        tokenizer=str(folder / "tokenizer.json"),
         inductor="full" if model.num_params() > SMALL else "off",
         seq_len=min(1024, longest or 1024),
         batch_size=4,

@@ -4,9 +4,12 @@ import contextlib
 import datetime
 import gc
 import hashlib
+import math
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -31,16 +34,19 @@ def launched() -> bool:
 
 def world_size() -> int:
     """Ranks that were started; 1 for a process that stands alone."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # which others read
+        _number("LOCAL_WORLD_SIZE", 1)
     return _number("WORLD_SIZE", 1) if launched() else 1
 
 
-def _number(name: str, least: int = 0) -> int:
+def _number(name: str, least: int = 0, most: float = math.inf) -> int:
     """An environment variable of torchrun's. Raises ``ValueError``, in one line, where it is missing or no number."""
     text = os.environ.get(name)
-    if text is None or not text.isdecimal() or int(text) < least:
+    if text is None or not text.isdecimal() or not least <= int(text) <= most:
         found = "is not set" if text is None else f"is {text!r}"
+        allowed = f"from {least} on" if most == math.inf else f"from {least} to {most}"
         raise ValueError(
-            f"the environment's {name} {found}; allowed is a number from {least} on: start ranks by torchrun or "
+            f"the environment's {name} {found}; allowed is a number {allowed}: start ranks by torchrun or "
             "--nproc, or unset RANK and WORLD_SIZE for one process"
         )
     return int(text)
@@ -53,7 +59,7 @@ def job_store() -> dist.Store | None:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    return dist.PrefixStore(f"stepgraph/{os.environ['TORCHELASTIC_RUN_ID']}", _agent_store(10))
+    return dist.PrefixStore(f"stepgraph/{_text('TORCHELASTIC_RUN_ID')}", _agent_store(10))
 
 
 def says_first(text: str) -> bool:
@@ -67,8 +73,7 @@ def says_first(text: str) -> bool:
 
 
 def _agent_store(timeout_s: float) -> dist.Store:
-    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
-    return dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
+    return dist.TCPStore(*_address(timeout_s), is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def _init_process_group(backend: str, timeout_s: float) -> None:
@@ -88,7 +93,7 @@ def _meet(rank: int, world: int, timeout_s: float) -> dist.Store:
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # The agent keeps its store over restarts, and torch would read the addresses of the ranks that are gone.
-            attempt = f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+            attempt = f"attempt-{_text('TORCHELASTIC_RESTART_COUNT')}"
             store = dist.PrefixStore(attempt, _agent_store(timeout_s))
         else:
             store = _own_store(rank, timeout_s)
@@ -114,11 +119,29 @@ def _own_store(rank: int, timeout_s: float) -> dist.Store:
     """The store of ranks that no elastic agent started; rank 0 has its server."""
     timeout = datetime.timedelta(seconds=timeout_s)
     server = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
-    if "MASTER_ADDR" not in os.environ:
-        raise ValueError(
-            "the environment's MASTER_ADDR is not set: give the address of rank 0's machine, or use torchrun"
-        )
-    return dist.TCPStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"), timeout=timeout, **server)
+    return dist.TCPStore(*_address(timeout_s), timeout=timeout, **server)
+
+
+def _text(name: str) -> str:
+    if not os.environ.get(name):
+        raise ValueError(f"the environment's {name} is not set: start ranks by torchrun or --nproc, which set it")
+    return os.environ[name]
+
+
+def _address(timeout_s: float) -> tuple[str, int]:
+    """Host and port where the ranks meet. The host's name must be known soon: torch would ask for minutes."""
+    host, port, until = _text("MASTER_ADDR"), _number("MASTER_PORT", most=65535), time.monotonic() + min(timeout_s, 10)
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+            return host, port
+        except (OSError, UnicodeError) as failure:
+            if time.monotonic() > until:
+                raise ValueError(
+                    f"the ranks cannot meet at {_place()}: the host {host!r} is not known here ({failure}); set "
+                    "MASTER_ADDR to the address of rank 0's machine"
+                ) from failure
+            time.sleep(0.5)
 
 
 def _place() -> str:

@@ -31,8 +31,11 @@ def test_options_and_the_tokenizer_beside_the_weights(tmp_path):
     folder_of(llama3_debug(), tmp_path)
     config = parse_train(["--init-from-hf", str(tmp_path), "--lr", "1e-4", "--steps", "5"])
     assert (config.lr, config.steps, config.warmup_steps, config.seq_len) == (1e-4, 5, 0, 1024)
-    assert (config.model, config.init_from_hf, config.tokenizer) == (llama3_debug(), tmp_path, "bytes")
-    (tmp_path / "tokenizer.json").touch()
+    assert (config.model, config.init_from_hf, config.tokenizer) == (
+        llama3_debug(),
+        tmp_path,
+        str(tmp_path / "tokenizer.json"),  # never bytes without a word: the run refuses where it is missing
+    )
     assert parse_train(["--init-from-hf", str(tmp_path)]).tokenizer == str(tmp_path / "tokenizer.json")
     assert parse_train(["--init_from_hf", str(tmp_path)]).tokenizer == str(tmp_path / "tokenizer.json")
     assert parse_train(["llama3-debug", "--init-from-hf", str(tmp_path)]).tokenizer == "bytes"  # a preset's own

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 
 import pytest
 import torch
@@ -171,7 +172,17 @@ def test_what_parallelize_leaves(world):
         ({"RANK": "2"}, "the environment's RANK is 2 of WORLD_SIZE 2: ranks count from 0 to 1"),
         ({"WORLD_SIZE": "0"}, "the environment's WORLD_SIZE is '0'; allowed is a number from 1 on"),
         ({"MASTER_PORT": None}, "the environment's MASTER_PORT is not set; allowed is"),
-        ({"MASTER_ADDR": None}, "the environment's MASTER_ADDR is not set: give the address of rank 0's machine"),
+        ({"MASTER_ADDR": None}, "the environment's MASTER_ADDR is not set: start ranks by torchrun"),
+        ({"MASTER_PORT": "70000"}, "the environment's MASTER_PORT is '70000'; allowed is a number from 0 to 65535"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "the environment's LOCAL_WORLD_SIZE is '0'; allowed is a number from 1 on"),
+        (
+            {"MASTER_ADDR": "no-such-host.invalid"},
+            "the ranks cannot meet at .*: the host 'no-such-host.invalid'",
+        ),
+        (
+            {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": None},
+            "the environment's TORCHELASTIC_RESTART_COUNT is not set",
+        ),
     ],
     ids=str,
 )
@@ -179,8 +190,17 @@ def test_an_environment_that_starts_no_rank_is_one_line(changed, says, monkeypat
     there = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29999"}
     for name, value in (there | changed).items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    began = time.monotonic()
     with pytest.raises(ValueError, match=f"^{says}"):
-        parallel.started(MeshSpec.parse("fsdp=2"), "cpu").__enter__()
+        parallel.started(MeshSpec.parse("fsdp=2"), "cpu", 1.0).__enter__()
+    assert time.monotonic() - began < 30
+
+
+def test_an_agent_without_a_run_id_is_one_line(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with pytest.raises(ValueError, match="TORCHELASTIC_RUN_ID is not set"):
+        parallel.job_store()
 
 
 def _meet_where_another_listens(_):

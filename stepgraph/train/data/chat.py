@@ -6,6 +6,7 @@ negative, so that one stream holds both.
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ from stepgraph.train.data.tokenizer_files import TokenizerFiles
 #: Around what a template marks as generated; Unicode has no characters here, and never will.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
+#: What a template may do to render one conversation: turns of its loops, and characters of a text that it makes.
+_MOST_LOOPS, _LARGEST = 1_000_000, 1 << 28
+
 Message = dict[str, Any]
 Span = tuple[int, int]
 
@@ -36,7 +40,7 @@ class ChatTemplate:
 
     def __init__(self, text: str, tokens: dict[str, str]):
         self.text, self._tokens = text, tokens
-        environment = ImmutableSandboxedEnvironment(
+        self._environment = environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
@@ -58,10 +62,17 @@ class ChatTemplate:
         text up to there. Raises ``ValueError`` where a template rewrites earlier messages, so that nothing tells.
         """
         if self._marks:
-            return _without_marks(self._render(messages, False))
+            text, spans = _without_marks(self._render(messages, False))
+            learned = [_is_learned(message) for message in messages if message["role"] == "assistant"]
+            if not all(learned) and len(learned) != len(spans):
+                raise ValueError(
+                    f"the chat template marks {len(spans)} generations of {len(learned)} assistant messages, so those "
+                    "with weight 0 or without content cannot be told apart: leave such conversations out"
+                )
+            return text, spans if all(learned) else [span for span, on in zip(spans, learned, strict=True) if on]
         text, spans = self.render(messages), []
         for place, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or not _is_learned(message):
                 continue
             after = self.render(messages[: place + 1])
             before = self.render(messages[:place], prompt=True) if place else self._before_first(message, after)
@@ -87,6 +98,7 @@ class ChatTemplate:
     def _render(self, messages: list[Message], prompt: bool) -> str:
         # Neither tools nor documents: templates ask whether these are None, as transformers gives them.
         given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompt}
+        self._environment.loops = 0
         try:
             return self._template.render(**given, **self._tokens)
         except Exception as error:  # a template is a program, and may divide by zero or call itself for ever
@@ -95,6 +107,53 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template refuses a conversation ({reason}): {said!r}; leave it out, or mend the template"
             ) from error
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with limits: loops and texts of a template that go on for ever end in an error.
+
+    Jinja compiles loops to Python's, so each loop's body is made to begin with a call that counts, and each assignment
+    and product to pass a call that looks at the size.
+    """
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.loops = 0
+        self.globals |= {"_count": self._count, "_bounded": _bounded}
+
+    def _count(self) -> str:
+        self.loops += 1
+        if self.loops > _MOST_LOOPS:
+            raise jinja2.TemplateError(f"its loops run more than {_MOST_LOOPS:,} times")
+        return ""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(jinja2.nodes.For)):
+            loop.body.insert(0, jinja2.nodes.ExprStmt(_call("_count")).set_lineno(loop.lineno))
+        for assignment in list(tree.find_all(jinja2.nodes.Assign)):
+            assignment.node = _call("_bounded", assignment.node).set_lineno(assignment.lineno)
+        tree.set_environment(self)
+        return tree
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(side) if isinstance(side, (str, list, tuple)) else abs(side) for side in (left, right)]
+        numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
+        if (operator == "**" or not numbers) and math.prod(sizes) > _LARGEST:
+            raise jinja2.TemplateError(f"{operator} makes something of more than {_LARGEST:,} characters")
+        return super().call_binop(context, operator, left, right)
+
+
+def _call(name: str, *arguments: jinja2.nodes.Expr) -> jinja2.nodes.Call:
+    return jinja2.nodes.Call(jinja2.nodes.Name(name, "load"), list(arguments), [], None, None)
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, (str, list, tuple)) and len(value) > _LARGEST:
+        raise jinja2.TemplateError(f"it makes a text of more than {_LARGEST:,} characters")
+    return value
 
 
 class _Generation(Extension):
@@ -109,6 +168,14 @@ class _Generation(Extension):
 
     def _marked(self, caller: Callable[[], str]) -> str:
         return OPEN + caller() + CLOSE
+
+
+def _is_learned(message: Message) -> bool:
+    """Whether an assistant's message is a target: not with a weight of 0, nor without content."""
+    weight = message.get("weight", 1)
+    if type(weight) not in (bool, int, float) or weight not in (0, 1):
+        raise ValueError(f"weight={weight!r} of a message is not allowed: give 0, not learned, or 1")
+    return bool(weight) and bool(message["content"].strip())
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:

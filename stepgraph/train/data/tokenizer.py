@@ -73,6 +73,13 @@ class JsonTokenizer:
         try:
             require_file(Path(path))
             content = Path(path).read_bytes()
+        except FileNotFoundError as error:
+            folder = Path(path).parent
+            make = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+            raise ValueError(
+                f"cannot read tokenizer {path}: {error.strerror}; give another by --tokenizer, or let transformers "
+                f"make it: {make}"
+            ) from error
         except OSError as error:
             raise ValueError(f"cannot read tokenizer {path}: {error.strerror}") from error
         try:
