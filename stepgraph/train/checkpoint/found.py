@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stepgraph.errors import parse
+from stepgraph.run.watch.lost_ranks import is_lost_rank
 from stepgraph.train.checkpoint.files import sha256
-from stepgraph.train.faults.lost_ranks import is_lost_rank
 
 FORMAT = 1
 MANIFEST = "manifest.json"
