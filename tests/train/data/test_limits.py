@@ -21,7 +21,7 @@ TALK = [
     {"role": "assistant", "content": ""},
     {"role": "assistant", "content": "yes", "weight": 1},
 ]
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}.{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}.{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
 MARKED = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"  # noqa: E501
 
 
