@@ -291,3 +291,59 @@ def test_a_loss_that_sets_attributes_is_refused(tmp_path, kept):
 
     with pytest.raises(CaptureError, match=r"the loss (sets|keeps a tensor of the step in) loss_fn\.self\.kept"):
         of_kind(Keeps, output_dir=str(tmp_path))
+
+
+class Clamps(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            p.grad.clamp_(-1e-4, 1e-4)
+
+
+def test_a_callback_that_changes_gradients(tmp_path):
+    check_same(*both(tmp_path, trainer_options={"callbacks": [Clamps()]}, optim="sgd", count=6))
+
+
+class Preferred:
+    """Reads a reference model and an option of its own, which a callback changes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.reference, self.beta = qwen().eval().requires_grad_(False), 0.1
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with torch.no_grad():
+            other = self.reference(**inputs).loss
+        return (loss - self.beta * other) ** 2
+
+
+class Changes(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        trainer = self.trainer
+        if state.global_step == 2:
+            set_seed(5)
+            trainer.reference = qwen(rms_norm_eps=0.1).eval().requires_grad_(False)
+        if state.global_step == 3:
+            trainer.reference.load_state_dict({k: v * 2 for k, v in trainer.model.state_dict().items()}, assign=True)
+        if state.global_step == 4:
+            trainer.beta = torch.tensor(0.5).numpy()[()]
+        if state.global_step == 5:
+            trainer.reference.to(torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:.*captured again")
+def test_a_reference_model_that_is_replaced_loaded_or_cast(tmp_path):
+    runs = []
+    for kind in (Trainer, GraphTrainer):
+        own = type(kind.__name__, (Preferred, kind), {})
+        arguments = TrainingArguments(
+            str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2, max_steps=8,
+            logging_steps=1, save_strategy="no",
+        )  # fmt: skip
+        given = {"passes": "exact"} if kind is GraphTrainer else {}
+        callback = Changes()
+        trainer = own(model=qwen(), args=arguments, train_dataset=sequences(16), callbacks=[callback], **given)
+        callback.trainer = trainer
+        trainer.train()
+        runs.append(([log.get("loss") for log in trainer.state.log_history], trainer))
+    check_same(*runs)

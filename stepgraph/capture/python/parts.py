@@ -100,14 +100,14 @@ def _computed(value: Any, name: str) -> Any:
         return ABSENT
 
 
-def parts_of_class(cls: type, names: Callable[[str], bool]) -> Iterator[Part]:
+def parts_of_class(cls: type, names: Callable[[str, Any], bool]) -> Iterator[Part]:
     """Methods and values of a class and those that it inherits from, by ``names``."""
     for base in cls.__mro__:
         if base.__flags__ & 1 << 8 or base is nn.Module:  # what cannot change, and what is of every module
             continue
         where = f"{base.__module__}.{base.__qualname__}"
         for name, value in list(vars(base).items()):
-            if name != "__getattribute__" and names(name) and not is_slot(value):
+            if name != "__getattribute__" and names(name, value) and not is_slot(value):
                 yield Part(f"{where}.{name}", value, "class", base, name, absolute=True)
 
 

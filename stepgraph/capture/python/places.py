@@ -1,5 +1,6 @@
 """Where code is from: the user's program, a package, or what a captured step takes as given."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -41,6 +42,14 @@ def counts(file: str) -> bool:
 def is_of_program(file: str) -> bool:
     """Whether a file is of the program itself, and of no package that is installed."""
     return counts(file) and not _PACKAGES.search(file)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def of_program(module: str | None) -> bool:
+    """Whether a module, by its name, is of the program itself; one without a file is."""
+    found = sys.modules.get(module or "")
+    file = getattr(found, "__file__", None)
+    return is_of_program(file) if isinstance(file, str) else module not in sys.builtin_module_names
 
 
 def of_library(module: str | None) -> bool:

@@ -8,7 +8,6 @@ What the trace changed there is set back at its end, and `Reads.changes` says wh
 """
 
 import contextlib
-import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from stepgraph.capture.python import parts, values
-from stepgraph.capture.python.places import is_of_program
+from stepgraph.capture.python.places import of_program
 from stepgraph.capture.python.values import ABSENT, kind_of
 from stepgraph.capture.python.watched import LOSS, Watched, _Walk
 
@@ -203,9 +202,7 @@ class Reads:
 
     def _of_class(self, cls: type) -> list[parts.Part]:
         """What a class of the user's has: its values, and methods whose code names what may be read."""
-        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-        own = file is None or is_of_program(file)
-        return list(parts.parts_of_class(cls, lambda _: own))
+        return list(parts.parts_of_class(cls, lambda *_: True)) if of_program(cls.__module__) else []
 
     def _keep_dict(self, where: str, held: dict) -> None:
         for key, value in held.items():

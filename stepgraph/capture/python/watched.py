@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from stepgraph import compat
 from stepgraph.capture.python import parts, values
 from stepgraph.capture.python.parts import Part
-from stepgraph.capture.python.places import is_of_program
+from stepgraph.capture.python.places import is_of_program, of_program
 from stepgraph.capture.python.values import ABSENT, kind_of
 
 #: Dictionaries of hooks that run with a module, by their keys in ``vars(module)``.
@@ -77,13 +77,14 @@ class _Walk:
             for value in list(self._open.values()):
                 self._parts("", parts.parts_of_namespace(value, self._named))
             for cls, names in list(self._of_class.items()):
-                self._parts(
-                    "", parts.parts_of_class(cls, partial(self._is_named, values.is_own(cls.__module__), names))
-                )
+                self._parts("", parts.parts_of_class(cls, partial(self._may_be_read, cls, names)))
 
-    def _is_named(self, own: bool, names: set[str], name: str) -> bool:
-        """Whether what a class has under ``name`` may be read: it was, or a user's or a package's code names it."""
-        return name in names or (own and (_is_special(name) or name in self._named))
+    def _may_be_read(self, cls: type, names: set[str], name: str, value: Any) -> bool:
+        """Whether what a class has under ``name`` may be read: it was, or it is of the user's and code names it."""
+        if name in names:
+            return True
+        called = _is_special(name) and kind_of(type(value)) in ("function", "descriptor")
+        return (called or name in self._named) and of_program(cls.__module__)
 
     def _parts(self, path: str, found: Iterable[Part]) -> None:
         for part in found:
