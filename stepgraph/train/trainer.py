@@ -287,7 +287,7 @@ class Run:
         """
         config = self.config
         launched: Launched | None = None
-        self.last_time = time.perf_counter()
+        self._restart_clock()
         console = None if self.speaks else Console(quiet=True)
         with Progress(config.steps, console=console) as progress:
             if self.step and self._validates() and self.ranks.first(lambda: self.folder.validated != self.step):
@@ -311,7 +311,7 @@ class Run:
                 if validate:
                     self._validate(progress=progress)
                 if validate or save or show:
-                    self.last_time = time.perf_counter()
+                    self._restart_clock()
             if launched:
                 self._finish(launched, progress)
             if self.step < config.steps:
@@ -368,7 +368,9 @@ class Run:
         self.watch.waits_for(step)
         loss, grad_norm, *loads = launched.figures.read()
         now = time.perf_counter()
-        step_ms, self.last_time = (now - self.last_time) * 1e3, now
+        on_host, self.last_time = (now - self.last_time) * 1e3, now
+        on_gpu, self.last_figures = launched.figures.ms_since(self.last_figures), launched.figures
+        step_ms = on_host if on_gpu is None else on_gpu
         self.finished += 1
         if repeats := int(launched.metrics.get("repeated", 0)):
             self.repeated_steps += repeats
@@ -407,7 +409,12 @@ class Run:
             with self.failures.noted(what=OUTPUT):
                 progress.update(step, **record)
         if self.finished == 1:
-            self.last_time = time.perf_counter()  # the first record loads TensorBoard
+            self._restart_clock()  # the first record loads TensorBoard
+
+    def _restart_clock(self) -> None:
+        """Time the next step from now on: what came before it was no step."""
+        self.last_time: float = time.perf_counter()
+        self.last_figures: Figures | None = None
 
     def _show(self) -> None:
         """Write what shows the step: the page, and the snapshot of its memory."""

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -38,3 +39,20 @@ def test_figures_of_a_step_do_not_wait_for_the_next():
     torch.cuda._sleep(2_000_000_000)  # about a second
     begun.record()
     assert figures.read() == [3.0, 4.0] and not begun.query()
+
+
+def test_a_steps_time_is_that_between_the_ends_of_two_steps_on_the_gpu():
+    """However late the host reads them, as where launching takes longer than the step."""
+    x = torch.randn(4096, 4096, device="cuda")
+    first = Figures(x.sum())
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(50):
+        x = x @ x / 64
+    end.record()
+    second = Figures(x.sum())
+    second.read()
+    time.sleep(0.5)
+    first.read()
+    assert second.ms_since(first) == pytest.approx(begin.elapsed_time(end), rel=0.2)
+    assert second.ms_since(None) is None

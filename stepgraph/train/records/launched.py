@@ -14,7 +14,7 @@ class Figures:
 
     def __init__(self, *figures: torch.Tensor):
         self._host = [figure.detach().to("cpu", non_blocking=True) for figure in figures]
-        self._there = torch.cuda.Event() if any(figure.is_cuda for figure in figures) else None
+        self._there = torch.cuda.Event(enable_timing=True) if any(figure.is_cuda for figure in figures) else None
         if self._there:
             self._there.record()
 
@@ -23,6 +23,15 @@ class Figures:
         if self._there:
             self._there.synchronize()
         return [figure.tolist() for figure in self._host]
+
+    def ms_since(self, before: "Figures | None") -> float | None:
+        """Milliseconds on the GPU from the numbers ``before`` to these, both there; None without a GPU or ``before``.
+
+        The host reads the numbers of one step while it launches the next, so the time between two reads is not that of
+        a step."""
+        if self._there is None or before is None or before._there is None:
+            return None
+        return before._there.elapsed_time(self._there)
 
 
 @dataclass
