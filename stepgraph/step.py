@@ -315,6 +315,7 @@ class CapturedStep:
             )
         return count
 
+    @compat.collector_off()  # once for all parts: it would walk the trace again after each
     def _bind(self, batch: Any, signature: tuple) -> BoundStep:
         self._forms.make_room()
         spec = replace(self.spec, batch=batch, accumulate=self._microbatches(batch))

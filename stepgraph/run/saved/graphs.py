@@ -93,15 +93,14 @@ class Writer:
                 found = provenance(node)
                 where = f" ({found.path or 'the model'}, {found.source})" if found else ""
                 raise NotSavable(f"node {node.name}{where}: {reason}") from None
-        return {"nodes": nodes, "provenance": list(places), "storages": forms.storages}
+        return {"nodes": nodes, "provenance": list(map(json.dumps, places)), "storages": forms.storages}
 
     def _node(self, node: fx.Node, module: fx.GraphModule, forms: Forms, places: dict) -> list[Any]:
         meta: dict[str, Any] = {mark: node.meta[mark] for mark in _MARKS if mark in node.meta}
         if "val" in node.meta:
             meta["val"] = forms.encode(node.meta["val"])
         if found := provenance(node):
-            place = json.dumps(found)
-            meta["from"] = places.setdefault(place, len(places))
+            meta["from"] = places.setdefault(found, len(places))
         arguments = [encode(tuple(node.args), self.own)["tuple"], encode(dict(node.kwargs), self.own)["dict"]]
         return [node.op, self._target(node, module), node.name, *arguments, meta]
 

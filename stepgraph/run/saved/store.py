@@ -101,11 +101,11 @@ class _Saving:
         self.own = _own_device(rewriting.device)
         began = time.perf_counter()
         self.captured, self.objects = traced.program, Captured.of(traced.program)
+        self.parts: dict[str, Any] = {}
         try:
             self.parts = self._parts()
         except NotSavable as reason:
             self.outcome.notes.append(f"the step cannot be saved: {reason}")
-            self.parts = {}
         self.name = key.entry_name(self.parts) if self.parts else None
         self.outcome.seconds = time.perf_counter() - began
 
@@ -221,7 +221,6 @@ class _Saving:
             if name not in named and (name not in groups or compat.name_group(groups[name], name) != name):
                 raise NotLoadable(f"the process group {name} has another name here")
 
-    @compat.collector_off()
     def _program(self, entry: Entry) -> StepProgram:
         """The program of an entry. Raises `NotLoadable`."""
         saved = entry.program
