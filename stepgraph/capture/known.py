@@ -55,8 +55,8 @@ class KnownValues(compat.TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], compat.FakeTensor):
-            # Autograd asks for devices twice as often as it calls operators. Answered by the mode of fake tensors, below
-            # all others, that takes an eighth of a trace.
+            # Autograd asks for devices twice as often as it calls operators. Where the mode of fake tensors, below all
+            # others, answers, that takes an eighth of a trace.
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = dict(kwargs or {})
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: it may write to its arguments
