@@ -262,7 +262,8 @@ def _check_tensors(
     missing = [name for name in wanted if name not in found]
     if missing:
         raise ValueError(f"{folder} lacks {_some(missing)}; give a complete checkpoint of this configuration")
-    unexpected = [name for name in found if name not in wanted]
+    # Old Llamas saved their RoPE's frequencies, which config.json gives.
+    unexpected = [name for name in found if name not in wanted and not name.endswith("rotary_emb.inv_freq")]
     if tied and unexpected == [tied[0]]:
         _check_tied_copy(found, *tied)
     elif unexpected:

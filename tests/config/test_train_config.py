@@ -159,7 +159,7 @@ def test_a_resumed_run_stays_in_its_folder(tmp_path):
 def test_a_run_without_out_gets_a_folder_of_its_own():
     assert TrainConfig(out=Path("a/b")).run_folder() == Path("a/b")
     folder = TrainConfig(preset="golf").run_folder()
-    assert folder.parent == Path("runs") and folder.match("golf-20??????T??????Z")
+    assert folder.parent == Path("runs") and folder.match("golf-20??????T??????.??????Z")
 
 
 @pytest.mark.parametrize("memory", ["none", "full", "selective", "budget=0.5", "budget=40", "budget=0.25GiB"])

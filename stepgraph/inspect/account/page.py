@@ -72,4 +72,4 @@ def _part(name: str) -> str:
 
 def _json(value: Any) -> str:
     # "</script>" in a string would end the block.
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -164,6 +164,9 @@ class RunFolder:
         A name that starts with ``val_`` goes to TensorBoard's ``val/``, others to ``train/``; a list to a tag for each
         element. ``expert_load`` lists, for each layer with experts, the highest load of an expert over the mean.
         """
+        if not self._metrics_file.exists():  # somebody deleted it
+            self._metrics.close()
+            self._metrics = self._metrics_file.open("a", buffering=1, encoding="utf-8")
         self._metrics.write(json_line({"step": step} | values))
         scalars: dict[str, float] = {}
         for name, value in values.items():

@@ -1,5 +1,6 @@
 """Files and templates that never end, or are nested without end: one line, within limits of time and memory."""
 
+import gzip
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import pytest
 
 from stepgraph.config.files import read_config
 from stepgraph.errors import read_json
-from stepgraph.train.data import chat
+from stepgraph.train.data import chat, open_data
 from stepgraph.train.data.chat import ChatTemplate
 from stepgraph.train.data.tokenizer import JsonTokenizer
 from stepgraph.train.records.files import read_metrics, status_of
@@ -77,3 +78,14 @@ def test_messages_of_weight_0_and_without_content_are_no_targets(template):
 def test_another_weight_is_refused():
     with pytest.raises(ValueError, match=r"weight=0\.5 of a message is not allowed"):
         ChatTemplate(PLAIN, {}).spans([{"role": "assistant", "content": "x", "weight": 0.5}])
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(gzip.compress(b"text " * 99), "a.txt is packed by gzip"), ("text".encode("utf-16-le") * 99, "UTF-16")],
+    ids=["gzip", "utf-16"],
+)
+def test_text_of_another_form_is_named(content, says, tmp_path):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        open_data(str(tmp_path / "a.txt"), "bytes", "text")

@@ -176,3 +176,12 @@ def test_every_summary_key_is_documented():
     source = Path(folder.__file__).read_text(encoding="utf-8")
     for key in Summary.__dataclass_fields__:
         assert re.search(rf'^    {key}: .*\n    """.+', source, re.MULTILINE), key
+
+
+def test_records_that_are_deleted_from_a_live_run_end_nothing(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.log(1, loss=2.0)
+    (tmp_path / "run/metrics.jsonl").unlink()
+    folder.log(2, loss=1.0)
+    folder.close()
+    assert read_metrics(tmp_path / "run/metrics.jsonl") == [{"step": 2, "loss": 1.0}]

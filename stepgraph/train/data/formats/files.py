@@ -173,6 +173,10 @@ class Parquet(Source):
 
 
 def _check_utf8(name: str, text: mmap.mmap) -> None:
+    if text[:2] == b"\x1f\x8b":
+        raise ValueError(f"{name} is packed by gzip: call it {name}.gz")
+    if text[:512].count(0) > len(text[:512]) // 4:
+        raise ValueError(f"{name} looks like UTF-16 or a binary file: convert it to UTF-8")
     decoder = codecs.getincrementaldecoder("utf-8")()
     step = 1 << 20
     for start in range(0, len(text), step):
