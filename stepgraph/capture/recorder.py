@@ -195,7 +195,8 @@ class Recorder:
         before = self._open, self._again, list(self.stack)
         self._open, self._again, self.stack[:] = call, True, stack
         try:
-            with self._repeats.again(drawn):
+            # `torch.autograd.grad` leaves such a mode of the trace.
+            with self._repeats.again(drawn), EagerFormulas():
                 yield
         finally:  # torch ends it by an exception once nothing more is needed
             self._open, self._again, self.stack[:] = before

@@ -346,7 +346,13 @@ class StepTrace:
         seed = torch.ones_like(loss)
         self.recorder.watch_backward(loss, [p for _, p in params], frozen)
         with self.recorder.in_phase("backward"), torch.no_grad():
-            grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))
+            try:
+                grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))
+            except RuntimeError as error:
+                # What eager saves inside a checkpointed call, it makes again in backward, whatever was written since.
+                if self.repeated is None and self.recorder.checkpoints and "modified by an inplace" in str(error):
+                    raise RunAgain(range(self.recorder.checkpoints)) from error
+                raise
             for i, (path, param) in enumerate(params):
                 self.recorder.attribute(path, param)
                 if grads[i] is not None:

@@ -252,3 +252,27 @@ def test_random_numbers_from_values_of_a_function_with_state_are_refused():
     model = Layers(lambda m, x: averages(m, x) * torch.bernoulli(x.sigmoid()), False)
     with pytest.raises(CaptureError, match=r"a \(.*test_checkpoint.py:\d+\) draws random numbers by aten.bernoulli"):
         stepgraph.capture(model, mse, pairs()[0], passes="exact")
+
+
+def test_values_that_the_function_writes_after_it_saved_them(check_training):
+    """Eager's backward reads them as they are after the second run, and raises without the checkpoint."""
+
+    def write(x):
+        x = x * 1
+        x[:, ::2].copy_(x[:, ::2].cos())
+        return x.sin()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(12, 12)
+
+        def forward(self, x):
+            return checkpoint(write, self.first(x), use_reentrant=False)
+
+    check_training(Model(), mse, pairs(), adamw, passes="exact")
+
+
+def test_formulas_of_eager_in_the_second_run(check_training):
+    model = Layers(lambda m, x: averages(m, x).masked_fill(x > 0.5, m.linear.bias[0]) + x.prod(1, True), False)
+    check_training(model, mse, pairs(), adamw, passes="exact")
