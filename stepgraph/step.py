@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture import Traced, checks, flatten_batch
-from stepgraph.capture.batch import batch_sizes, first_places, form
+from stepgraph.capture.batch import batch_sizes, first_places, form, masks_of_ones
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
@@ -129,6 +129,7 @@ class CapturedStep:
         self._session, self._accumulators = Session(), Accumulators()
         self._store = None if saved is None else store_of(saved, dump is not None)
         self.saved = Outcome()
+        self._is_exact = self.spec.is_exact
         self._current = self._bind(batch, self._signature(batch, leaves, structure))
 
     @property
@@ -289,8 +290,9 @@ class CapturedStep:
         return self._forms.of(signature) or self._bind(batch, signature)
 
     def _signature(self, batch: Any, leaves: Sequence[Any], spec: Any) -> tuple:
-        """Everything outside the tensors' values that the graph was specialized on."""
-        forms = type(batch), *map(form, leaves), *first_places(leaves)
+        """Everything outside the tensors' values that the graph was specialized on; in an exact step which attention
+        masks hide nothing too, as eager sees it."""
+        forms = type(batch), *map(form, leaves), *first_places(leaves), self._is_exact and masks_of_ones(batch)
         training = tuple([module.training for module in self._modules])
         return forms, spec, training, self._update and self._update.constants()
 

@@ -54,6 +54,21 @@ def check_layout(tensor: torch.Tensor, holds: str) -> None:
         )
 
 
+def masks_of_ones(batch: Any) -> tuple[int, ...]:
+    """Places, among the batch's leaves, of attention masks that hide nothing, as tokenizers return them: eager looks
+    at their values, and transformers drops them."""
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        batch = dict(batch)
+    leaves = enumerate(compat.pytree.tree_flatten_with_path(batch)[0])
+    return tuple(i for i, (path, leaf) in leaves if path and _is_mask(path[-1], leaf) and bool((leaf == 1).all()))
+
+
+def _is_mask(key: Any, leaf: Any) -> bool:
+    plain = isinstance(leaf, torch.Tensor) and not (compat.is_traceable_wrapper_subclass(leaf) or leaf.is_meta)
+    named = str(getattr(key, "key", "")).endswith("attention_mask")
+    return named and plain and not leaf.is_floating_point() and not compat.is_fake(leaf)
+
+
 def rebuilt(batch: Any, leaves: Sequence[Any], spec: Any) -> Any:
     """A batch like ``batch`` with other ``leaves``, and one of them where it has one tensor in several places. A batch
     of transformers' classes keeps its class, whose attributes are its keys; other mappings become dicts."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
-from stepgraph.capture.batch import first_places, flatten_batch, microbatch, rebuilt
+from stepgraph.capture.batch import first_places, flatten_batch, masks_of_ones, microbatch, rebuilt
 from stepgraph.capture.explain import explained
 from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.guard import conditions
@@ -113,7 +113,7 @@ def trace_step(
     checks.check_batch(leaves)
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
-    given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share
+    given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact
     trace = StepTrace(*given)
     try:
         try:
@@ -151,6 +151,7 @@ class StepTrace:
         accumulate: int,
         guard: Guard,
         share: Share | None = None,
+        exact: bool = False,
         repeated: Collection[int] | None = None,
     ):
         self.guard = guard
@@ -158,6 +159,7 @@ class StepTrace:
         self.share = share
         self.slots = model_slots(model)
         self.batch, (leaves, self.spec) = batch, flatten_batch(batch)
+        self.ones = masks_of_ones(batch) if exact else ()  # literals, whose values Python may read as in eager
         self.first = first_places(leaves)  # what is one tensor in the batch is one in the trace
         self.leaves = [microbatch(leaf, 0, accumulate) for leaf in leaves]
         self.needs_grad = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
@@ -274,7 +276,8 @@ class StepTrace:
         """The batch of stand-ins."""
         leaves = list(self.leaves)
         for i, (where, wrapping) in inputs.items():
-            leaves[i] = wrap(flat[where], wrapping).requires_grad_(self.needs_grad[i])
+            leaf = wrap(flat[where], wrapping).requires_grad_(self.needs_grad[i])
+            leaves[i] = torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if i in self.ones else leaf
         return rebuilt(self.batch, leaves, self.spec)
 
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:

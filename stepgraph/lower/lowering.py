@@ -14,7 +14,7 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.lower.spec import StepSpec
 from stepgraph.parallel.pipeline import Pipeline, StageGraphs
-from stepgraph.passes import Passes, Target, dry_run, prepare, record_whole, resolve, run_passes, split_at_pipeline_cut
+from stepgraph.passes import Passes, Target, dry_run, prepare, record_whole, run_passes, split_at_pipeline_cut
 
 
 def lower(spec: StepSpec, target: Target | None = None, *, dump: Path | None = None) -> Traced:
@@ -43,7 +43,7 @@ def trace(spec: StepSpec, target: Target | None = None) -> Traced:
         accumulate=spec.accumulate,
         skip_nonfinite=spec.skip_nonfinite,
         share=spec.pipeline and spec.pipeline.share(),
-        exact=all(p.tier == "exact" for p in resolve(spec.passes, spec.disable, target or Target(spec.device.type))),
+        exact=spec.is_exact,
     )
 
 

@@ -10,7 +10,7 @@ from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
 from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.parallel.placement import Placement
-from stepgraph.passes import Passes
+from stepgraph.passes import Passes, Target, resolve
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,11 @@ class StepSpec:
     def pipeline(self) -> Pipeline | None:
         """The stages of the model; None where each rank runs the whole model."""
         return None if self.placement is None else self.placement.pipeline
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every pass keeps the bits of eager."""
+        return all(p.tier == "exact" for p in resolve(self.passes, self.disable, Target(self.device.type)))
 
     @property
     def device(self) -> torch.device:

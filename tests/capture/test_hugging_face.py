@@ -82,3 +82,22 @@ def test_batch_of_a_tokenizer(check_training):
     step = stepgraph.capture(model, loss_fn, batch, make_optimizer(model), passes="exact")
     first = step(batch)
     assert step(batch) < first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_that_hides_nothing_is_dropped_as_in_eager(dtype):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(dtype)
+    ids, ones = torch.randint(50, (2, 24)), torch.ones(2, 24, dtype=torch.long)
+    padded = ones.clone()
+    padded[0, -5:] = 0
+    batches = [{"input_ids": ids, "labels": ids, "attention_mask": mask} for mask in (ones, padded, ones, padded)]
+    step = stepgraph.capture(model, lambda m, b: m(**b).loss, batches[0], passes="exact")
+    without = stepgraph.capture(model, lambda m, b: m(**b).loss, {"input_ids": ids, "labels": ids}, passes="exact")
+    assert all(step.verify(batch).bitwise for batch in batches)
+    assert step(ones_batch := batches[0]) == without({k: ones_batch[k] for k in ("input_ids", "labels")})
