@@ -1,8 +1,8 @@
 """The first step of an unmodified model of ``transformers``, cold and from a saved step: each start is a process of its
 own; the first has an empty folder of saved steps and empty compile caches, the others have what the first left.
 
-Seconds: ``imports``, ``build`` (model and batch on the device), ``capture`` (until `stepgraph.capture` returns; its parts:
-``trace``, ``compile`` by Inductor and the ``rest``, which is passes and saving, or key and loading),
+Seconds: ``imports``, ``build`` (model and batch on the device), ``capture`` (until `stepgraph.capture` returns), its
+parts ``trace``, ``compile`` by Inductor and the ``rest`` (passes and saving, or key and loading),
 ``first_call`` (until its loss is there), ``to_first_step`` (the last two) and ``process`` (all of them). ``loaded``: as
 ``step.saved`` says, and ``notes``, what else it says; ``compiled``: what Inductor did. The first losses must be the
 same bits; those after an update be near, as attention's backward on a GPU may add in another order each time.
