@@ -67,12 +67,7 @@ READS = {
     "a computed name": lambda: getattr(NAMES, "here" if os.environ["OF_THE_TEST"] == "1.0" else "oth" + "er")(),
     "a function with a cache": functools.cache(lambda: HELD.value),
     "a deque": lambda: HELD.queue[0],
-    "a generator in a closure": lambda: HELD.generator.gi_frame.f_locals["value"],
 }
-
-
-def generator_of(value):
-    yield value
 
 
 @pytest.fixture
@@ -87,8 +82,7 @@ def told(tmp_path, monkeypatch):
         monkeypatch.setenv("OF_THE_TEST", str(value))
         monkeypatch.setattr(np, "of_the_test", value, raising=False)
         GainsABase.__bases__ = (Base, Plain) if value == 2 else (Plain,)
-        vars(HELD).update(value=value, queue=collections.deque([value]), generator=generator_of(value))
-        next(HELD.generator)
+        vars(HELD).update(value=value, queue=collections.deque([value]))
         READS["a function with a cache"].cache_clear()
         (folder / "value").write_text(str(value))
         (folder / "size").write_text("x" * int(value))
