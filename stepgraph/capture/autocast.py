@@ -93,6 +93,8 @@ class Kept(compat.TorchDispatchMode):
     """Inside, operators that autocast reaches are called by `under`. ``casts``: the autocasts that are on, which
     change; operators that are being dispatched cannot ask."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, casts: dict[str, torch.dtype]):
         super().__init__()
         self.casts = casts

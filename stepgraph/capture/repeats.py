@@ -55,6 +55,8 @@ class Repeats(compat.TorchDispatchMode):
     ``where``: module path and source line of what runs.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, calls: Collection[int], where: Callable[[], str]):
         super().__init__()
         self.calls, self._where = calls, where

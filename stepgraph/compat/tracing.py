@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from stepgraph.compat.replaced import replaced
 from stepgraph.compat.versions import TORCH
+from stepgraph.errors import CaptureError
 
 
 @contextlib.contextmanager
@@ -181,6 +182,7 @@ def intercept_checkpoint(
     name = "_checkpoint_without_reentrant_generator" + "_impl" * (TORCH >= (2, 14))
     original, hook = getattr(torch_checkpoint, name), torch_checkpoint._checkpoint_hook
     repeated = 0  # open regions that run again
+    whole = 0  # of these, functions of the re-entrant variant that are running
 
     def generator(function: Callable, preserve_rng_state: bool, /, *args: Any, **kwargs: Any) -> Iterator[None]:
         return run(function, preserve_rng_state, lambda again: original(again, False, *args, **kwargs))
@@ -197,6 +199,11 @@ def intercept_checkpoint(
             if again is None:
                 yield
                 return
+            if whole:
+                raise CaptureError(
+                    "torch.utils.checkpoint is called inside a re-entrant torch.utils.checkpoint of what writes its "
+                    "buffers; give the outer one use_reentrant=False"
+                )
 
             def in_context(*args: Any, **kwargs: Any) -> Any:
                 with again():
@@ -208,6 +215,17 @@ def intercept_checkpoint(
             finally:
                 repeated -= 1
 
+    def counted(function: Callable) -> Callable:
+        def run(*args: Any) -> Any:
+            nonlocal whole
+            whole += 1
+            try:
+                return function(*args)
+            finally:
+                whole -= 1
+
+        return run
+
     class Function:
         @staticmethod
         def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
@@ -218,7 +236,10 @@ def intercept_checkpoint(
                     # It runs again as a whole, once the gradients of all its results are there.
                     with torch_checkpoint.set_checkpoint_early_stop(False):
                         return torch_checkpoint.checkpoint(
-                            _saved_last(function), *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+                            _saved_last(counted(function)),
+                            *args,
+                            use_reentrant=False,
+                            preserve_rng_state=preserve_rng_state,
                         )
                 with torch.set_grad_enabled(needed):
                     return function(*args)

@@ -194,6 +194,10 @@ class Layers(nn.Module):
 @FLAVOURS
 @pytest.mark.parametrize("function", STATE)
 def test_state_that_the_function_writes(check_training, function, use_reentrant):
+    if function is nests and use_reentrant:
+        with pytest.raises(CaptureError, match="give the outer one use_reentrant=False"):
+            stepgraph.capture(Layers(function, use_reentrant), mse, pairs()[0], passes="exact")
+        return
     check_training(Layers(function, use_reentrant), mse, pairs(), adamw, max_grad_norm=0.5, passes="exact")
 
 
