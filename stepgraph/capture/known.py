@@ -68,6 +68,9 @@ class KnownValues(compat.TorchDispatchMode):
             given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
             self.note_writes([given.get(a.name) for a in arguments if a.is_write])
         elif torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default:
+            decided = _decided(compat.node_of_trace(args[0])) if isinstance(args[0], torch.Tensor) else None
+            if decided is not None:
+                return decided
             leaves, spec = compat.pytree.tree_flatten((args, kwargs))
             if all(self.knows(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
                 values = [self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -126,6 +129,21 @@ class KnownValues(compat.TorchDispatchMode):
                         if not uses[source]:
                             del values[source]
         return values[wanted]
+
+
+def _decided(node: fx.Node | None) -> bool | None:
+    """What a comparison of a number drawn from [0, 1) says whatever was drawn, as LayerDrop's with 0; else None."""
+    if node is None or len(node.args) != 2 or not isinstance(node.args[1], int | float):
+        return None
+    drawn, bound = node.args
+    if not isinstance(drawn, fx.Node) or drawn.target is not aten.rand.default:
+        return None
+    below, above = bound <= 0, bound >= 1  # no number, every number is below the bound
+    answers = {aten.lt.Scalar: above, aten.ge.Scalar: below, aten.le.Scalar: above, aten.gt.Scalar: bound < 0}
+    opposite = {aten.lt.Scalar: below, aten.ge.Scalar: above, aten.le.Scalar: bound < 0, aten.gt.Scalar: above}
+    if node.target not in answers or not (answers[node.target] or opposite[node.target]):
+        return None
+    return answers[node.target]
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

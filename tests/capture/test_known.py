@@ -233,3 +233,23 @@ def test_a_mask_of_the_batch_stays_one_whatever_the_first_batch_holds():
     for batch in (whole, padded):
         torch.testing.assert_close(step(batch), masked_sum(model, batch).detach())
     assert all("attn_mask" in node.kwargs for node in attention(step))
+
+
+@pytest.mark.parametrize("bound", [0.0, 1.0, 0.5])
+def test_a_draw_whose_number_cannot_change_the_decision(bound):
+    """As LayerDrop's with 0: the number is drawn, as in eager."""
+
+    def loss_fn(model, x):
+        y = model(x)
+        return y.square().mean() if torch.rand([]) < bound else (y + torch.rand(())).square().mean()
+
+    model, x = torch.nn.Linear(4, 4), torch.randn(3, 4)
+    if bound == 0.5:
+        with pytest.raises(stepgraph.CaptureError, match="needs a tensor's value"):
+            stepgraph.capture(model, loss_fn, x, passes="exact")
+        return
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    state = torch.get_rng_state()
+    expected = [loss_fn(model, x).detach() for _ in range(2)]
+    torch.set_rng_state(state)
+    assert all(map(torch.equal, [step(x), step(x)], expected))
