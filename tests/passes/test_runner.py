@@ -10,6 +10,7 @@ import torch
 
 import stepgraph
 from stepgraph.capture import set_provenance
+from stepgraph.lower import lowering
 from stepgraph.passes import (
     PASSES,
     Pass,
@@ -185,12 +186,10 @@ def test_passes_prepare_before_the_step_is_traced(tools, monkeypatch):
     early = make("early", prepare=lambda target: seen.append(target.device))
     late = make("late", prepare=lambda device: seen.append("late"))
 
-    def loss_fn(model, batch):
-        seen.append("traced")
-        return tools.mse(model, batch)
-
+    trace_step = lowering.trace_step
+    monkeypatch.setattr(lowering, "trace_step", lambda *a, **k: seen.append("traced") or trace_step(*a, **k))
     monkeypatch.setitem(PASSES, "late", late)  # so that it can be disabled by name
-    stepgraph.capture(model, loss_fn, batch, passes=[early, late], disable=["late"])
+    stepgraph.capture(model, tools.mse, batch, passes=[early, late], disable=["late"])
     assert seen == ["cpu", "traced"]
 
 
