@@ -63,7 +63,7 @@ def capture(
             list of them: clipping and the update become part of the graph, and learning rates are read from
             ``param_groups`` at every step. Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.
         max_grad_norm: clip the step's gradients to this total 2-norm, before they are added to any ``param.grad``.
-        accumulate: split the batch's tensors along their first dimension into so many microbatches; the step's loss
+        accumulate: split the batch's tensors along their first dimension into N microbatches; the step's loss
             and gradients are those of their mean. The graph is that of one microbatch, and a second one updates. A
             later batch that it does not divide is split into the fewest microbatches no larger than the first ones.
         on_nonfinite: ``"skip"``: a step whose loss or gradient norm is not finite on any rank changes no parameter,
@@ -283,7 +283,7 @@ class CapturedStep:
                 runner.on_node = None
 
     def _bound_to(self, batch: Any, leaves: Sequence[Any], spec: Any) -> BoundStep:
-        """The form of the step for ``batch``, captured anew where what it was specialized on has changed."""
+        """The form of the step for ``batch``, captured again where what it was specialized on has changed."""
         if self._update:
             self._update.check_hooks()
         signature = self._signature(batch, leaves, spec)

@@ -1,18 +1,18 @@
-"""``stepgraph bench``: measurements beside eager, ``torch.compile`` and others, as JSON, a table and a picture."""
+"""``stepgraph bench``: comparisons with eager, ``torch.compile`` and others, as JSON, a table and a picture."""
 
 from stepgraph.errors import unknown_name
 
 USAGE = """usage: stepgraph bench NAME [options]
 
-Measure stepgraph beside eager, torch.compile and other packages, on the same inputs.
+Compare stepgraph with eager, torch.compile and other packages, on the same inputs.
 
 names:
   step [PRESET ...] [options]        one training step; see stepgraph bench step --help
-  train [PRESET] [options]           one training step over several devices, ours beside torchtitan; see stepgraph
+  train [PRESET] [options]           one training step over several devices, next to torchtitan; see stepgraph
                                      bench train --help
-  model NAME ... [options]           one training step of unmodified transformers models, beside eager, torch.compile
+  model NAME ... [options]           one training step of unmodified transformers models, next to eager, torch.compile
                                      and Liger; see stepgraph bench model --help
-  norm [options]                     RMS norm and layer norm, forward and backward, shape by shape, beside other
+  norm [options]                     RMS norm and layer norm, forward and backward, shape by shape, next to other
                                      packages' kernels; see stepgraph bench norm --help
   report FILE.json ... [--plot PNG]  recorded measurements as Markdown tables and as a chart
 """

@@ -13,7 +13,7 @@ from stepgraph import compat
 from stepgraph.capture.state import unwrap
 from stepgraph.errors import CaptureError
 
-#: Values beside tensors, which are constants of the graph; NumPy's scalars are numbers.
+#: Values that are no tensors, which are constants of the graph; NumPy's scalars are numbers.
 _PLAIN = (Number, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _SHORTEST = 4
 

@@ -79,7 +79,7 @@ def _kind(given: Any) -> str:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raise for modules whose forward a trace does not see, and for those that have no form yet."""
+    """Raise for modules whose forward a trace does not see, and for modules that have no form yet."""
     for path, module in named_modules(model):
         if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
             raise CaptureError(
@@ -106,7 +106,7 @@ def check_layouts(slots: Sequence[Slot]) -> None:
 
 
 def check_batch(leaves: Sequence[Any]) -> None:
-    """Raise for tensors of the batch that were computed with gradients: eager's backward goes on into their makers."""
+    """Raise for tensors of the batch that were computed with gradients: eager's backward would reach their makers."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             raise CaptureError(

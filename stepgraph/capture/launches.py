@@ -15,7 +15,7 @@ from stepgraph.graph.launch import traced_launch
 def recorded_launches(wrote: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
     """Inside a trace, a launch on its tensors becomes a node and runs nothing; one on real tensors runs as it is.
 
-    ``wrote`` is told which tensors a recorded launch may write.
+    ``wrote`` receives the tensors that a recorded launch may write.
     """
 
     def record(kernel: Any, grid: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

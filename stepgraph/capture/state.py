@@ -174,7 +174,7 @@ class Wrapping:
     """How to rebuild one wrapped tensor from its local tensors.
 
     ``names``: attributes of its tensors. ``others``: those that are no tensors, such as a mesh. ``context``: what the
-    tensor's class says of it beside them.
+    tensor's class says of it in addition.
     """
 
     names: list[str]

@@ -1,7 +1,7 @@
 """Every private torch import and every difference between torch versions, once.
 
 Supported: torch 2.11 to 2.15. Other rooms read these names as ``compat.NAME``, and import nothing from torch itself
-that starts with an underscore. A comment beside each version difference names the versions that it concerns.
+that starts with an underscore. A comment next to each version difference names the versions that it concerns.
 """
 
 # isort: off

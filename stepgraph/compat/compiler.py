@@ -154,7 +154,7 @@ def inductor_options() -> set[str]:
 
 
 def inductor_settings() -> tuple[Any, ...]:
-    """What decides, beside a graph and its options, what Inductor makes of it."""
+    """What decides, in addition to a graph and its options, what Inductor makes of it."""
     from torch._inductor import config
 
     return config.get_hash(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()

@@ -168,7 +168,7 @@ def _saved_last(function: Callable) -> Callable:
 def intercept_checkpoint(
     region: Callable[[bool], contextlib.AbstractContextManager[Again | None]],
 ) -> Iterator[None]:
-    """Inside, ``torch.utils.checkpoint`` runs its function in the context ``region``, which is told whether it is to
+    """Inside, ``torch.utils.checkpoint`` runs its function in the context ``region``, which receives whether it is to
     draw the same random numbers when it runs again. If that gives None, the function does not run again, and backward
     has the values of forward; else it runs again in backward, in the context that this gives.
 

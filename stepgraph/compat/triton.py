@@ -243,7 +243,7 @@ def triton_source(kernel: Any, grid: Any, args: Sequence[Any], kwargs: Mapping[s
     from triton.runtime.jit import JITFunction, MockTensor
 
     class Tensor(MockTensor):
-        """Stands for a tensor: what a launch looks at."""
+        """Represents a tensor: what a launch looks at."""
 
         def __init__(self, like: torch.Tensor):
             super().__init__(like.dtype)

@@ -32,7 +32,7 @@ from stepgraph.integrations import ranks
 
 logger = logging.getLogger(__name__)
 
-#: Where the number of targets of the whole step travels in the batch, beside the model's inputs.
+#: Where the number of targets of the whole step travels in the batch, next to the model's inputs.
 _TARGETS = "num_items_in_batch"
 
 

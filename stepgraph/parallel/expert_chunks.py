@@ -1,6 +1,6 @@
 """Tokens of a layer of experts in chunks, each exchanged and computed by itself.
 
-While one chunk travels, the experts compute another: as the program is written nothing runs beside anything, and the
+While one chunk travels, the experts compute another: as the program is written nothing overlaps, and the
 pass `overlap_experts` moves it so. A token's result does not depend on the chunk that it is in, but for the rounding of
 products of fewer rows; gradients of the experts' weights are sums over the chunks. Weights are gathered once.
 """

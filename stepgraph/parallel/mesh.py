@@ -260,7 +260,7 @@ def _device_mesh(device_type: str, sizes: dict[str, int], names: tuple[str, ...]
     ranks.
 
     Its collectives are safe while several are in flight: one axis over all ranks would otherwise have the default
-    process group, with as many threads as whoever opened it gave it. That of experts, whose exchanges run beside other
+    process group, with as many threads as whoever opened it gave it. That of experts, whose exchanges overlap other
     collectives, never is another mesh's.
     """
     ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())

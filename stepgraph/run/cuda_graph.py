@@ -212,7 +212,7 @@ class _Piece:
         torch.cuda.synchronize()
         stream = recording_stream(torch.cuda.current_device())
         try:
-            # Other threads may go on: NCCL's watchdog asks after events of earlier collectives.
+            # Other threads may continue: NCCL's watchdog asks after events of earlier collectives.
             with torch.cuda.graph(
                 self.graph, pool=shared.pool(self.graph), stream=stream, capture_error_mode="thread_local"
             ):

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from stepgraph.run.bound import BoundStep
 
-#: So many forms are kept; the least recently used goes first.
+#: How many forms are kept; the least recently used goes first.
 MAX_CAPTURES = 64
-#: So many are no cause for a warning. With CUDA graphs, whose memory each form has for itself, no more are kept.
+#: More than this many are a cause for a warning. With CUDA graphs, each with memory of its own, no more are kept.
 FEW_CAPTURES = 8
 
 

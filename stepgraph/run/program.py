@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 #: Each accumulator with its shape, stride, dtype and device.
 _Forms = tuple[tuple[Accumulator, torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
 
-#: Accumulators begin at multiples of so many elements: what reads them is then aligned, as in memory of their own.
+#: Accumulators begin at multiples of this many elements: what reads them is then aligned, as in memory of their own.
 _ALIGNED = 128
 
 

@@ -92,7 +92,7 @@ class WholeStep:
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), recording_stream(torch.cuda.current_device())
         try:
-            # Other threads may go on: NCCL's watchdog asks after events of earlier collectives.
+            # Other threads may continue: NCCL's watchdog asks after events of earlier collectives.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self.results = self.calls(self.static, None)
                 join_collectives(self.results.tensors(), self.session)

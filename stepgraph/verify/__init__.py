@@ -1,4 +1,4 @@
-"""A captured step beside eager: both from one state, compared bit for bit, and everything put back."""
+"""A captured step compared with eager: both from one state, compared bit for bit, and everything put back."""
 
 from stepgraph.verify.case import Case
 from stepgraph.verify.report import Difference, VerifyReport

@@ -74,7 +74,7 @@ def outcome(case: Case, run: Callable[[], tuple[torch.Tensor, dict[str, torch.Te
 
 
 def differ(eager: dict[Key, torch.Tensor], captured: dict[Key, torch.Tensor]) -> bool:
-    """Whether two outcomes differ on any rank: ranks go on together, as the next run communicates."""
+    """Whether two outcomes differ on any rank: ranks continue together, because the next run communicates."""
     return any(Ranks().gather(lambda: bool(differences(eager, captured))))
 
 

@@ -1,6 +1,6 @@
 """Where a captured step and eager part first.
 
-First the graph as it was captured is run node by node, beside the operators that eager runs. If they agree, the passes
+First the graph as it was captured is run node by node, next to the operators that eager runs. If they agree, the passes
 are added one by one, each time to a copy of that graph, until a result is no longer eager's.
 """
 

@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A captured step beside eager, from one state.
+    """A captured step compared with eager, from one state.
 
     ``loss``: eager's and the captured step's. ``compared``: number of tensors of each kind. ``differences``: what is
     not bitwise equal. ``tolerance``: how far the loss and the gradient norm may be off, as a part of eager's, when

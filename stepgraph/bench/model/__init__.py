@@ -1,1 +1,1 @@
-"""``stepgraph bench model``: unmodified models of ``transformers`` beside eager, torch.compile and Liger."""
+"""``stepgraph bench model``: unmodified models of ``transformers`` next to eager, torch.compile and Liger."""

@@ -1,6 +1,6 @@
 """One provider and one model in a process of its own: ``python -m stepgraph.bench.model.child``.
 
-What it is told and answers: `stepgraph.bench.lane`.
+Its requests and answers: `stepgraph.bench.lane`.
 """
 
 import os

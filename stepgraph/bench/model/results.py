@@ -30,7 +30,7 @@ class ModelRow(ProviderRow):
 
 @dataclass(frozen=True)
 class Ratios:
-    """Ours beside the best of the others for one model, each None where a side is missing. Speed: above 1 is faster;
+    """Ours against the best of the others for one model, each None where a side is missing. Speed: above 1 is faster;
     memory and first step: below 1 is less."""
 
     model: str

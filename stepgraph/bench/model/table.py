@@ -57,7 +57,7 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Mode
 
 
 def summary(records: Sequence[tuple[str, Sequence[ModelRow]]]) -> str:
-    """Over all models: ours beside the best of the others, model by model, and geometric means. ``records``: (model,
+    """Over all models: ours against the best of the others, model by model, and geometric means. ``records``: (model,
     its rows)."""
     found = [ratios(model, rows) for model, rows in records]
     columns = ["model", "best other", "speed", "memory", "first step"]
@@ -65,7 +65,7 @@ def summary(records: Sequence[tuple[str, Sequence[ModelRow]]]) -> str:
     means = [geometric_mean(getattr(r, name) for r in found) for name in ("speed", "memory", "first_step")]
     cells.append(["geometric mean", "", *map(_times, means)])
     lines = [
-        f"### {OURS} beside the others",
+        f"### {OURS} and the others",
         "",
         *align(columns, cells),
         "",

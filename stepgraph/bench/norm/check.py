@@ -1,4 +1,4 @@
-"""Whether a provider's norm is right: its results beside float64 ones of torch, before anything is timed."""
+"""Whether a provider's norm is right: its results compared with torch's in float64, before anything is timed."""
 
 from collections.abc import Sequence
 

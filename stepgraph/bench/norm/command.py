@@ -50,7 +50,7 @@ HOST_SHAPE = (16, 256)
 
 @dataclass(frozen=True)
 class NormOptions:
-    """Measure RMS norm and layer norm, forward and backward, beside eager, torch.compile and other packages."""
+    """Measure RMS norm and layer norm, forward and backward, next to eager, torch.compile and other packages."""
 
     op: Literal["rms_norm", "layer_norm", "both"] = "both"
     """Which norm; layer norm has a bias."""
@@ -243,7 +243,7 @@ class Run:
                     row.wrong = wrong
                     if not wrong:
                         row.set_time(self._time(provider, direction, row.timing, inputs), self.settings["copy_gbps"][0])
-            except Exception as error:  # another package's code may raise anything; the others go on
+            except Exception as error:  # another package's code may raise anything; the others continue
                 for row in made:
                     row.error = None if row.ms else in_one_line(error)
             if self.device.type == "cuda":

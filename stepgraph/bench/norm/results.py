@@ -1,4 +1,4 @@
-"""What ``stepgraph bench norm`` found: its rows, and ours beside the others."""
+"""What ``stepgraph bench norm`` found: its rows, and ours compared with the others."""
 
 import math
 from collections.abc import Sequence

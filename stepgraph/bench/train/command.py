@@ -34,7 +34,7 @@ RANK = ["-m", "stepgraph.bench.train.rank"]
 #: Lines of what a failed provider printed that are shown.
 LAST_LINES = 20
 
-#: Options of a run, besides those that all benchmarks share, that are what is measured.
+#: Options of a run, in addition to what all benchmarks share, that define what is measured.
 CHOSEN = (
     *("mesh", "reduce_dtype", "accumulate", "pipeline", "split", "stage_sends"),
     *("expert_capacity", "expert_chunks", "expert_exchange"),
@@ -68,7 +68,7 @@ class TrainBench(BenchOptions):
     """With ep: room of stepgraph's exchanges, as a multiple of balanced load."""
 
     expert_chunks: int = 1
-    """With ep: stepgraph's layers take their tokens in so many parts: one travels while experts compute another."""
+    """With ep: split a layer's tokens into N chunks: one travels while experts compute another."""
 
     expert_exchange: Literal["collectives", "symmetric"] = "collectives"
     """With ep: how stepgraph's tokens travel, by torch's collectives or over symmetric memory, by our kernels."""

@@ -1,7 +1,7 @@
 """One rank of one provider of ``stepgraph bench train``, started by torchrun with a job's path.
 
 The job is a JSON file with ``provider``, ``config``, ``device``, ``balanced``, ``started`` (Unix time) and ``trace``
-(path or null). Rank 0 writes ``answer.json`` beside it, once when the steps are timed and again when some are profiled;
+(path or null). Rank 0 writes ``answer.json`` there, once when the steps are timed and again when some are profiled;
 a rank that fails leaves ``error-RANK.json``.
 """
 

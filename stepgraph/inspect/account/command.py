@@ -1,4 +1,4 @@
-"""``stepgraph inspect``: the page of a run or of a preset, alone or beside another."""
+"""``stepgraph inspect``: the page of a run or of a preset, alone or compared with another."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class InspectOptions(StepOptions):
     """With ep: room for exchanges, as a multiple of balanced load."""
 
     expert_chunks: int = 1
-    """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
+    """With ep: split a layer's tokens into N chunks: one travels while experts compute another."""
 
     expert_exchange: str = "collectives"
     """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""

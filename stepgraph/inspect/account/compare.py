@@ -1,7 +1,7 @@
 """What differs between two accounts: options, costs, passes, and nodes, module by module.
 
 Nodes are matched within each module and phase, in order, by what they call and what they give: names count up through a
-whole graph, so that one node more would rename all that follow. Repeated blocks that differ alike are told once.
+whole graph, so that one node more would rename all that follow. Repeated blocks that differ alike are shown once.
 """
 
 import difflib

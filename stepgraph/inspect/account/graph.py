@@ -63,7 +63,7 @@ def graph_account(
     """The account of ``step``, which ``call`` and its like run ``calls`` times a step, forecast for ``gpu``.
 
     ``groups``: see `links.groups`. ``fused``: whether a compiler makes kernels of several nodes. ``ran``: the graph is
-    the one that runs here; False: it stands for one on ``gpu``. ``routed``: of a stage's backward, the graph in which
+    the one that runs here; False: it represents one on ``gpu``. ``routed``: of a stage's backward, the graph in which
     its tokens were routed.
 
     - ``nodes``: columns, each a list as long as the graph. ``name``; ``call``: place in ``calls_text``, its text with a

@@ -82,10 +82,10 @@ class Pipeline:
     def _tied(self, holders: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of those of this rank's pipeline that hold a parameter; every rank makes those of all pipelines."""
         found = None
-        beside = self.mesh.spec.size // self.ranks
-        for first in range(beside):
-            group = dist.new_group([first + place * beside for place in holders], group_desc=tied_name(holders))
-            if dist.get_rank() % beside == first and self.rank in holders:
+        pipelines = self.mesh.spec.size // self.ranks
+        for first in range(pipelines):
+            group = dist.new_group([first + place * pipelines for place in holders], group_desc=tied_name(holders))
+            if dist.get_rank() % pipelines == first and self.rank in holders:
                 found = group
         return found
 
@@ -174,7 +174,7 @@ def plan_pipeline(
 
 
 def check_blocks(blocks: int, ranks: int, schedule: str) -> None:
-    """``ValueError``, in one line, where ``blocks`` are too few for ``schedule`` on so many ``ranks``."""
+    """``ValueError``, in one line, where ``blocks`` are too few for ``schedule`` on ``ranks`` ranks."""
     chunks = schedule_named(schedule).chunks
     if blocks >= ranks * chunks:
         return
@@ -188,7 +188,7 @@ def check_blocks(blocks: int, ranks: int, schedule: str) -> None:
 
 
 def check_split(starts: Sequence[int], blocks: int, stages: int, schedule: str, ranks: int) -> None:
-    """``ValueError``, in one line, unless ``starts`` cut so many blocks into so many stages."""
+    """``ValueError``, in one line, unless ``starts`` cut ``blocks`` blocks into ``stages`` stages."""
     given = ",".join(map(str, starts))
     if len(starts) != stages:
         count = f"{len(starts)} stage{'s' * (len(starts) > 1)}"

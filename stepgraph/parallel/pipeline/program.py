@@ -26,7 +26,7 @@ c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
 
 
 class StageGraphs:
-    """What a rank of ``pipeline`` runs of one of so many ``microbatches``, whose graph, of all stages, is
+    """What a rank of ``pipeline`` runs of one of ``microbatches`` microbatches, whose graph, of all stages, is
     ``microbatch``. All stages count as many microbatches in flight as the fullest rank, so that they stay balanced.
 
     ``whole``: the graph of each of its stages, forward and backward, by name: what passes rewrite that look at both.

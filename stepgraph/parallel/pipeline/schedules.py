@@ -47,7 +47,7 @@ def rank_of(schedule: Schedule, ranks: int, stage: int) -> int:
 
 
 def check_schedule(name: str, ranks: int, microbatches: int) -> None:
-    """``ValueError``, in one line, unless the schedule ``name`` runs so many microbatches on so many ranks."""
+    """``ValueError``, in one line, unless the schedule ``name`` runs this many microbatches on ``ranks`` ranks."""
     schedule = schedule_named(name)
     fewest = ranks * schedule.fewest
     if microbatches < fewest:

@@ -77,7 +77,7 @@ def simulate_schedule(
     """Run the computations of all ranks as early as their order and what they read allow.
 
     ``orders``: see `work_of`. ``ranks_of``: of each stage. ``seconds``: of each kind of call of each stage.
-    ``send_seconds``: of each stage's message, forward (True) or backward: it travels beside computation, and nothing of
+    ``send_seconds``: of each stage's message, forward (True) or backward: it overlaps with computation, and nothing of
     one rank delays another.
     """
     ended: dict[Call, float] = {}

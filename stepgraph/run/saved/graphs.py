@@ -22,7 +22,7 @@ from stepgraph.graph.values import plain, typed
 from stepgraph.passes import PassReport
 from stepgraph.run.saved.values import Forms, NotLoadable, NotSavable, Values, decode, encode, target_name, target_named
 
-#: What passes and readers look for in a node's ``meta`` beside its value and provenance.
+#: What passes and readers look for in a node's ``meta`` apart from its value and provenance.
 _MARKS = (KEEP_EAGER, COMPILE, VISIBLE_PAIRS, "recomputes")
 
 

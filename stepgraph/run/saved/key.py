@@ -33,7 +33,7 @@ from stepgraph.run.saved.values import NotSavable
 
 #: The version of what this folder writes: entries of another are never read.
 FORMAT = 2
-#: Packages beside torch that passes call, or that Inductor and Triton are made with.
+#: Packages, in addition to torch, that passes call, or that Inductor and Triton are made with.
 _PACKAGES = ("triton", "sympy", "mpmath", "numpy", "flash-attn-4", "quack-kernels")
 #: Environment variables that Inductor, Triton, their host compilers and torch's libraries read.
 _VARIABLES = re.compile(r"TORCHINDUCTOR_|TRITON_|TORCH_COMPILE|TORCH_BLAS|CUBLAS|CUDNN|NVIDIA_TF32|ATEN_|CXX$|CC$")

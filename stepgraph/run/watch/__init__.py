@@ -1,1 +1,1 @@
-"""A rank that waits in vain for others ends itself, and says where; ranks report to the elastic agent."""
+"""A rank that waits too long for others ends itself, and says where; ranks report to the elastic agent."""

@@ -1,4 +1,4 @@
-"""A rank that waits in vain for others ends itself, and says where it was waiting.
+"""A rank that waits too long for others ends itself, and says where it was waiting.
 
 Each rank has a thread that wakes every half second and writes to the elastic agent's store what the rank is doing, so
 that the others, and the launcher, notice a rank that has gone silent. When a step takes far longer than the slowest

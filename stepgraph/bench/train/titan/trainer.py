@@ -26,7 +26,7 @@ def register(config: TrainConfig, batch: Batch) -> None:
     from torchtitan.protocols.train_spec import register_train_spec
 
     class SameBatch(BaseDataLoader):
-        """One batch again and again, in parts of so many rows as the trainer takes at once: ``({"input": (B, T)},
+        """One batch again and again, in parts of as many rows as the trainer takes at once: ``({"input": (B, T)},
         labels (B, T))`` on the CPU."""
 
         def __init__(self, dp_rank: int, job_config: Any, **_: Any):
