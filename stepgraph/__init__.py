@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stepgraph.capture.python.end_of_step import end_of_step
     from stepgraph.errors import CaptureError
     from stepgraph.graph.step_graph import StepGraph
+    from stepgraph.inspect.forecast.any_model import StepForecast, forecast
     from stepgraph.passes import StepOptions
     from stepgraph.regions import region
     from stepgraph.step import CapturedStep, capture
@@ -25,11 +26,13 @@ __all__ = [
     "CaptureError",
     "CapturedStep",
     "MasterAdamW",
+    "StepForecast",
     "StepGraph",
     "StepOptions",
     "VerifyReport",
     "capture",
     "end_of_step",
+    "forecast",
     "region",
 ]
 
@@ -38,11 +41,13 @@ _HOMES = {
     "CaptureError": "stepgraph.errors",
     "CapturedStep": "stepgraph.step",
     "MasterAdamW": "stepgraph.capture",
+    "StepForecast": "stepgraph.inspect.forecast.any_model",
     "StepGraph": "stepgraph.graph.step_graph",
     "StepOptions": "stepgraph.passes",
     "VerifyReport": "stepgraph.verify",
     "capture": "stepgraph.step",
     "end_of_step": "stepgraph.capture.python.end_of_step",
+    "forecast": "stepgraph.inspect.forecast.any_model",
     "region": "stepgraph.regions",
 }
 

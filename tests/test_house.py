@@ -94,6 +94,8 @@ def upward_imports(root: Path) -> list[str]:
     unlisted = sorted({room(module) for module in modules(root)} - set(ROOMS))
     problems = [f"stepgraph/{name}: no room of ROOMS" for name in unlisted]
     for module, target, where in imports(root):
+        if module == "stepgraph":  # it names what is public, of any room
+            continue
         above, below = room(module), room(target)
         if not {above, below} & set(unlisted) and ROOMS.index(below) < ROOMS.index(above):
             problems.append(f"{where}: {above} may not import from {below}, which is above it")

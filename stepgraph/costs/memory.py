@@ -186,6 +186,27 @@ def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[
     return moments
 
 
+def at_peak(step: StepGraph, aliases: Aliases, fusion: Fusion) -> tuple[fx.Node, dict[fx.Node, str]]:
+    """(the node at which most is in memory, what is: the kind of every storage, by the node that owns it)."""
+    walk = list(lifetimes(step.graph, aliases, fusion))
+    alive = most = 0
+    fullest = 0
+    for place, (node, made, freed) in enumerate(walk):
+        alive += tensor_bytes(node) * made
+        if alive > most:
+            most, fullest = alive, place
+        alive -= sum(map(tensor_bytes, freed))
+    kind = kinds_of(step, aliases)
+    held = {node: kind[node] for node in step.graph.nodes if node.op in ("placeholder", "get_attr")}
+    for node, made, freed in walk[: fullest + 1]:
+        if made:
+            held[node] = kind[node]
+        if node is not walk[fullest][0]:
+            for root in freed:
+                del held[root]
+    return walk[fullest][0], held
+
+
 def kinds_of(step: StepGraph, aliases: Aliases) -> dict[fx.Node, str]:
     """The kind of every storage, by the node that owns it."""
     kinds = {node: HELD.get(what.kind, "inputs") for node, what in step.bound()}

@@ -92,6 +92,11 @@ def node_seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:
     return gpu.kernel_seconds(flops(node), _dtype(node), moved, reached=_reached(node, gpu))
 
 
+def products_seconds(graph: fx.Graph, gpu: Gpu) -> float:
+    """Seconds of all products and attention of ``graph`` at the published FLOP/s of ``gpu``."""
+    return sum(work / gpu.peak(_dtype(node)) for node in graph.nodes if (work := flops(node)))
+
+
 def _work(node: fx.Node, shares: Mapping[int, float]) -> int:
     """FLOPs of ``node``; ``shares``: of experts' buffers, how much of them is filled."""
     return round(flops(node) * shares.get(rows_of(node), 1.0)) if is_grouped(node) else flops(node)

@@ -1,8 +1,10 @@
 """What each memory policy would need for a step, without running it."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from stepgraph.costs.memory import peak_bytes
+from stepgraph.graph.program import StepProgram
 from stepgraph.lower.lowering import copied, rewrite, trace
 from stepgraph.lower.spec import StepSpec
 from stepgraph.passes import StepOptions, Target
@@ -16,10 +18,14 @@ def peak_bytes_by_policy(spec: StepSpec, target: Target | None = None) -> dict[s
     step is traced once and nothing is compiled. ``target``: None: where the model's tensors are.
     """
     target = dataclasses.replace(target or Target.on(spec.device), simulated=True)
+    program = trace(spec, target).program
+    return {policy: peak_bytes(made) for policy, made in programs_by_policy(program, spec, target)}
+
+
+def programs_by_policy(program: StepProgram, spec: StepSpec, target: Target) -> Iterator[tuple[str, StepProgram]]:
+    """(memory policy, ``program`` rewritten under it), the policy that recomputes least first. ``program``: as `trace`
+    captured the step of ``spec``; it is not changed. ``spec.passes``: see `peak_bytes_by_policy`."""
     options = spec.passes if isinstance(spec.passes, StepOptions) else StepOptions(spec.passes)
-    traced, peaks = trace(spec, target), {}
     for policy in (policy for policy in POLICIES if policy != "budget"):
         passes = dataclasses.replace(options, memory=policy)
-        program = rewrite(copied(traced.program), dataclasses.replace(spec, passes=passes), target)
-        peaks[policy] = peak_bytes(program)
-    return peaks
+        yield policy, rewrite(copied(program), dataclasses.replace(spec, passes=passes), target)

@@ -1,0 +1,468 @@
+"""`forecast`: memory and time of any model's training step on a GPU that is not there, from traces without values."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from stepgraph import compat
+from stepgraph.capture import checks, flatten_batch
+from stepgraph.capture.batch import batch_sizes, first_places, rebuilt
+from stepgraph.capture.fake import fake_mode
+from stepgraph.capture.inputs import fake
+from stepgraph.capture.optimizer import Update
+from stepgraph.capture.optimizer.update import Optimizers
+from stepgraph.capture.state import Slot, model_slots, swapped
+from stepgraph.capture.trace import LossFn
+from stepgraph.costs import links
+from stepgraph.costs.fusion import Fusion
+from stepgraph.costs.hardware import GPUS, Gpu
+from stepgraph.costs.memory import HELD, Moment, at_peak
+from stepgraph.costs.roofline import products_seconds
+from stepgraph.costs.step import StepCost, graph_cost, step_cost
+from stepgraph.errors import first_line, unknown_name
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.program import StepProgram
+from stepgraph.graph.provenance import provenance
+from stepgraph.graph.step_graph import name_of, type_of
+from stepgraph.graph.values import Accumulator, Input, ModelTensor, OptimizerState
+from stepgraph.inspect.forecast.tables import size_text, time_text
+from stepgraph.lower import StepSpec, copied, lower, programs_by_policy, rewrite, trace
+from stepgraph.passes import StepOptions, Target
+
+#: Kinds of memory that do not grow with the batch.
+_FIXED = ("parameters", "optimizer", "gradients")
+#: Groups of tensors that the text shows.
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors that are in memory at the peak and alike: ``count`` of them, ``bytes`` of all. ``type``: of each, as in
+    ``bfloat16[8, 16]``. ``what``: the operator that makes them, or their name in the module that holds them.
+    ``module``: its path, with ``*`` for the numbers of several. ``source``: ``file:line`` that makes them, ``""`` for
+    parameters, optimizer state and the batch."""
+
+    bytes: int
+    count: int
+    kind: str
+    type: str
+    what: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
+class PolicyForecast:
+    """The step under one memory policy: bytes at the peak, seconds of a step, and whether it fits."""
+
+    memory: str
+    peak_bytes: int
+    step_s: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """The forecast of a training step on one GPU. As text, one screen.
+
+    ``memory_bytes``: of the GPU. ``peak_phase``, ``peak_module``, ``peak_source``: where the step needs ``peak_bytes``.
+    ``by_kind``: bytes at the peak by kind (see `costs.memory.KINDS`); ``largest``: tensors at the peak, those that take
+    most first. ``step_s``: seconds of a step. ``products_share``: the share of the published FLOP/s that the model's
+    products and attention reach, recomputation not counted, in [0, 1].
+
+    ``largest_batch``: estimate of the largest batch that fits with these options, 0 where none does, None where it is
+    not known; ``batch_note`` says how it was found, or why it is not known. ``policies``: the step under each memory
+    policy, the one that recomputes least first.
+    """
+
+    gpu: str
+    memory_bytes: int
+    memory: str
+    batch_size: int | None
+    accumulate: int
+    peak_bytes: int
+    peak_phase: str
+    peak_module: str
+    peak_source: str
+    by_kind: dict[str, int]
+    largest: tuple[Held, ...]
+    step_s: float
+    products_share: float
+    largest_batch: int | None
+    batch_note: str
+    policies: tuple[PolicyForecast, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is less than the GPU's memory."""
+        return self.peak_bytes <= self.memory_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values; bytes and seconds."""
+        return dataclasses.asdict(self) | {"fits": self.fits}
+
+    def __str__(self) -> str:
+        left = self.memory_bytes - self.peak_bytes
+        verdict = f"fits, {size_text(left)} to spare" if left >= 0 else f"does not fit, {size_text(-left)} too much"
+        batch = "a step" if self.batch_size is None else f"batch {self.batch_size}"
+        parts = f" in {self.accumulate} microbatches" if self.accumulate > 1 else ""
+        per_s = "" if self.batch_size is None else f", {self.batch_size / self.step_s:,.4g} samples/s"
+        where = ", ".join(filter(None, [self.peak_module, os.path.basename(self.peak_source)]))
+        lines = [
+            f"{batch}{parts} on one {self.gpu}, memory policy {self.memory}",
+            f"peak {size_text(self.peak_bytes)} of {size_text(self.memory_bytes)}: {verdict}",
+            f"step {time_text(self.step_s)}{per_s}, products at {self.products_share:.1%} of the published FLOP/s",
+            f"largest batch that fits: {'unknown' if self.largest_batch is None else self.largest_batch} "
+            f"({self.batch_note})",
+            "",
+            f"at the peak, in {self.peak_phase}" + (f" ({where})" if where else ""),
+            "  " + ", ".join(f"{kind} {size_text(size)}" for kind, size in self.by_kind.items() if size),
+        ]
+        rows = [
+            (size_text(held.bytes), _times(held), held.kind, held.what.removeprefix("aten."))
+            + (held.module or "model", os.path.basename(held.source))
+            for held in self.largest[:_SHOWN]
+        ]
+        lines += _columns(rows, right=(0,))
+        if rest := self.largest[_SHOWN:]:
+            count, size = sum(held.count for held in rest), sum(held.bytes for held in rest)
+            lines.append(f"  {size_text(size)} in {count:,} others")
+        policies = [
+            (each.memory, size_text(each.peak_bytes), time_text(each.step_s), "fits" if each.fits else "does not fit")
+            for each in self.policies
+        ]
+        lines += ["", "memory policies", *_columns(policies, right=(1, 2))]
+        lines += [
+            "",
+            "Not in the peak: what torch's allocator reserves beyond what is allocated, the CUDA context, and",
+            "workspaces of kernels: leave some GiB free.",
+        ]
+        return "\n".join(lines)
+
+
+def forecast(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    optimizer: Optimizers | None = None,
+    *,
+    device: str = "h100",
+    passes: Literal["exact", "default"] | StepOptions = "default",
+    max_grad_norm: float | None = None,
+    accumulate: int = 1,
+) -> StepForecast:
+    """Forecast the training step that `stepgraph.capture` would make of the same arguments, on a GPU that need not be
+    there: peak memory and what fills it, step time, the largest batch, and what each memory policy would change.
+
+    The step is traced twice without values, for ``batch`` and for another batch size: nothing is computed, and no
+    tensor of the model's, the gradients' or the optimizer's size is allocated. The model and the optimizer are not
+    changed.
+
+    Args:
+        model: any ``nn.Module``, on a CPU, on a GPU, or on the meta device (where it takes no memory).
+        loss_fn, batch, optimizer, max_grad_norm, accumulate: as in `stepgraph.capture`. Only the form of the batch
+            counts. A batch size is the first dimension that all tensors of the batch share.
+        device: ``"h100"``, ``"h200"`` or ``"b200"``.
+        passes: ``"exact"``, ``"default"``, or a ``stepgraph.StepOptions``.
+
+    Returns:
+        A `StepForecast`: ``print`` it, or take its ``to_json()``.
+
+    Raises:
+        stepgraph.CaptureError: the step cannot be captured; the message names module path and source line.
+        ValueError: an unknown device, passes that are a list, an optimizer that cannot be captured.
+    """
+    if device not in GPUS:
+        raise unknown_name("device", device, GPUS)
+    if not isinstance(passes, StepOptions):
+        if passes not in ("exact", "default"):
+            raise ValueError(f"passes={passes!r}: a forecast takes 'exact', 'default' or a stepgraph.StepOptions")
+        passes = StepOptions(passes)
+    optimizer = compat.accelerated_inside(optimizer)
+    checks.check_arguments(model, loss_fn, batch, optimizer)
+    leaves, _ = flatten_batch(batch)
+    checks.check_microbatches(leaves, accumulate)
+    gpu = GPUS[device]
+    with _without_values(model, batch, optimizer) as (stand_in, given):
+        spec = StepSpec(
+            *(model, loss_fn, given, stand_in), max_grad_norm=max_grad_norm, accumulate=accumulate, passes=passes
+        )
+        return _forecast(spec, gpu)
+
+
+def _forecast(spec: StepSpec, gpu: Gpu) -> StepForecast:
+    target = Target.forecast(gpu)
+    traced = trace(spec, target).program
+    products_s = sum(n * products_seconds(step.graph, gpu) for step, n in traced.counted())
+    found = dict(programs_by_policy(traced, spec, target))
+    program = found.get(spec.passes.memory) or rewrite(copied(traced), spec, target)
+    costs = {policy: _cost(made, spec, gpu) for policy, made in found.items()}
+    cost = costs.get(spec.passes.memory) or _cost(program, spec, gpu)
+    peak = _peak(cost)
+    node, largest = _at_peak(program, spec)
+    where = provenance(node)
+    largest_batch, note = _largest_batch(spec, cost, gpu)
+    sizes = set(batch_sizes(flatten_batch(spec.batch)[0]))
+    return StepForecast(
+        gpu=gpu.name,
+        memory_bytes=int(gpu.memory),
+        memory=spec.passes.memory,
+        batch_size=sizes.pop() if len(sizes) == 1 else None,
+        accumulate=spec.accumulate,
+        peak_bytes=peak.total,
+        peak_phase=peak.phase,
+        peak_module=where.path if where else "",
+        peak_source=where.source if where else "",
+        by_kind=peak.bytes,
+        largest=largest,
+        step_s=cost.timeline.step_seconds,
+        products_share=products_s / cost.timeline.step_seconds,
+        largest_batch=largest_batch,
+        batch_note=note,
+        policies=tuple(
+            PolicyForecast(policy, total := _peak(each).total, each.timeline.step_seconds, total <= gpu.memory)
+            for policy, each in costs.items()
+        ),
+    )
+
+
+def _cost(program: StepProgram, spec: StepSpec, gpu: Gpu) -> StepCost:
+    return step_cost(
+        [
+            (graph_cost(step, gpu, links.groups_of(step.graph.nodes), fused=spec.passes.compiles_all), n)
+            for step, n in program.counted()
+        ]
+    )
+
+
+def _peak(cost: StepCost) -> Moment:
+    return max(cost.moments, key=lambda moment: moment.total)
+
+
+# What is in memory at the peak.
+
+
+def _at_peak(program: StepProgram, spec: StepSpec) -> tuple[fx.Node, tuple[Held, ...]]:
+    """(the node at which most is in memory, what is there: those that take most first)."""
+    state = {what: node for step in program.graphs.values() for node, what in step.bound() if not _is_passing(what)}
+    found = []
+    for step in program.graphs.values():
+        aliases = Aliases(step.graph)
+        node, held = at_peak(step, aliases, Fusion(step.graph, aliases, spec.passes.compiles_all))
+        inputs = dict(step.bound())
+        taken = set(inputs.values())
+        entries = [_entry(one, kind, inputs.get(one)) for one, kind in held.items()]
+        entries += [
+            _entry(one, HELD.get(what.kind, "inputs"), what) for what, one in state.items() if what not in taken
+        ]
+        found.append((sum(size for size, _, _ in entries), node, entries))
+    _, node, entries = max(found, key=lambda each: each[0])
+    return node, _grouped(entries)
+
+
+def _is_passing(what: Input) -> bool:
+    """Whether it is there for some calls of a step only."""
+    return not isinstance(what, ModelTensor | OptimizerState | Accumulator)
+
+
+#: What tensors of one group share, but for the numbers in their modules' paths: the fields of `Held` from `kind` on.
+_Key = tuple[str, str, str, str, str]
+
+
+def _entry(node: fx.Node, kind: str, what: Input | None) -> tuple[int, _Key, str]:
+    """(bytes of ``node``, what its group shares, the path of its module). ``what``: it is, as an input."""
+    found, source = provenance(node), ""
+    if isinstance(what, ModelTensor):
+        path, _, name = what.path.rpartition(".")
+    elif isinstance(what, OptimizerState | Accumulator):
+        path, _, name = what.parameter.rpartition(".")
+        name += f" {what.key}" if isinstance(what, OptimizerState) else " gradient"
+    elif what is not None:
+        path, name = "", what.name
+    else:
+        maker = node.args[0] if name_of(node.target) == "getitem" else node
+        path, name = found.path if found else "", name_of(maker.target)
+        source = found.source if found else ""
+    return tensor_bytes(node), (kind, type_of(node), name, re.sub(r"(?<![^.])\d+(?![^.])", "*", path), source), path
+
+
+def _grouped(entries: Sequence[tuple[int, _Key, str]]) -> tuple[Held, ...]:
+    """Tensors alike in one: those of a model's repeated blocks, for example."""
+    groups: dict[_Key, list[tuple[int, str]]] = defaultdict(list)
+    for size, key, path in entries:
+        groups[key].append((size, path))
+    made = []
+    for (kind, type_, name, starred, source), members in groups.items():
+        module = starred if len({path for _, path in members}) > 1 else members[0][1]
+        made.append(Held(sum(size for size, _ in members), len(members), kind, type_, name, module, source))
+    return tuple(sorted(made, key=lambda held: -held.bytes))
+
+
+# The largest batch.
+
+
+def _largest_batch(spec: StepSpec, cost: StepCost, gpu: Gpu) -> tuple[int | None, str]:
+    """(estimate of the largest batch whose step fits, or None; how it was found, or why it is not known).
+
+    In each phase the fullest moment is linear in the batch: of two traced batches, the second one is as large as the
+    first one's memory suggests.
+    """
+    sizes = set(batch_sizes(flatten_batch(spec.batch)[0]))
+    if len(sizes) != 1:
+        given = ", ".join(map(str, sorted(sizes))) or "none"
+        return None, f"tensors of the batch do not share their first dimension: {given}"
+    n = spec.accumulate
+    rows = sizes.pop() // n
+    fits = _peak(cost).total <= gpu.memory
+    if rows == 1 and not fits:
+        return 0, f"a batch of {n} is the smallest, and does not fit"
+    guess = _guess(cost, rows, gpu.memory)
+    other = 2 * rows if fits else rows // 2
+    if guess is not None and (guess > rows if fits else guess < rows):
+        other = max(guess, 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first trace has warned
+            resized = dataclasses.replace(spec, batch=_resized(spec.batch, other * n))
+            second = _cost(lower(resized, Target.forecast(gpu)).program, spec, gpu)
+    except Exception as error:  # it is not the user's batch: a model may refuse it
+        return None, f"a batch of {other * n} cannot be traced: {first_line(error)}"
+    first, then = _peak_by_phase(cost), _peak_by_phase(second)
+    most = math.inf
+    for phase in first.keys() & then.keys():
+        slope = (then[phase] - first[phase]) / (other - rows)
+        if slope > 0:
+            most = min(most, rows + (gpu.memory - first[phase]) / slope)
+        elif first[phase] > gpu.memory:
+            most = 0
+    if most == math.inf:
+        return None, f"the peak does not grow between batches of {rows * n} and {other * n}"
+    return max(math.floor(most), 0) * n, f"estimated from traces of {rows * n} and {other * n}"
+
+
+def _guess(cost: StepCost, rows: int, memory: float) -> int | None:
+    """The rows of a microbatch that would fill the memory if all but state grew with them; None where nothing grows."""
+    found = []
+    for moment in cost.moments:
+        fixed = sum(moment.bytes[kind] for kind in _FIXED)
+        if moment.phase != "optimizer" and moment.total > fixed:
+            found.append(rows * (memory - fixed) / (moment.total - fixed))
+    return math.floor(min(found)) if found else None
+
+
+def _peak_by_phase(cost: StepCost) -> Mapping[str, int]:
+    peaks: dict[str, int] = defaultdict(int)
+    for moment in cost.moments:
+        peaks[moment.phase] = max(peaks[moment.phase], moment.total)
+    return peaks
+
+
+# The step without values.
+
+
+@contextlib.contextmanager
+def _without_values(
+    model: nn.Module, batch: Any, optimizer: Optimizers | None
+) -> Iterator[tuple[Optimizers | None, Any]]:
+    """Inside, ``model`` holds fake tensors; (an optimizer of them, a fake batch). Tensors of a model that is whole on
+    the meta device, and its batch, count as being on a CPU."""
+    if optimizer is not None:
+        Update(optimizer)  # refuses what cannot be captured, hooks included
+    slots = model_slots(model)
+    checks.check_layouts(slots)
+    checks.check_modules(model)
+    live = [slot.tensor for slot in slots]
+    if any(map(compat.is_traceable_wrapper_subclass, live)):
+        raise ValueError(
+            "a forecast is of one GPU with plain tensors, and the model's are sharded, quantized or wrapped; give the "
+            "plain model, or forecast ranks with stepgraph plan"
+        )
+    home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
+    mode = next((t.fake_mode for t in live if compat.is_fake(t)), None) or fake_mode()
+    stand_ins = [_stand_in(mode, slot, home) for slot in slots]
+    by_id = {id(slot.tensor): made for slot, made in zip(slots, stand_ins, strict=True)}
+    on_cpu = home.type == "cpu"
+    with swapped(model, slots, stand_ins), _cuda_autocast_on_cpu() if on_cpu else contextlib.nullcontext():
+        yield _with_parameters(optimizer, by_id), _fake_batch(mode, batch, home)
+
+
+def _stand_in(mode: compat.FakeTensorMode, slot: Slot, home: torch.device) -> torch.Tensor:
+    made = fake(mode, slot.tensor.detach(), home)
+    return nn.Parameter(made, requires_grad=slot.tensor.requires_grad) if slot.is_parameter else made
+
+
+def _with_parameters(optimizer: Optimizers | None, stand_ins: Mapping[int, torch.Tensor]) -> Optimizers | None:
+    """``optimizer`` as before its first step, of ``stand_ins`` by what they are in the place of."""
+    if optimizer is None or isinstance(optimizer, list | tuple):
+        return optimizer and [_with_parameters(one, stand_ins) for one in optimizer]
+    made = object.__new__(type(optimizer))
+    groups = [g | {"params": [stand_ins.get(id(p), p) for p in g["params"]]} for g in optimizer.param_groups]
+    vars(made).update(vars(optimizer), param_groups=groups, state=defaultdict(dict))
+    return made
+
+
+def _fake_batch(mode: compat.FakeTensorMode, batch: Any, home: torch.device) -> Any:
+    leaves, structure = flatten_batch(batch)
+    made = list(leaves)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            made[i] = fake(mode, leaf.detach(), home).requires_grad_(leaf.requires_grad)
+    return rebuilt(batch, [made[i] for i in first_places(leaves)], structure)
+
+
+def _resized(batch: Any, rows: int) -> Any:
+    """``batch``, which is fake, with ``rows`` in the first dimension of its tensors."""
+    leaves, structure = flatten_batch(batch)
+    made = [
+        leaf.new_empty((rows, *leaf.shape[1:])).requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+        else leaf
+        for leaf in leaves
+    ]
+    return rebuilt(batch, [made[i] for i in first_places(leaves)], structure)
+
+
+@contextlib.contextmanager
+def _cuda_autocast_on_cpu() -> Iterator[None]:
+    """Inside, ``torch.autocast("cuda")`` of a loss is a CPU's, as the tensors that are traced are."""
+    init = torch.autocast.__init__
+
+    def on_cpu(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = on_cpu
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = init
+
+
+# Text.
+
+
+def _times(held: Held) -> str:
+    """How many tensors, and the type of each with torch's dtypes by their short names."""
+    kind = held.type.replace("bfloat16", "bf16").replace("float32", "fp32").replace("float16", "fp16")
+    return f"{held.count} x {kind}" if held.count > 1 else kind
+
+
+def _columns(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
+    """``rows`` as aligned lines; the columns ``right`` are aligned right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def aligned(row: Sequence[str]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        return "  ".join(cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in cells).rstrip()
+
+    return [f"  {aligned(row)}" for row in rows]

@@ -1,0 +1,250 @@
+"""`stepgraph.forecast`: any model's step on a GPU that is not there, next to the plan's and to what torch allocates."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+import stepgraph
+from stepgraph import compat
+from stepgraph.config import build
+from stepgraph.config.presets import PRESETS
+from stepgraph.costs.hardware import GPUS
+from stepgraph.costs.step import graph_cost, step_cost
+from stepgraph.inspect.forecast.forecast import simulated
+
+OFF = stepgraph.StepOptions(inductor="off")
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Tower(nn.Module):
+    """Blocks whose activations are most of a step."""
+
+    def __init__(self, width=64, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def tower_loss(model, batch):
+    return model(batch["x"]).square().mean()
+
+
+def tower_step(rows=32, width=64, **options):
+    model = Tower(width)
+    return model, tower_loss, {"x": torch.randn(rows, 16, width)}, torch.optim.AdamW(model.parameters(), **options)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_presets_model_given_by_hand_has_the_plans_forecast(accumulate):
+    preset = PRESETS["llama3-debug"]()
+    shape = dataclasses.replace(preset.model, n_layers=2)
+    config = dataclasses.replace(preset, model=shape, mesh=None, device="cpu", accumulate=accumulate, batch_size=2)
+    with simulated(config, GPUS["h200"]) as (program, _):
+        calls = [(graph_cost(g, GPUS["h200"], {}, fused=config.compiles_all), n) for g, n in program.counted()]
+        planned = step_cost(calls)
+    device = torch.device("cpu")
+    model = build.empty_model(config, device)
+    optimizer = build.build_optimizer(config, model)
+    found = stepgraph.forecast(
+        *(model, build.build_loss(config, device), build.example_batch(config, device), optimizer),
+        device="h200",
+        passes=config,  # the options of a step among others
+        max_grad_norm=config.max_grad_norm,
+        accumulate=accumulate,
+    )
+    peak = max(planned.moments, key=lambda moment: moment.total)
+    assert (found.peak_bytes, found.by_kind, found.peak_phase) == (peak.total, peak.bytes, peak.phase)
+    assert found.step_s == planned.timeline.step_seconds
+    assert sum(held.bytes for held in found.largest) == found.peak_bytes
+    assert not optimizer.state
+
+
+def test_policies_come_in_order_and_the_chosen_one_is_the_forecast():
+    model, *rest = tower_step(rows=512)
+    found = stepgraph.forecast(model, *rest, passes=dataclasses.replace(OFF, memory="full"))
+    assert [policy.memory for policy in found.policies] == ["none", "selective", "full"]
+    none, _, full = found.policies
+    assert none.peak_bytes > full.peak_bytes == found.peak_bytes and none.step_s < full.step_s == found.step_s
+    assert found.memory == "full" and found.fits and 0 < found.products_share < 1
+    budget = stepgraph.forecast(model, *rest, passes=dataclasses.replace(OFF, memory="budget=0.6"))
+    assert full.peak_bytes < budget.peak_bytes < none.peak_bytes and len(budget.policies) == 3
+
+
+def test_nothing_of_the_users_changes():
+    model, loss_fn, batch, optimizer = tower_step()
+    before = {name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    random = torch.get_rng_state()
+    stepgraph.forecast(model, loss_fn, batch, optimizer)
+    after = model.state_dict(keep_vars=True)
+    assert all(id(after[name]) == was and torch.equal(after[name], value) for name, (was, value) in before.items())
+    assert not any(map(compat.is_fake, after.values())) and not optimizer.state
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == held
+    assert torch.equal(torch.get_rng_state(), random) and all(p.grad is None for p in model.parameters())
+    loss = stepgraph.capture(model, loss_fn, batch, optimizer, passes="exact")(batch)
+    assert loss.isfinite()
+
+
+def test_an_optimizer_that_has_stepped_is_forecast_as_a_new_one():
+    model, loss_fn, batch, optimizer = tower_step()
+    new = stepgraph.forecast(model, loss_fn, batch, optimizer)
+    loss_fn(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    assert stepgraph.forecast(model, loss_fn, batch, optimizer).by_kind == new.by_kind
+    assert all(map(torch.equal, moments, (state["exp_avg"] for state in optimizer.state.values())))
+
+
+def test_what_fills_the_memory_has_its_module_and_line():
+    found = stepgraph.forecast(*tower_step(rows=4096), passes=OFF)
+    kept = [held for held in found.largest if held.kind == "activations"]
+    assert any(held.module == "layers.*.up" and held.count == 4 for held in kept)
+    assert any("test_forecast_any_model.py:" in held.source for held in kept)
+    assert found.by_kind["parameters"] == 4 * 4 * (2 * 64 * 128 + 64 + 128)
+    state = [held for held in found.largest if held.what == "weight exp_avg"]
+    assert {(held.count, held.module, held.bytes) for held in state} == {
+        (4, f"layers.*.{name}", 4 * 4 * 64 * 128) for name in ("up", "down")
+    }
+    text = str(found)
+    assert "layers.*.up" in text and "H100" in text and len(text.splitlines()) < 40
+    assert "reserves" in text  # what is not in the peak
+    assert json.loads(json.dumps(found.to_json()))["peak_bytes"] == found.peak_bytes
+
+
+@pytest.mark.parametrize(("rows", "accumulate"), [(8, 1), (8, 4), (4_000_000, 1)])
+def test_the_largest_batch_fits_and_a_larger_one_does_not(rows, accumulate):
+    model = Tower(256, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def at(rows):
+        batch = {"x": torch.empty(rows, 16, 256, device="meta")}
+        return stepgraph.forecast(model, tower_loss, batch, optimizer, passes=OFF, accumulate=accumulate)
+
+    first = at(rows)
+    largest = first.largest_batch
+    assert first.fits == (rows <= largest) and largest % accumulate == 0
+    step = accumulate * (largest // accumulate // 1000)  # a thousandth
+    assert at(largest - step).fits and not at(largest + step).fits
+
+
+def test_a_batch_without_one_size_has_no_largest():
+    model, _, batch, optimizer = tower_step()
+    batch |= {"weights": torch.ones(3)}
+
+    def loss_fn(model, batch):
+        return tower_loss(model, batch) * batch["weights"].sum()
+
+    found = stepgraph.forecast(model, loss_fn, batch, optimizer)
+    assert found.largest_batch is None and "3, 32" in found.batch_note and "unknown" in str(found)
+
+
+def test_a_batch_size_that_the_model_refuses_is_said():
+    model, _, batch, optimizer = tower_step()
+
+    def loss_fn(model, batch):
+        return model(batch["x"].view(32, -1, 64)).mean() if len(batch["x"]) == 32 else batch["x"].view(7, 7)
+
+    found = stepgraph.forecast(model, loss_fn, batch, optimizer)
+    assert found.largest_batch is None and "cannot be traced" in found.batch_note
+
+
+def test_a_step_that_cannot_fit():
+    model = Tower(64, 1)
+    batch = {"x": torch.empty(1, 2**30, 64, device="meta")}
+    found = stepgraph.forecast(model, tower_loss, batch, torch.optim.SGD(model.parameters()))
+    assert not found.fits and found.largest_batch == 0 and "does not fit" in str(found)
+    assert not any(policy.fits for policy in found.policies)
+
+
+def test_autocast_for_a_gpu_counts_without_one():
+    model, _, batch, optimizer = tower_step(rows=4096)
+
+    def under(kind):
+        def loss_fn(model, batch):
+            with torch.autocast(kind, torch.bfloat16):
+                return tower_loss(model, batch)
+
+        return loss_fn
+
+    plain, cpu, cuda = (
+        stepgraph.forecast(model, loss_fn, batch, optimizer, passes=OFF)
+        for loss_fn in (tower_loss, under("cpu"), under("cuda"))
+    )
+    assert cuda.peak_bytes == cpu.peak_bytes != plain.peak_bytes and cuda.step_s == cpu.step_s < plain.step_s
+
+
+def test_the_peak_is_what_torch_allocates():
+    model, loss_fn, batch, optimizer = tower_step(rows=256, width=128, fused=True)
+    options = stepgraph.StepOptions("exact", inductor="off")
+    found = stepgraph.forecast(model, loss_fn, batch, optimizer, passes=options)
+    step = stepgraph.capture(model, loss_fn, batch, optimizer, passes=options)
+    step(batch)
+    state = [t for state in optimizer.state.values() for t in state.values()]
+    held = sum(t.nbytes for t in [*model.parameters(), *model.buffers(), *batch.values(), *state])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(batch)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    assert held + peak == pytest.approx(found.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_hugging_face_on_the_meta_device(lora):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "vocab_size": 128}
+    config = transformers.Qwen3Config(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    with torch.device("meta"):
+        model = transformers.Qwen3ForCausalLM(config)
+        if lora:
+            peft = pytest.importorskip("peft")
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    found = stepgraph.forecast(model, lambda model, batch: model(**batch, use_cache=False).loss, batch, optimizer)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert found.by_kind["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert 2 * trained <= found.by_kind["optimizer"] < 2 * trained + 4096  # two moments, and counts of steps
+    assert found.largest_batch > 2 and any("modeling_qwen3.py" in held.source for held in found.largest)
+    assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"device": "a100"}, "unknown device 'a100'"),
+        ({"passes": ["dead_code"]}, "dead_code"),
+        ({"accumulate": 5}, "accumulate=5"),
+        ({"optimizer": torch.optim.RMSprop}, "RMSprop"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(change, named):
+    model, loss_fn, batch, optimizer = tower_step()
+    if kind := change.pop("optimizer", None):
+        optimizer = kind(model.parameters())
+    with pytest.raises(ValueError, match=named.replace("[", r"\[")) as refused:
+        stepgraph.forecast(model, loss_fn, batch, optimizer, **change)
+    assert len(str(refused.value).splitlines()) == 1
+    assert not any(map(compat.is_fake, model.parameters()))
