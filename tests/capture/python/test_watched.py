@@ -596,7 +596,9 @@ def test_a_cache_is_left_without_fake_tensors():
 
 
 @pytest.mark.parametrize(
-    "held", [iter([1.0, 2.0]), itertools.count(), (i for i in range(3)), np.ones(1 << 20)], ids=str
+    "held",
+    [iter([1.0, 2.0]), itertools.count(), (i for i in range(3)), np.ones(1 << 20)],
+    ids=["iterator", "count", "generator", "large array"],
 )
 def test_what_cannot_be_watched_is_refused_in_exact_and_told_of_in_default(held):
     def loss_fn(model, x):
