@@ -137,7 +137,8 @@ def test_bitwise_eager(check_training, memory, checkpointed):
     options = stepgraph.passes.StepOptions(passes="exact", memory=memory)
     model = Model(wrap if checkpointed else None)
     step = check_training(model, loss_fn, batches(), make_optimizer, max_grad_norm=1.0, passes=options, steps=3)
-    assert len(launches(step.graph)) == 5
+    # Without a GPU every tensor of a launch counts as written, and a checkpointed block that writes runs twice.
+    assert len(launches(step.graph)) == (7 if checkpointed else 5)
 
 
 def test_accumulated(check_training):
