@@ -45,12 +45,12 @@ def start(words: list[str], step: str, out: Path, inductor: Path) -> dict[str, f
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(inductor), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     began, load, cpu = time.perf_counter(), os.getloadavg()[0], cpu_of_children()
     done = subprocess.run(
-        [sys.executable, "-m", "stepgraph", "train", *words, "--step", step, "--out", str(out)],
+        [sys.executable, "-m", "stepgraph", "train", *words, "--saved-steps", step, "--out", str(out)],
         capture_output=True,
         text=True,
         env=os.environ | caches,
     )
-    ready = re.search(r"^ready after ([\d.]+) s", done.stdout, re.M)
+    ready = re.search(r"^ready in ([\d.]+) s", done.stdout, re.M)
     if done.returncode or ready is None:
         raise RuntimeError(f"status {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     wall, cpu = time.perf_counter() - began, cpu_of_children() - cpu

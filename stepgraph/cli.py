@@ -27,7 +27,7 @@ Capture a transformer's whole training step as one FX graph, rewrite it with exp
 
 commands:
   train [PRESET] [options]   train a model (default preset: llama3-debug); see stepgraph train --help
-  compile [PRESET] [options] save its step in a folder, for train --step FOLDER; see stepgraph compile --help
+  compile [PRESET] [options] save its step in a folder, for train --saved-steps FOLDER; see stepgraph compile --help
   bench NAME [options]       measure it beside eager and torch.compile; see stepgraph bench --help
   plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
   sample RUN --prompt TEXT   write text with its model; see stepgraph sample --help
@@ -49,7 +49,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _DESCRIPTIONS = {
     "train": "Train a language model from one captured step graph.",
     "compile": "Make the step that stepgraph train would run with these options, without training, and save it in the "
-    "folder --out, for stepgraph train --step FOLDER.",
+    "folder --out, for stepgraph train --saved-steps FOLDER.",
 }
 
 _HOUSE = Path(__file__).parent
@@ -236,7 +236,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         default = fine_tuning(Path(folder))
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
-    elif "warmup_steps" not in given:
+    if "warmup_steps" not in given:
         words = value_of("--steps", options) or ""
         steps = int(words) if words.isdecimal() else default.steps
         if default.warmup_steps >= steps:

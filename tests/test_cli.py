@@ -117,7 +117,7 @@ def test_a_bad_train_option_is_one_line(arguments, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("option", ["out", "resume", "step", "data", "tokenizer", "data-cache", "mesh", "steps"])
+@pytest.mark.parametrize("option", ["out", "resume", "saved-steps", "data", "tokenizer", "data-cache", "mesh", "steps"])
 def test_an_empty_value_is_refused(option):
     for words in ([f"--{option}="], [f"--{option}", ""], ["--lr", "1", f"--{option}", "", "--lr", "1"]):
         with pytest.raises(ValueError, match=rf"^--{option} is given an empty value: give one, or leave it out$"):
@@ -129,6 +129,12 @@ def test_a_short_run_shortens_the_warmup_of_its_preset():
     assert parse_train(["llama3-1b", "--steps", "12"]).warmup_steps == 1
     assert parse_train(["llama3-1b", "--steps", "600"]).warmup_steps == 500
     assert parse_train(["llama3-1b", "--steps=12", "--warmup-steps", "3"]).warmup_steps == 3
+
+
+def test_a_short_resumed_run_shortens_its_warmup(tmp_path):
+    (tmp_path / "config.json").write_text(TrainConfig().to_json())
+    assert parse_train(["--resume", str(tmp_path), "--steps", "2"]).warmup_steps == 0
+    assert parse_train(["--resume", str(tmp_path), "--steps", "200"]).warmup_steps == 10
 
 
 def test_help_and_wrong_names_answer_before_anything_heavy_is_loaded():
@@ -152,6 +158,7 @@ def test_help_and_wrong_names_answer_before_anything_heavy_is_loaded():
     [
         ("--wandb", "see stepgraph train --help"),
         ("--epochs", "see stepgraph train --help"),
+        ("--step", "did you mean --steps?"),
         ("--profil", "did you mean --profile?"),
         ("--batch", "did you mean --batch-size?"),
         ("--warmup", "did you mean --warmup-steps?"),

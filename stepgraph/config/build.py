@@ -171,4 +171,4 @@ def step_spec(
 
 def build_step(config: TrainConfig, spec: StepSpec, dump: Path | None = None) -> CapturedStep:
     """The training step as one graph, with the passes that the configuration asks for."""
-    return CapturedStep(spec, dump, None if config.step == "off" else config.step)
+    return CapturedStep(spec, dump, None if config.saved_steps == "off" else config.saved_steps)

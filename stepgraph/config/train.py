@@ -52,7 +52,7 @@ class _Training:
     """Validate on these, each with its own loss in the metrics: A,B. None: on a 20th of --data, of each part of it."""
 
     tokenizer: str = "bytes"
-    """bytes (one token a byte) or the path of a tokenizer.json."""
+    """bytes (one token per byte) or the path of a tokenizer.json."""
 
     data_cache: Path | None = None
     """Folder for tokens, written once for each data and tokenizer; default ~/.cache/stepgraph/tokens."""
@@ -67,7 +67,7 @@ class _Training:
     """Sequences in a microbatch of one data-parallel rank."""
 
     accumulate: int = 1
-    """Microbatches in a step: a step takes accumulate * batch_size * seq_len tokens a data-parallel rank."""
+    """Microbatches in a step: a step takes accumulate * batch_size * seq_len tokens per data-parallel rank."""
 
     # -- length -------------------------------------------------------------------------------------------------------
     steps: int = 150
@@ -105,10 +105,10 @@ class _Training:
     """Gradients are scaled down to this total L2 norm. None: no clipping."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient norm that is not finite ends the run, or its step is left out bitwise and counted."""
+    """What a loss or gradient norm that is not finite does: stop the run, or skip the step without any change."""
 
     max_skipped: int = 10
-    """With --on-nonfinite skip: so many steps left out in a row end the run."""
+    """With --on-nonfinite skip: stop after this many consecutive skipped steps."""
 
     # -- numerics and device ------------------------------------------------------------------------------------------
     precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
@@ -125,7 +125,7 @@ class _Training:
     """With ep: room for exchanges, as a multiple of balanced load. A step that needs more is repeated with more."""
 
     expert_chunks: int = 1
-    """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
+    """With ep: split a layer's tokens into N chunks; one chunk travels while experts compute another."""
 
     expert_exchange: Literal["collectives", "symmetric"] = "collectives"
     """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""
@@ -140,7 +140,7 @@ class _Training:
     """With pp: how stages send, through process groups (NCCL), or within a machine into each other's memory."""
 
     nproc: int | None = None
-    """Start so many processes, one a device, on this machine. Not with torchrun, which starts them itself."""
+    """Number of processes to start on this machine, one per device. Not with torchrun, which starts them itself."""
 
     max_restarts: int = 0
     """With --nproc: how often all ranks start again from the newest checkpoint when one fails. torchrun has its own."""
@@ -166,8 +166,8 @@ class TrainConfig(StepOptions, _Training):
     dump_graphs: bool = False
     """Write the graph before and after each pass, as readable text, into the run folder."""
 
-    step: str = "auto"
-    """Folder of saved steps: load the step from there, or save it there. auto: your cache; off: neither."""
+    saved_steps: str = "auto"
+    """Folder of saved steps: load the compiled step from there, or save it there. auto: your cache; off: neither."""
 
     verify: bool = False
     """Compare the captured step with eager before the first step; with --passes exact, end where a bit differs."""
@@ -186,7 +186,7 @@ class TrainConfig(StepOptions, _Training):
     """Microbatches in a validation."""
 
     sample_every: int = 0
-    """Steps between samples of text, written at validations: a multiple of --val-every. 0: none."""
+    """Steps between samples of text, a multiple of --val-every; the end of the run has one too. 0: none."""
 
     sample_prompt: str = ""
     """What samples begin with; in a run on conversations, a user's message. Empty: the start of a document."""
@@ -195,19 +195,22 @@ class TrainConfig(StepOptions, _Training):
     """Steps between checkpoints. 0: only at the end."""
 
     save: Literal["auto", "behind", "wait"] = "auto"
-    """behind: the run goes on while a copy of its state in host memory is written; auto: so on GPUs. wait: it waits."""
+    """behind: train while a copy of the state in host memory is written; wait: until it is written; auto: by device."""
 
     keep_checkpoints: int = 2
     """Newest checkpoints kept; older ones are deleted."""
 
     keep_every: int = 0
-    """Checkpoints of every so many steps are never deleted. 0: only the newest are kept."""
+    """Steps between checkpoints that are never deleted. 0: only the newest are kept."""
 
     log_every: int = 1
     """Steps between progress lines and metric records."""
 
+    verbose: bool = False
+    """Also print what each pass did to the graph, as in passes.txt."""
+
     log: Literal["tensorboard", "wandb"] = "tensorboard"
-    """wandb: metrics go to Weights & Biases too, beside TensorBoard and metrics.jsonl; needs stepgraph[wandb]."""
+    """wandb: metrics go to Weights & Biases as well as TensorBoard and metrics.jsonl; needs stepgraph[wandb]."""
 
     out: Path | None = None
     """Run folder, new or empty. None: runs/PRESET-UTC_TIME."""
@@ -232,6 +235,13 @@ class TrainConfig(StepOptions, _Training):
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer update sees, on all ranks together."""
         return self.accumulate * self.batch_size * self.seq_len * (self.mesh_spec.dp if self.mesh_spec else 1)
+
+    @property
+    def batch_text(self) -> str:
+        """What a step takes, such as ``2 microbatches x 8 x 256 tokens per data-parallel rank``."""
+        several = "" if self.accumulate == 1 else "es"
+        per = " per data-parallel rank" if self.mesh_spec else ""
+        return f"{self.accumulate} microbatch{several} x {self.batch_size} x {self.seq_len:,} tokens{per}"
 
     @property
     def mesh_spec(self) -> MeshSpec | None:
@@ -304,7 +314,7 @@ class TrainConfig(StepOptions, _Training):
 
     @property
     def pipeline_schedule(self) -> str:
-        """``pipeline``, or what stands for it."""
+        """``pipeline``, or the default schedule."""
         return self.pipeline or "1f1b"
 
     @property
@@ -332,8 +342,9 @@ class TrainConfig(StepOptions, _Training):
                 raise ValueError("init_from_hf and resume are both given: a resumed run has its weights; drop one")
             if not (self.resumed_run / "config.json").is_file():
                 raise ValueError(f"resume={self.resume} is not a run folder (no config.json): give the folder of a run")
-        if self.step not in ("auto", "off") and Path(self.step).exists() and not Path(self.step).is_dir():
-            raise ValueError(f"step={self.step} is a file: give a folder of saved steps")
+        saved = Path(self.saved_steps)
+        if self.saved_steps not in ("auto", "off") and saved.exists() and not saved.is_dir():
+            raise ValueError(f"saved_steps={saved} is a file: give a folder of saved steps")
         if self.init_from_hf is not None and not self.init_from_hf.is_dir():
             raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: give a folder with safetensors files")
         for name in ("init_from_hf", "export_hf"):

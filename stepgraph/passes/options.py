@@ -43,7 +43,7 @@ class StepOptions:
     """Products of experts' rows by torch's kernels, or QuACK's (pip install quack-kernels); auto: the faster ones."""
 
     loss_chunks: int | Literal["auto"] = "auto"
-    """Compute a head and its loss in this many parts of the tokens; auto: as many as keep the logits near a GiB."""
+    """Split logits and loss into N chunks of the tokens to save memory; auto: as many as keep the logits near a GiB."""
 
     fp8: Literal["off", "tensorwise", "rowwise", "rowwise-bf16-weight-gradients"] = "off"
     """Multiply in fp8 in linear layers, with one scale for each matrix or each row; heads and routers stay in bf16."""

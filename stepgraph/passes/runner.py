@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,22 +175,11 @@ def asked_for(options: StepOptions, plain: StepOptions, device: str) -> set[str]
     return {p.name for p in resolve(options, (), target) if p not in usual}
 
 
-def format_report(reports: Sequence[PassReport], *, asked: Collection[str] | None = None) -> str:
-    """The numbered pass report, graph by graph where a step has several, with notes indented below each pass.
-
-    With ``asked``, only of the passes that acted and of those with these names; a last line counts the others.
-    """
-    lines, several, quiet = [], len({report.graph for report in reports}) > 1, []
+def format_report(reports: Sequence[PassReport]) -> str:
+    """The numbered pass report, graph by graph where a step has several, with notes indented below each pass."""
+    lines, several = [], len({report.graph for report in reports}) > 1
     for graph, group in itertools.groupby(reports, key=lambda report: report.graph):
-        told = []
+        lines += [f"graph of the {graph}:"] if several else []
         for i, report in enumerate(group, 1):
-            if asked is None or report.acted or report.name in asked:
-                told.append(f"{i}. {report.line()}")
-                told += [f"   {note}" for note in report.notes]
-            else:
-                quiet.append(report.skipped)
-        lines += [f"graph of the {graph}:", *told] if several and told else told
-    if quiet:
-        skipped = sum(why is not None for why in quiet)
-        lines.append(f"{len(quiet)} other passes changed nothing, {skipped} of them skipped; passes.txt has all")
+            lines += [f"{i}. {report.line()}", *(f"   {note}" for note in report.notes)]
     return "\n".join(lines)

@@ -8,9 +8,13 @@ from typing import Any, TypeVar
 from stepgraph.config.device import peak_mem_gib
 from stepgraph.config.environment import environment
 from stepgraph.costs.hardware import mfu
+from stepgraph.models import family_of
 from stepgraph.train.export import CLAIM
 from stepgraph.train.records.folder import Summary
 from stepgraph.train.records.progress import format_seconds
+
+#: What a person opens first.
+_RECORDS = ("page.html", "loss.png", "passes.txt", "summary.json", "metrics.jsonl", "tb/")
 
 T = TypeVar("T")
 
@@ -48,13 +52,20 @@ def _close(run: Any, status: str, error: str | None) -> None:
         with run.failures.noted(Exception):
             write()
     if status == "finished":
-        below = "below" if run.val_loss < run.unigram else "not below"
+        worse = run.val_loss >= run.unigram
         run.say(
-            f"done: {run.step} step{'s' * (run.step != 1)} in {format_seconds(summary.wall_s)}; "
-            f"validation loss {run.val_loss:.4f} nats, {below} the unigram entropy {run.unigram:.4f}"
+            f"done: {run.step} step{'s' * (run.step != 1)} in {format_seconds(summary.wall_s)}; validation loss "
+            f"{run.val_loss:.4f}, {'still worse' if worse else 'better'} than a context-free model "
+            f"({run.unigram:.4f}){': train longer' if worse else ''}"
         )
-    names = [name for name in ("summary.json", "loss.png", "metrics.jsonl", "tb/") if (path / name).exists()]
-    run.say(f"records in {path} ({', '.join(names)})" if names else f"no records in {path}")
+    names = [name for name in _RECORDS if (path / name).exists()]
+    run.say(f"records in {path}: {', '.join(names)}" if names else f"no records in {path}")
+    if run.saving.saved_step is not None and (path / "checkpoints").exists():
+        run.say(f'sample  stepgraph sample {path} --prompt "..."')
+        if family_of(run.config.model).hugging_face is not None:
+            run.say(f"export  stepgraph export {path} --out FOLDER")
+        more = f" --steps {2 * run.step}" if run.step == run.config.steps else ""
+        run.say(f"resume  stepgraph train --resume {path}{more}")
 
 
 def summarize(run: Any, status: str, error: str | None) -> Summary:

@@ -1,6 +1,6 @@
-"""``stepgraph compile``: makes the step of a run without training, and saves it for ``stepgraph train --step``.
+"""``stepgraph compile``: makes the step of a run without training, and saves it for ``stepgraph train --saved-steps``.
 
-One process stands for a rank at a time: its process groups exist, and the other ranks do not. The first rank's graph
+One process simulates one rank at a time: its process groups exist, and the other ranks do not. The first rank's graph
 is rewritten and compiled; ranks that have the same one find it saved.
 """
 
@@ -37,7 +37,7 @@ def main(config: TrainConfig) -> int:
     config = with_document_mask(config, chat)
     config.validate()
     if parallel.launched():
-        raise ValueError("compile takes one process, which stands for all ranks: start it without torchrun")
+        raise ValueError("compile simulates all ranks in one process: start it without torchrun")
     world = config.mesh_spec.size if config.mesh_spec else 1
     if world == 1:
         return _compile(0, config, chat)
@@ -70,7 +70,7 @@ def _compile(rank: int, config: TrainConfig, chat: bool) -> int:
     optimizer = build.build_optimizer(config, model)
     loss_fn = build.build_loss(config, device, mesh)
     spec = build.step_spec(config, model, loss_fn, build.example_batch(config, device, chat), optimizer)
-    step = build.build_step(dataclasses.replace(config, step=str(config.out)), spec)
+    step = build.build_step(dataclasses.replace(config, saved_steps=str(config.out)), spec)
     outcome: Outcome = step.saved
     _print("\n   ".join([f"rank {rank}: {outcome.line()}", *outcome.notes]))
     if outcome.kept is None:

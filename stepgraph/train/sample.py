@@ -32,16 +32,16 @@ class SampleOptions:
     """The prompt is a user's message, framed by the tokenizer's chat template; the assistant's answer is written."""
 
     max_new_tokens: int = 200
-    """Tokens at most; fewer where the model ends the text."""
+    """Largest number of tokens to write; fewer where the model ends the text."""
 
     temperature: float = 0.8
-    """Logits are divided by it. 0: always the likeliest token."""
+    """Logits are divided by it. 0: always the most likely token."""
 
     top_p: float = 1.0
-    """Only the fewest likeliest tokens that hold so much of the probability are drawn, in (0, 1]."""
+    """Nucleus sampling: draw from the most likely tokens that have this share of the probability, in (0, 1]."""
 
     seed: int = 0
-    """Of the draws."""
+    """Seeds the random draws."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is a GPU, otherwise cpu."""
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 class Samples:
-    """The samples of a run: at validations of every ``sample_every`` steps. They change nothing in the run.
+    """The samples of a run: at validations of every ``sample_every`` steps, and at the end. They change nothing in the run.
 
     Raises ``ValueError``, in one line, as `Writer` does, for steps without a validation, a mesh that splits the model,
     and a prompt that the model has no room for.
@@ -96,9 +96,10 @@ class Samples:
             self._prompt = self._writer.prompt(config.sample_prompt)
             self._room = room(config, self._prompt)
 
-    def after(self, step: int) -> str | None:
-        """What the model writes behind the prompt after ``step``; None if none is due. All ranks of a mesh call."""
-        if not self._config.sample_every or step % self._config.sample_every:
+    def after(self, step: int, last: bool = False) -> str | None:
+        """What the model writes behind the prompt after ``step``, ``last`` of the run or not; None if none is due. All
+        ranks of a mesh call."""
+        if not self._config.sample_every or (step % self._config.sample_every and not last):
             return None
         draw = sampler(TEMPERATURE, seed=self._config.seed)
         self._model.eval()

@@ -7,9 +7,12 @@ from pathlib import Path
 import torch
 
 from stepgraph import parallel, passes
+from stepgraph.config.device import memory_bytes
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
+from stepgraph.costs.memory import peak_bytes
 from stepgraph.errors import read_json
+from stepgraph.graph.program import StepProgram
 from stepgraph.step import CapturedStep
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.data import (
@@ -70,7 +73,7 @@ def open_fitting_data(config: TrainConfig) -> DataBundle:
 
 
 def with_document_mask(config: TrainConfig, chat: bool) -> TrainConfig:
-    """``config`` with ``document_mask`` on where auto stands for that: ``chat``, whether the data is conversations."""
+    """``config`` with ``document_mask`` on where it is auto and the data is conversations (``chat``)."""
     return dataclasses.replace(config, document_mask="on") if chat and config.document_mask == "auto" else config
 
 
@@ -114,9 +117,35 @@ def graph_line(step: CapturedStep) -> str:
 
 
 def pass_lines(config: TrainConfig, reports: Sequence[passes.PassReport], device: torch.device) -> str:
-    """The passes that changed the step, and those that run because an option is not the preset's."""
+    """How many passes changed the step, and the reports of passes that an option asked for and that had nothing to do;
+    with ``--verbose`` the whole report."""
+    if config.verbose:
+        return passes.format_report(reports)
     asked = passes.asked_for(config, _preset_of(config), device.type)
-    return passes.format_report(reports, asked=asked)
+    changed = sum(report.acted for report in reports)
+    idle = [r.line() for r in reports if r.name in asked and not (r.acted or r.matched)]
+    return "\n".join([f"{changed} of {len(reports)} passes changed the graph (passes.txt)", *idle])
+
+
+def model_line(config: TrainConfig, params: int) -> str:
+    """The size and form of the model."""
+    size = f"{params:,} parameters"
+    if hasattr(config.model, "moe"):
+        size += f", {config.model.num_params(active=True):,} of them active per token"
+    return f"model {config.preset}: {size}; {config.precision}"
+
+
+def mesh_line(config: TrainConfig) -> str:
+    """The ranks of a run, and what a step is made of."""
+    spec = config.mesh_spec
+    ranks = "one process" if spec is None else f"{spec} of {spec.size} ranks"
+    return f"mesh {ranks}; {config.batch_text}, {config.tokens_per_step:,} tokens per step"
+
+
+def memory_line(program: StepProgram, device: torch.device) -> str:
+    """The forecast of this rank's peak."""
+    peak, total = peak_bytes(program) / 2**30, memory_bytes(device) / 2**30
+    return f"memory forecast: a peak of {peak:.1f} GiB of {total:.1f} GiB"
 
 
 def _preset_of(config: TrainConfig) -> TrainConfig:

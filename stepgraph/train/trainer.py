@@ -157,8 +157,8 @@ class Run:
         self.say(start.options_lines(config, resumed=config.resume is not None))
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
         self.say(f"tokens: {self.loader.tokens.describe()}")
-        over = "" if mesh is None else f", mesh {mesh.spec} of {mesh.spec.size} ranks"
-        self.say(f"model {self.params:,} parameters, {config.tokens_per_step:,} tokens per step{over}")
+        self.say(start.model_line(config, self.params))
+        self.say(start.mesh_line(config))
         self.page = RunPage(path, config, device, self.say) if self.speaks else None
         self.profile = self._profile() if config.profile else None
         self.warmup = WARMUP_STEPS + (self.profile is not None)  # one more, node by node, names kernels
@@ -274,8 +274,10 @@ class Run:
         if self.captured.pipeline is not None:
             self.say(str(self.captured.pipeline))
         self.say(start.graph_line(self.captured))
+        if self.speaks:
+            self.say(start.memory_line(program, self.device))
         self.say(start.pass_lines(self.config, self.captured.report, self.device))
-        self.say(f"ready after {self.capture_s:.1f} s, of it compile {self.compile_s:.1f} s")
+        self.say(f"ready in {self.capture_s:.1f} s ({self.compile_s:.1f} s compiling)")
         with self.failures.noted():
             self.folder.write_graph(program.text())
         self._write_passes()
@@ -407,7 +409,7 @@ class Run:
             with self.failures.noted():
                 self.folder.log(step, **record, **repeated, **rest)
             with self.failures.noted(what=OUTPUT):
-                progress.update(step, **record)
+                progress.update(step, lr=launched.lr, **record)
         if self.finished == 1:
             self._restart_clock()  # the first record loads TensorBoard
 
@@ -429,15 +431,15 @@ class Run:
         return self.step < self.config.steps and every > 0 and self.step % every == 0
 
     def _validate(self, progress: Progress | None = None) -> None:
-        """Record the mean loss over the validation batches at the current step and, with ``progress``, in mid-run, a
-        sample where one is due. An error is raised after the state is saved, if this process is the whole run: other
-        ranks would wait in the validation."""
+        """Record the mean loss over the validation batches at the current step, and a sample where one is due.
+        ``progress``: None at the end of the run. An error is raised after the state is saved, if this process is the
+        whole run: other ranks would wait in the validation."""
         where = f"the validation after step {self.step}"
         self.watch.at(where, limited=False)
         what = f"the validation loss after step {self.step}"
         try:
             losses = self.validation.losses(lambda loss, batch: self.finite.require(what, loss, self.step, batch))
-            sample = self.samples.after(self.step) if progress else None
+            sample = self.samples.after(self.step, last=progress is None)
         except Exception as failure:
             traceback.clear_frames(failure.__traceback__)  # they hold activations
             if self.ranks.world == 1:
@@ -454,10 +456,11 @@ class Run:
             raise
         self.val_loss = losses["val_loss"]
         with self.failures.noted(what=OUTPUT):
+            note = progress.note if progress else self.say
             if progress:
-                progress.note(f"step {self.step} | val_loss {self.val_loss:.4f}")
+                note(f"step {self.step} | val_loss {self.val_loss:.4f}")
             if sample is not None:
-                progress.note(f"step {self.step} | sample {self.config.sample_prompt + sample!r}")
+                note(f"step {self.step} | sample {self.config.sample_prompt + sample!r}")
         if self.folder.validated != self.step:  # else recorded before this process resumed the run
             with self.failures.noted():
                 self.folder.log(self.step, **losses, **({} if sample is None else {"sample": sample}))

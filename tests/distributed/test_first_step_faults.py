@@ -53,7 +53,7 @@ def raises(words, folder):
 def stopped_in_the_first_step(words, folder):
     """What rank 0 says of rank 1, which SIGSTOP stops when its first step begins; every rank ends."""
     with Job([], folder, *words) as job:
-        job.wait_for(job.out, "ready after")
+        job.wait_for(job.out, "ready in")
         stopped = job.kill(1, signal.SIGSTOP)
         job.wait_for(job.err, "made no progress")
         with contextlib.suppress(ProcessLookupError):  # else the launcher waits half a minute for it

@@ -70,7 +70,7 @@ def write(path, content):
         ),
         (lambda tmp: ["--memory", "ful"], "unknown memory policy 'ful'"),
         (lambda tmp: ["--passes", "exactly"], "--passes"),
-        (lambda tmp: ["--step", tmp / "file"], "in/file is a file: give a folder of saved steps"),
+        (lambda tmp: ["--saved-steps", tmp / "file"], "in/file is a file: give a folder of saved steps"),
         (lambda tmp: ["--lr", "nan"], "lr=nan must be finite, and above 0"),
     ],
     ids=lambda value: re.sub(r"\W+", "-", value) if isinstance(value, str) else "",

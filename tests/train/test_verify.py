@@ -14,7 +14,7 @@ def test_a_verified_run_is_the_run_without(options, trainer, tmp_path, capsys):
         printed = capsys.readouterr().out
         assert ("verify: bitwise equal to eager: loss " in printed) is bool(more)
     verdict = printed.index("verify: ")
-    assert printed.index("ready after") < verdict < printed.index("step 1/4")
+    assert printed.index("ready in") < verdict < printed.index("step 1/4")
     names = ("loss", "grad_norm", "lr")
     assert trainer.metrics(folders[0], *names) == trainer.metrics(folders[1], *names)
     states = [trainer.saved(folder, 4)[0] for folder in folders]

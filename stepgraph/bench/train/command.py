@@ -108,7 +108,7 @@ class TrainBench(BenchOptions):
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if self.traces is not None and not self.traces.is_dir():
             raise ValueError(f"traces={self.traces} is no folder; make it first")
-        config = self.run(*CHOSEN, "steps", schedule="constant", warmup_steps=0, step="off")
+        config = self.run(*CHOSEN, "steps", schedule="constant", warmup_steps=0, saved_steps="off")
         if self.balanced_routing and not hasattr(config.model, "moe"):
             raise ValueError(f"balanced_routing is about experts and {self.preset} has none: drop --balanced-routing")
         return config

@@ -30,11 +30,11 @@ def train_section(model: str, env: dict[str, Any], settings: dict[str, Any], row
 
 
 def train_title(model: str, settings: dict[str, Any]) -> str:
-    """The model, its mesh and batch, such as ``llama3-8b, fsdp=2,tp=2, batch 1 x 8192 a data-parallel rank, bf16``."""
+    """The model, its mesh and batch, such as ``llama3-8b, fsdp=2,tp=2, batch 1 x 8192 per data-parallel rank, bf16``."""
     chosen = settings["models"][model]
     microbatches = f"{chosen['accumulate']} x " if chosen.get("accumulate", 1) > 1 else ""
     parts = [
-        f"batch {microbatches}{chosen['batch_size']} x {chosen['seq_len']} a data-parallel rank",
+        f"batch {microbatches}{chosen['batch_size']} x {chosen['seq_len']} per data-parallel rank",
         chosen["precision"],
         "" if chosen.get("fp8", "off") == "off" else f"fp8 {chosen['fp8']}",
         f"pipeline {chosen['pipeline']}" if chosen.get("pipeline") else "",

@@ -66,7 +66,7 @@ class PlanOptions(StepOptions):
     """With ep: room for exchanges, as a multiple of balanced load."""
 
     expert_chunks: int = 1
-    """With ep: a layer's tokens in so many parts, one after the other: one travels while experts compute another."""
+    """With ep: split a layer's tokens into N chunks; one chunk travels while experts compute another."""
 
     expert_exchange: Literal["collectives", "symmetric"] = "collectives"
     """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""
@@ -142,7 +142,7 @@ def show(result: Forecast, console: Console) -> None:
     config, gpu, timeline = result.config, result.gpu, result.timeline
     console.print(
         f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
-        f"batch {config.accumulate} x {config.batch_size} x {config.seq_len} a data-parallel rank, {config.precision}, "
+        f"{config.batch_text}, {config.precision}, "
         f"memory {config.memory}"
         + (f", the most loaded rank at {result.imbalance:g} times the mean" if config.mesh_spec.ep > 1 else "")
     )

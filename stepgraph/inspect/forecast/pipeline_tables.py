@@ -14,7 +14,7 @@ def show_pipeline(result: PipelineForecast, console: Console) -> None:
     config, gpu, chosen = result.config, result.gpu, result.schedules[result.chosen]
     console.print(
         f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
-        f"batch {config.accumulate} x {config.batch_size} x {config.seq_len} a data-parallel rank, {config.precision}, "
+        f"{config.batch_text}, {config.precision}, "
         f"memory {config.memory}"
         + (f", the most loaded rank at {result.imbalance:g} times the mean" if config.mesh_spec.ep > 1 else "")
     )

@@ -48,7 +48,7 @@ class OverlapOptions:
     needs_process_group=True,
 )
 def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> None:
-    """Start gathers regions ahead and wait for reductions regions later."""
+    """Start gathers some regions early and wait for reductions some regions late."""
     before, peak = exposed(step.graph), estimate_memory(step.graph).peak
     gathers, reductions = collectives.gathers(step), collectives.reductions(step)
     report.matched = len(gathers) + len(reductions)
@@ -61,12 +61,16 @@ def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> Non
         sink(step, reductions, options.delay)
     report.changed = sum(a is not b for a, b in zip(moved, step.graph.nodes, strict=True))
     report.summary = (
-        f"{len(gathers)} gathers {options.prefetch} regions ahead, {len(reductions)} reductions waited for "
-        f"{options.delay} regions later"
+        f"prefetches {len(gathers)} gathers by {_regions(options.prefetch)}, delays {len(reductions)} waits for "
+        f"reductions by {_regions(options.delay)}"
     )
     after = estimate_memory(step.graph).peak
     report.notes.append(exposed_text(before, exposed(step.graph)))
     report.notes.append(f"peak memory about {peak / 2**20:.1f} MiB before, {after / 2**20:.1f} after")
+
+
+def _regions(count: int) -> str:
+    return f"{count} region{'s' * (count != 1)}"
 
 
 def _prefetch(step: StepGraph, gathers: list[Collective], distance: int) -> None:

@@ -44,8 +44,9 @@ class Outcome:
 
     def line(self) -> str:
         """The outcome in one line."""
-        what = "traced, then loaded: no pass ran and nothing was compiled" if self.loaded else "made from scratch"
-        return f"step {what} ({self.seconds:.1f} s)"
+        if self.loaded:
+            return f"saved step loaded in {self.seconds:.1f} s: no pass ran and nothing was compiled"
+        return f"no saved step matches ({self.seconds:.1f} s): made from scratch"
 
 
 @dataclass(frozen=True)

@@ -78,15 +78,17 @@ def format_progress(
     tokens_per_s: float,
     mem_gib: float,
     eta_s: float,
+    lr: float,
     mfu: float | None = None,
     expert_load: Sequence[float] = (),
 ) -> str:
-    """The progress line, such as ``step 20/1000 | loss 4.1234 | grad_norm 0.97 | 118 ms | 139k tok/s | mfu 41% |
-    mem 48.9 GiB | eta 1.9m``; ``mfu`` in [0, 1], left out where it is None. ``expert_load``: of each layer with
-    experts; shown is the highest, as ``load 1.43``."""
+    """The progress line, such as ``step 20/1000 | loss 4.1234 | lr 2.0e-03 | grad_norm 0.97 | 118 ms | 139k tok/s |
+    mfu 41% | mem 48.9 GiB | eta 1.9m``; ``mfu`` in [0, 1], left out where it is None. ``expert_load``: one per layer
+    with experts; the line shows the highest, as ``load 1.43``."""
     parts = [
         f"step {step}/{total_steps}",
         f"loss {loss:.4f}",
+        f"lr {lr:.1e}",
         f"grad_norm {grad_norm:.2f}",
         *([f"load {max(expert_load):.2f}"] if expert_load else []),
         f"{_three_digits(step_ms)} ms",
@@ -99,7 +101,7 @@ def format_progress(
 
 
 #: Figures that a narrow terminal goes without, the first first; all are in the metrics.
-_LEFT_OUT = (r"mem .*", r".* ms", r"load .*", r"mfu .*", r"grad_norm .*", r".* tok/s", r"eta .*")
+_LEFT_OUT = (r"mem .*", r".* ms", r"lr .*", r"load .*", r"mfu .*", r"grad_norm .*", r".* tok/s", r"eta .*")
 
 
 def shortened(line: str, width: int) -> str:

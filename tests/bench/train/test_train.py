@@ -126,7 +126,7 @@ def test_a_provider_that_is_not_there_is_said_aloud(record, tmp_path, capsys):
     png = tmp_path / "train.png"
     assert bench.main(["report", str(record[2]), "--plot", str(png)]) == 0
     shown = capsys.readouterr().out
-    assert "### llama3-debug, fsdp=2, batch 2 x 32 a data-parallel rank, fp32" in shown
+    assert "### llama3-debug, fsdp=2, batch 2 x 32 per data-parallel rank, fp32" in shown
     assert "- breaks failed: rank 1: RuntimeError" in shown and "- torchtitan: " in shown
     assert shown.rstrip().splitlines()[-1].startswith("stepgraph / torchtitan: no ratio: torchtitan: ")
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -288,7 +288,7 @@ def test_the_table_of_gpus_and_the_ratio():
         row("torchtitan", 8_500.0, mfu=0.498, peak_mem_gib=55.0, peak_reserved_gib=60.0, first_step_s=60.0),
     ]  # fmt: skip
     lines = train_section("llama3-8b", ENVIRONMENT, SETTINGS, rows).splitlines()
-    assert lines[0] == "### llama3-8b, fsdp=2,tp=2, batch 1 x 8192 a data-parallel rank, bf16"
+    assert lines[0] == "### llama3-8b, fsdp=2,tp=2, batch 1 x 8192 per data-parallel rank, bf16"
     assert lines[2] == "4 x NVIDIA H200; torch 2.11.0, stepgraph 0.1.0, CUDA 13.0"
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert table[0][3] == "tokens/s a GPU" and table[0][-3:] == ["MFU", "reserved GiB", "exposed comm."]

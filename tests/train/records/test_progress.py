@@ -9,13 +9,14 @@ from rich.console import Console
 from stepgraph.train.records import progress
 from stepgraph.train.records.progress import Progress, format_progress, shortened
 
-FIGURES = {"loss": 4.12341, "grad_norm": 0.968, "step_ms": 117.6, "tokens_per_s": 139_200.0, "mem_gib": 48.87}
+FIGURES = {"loss": 4.12341, "grad_norm": 0.968, "step_ms": 117.6, "tokens_per_s": 139_200.0, "mem_gib": 48.87, "lr": 2e-3}
 
 
 def test_the_progress_line():
     line = format_progress(20, 1000, **FIGURES, mfu=0.412, eta_s=115)
     assert line == (
-        "step 20/1000 | loss 4.1234 | grad_norm 0.97 | 118 ms | 139k tok/s | mfu 41% | mem 48.9 GiB | eta 1.9m"
+        "step 20/1000 | loss 4.1234 | lr 2.0e-03 | grad_norm 0.97 | 118 ms | 139k tok/s | mfu 41% | mem 48.9 GiB "
+        "| eta 1.9m"
     )
     assert format_progress(20, 1000, **FIGURES, eta_s=115) == line.replace(" | mfu 41%", "")
 
@@ -51,7 +52,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
 @pytest.mark.parametrize(
     ("width", "shown"),
     [
-        (101, "step 20/1000 | loss 4.1234 | grad_norm 0.97 | 118 ms | 139k tok/s | mfu 41% | mem 48.9 GiB | eta 1.9m"),
+        (101, "step 20/1000 | loss 4.1234 | lr 2.0e-03 | grad_norm 0.97 | 118 ms | 139k tok/s | mfu 41% | eta 1.9m"),
         (80, "step 20/1000 | loss 4.1234 | grad_norm 0.97 | 139k tok/s | mfu 41% | eta 1.9m"),
         (60, "step 20/1000 | loss 4.1234 | 139k tok/s | eta 1.9m"),
         (40, "step 20/1000 | loss 4.1234 | eta 1.9m"),
