@@ -75,7 +75,8 @@ def main(argv: list[str]) -> int:
 
 
 class Samples:
-    """The samples of a run: at validations of every ``sample_every`` steps, and at the end. They change nothing in the run.
+    """The samples of a run: at validations of every ``sample_every`` steps, and at the end. The run stays
+    the same bit for bit.
 
     Raises ``ValueError``, in one line, as `Writer` does, for steps without a validation, a mesh that splits the model,
     and a prompt that the model has no room for.

@@ -20,8 +20,8 @@ from stepgraph.train.records.folder import Summary
 from stepgraph.train.trainer import Run
 
 PROGRESS = re.compile(
-    r"step (\d+)/12 \| loss \d+\.\d{4} \| lr \d\.\de-\d\d \| grad_norm \d+\.\d\d \| \d+(\.\d+)? ms \| \d+(\.\d+)?[kM]? tok/s \| "
-    r"mem \d+\.\d GiB \| eta \d+(\.\d)?[smhd]"
+    r"step (\d+)/12 \| loss \d+\.\d{4} \| lr \d\.\de-\d\d \| grad_norm \d+\.\d\d \| \d+(\.\d+)? ms \| "
+    r"\d+(\.\d+)?[kM]? tok/s \| mem \d+\.\d GiB \| eta \d+(\.\d)?[smhd]"
 )
 
 

@@ -30,7 +30,7 @@ def train_section(model: str, env: dict[str, Any], settings: dict[str, Any], row
 
 
 def train_title(model: str, settings: dict[str, Any]) -> str:
-    """The model, its mesh and batch, such as ``llama3-8b, fsdp=2,tp=2, batch 1 x 8192 per data-parallel rank, bf16``."""
+    """The model, mesh and batch, such as ``llama3-8b, fsdp=2,tp=2, batch 1 x 8192 per data-parallel rank, bf16``."""
     chosen = settings["models"][model]
     microbatches = f"{chosen['accumulate']} x " if chosen.get("accumulate", 1) > 1 else ""
     parts = [

@@ -9,7 +9,14 @@ from rich.console import Console
 from stepgraph.train.records import progress
 from stepgraph.train.records.progress import Progress, format_progress, shortened
 
-FIGURES = {"loss": 4.12341, "grad_norm": 0.968, "step_ms": 117.6, "tokens_per_s": 139_200.0, "mem_gib": 48.87, "lr": 2e-3}
+FIGURES = {
+    "loss": 4.12341,
+    "grad_norm": 0.968,
+    "step_ms": 117.6,
+    "tokens_per_s": 139_200.0,
+    "mem_gib": 48.87,
+    "lr": 2e-3,
+}
 
 
 def test_the_progress_line():
