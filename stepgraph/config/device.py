@@ -24,7 +24,22 @@ def device_of(config: TrainConfig) -> torch.device:
     device = pick_device(config.device)
     if config.memory_snapshot and device.type == "cpu":
         raise ValueError("memory_snapshot records a GPU's allocations and torch sees no GPU here: leave it out")
+    require_memory(config, device)
     return device
+
+
+def require_memory(config: TrainConfig, device: torch.device) -> None:
+    """Raise ``ValueError`` where the parameters of ``config``'s model alone exceed the memory of ``device``, before any
+    of its modules is made: a billion layers would take hours."""
+    model, ranks = config.model, config.mesh_spec.size if config.mesh_spec else 1
+    size = 2 if config.precision == "bf16" and ranks == 1 else 4
+    needs, has = model.num_params() * size // ranks, memory_bytes(device)
+    if needs > has:
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        raise ValueError(
+            f"the model does not fit: its {model.num_params():,} parameters alone take {needs / 2**30:,.1f} GiB{each}, "
+            f"the {device.type} has {has / 2**30:.1f} GiB; lower dim={model.dim} or n_layers={model.n_layers}"
+        )
 
 
 def device_name(device: torch.device) -> str:

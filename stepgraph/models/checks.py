@@ -2,6 +2,9 @@
 
 import dataclasses
 
+#: How far from what was given a divisor is looked for.
+_NEAR = 10_000
+
 
 def check_positive(config: object, *names: str) -> None:
     """Raise ``ValueError`` unless every named field of ``config`` is a number above zero, and a whole one where it is
@@ -26,7 +29,8 @@ def check_heads(dim: int, n_heads: int, n_kv_heads: int) -> None:
 
 
 def _near_divisors(name: str, total: int, given: int) -> str:
-    """The divisors of ``total`` on both sides of ``given``, as ``name=2 or name=4``."""
-    below = max(d for d in range(1, min(given, total) + 1) if total % d == 0)
-    above = [d for d in range(given, total + 1) if total % d == 0][:1]
+    """The nearest divisors of ``total`` on both sides of ``given``, as ``name=2 or name=4``; 1 where none is near."""
+    start = min(given, total)
+    below = next((d for d in range(start, max(0, start - _NEAR), -1) if total % d == 0), 1)
+    above = [d for d in range(given, min(total, given + _NEAR) + 1) if total % d == 0][:1]
     return " or ".join(f"{name}={d}" for d in [below, *above])

@@ -33,10 +33,13 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def require(raw: dict[str, Any], path: Path, title: str, needed: dict[str, Any]) -> None:
     """``ValueError`` unless each key of a ``config.json`` has the value needed, or is left out; ``model_type`` must be
-    there."""
+    there. No dropout either, which the models here do not have: they would train as another model, silently."""
     for key, value in needed.items():
         if raw.get(key, value) != value or (key == "model_type" and key not in raw):
             raise ValueError(f"{path}: {key} is {raw.get(key)!r}, {title} has {value!r}; give a {title} checkpoint")
+    for key, value in raw.items():
+        if key.endswith("_dropout") and key != "classifier_dropout" and value:
+            raise ValueError(f"{path}: {key} is {value!r}, and {title} trains without dropout here; set it to 0.0 there")
 
 
 def rope_settings(raw: dict[str, Any]) -> tuple[float, str, dict[str, Any]]:

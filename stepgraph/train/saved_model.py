@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stepgraph.config import build
-from stepgraph.config.device import pick_device
+from stepgraph.config.device import pick_device, require_memory
 from stepgraph.config.option_names import run_of
 from stepgraph.config.train import TrainConfig
 from stepgraph.errors import read_json
@@ -44,7 +44,8 @@ def load_trained(folder: Path, config: TrainConfig, device: str = "cpu") -> tupl
     path = resolve(folder)
     bf16, on_ranks = config.precision == "bf16", config.mesh_spec is not None
     alone = dataclasses.replace(config, mesh=None, precision="fp32" if bf16 and on_ranks else config.precision)
-    model = build.empty_model(alone, pick_device(device))
+    require_memory(alone, there := pick_device(device))
+    model = build.empty_model(alone, there)
     model.init_weights(parts={})  # only buffers that no checkpoint holds, such as RoPE tables
     done = {"step": 0}
     Checkpointer(path.parent).load(path, {"model": model, "trainer": done}, rng=False)

@@ -114,11 +114,11 @@ def test_a_signal_at_any_moment_saves_and_ends_cleanly(
 ):
     original, calls = getattr(owner, name), []
 
-    def signalled(*arguments):
+    def signalled(*arguments, **named):
         calls.append(None)
         if len(calls) == call:
             signal.raise_signal(number)
-        return original(*arguments)
+        return original(*arguments, **named)
 
     folder = tmp_path / "run"
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, tests start with it ignored

@@ -136,7 +136,7 @@ def verify(path: Path, *, contents: bool, rank: int = 0, world: int = 1) -> dict
     for index, (name, entry) in enumerate(files.items()):
         file = path / name
         if not file.is_file():
-            raise DamagedError(f"{name} is missing")
+            raise DamagedError(f"{name} is {'no file' if file.exists() else 'missing'}")
         if (size := file.stat().st_size) != entry["size"]:
             raise DamagedError(f"{name} has {size} bytes, {entry['size']} were written")
         if contents and index % world == rank and sha256(file) != entry["sha256"]:
@@ -153,7 +153,7 @@ def render(manifest: dict) -> bytes:
 def read_manifest(path: Path) -> dict:
     file = path / MANIFEST
     if not file.is_file():
-        raise DamagedError(f"{MANIFEST} is missing")
+        raise DamagedError(f"{MANIFEST} is {'no file' if file.exists() else 'missing'}")
     raw = file.read_bytes()
     try:
         manifest = parse(raw)

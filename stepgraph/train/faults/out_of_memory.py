@@ -8,6 +8,9 @@ from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.train import TrainConfig
 from stepgraph.lower import StepSpec, peak_bytes_by_policy
 
+#: The share of a device's memory below which a step is not what fills it.
+_LEAST_SHARE = 0.25
+
 
 def memory_advice(failure: BaseException, config: TrainConfig, step: Callable[[], StepSpec]) -> str:
     """One line for a step that ran out of memory: what was asked for, and the ``--memory`` that would fit.
@@ -32,6 +35,8 @@ def memory_advice(failure: BaseException, config: TrainConfig, step: Callable[[]
     known = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in peaks.items())
     asked += f"; the step's estimated peak by --memory, of {total / 2**30:.1f} GiB: {known}"
     failed = peaks.get(config.memory, float("inf"))
+    if failed < _LEAST_SHARE * total:
+        return f"{asked}; the step needs little of it: end what else takes memory"
     # A tenth is left for what the estimate does not cover: the CUDA context, workspaces, fragmentation.
     fits = next((name for name, size in peaks.items() if size < failed and size < 0.9 * total), None)
     if fits:

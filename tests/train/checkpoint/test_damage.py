@@ -54,6 +54,17 @@ def test_any_flipped_byte_is_detected(saved, name):
     checkpointer.load(newest, build(3))
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved, name):
+    checkpointer, _ = saved
+    newest = checkpointer.latest()
+    (newest / name).unlink()
+    os.mkfifo(newest / name)
+    assert f"{name} is no file" in refused(checkpointer, newest, "is damaged")
+    with pytest.warns(UserWarning, match=f"is skipped: {name} is no file"):
+        assert checkpointer.latest() != newest
+
+
 @pytest.mark.parametrize("how", ["truncated", "emptied", "longer", "missing"])
 @pytest.mark.parametrize("name", FILES)
 def test_truncated_and_missing_files(saved, name, how):
