@@ -37,7 +37,7 @@ def require_memory(config: TrainConfig, device: torch.device) -> None:
     if needs > has:
         each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise ValueError(
-            f"the model does not fit: its {model.num_params():,} parameters alone take {needs / 2**30:,.1f} GiB{each}, "
+            f"the model does not fit: its parameters alone take {needs / 2**30:.1f} GiB{each}, "
             f"the {device.type} has {has / 2**30:.1f} GiB; lower dim={model.dim} or n_layers={model.n_layers}"
         )
 

@@ -39,7 +39,7 @@ def require(raw: dict[str, Any], path: Path, title: str, needed: dict[str, Any])
             raise ValueError(f"{path}: {key} is {raw.get(key)!r}, {title} has {value!r}; give a {title} checkpoint")
     for key, value in raw.items():
         if key.endswith("_dropout") and key != "classifier_dropout" and value:
-            raise ValueError(f"{path}: {key} is {value!r}, and {title} trains without dropout here; set it to 0.0 there")
+            raise ValueError(f"{path}: {key} is {value!r}, {title} trains without dropout here; set it to 0.0")
 
 
 def rope_settings(raw: dict[str, Any]) -> tuple[float, str, dict[str, Any]]:

@@ -53,7 +53,7 @@ def test_a_model_far_beyond_memory_is_one_line_before_anything_is_made(model, sa
 def test_the_memory_of_each_rank_counts():
     sizes = {"n_heads": 128, "n_kv_heads": 128, "ffn_dim": 1 << 16, "vocab_size": 1 << 10, "max_seq_len": 8}
     model = Llama3Config(dim=1 << 14, n_layers=2000, **sizes)
-    with pytest.raises(ValueError, match="the model does not fit: .*GiB, the cpu has"):
+    with pytest.raises(ValueError, match=r"the model does not fit: .*GiB, the cpu has"):
         device_of(TrainConfig(model=model, device="cpu"))
     with pytest.raises(ValueError, match="on each of 2 ranks, the cpu has"):
         device_of(TrainConfig(model=model, device="cpu", mesh="fsdp=2"))

@@ -303,7 +303,7 @@ def test_a_checkpoint_of_another_model_is_refused(checkpoint, change, parts):
         ({"model_type": None}, "model_type is None"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, and Llama 3 trains without dropout here; set it to"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1, Llama 3 trains without dropout here; set it to 0.0"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "lacks 'factor'"),
         ({"rope_parameters": ["default"]}, "config.json: the settings of its RoPE are ['default'], not a JSON object"),

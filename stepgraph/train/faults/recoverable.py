@@ -43,13 +43,14 @@ class RecoverableErrors:
 
     @contextlib.contextmanager
     def of_threads(self) -> Iterator[None]:
-        """Keep the OSErrors that end threads inside, such as TensorBoard's writer."""
+        """Keep the OSErrors that end threads inside, such as TensorBoard's writer; not those of a folder that somebody
+        deleted, as the next record is written to another."""
         before = threading.excepthook
 
         def note(ended: threading.ExceptHookArgs) -> None:
             if not isinstance(ended.exc_value, OSError):
                 return before(ended)
-            with self.noted():
+            with self.noted(), contextlib.suppress(FileNotFoundError):
                 raise ended.exc_value
 
         threading.excepthook = note

@@ -1,5 +1,6 @@
 """The run folder: every record that a run leaves behind, its summary among them."""
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -126,6 +127,13 @@ class RunFolder:
 
         return SummaryWriter(self.path / "tb", purge_step=self._purge_step, flush_secs=10)
 
+    def _drop_deleted(self) -> None:
+        """Drop TensorBoard's writer, which cannot continue, where somebody deleted ``tb/``; `log` makes another."""
+        if "_tensorboard" in vars(self) and not (self.path / "tb").is_dir():
+            with contextlib.suppress(FileNotFoundError):
+                self._tensorboard.close()
+            del self._tensorboard
+
     def settle(self) -> None:
         """A run that rewinds has a checkpoint of its own: what it recorded takes the place of what was there."""
         if self._rewinds:
@@ -168,6 +176,7 @@ class RunFolder:
             self._metrics.close()
             self._metrics = self._metrics_file.open("a", buffering=1, encoding="utf-8")
         self._metrics.write(json_line({"step": step} | values))
+        self._drop_deleted()
         scalars: dict[str, float] = {}
         for name, value in values.items():
             if value is None:
@@ -200,6 +209,7 @@ class RunFolder:
     def close(self) -> None:
         """Flushes and closes the metrics, and frees the run for another process. Raises OSError for a full disk."""
         with self._lock, self._metrics:
+            self._drop_deleted()
             if "_tensorboard" in vars(self):
                 self._tensorboard.close()
             if self.tracker is not None:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from stepgraph.config.environment import environment
 from stepgraph.config.train import TrainConfig
 from stepgraph.inspect.account.page import write_page
+from stepgraph.train.faults.recoverable import RecoverableErrors
 from stepgraph.train.records import files, folder
 from stepgraph.train.records.files import read_metrics, status_of, write_text
 from stepgraph.train.records.folder import RunFolder, Summary
@@ -179,9 +181,23 @@ def test_every_summary_key_is_documented():
 
 
 def test_records_that_are_deleted_from_a_live_run_end_nothing(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    folder.log(1, loss=2.0)
-    (tmp_path / "run/metrics.jsonl").unlink()
-    folder.log(2, loss=1.0)
-    folder.close()
-    assert read_metrics(tmp_path / "run/metrics.jsonl") == [{"step": 2, "loss": 1.0}]
+    folder, tb, failures = RunFolder(tmp_path / "run"), tmp_path / "run/tb", RecoverableErrors()
+    with failures.of_threads():
+        folder.log(1, loss=2.0)
+        (tmp_path / "run/metrics.jsonl").unlink()
+        folder.log(2, loss=1.0)
+        shutil.rmtree(tb)
+        folder.log(3, loss=0.5)
+        shutil.rmtree(tb)
+        with pytest.raises(FileNotFoundError):  # TensorBoard's thread may be the first to see it
+            folder._tensorboard.flush()
+        folder._tensorboard.file_writer.event_writer._async_writer._worker.join(20)
+        folder.log(4, loss=0.25)
+        folder._tensorboard.flush()
+        (event,) = EventAccumulator(str(tb)).Reload().Scalars("train/loss")
+        assert (event.step, event.value) == (4, 0.25)
+        shutil.rmtree(tb)
+        folder.close()
+    assert failures.first is None
+    losses = {record["step"]: record["loss"] for record in read_metrics(tmp_path / "run/metrics.jsonl")}
+    assert losses == {2: 1.0, 3: 0.5, 4: 0.25}
