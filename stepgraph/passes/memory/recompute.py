@@ -209,21 +209,32 @@ class Plan:
 
     def full(self) -> set[fx.Node]:
         """Everything inside repeated blocks except what leaves them."""
-        inside = (n for n in self.candidates() if self.block[n] is not None or not self.step.blocks)
+        end = self._end_of_forward()
+        inside = (n for n in self.candidates() if self.block[n] is not None or not (self.step.blocks or n in end))
         return {n for n in inside if not self._crosses(n, self.block)}
 
     def selective(self) -> set[fx.Node]:
         """Cheap operators, in chains of at most ``MAX_CHAIN``, that do not cross blocks."""
         dropped: set[fx.Node] = set()
         depth: dict[fx.Node, int] = {}
+        end = self._end_of_forward()
         for node in self.candidates():
-            if self.is_expensive(node) or self._crosses(node, self.block):
+            if node in end or self.is_expensive(node) or self._crosses(node, self.block):
                 continue
             length = 1 + max((depth.get(s, 0) for s in self.sources(node)), default=0)
             if length <= MAX_CHAIN:
                 depth[node] = length
                 dropped.add(node)
         return dropped
+
+    def _end_of_forward(self) -> set[fx.Node]:
+        """What is outside the blocks and leads to no expensive operator of forward, such as a cross entropy: backward
+        begins there, so to compute it again frees nothing, and hides the loss from `fuse_loss`."""
+        before: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            if any(user in before or self.is_expensive(user) for user in node.users if self._is_forward(user)):
+                before.add(node)
+        return {n for n in self.nodes if n not in before and self.block[n] is None} if before else set()
 
     def fit(self, limit: float) -> set[fx.Node] | None:
         """The least recomputation found that keeps at most ``limit`` bytes: cheapest seconds per byte first.

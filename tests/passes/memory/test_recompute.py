@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.capture import phase_of
+from stepgraph.costs.hardware import GPUS
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.facts import is_mutating, is_random, tensor_bytes
 from stepgraph.graph.values import Parameter
-from stepgraph.lower import StepSpec, peak_bytes_by_policy
-from stepgraph.models import Llama3Config
-from stepgraph.passes import configured, get, parse_policy, run_passes
+from stepgraph.lower import StepSpec, lower, peak_bytes_by_policy
+from stepgraph.models import Llama3Config, next_token_loss
+from stepgraph.passes import StepOptions, Target, configured, get, parse_policy, run_passes
 from stepgraph.passes.memory.recompute import MemoryPolicy, Plan
 
 aten = torch.ops.aten
@@ -310,3 +311,15 @@ def test_bad_options_of_the_pass_are_refused():
         get("recompute", policy="ful")
     with pytest.raises(ValueError, match="not a positive number"):
         get("recompute", policy="budget", budget=0.0)
+
+
+def test_no_policy_computes_the_loss_again():
+    """Backward begins with a cross entropy, which is fused with its gradient where it is not computed again."""
+    model = stepgraph.models.Llama3(DEEP)
+    batch = {name: torch.zeros(2, 16, dtype=torch.int64) for name in ("tokens", "targets")}
+    for memory in ("selective", "full", "budget=0.6"):
+        spec = StepSpec(model, next_token_loss, batch, passes=StepOptions(memory=memory))
+        log = lower(spec, Target.forecast(GPUS["h100"])).program.main.log
+        reports = {report.name: report for report in log}
+        assert reports["recompute"].changed > 0
+        assert (reports["fuse_loss"].matched, reports["fuse_loss"].changed) == (1, 1), memory
