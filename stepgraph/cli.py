@@ -150,6 +150,7 @@ def _dispatch(arguments: list[str]) -> int:
     # A command is imported where it is called, so that help and wrong names do not wait for its libraries.
     if command in _OPTIONS:
         check_options(rest, f"stepgraph {command}", *_OPTIONS[command])
+        _require_compiler_cache()
     match command:
         case "-h" | "--help":
             print(USAGE, end="")
@@ -206,6 +207,18 @@ def _dispatch(arguments: list[str]) -> int:
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
     raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect", "sample", "export"])
+
+
+def _require_compiler_cache() -> None:
+    """Raise ``ValueError`` where torch cannot make the folder that it needs as soon as its compiler is imported."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    try:
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"TORCHINDUCTOR_CACHE_DIR={folder} cannot be made ({error.strerror}): unset it, or name a folder"
+        ) from error
 
 
 def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":

@@ -66,7 +66,7 @@ def register(name: str, tier: Tier, options: Any = None, **facts: Any) -> Callab
     """Register the decorated function as the pass ``name``; its docstring's first line is its description."""
 
     def decorate(apply: Callable) -> Callable:
-        doc = (apply.__doc__ or "").strip().splitlines()[0]
+        doc = ((apply.__doc__ or "").strip().splitlines() or [""])[0]  # -OO has none
         PASSES[name] = Pass(name, tier, apply, doc, options if options is not None else NoOptions(), **facts)
         return apply
 

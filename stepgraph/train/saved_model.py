@@ -13,6 +13,9 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.errors import read_json
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
 
+#: Checkpoints that are tried while a run that saves often deletes them.
+_TRIES = 10
+
 
 def named_run(argv: list[str], otherwise: str) -> tuple[Path, list[str]]:
     """(The run folder that a command line begins with, its options). ``ValueError`` says ``otherwise`` without one."""
@@ -41,14 +44,20 @@ def load_trained(folder: Path, config: TrainConfig, device: str = "cpu") -> tupl
     In evaluation mode, in the dtypes that the run computed in. Raises ``ValueError``, in one line, where there is no
     checkpoint that can be used.
     """
-    path = resolve(folder)
     bf16, on_ranks = config.precision == "bf16", config.mesh_spec is not None
     alone = dataclasses.replace(config, mesh=None, precision="fp32" if bf16 and on_ranks else config.precision)
     require_memory(alone, there := pick_device(device))
     model = build.empty_model(alone, there)
     model.init_weights(parts={})  # only buffers that no checkpoint holds, such as RoPE tables
     done = {"step": 0}
-    Checkpointer(path.parent).load(path, {"model": model, "trainer": done}, rng=False)
+    for left in reversed(range(_TRIES)):
+        path = resolve(folder)
+        try:
+            Checkpointer(path.parent).load(path, {"model": model, "trainer": done}, rng=False)
+            break
+        except (ValueError, OSError):
+            if path.is_dir() or not left:
+                raise  # else the run, which still trains, has deleted this checkpoint meanwhile, and has a newer one
     if bf16 and on_ranks:  # its shards are fp32, gathered in bf16
         for param in model.parameters():
             param.data = param.data.to(torch.bfloat16)

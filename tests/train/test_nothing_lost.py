@@ -17,6 +17,7 @@ import torch
 from stepgraph.train import closing
 from stepgraph.train import trainer as trainer_module
 from stepgraph.train.checkpoint import background, checkpointer
+from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.data import PackedLoader
 from stepgraph.train.records.folder import RunFolder
 from stepgraph.train.records.launched import Figures
@@ -372,3 +373,32 @@ def test_runs_of_one_second_have_folders_of_their_own():
     from stepgraph.config.train import TrainConfig
 
     assert len({TrainConfig().run_folder() for _ in range(3)}) == 3
+
+
+@pytest.mark.parametrize("command", ["export", "sample"])
+def test_a_checkpoint_that_the_run_deletes_while_it_is_read_is_replaced_by_its_newest(
+    command, trainer, whole, tmp_path, monkeypatch, capsys
+):
+    folder, taken = tmp_path / "run", []
+    shutil.copytree(whole, folder)
+    load = Checkpointer.load
+
+    def pruned(self, path, state, **options):
+        if not taken:
+            shutil.rmtree(path)
+        taken.append(path.name)
+        return load(self, path, state, **options)
+
+    monkeypatch.setattr(Checkpointer, "load", pruned)
+    words = {"export": ["--out", str(tmp_path / "hf")], "sample": ["--max-new-tokens", "2", "--device", "cpu"]}
+    assert trainer.main([command, str(folder), *words[command]]) == 0
+    assert taken == ["step-00000008", "step-00000006"]
+    if command == "export":
+        assert "model of step 6" in capsys.readouterr().out
+    gone = folder / "checkpoints/step-00000004"
+    taken.clear()
+    (tmp_path / "hf2").mkdir()
+    assert (
+        trainer.main(["export", str(gone), "--out", str(tmp_path / "hf2")]) == 2
+    )  # named by itself, it is not replaced
+    assert f"{gone} is not there; {folder / 'checkpoints'} has step-00000006" in one_line(capsys)

@@ -106,6 +106,8 @@ def newest(folder: Path) -> Path | None:
         try:
             verify(path, contents=False)
         except DamagedError as error:
+            if not path.is_dir():  # a run that still trains has deleted it since, and has a newer one
+                return newest(folder)
             warnings.warn(f"checkpoint {path} is skipped: {error}", stacklevel=3)
         else:
             return path
@@ -135,13 +137,23 @@ def verify(path: Path, *, contents: bool, rank: int = 0, world: int = 1) -> dict
         raise DamagedError(f"{MANIFEST} lists {len(files)} files, which are not those of ranks={ranks}, step={step}")
     for index, (name, entry) in enumerate(files.items()):
         file = path / name
-        if not file.is_file():
-            raise DamagedError(f"{name} is {'no file' if file.exists() else 'missing'}")
-        if (size := file.stat().st_size) != entry["size"]:
-            raise DamagedError(f"{name} has {size} bytes, {entry['size']} were written")
-        if contents and index % world == rank and sha256(file) != entry["sha256"]:
-            raise DamagedError(f"{name} does not match its SHA-256")
+        with _present(file):
+            if (size := file.stat().st_size) != entry["size"]:
+                raise DamagedError(f"{name} has {size} bytes, {entry['size']} were written")
+            if contents and index % world == rank and sha256(file) != entry["sha256"]:
+                raise DamagedError(f"{name} does not match its SHA-256")
     return manifest
+
+
+@contextlib.contextmanager
+def _present(file: Path) -> Iterator[None]:
+    """Raises `DamagedError` where ``file`` is missing, be it since it was looked for, or no file."""
+    if file.exists() and not file.is_file():
+        raise DamagedError(f"{file.name} is no file")
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DamagedError(f"{file.name} is missing") from error
 
 
 def render(manifest: dict) -> bytes:
@@ -152,9 +164,8 @@ def render(manifest: dict) -> bytes:
 
 def read_manifest(path: Path) -> dict:
     file = path / MANIFEST
-    if not file.is_file():
-        raise DamagedError(f"{MANIFEST} is {'no file' if file.exists() else 'missing'}")
-    raw = file.read_bytes()
+    with _present(file):
+        raw = file.read_bytes()
     try:
         manifest = parse(raw)
         found = manifest.pop("format", None), manifest.pop("sha256", None)

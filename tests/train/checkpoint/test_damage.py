@@ -366,3 +366,21 @@ def test_odd_contents_under_right_checksums_are_one_line(saved, name, change):
         path,
         "holds something else|lists .*files|saved without|at step|of rank|does not fit",
     )
+
+
+def test_a_checkpoint_that_its_run_deletes_while_it_is_looked_for_is_passed_over(saved, monkeypatch):
+    checkpointer, state = saved
+    newest, seen = checkpointer.latest(), []
+
+    def pruned(path, **options):
+        if not seen:
+            seen.append(path)
+            checkpointer.save(3, state)
+            shutil.rmtree(path)
+        return verify(path, **options)
+
+    verify = found.verify
+    monkeypatch.setattr(found, "verify", pruned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve(checkpointer.folder).name == "step-00000003" and seen == [newest]
