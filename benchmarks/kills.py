@@ -5,7 +5,11 @@ A tiny Llama 3 on a CPU saves after every step, `--save behind`. All of its proc
 moment up to half a second after a step; then the newest checkpoint is resumed. ``in_save``: kills that left a
 checkpoint half written.
 
-    python benchmarks/kills.py [--kills 50] [--ranks 1 2] [--json FILE]
+With `--anywhere` runs are killed at random moments of the start, a validation, a save and the export to Hugging Face,
+and continued by the same command where they have no checkpoint, else by `--resume`; each must end with the records, the
+checkpoint and the exported files of the run that nobody kills.
+
+    python benchmarks/kills.py [--kills 50] [--ranks 1 2] [--anywhere] [--json FILE]
 """
 
 import argparse
@@ -28,6 +32,9 @@ ROOT = Path(__file__).parents[1]
 SIZES = {"dim": 32, "n-layers": 1, "n-heads": 2, "n-kv-heads": 2, "ffn-dim": 64}
 MODULES = ("argparse", "ast", "inspect", "pathlib", "pickle", "tarfile", "typing")
 STEPS_A_KILL, WINDOW_S = 16, 0.5
+#: Of runs that are killed anywhere: their options, and where in a run.
+ANYWHERE = {"steps": 8, "val-every": 3, "checkpoint-every": 2, "val-batches": 2}
+MOMENTS = ("any", "start", "validation", "save", "export")
 
 
 def options_of(ranks: int, steps: int, corpus: Path) -> list[str]:
@@ -39,12 +46,20 @@ def options_of(ranks: int, steps: int, corpus: Path) -> list[str]:
     return [str(word) for word in ["llama3-debug", *words, *mesh]]
 
 
-def start(*words: str) -> subprocess.Popen:
+def corpus_in(folder: Path) -> Path:
+    """A text file there of some of Python's sources."""
+    stdlib, corpus = Path(sysconfig.get_path("stdlib")), folder / "text.txt"
+    texts = [file.read_text() for name in MODULES if (file := stdlib / f"{name}.py").is_file()]
+    corpus.write_text("<|endoftext|>".join(texts))
+    return corpus
+
+
+def start(*words: str, stdout: Any = subprocess.PIPE) -> subprocess.Popen:
     """``stepgraph train``, with all of its processes in a group of their own."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "stepgraph", "train", *words],
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
@@ -90,9 +105,7 @@ def outcome(folder: Path, ranks: int) -> tuple[list[tuple], str]:
 
 def measure(ranks: int, kills: int, folder: Path, seed: int) -> dict[str, Any]:
     """One row. Raises ``RuntimeError`` if a resume fails or anything differs."""
-    stdlib, corpus = Path(sysconfig.get_path("stdlib")), folder / "text.txt"
-    texts = [file.read_text() for name in MODULES if (file := stdlib / f"{name}.py").is_file()]
-    corpus.write_text("<|endoftext|>".join(texts))
+    corpus = corpus_in(folder)
     options, draw, hits, resumed = options_of(ranks, STEPS_A_KILL * kills, corpus), random.Random(seed), 0, []
     whole, run = folder / "whole", folder / "run"
     finish(*options, "--out", str(whole))
@@ -117,17 +130,140 @@ def measure(ranks: int, kills: int, folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
+class KilledAnywhere:
+    """Runs of one command in new folders, each killed now and again until it is done."""
+
+    def __init__(self, ranks: int, folder: Path, seed: int):
+        self.ranks, self.folder, self.draw, self.runs = ranks, folder, random.Random(seed), 0
+        self.kills: list[dict[str, Any]] = []
+        options = options_of(ranks, ANYWHERE["steps"], corpus_in(folder))
+        self.options = options + [str(word) for name, value in ANYWHERE.items() for word in (f"--{name}", value)]
+        whole, began = folder / "whole", time.perf_counter()
+        process = self._start(self._words(whole), whole)
+        first = None
+        while process.poll() is None:
+            if first is None and "step 1/" in self._said(whole):
+                first = time.perf_counter() - began
+            time.sleep(0.01)
+        self._require(process.returncode == 0, whole)
+        self.start_s, self.whole_s, self.expected = first, time.perf_counter() - began, self._outcome(whole)
+
+    def go(self, kills: int) -> None:
+        """Raises ``RuntimeError`` where a run does not continue or ends otherwise than the one that nobody killed."""
+        while len(self.kills) < kills:
+            self.runs += 1
+            run = self.folder / f"run-{self.runs}"
+            words = self._words(run)
+            while len(self.kills) < kills and self._killed(run, words):
+                words = self._words(run)
+            if not self._is_finished(run):
+                process = self._start(self._words(run), run)
+                self._require(process.wait() == 0, run)
+            self._require(self._outcome(run) == self.expected, run)
+
+    def _words(self, run: Path) -> list[str]:
+        """The same command again, or to resume where there is a checkpoint."""
+        if any((run / "checkpoints").glob("step-*")):
+            return ["--resume", str(run)]
+        return [*self.options, "--out", str(run), "--export-hf", f"{run}-hf", "--save", self._save_mode(run)]
+
+    @staticmethod
+    def _save_mode(run: Path) -> str:
+        return "behind" if sum(run.name.encode()) % 2 else "wait"
+
+    def _start(self, words: list[str], run: Path) -> subprocess.Popen:
+        with Path(f"{run}.log").open("a") as log:
+            return start(*words, stdout=log)
+
+    @staticmethod
+    def _said(run: Path) -> str:
+        return Path(f"{run}.log").read_text()
+
+    def _killed(self, run: Path, words: list[str]) -> bool:
+        """Start, and kill at a random moment; False where the run ended before."""
+        where, said = self.draw.choice(MOMENTS), len(self._said(run)) if Path(f"{run}.log").exists() else 0
+        later, validated = self.draw.uniform(0, 0.3), self.draw.choice((3, 6))
+        after = self.draw.uniform(0, self.whole_s if where == "any" else self.start_s)
+        process, began = self._start(words, run), time.perf_counter()
+
+        def reached() -> bool:
+            match where:
+                case "validation":
+                    return f"step {validated}/" in self._said(run)[said:]
+                case "save":
+                    return any((run / "checkpoints").glob(".tmp-*"))
+                case "export":
+                    return (Path(f"{run}-hf") / ".unfinished-export").exists()
+            return time.perf_counter() - began >= after
+
+        while process.poll() is None:
+            if reached():
+                if where in ("validation", "save", "export"):
+                    time.sleep(later if where == "validation" else later / 10)
+                break
+            time.sleep(0.005)
+        if process.poll() is not None:
+            self._require(process.returncode == 0, run)
+            return False
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self.kills.append({"where": where, "steps": self._step(run)})
+        return True
+
+    @staticmethod
+    def _step(run: Path) -> int:
+        return max((int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")), default=0)
+
+    @staticmethod
+    def _is_finished(run: Path) -> bool:
+        """Whether it was killed when all was done, so that nothing is left to continue."""
+        summary = run / "summary.json"
+        return summary.exists() and json.loads(summary.read_text())["status"] == "finished"
+
+    def _require(self, holds: bool, run: Path) -> None:
+        if not holds:
+            raise RuntimeError(f"{self.ranks} ranks, {run.name}, killed {self.kills[-5:]}:\n{self._said(run)[-4000:]}")
+
+    def _outcome(self, run: Path) -> dict[str, Any]:
+        """What a run leaves: its records without times, the steps of its checkpoints, and digests of its export."""
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        kept = ("step", "loss", "grad_norm", "lr", "tokens", "val_loss")
+        records = [{name: record[name] for name in kept if name in record} for record in map(json.loads, lines)]
+        files = sorted(Path(f"{run}-hf").iterdir())
+        return {
+            "records": [record for record in records if len(record) > 1],
+            "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
+            "export": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
+        }
+
+
+def anywhere(ranks: int, kills: int, folder: Path, seed: int) -> dict[str, Any]:
+    """One row. Raises ``RuntimeError`` as `KilledAnywhere.go` does."""
+    killed = KilledAnywhere(ranks, folder, seed)
+    killed.go(kills)
+    where = {moment: sum(kill["where"] == moment for kill in killed.kills) for moment in MOMENTS}
+    return {
+        "ranks": ranks,
+        "kills": len(killed.kills),
+        "runs": killed.runs,
+        "where": where,
+        "bitwise": True,
+        "seed": seed,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--anywhere", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(measure(ranks, options.kills, Path(folder), options.seed))
+            rows.append((anywhere if options.anywhere else measure)(ranks, options.kills, Path(folder), options.seed))
         print(json.dumps(rows[-1]), flush=True)
         if options.json is not None:
             options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Runs killed while they save in the background, as `benchmarks/kills.py` records them."""
+"""Runs killed at any moment, as `benchmarks/kills.py` does."""
 
 import json
 import subprocess
@@ -10,11 +10,21 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
 
+def rows(path: Path, *words: object) -> list[dict]:
+    command = [sys.executable, PROGRAM, *words, "--json", path / "kills.json"]
+    subprocess.run(list(map(str, command)), check=True, cwd=PROGRAM.parents[1])
+    return json.loads((path / "kills.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_killed_anywhere_ends_as_if_it_was_not(ranks, kills, tmp_path):
+    (row,) = rows(tmp_path, "--anywhere", "--kills", kills, "--ranks", ranks, "--seed", ranks)
+    assert (row["kills"], row["bitwise"]) == (kills, True) and sum(row["where"].values()) == kills
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_runs_go_on_bitwise(ranks, tmp_path):
-    record = tmp_path / "kills.json"
-    command = [sys.executable, PROGRAM, "--kills", "3", "--ranks", str(ranks), "--seed", "1", "--json", record]
-    subprocess.run(list(map(str, command)), check=True, cwd=PROGRAM.parents[1])
-    (row,) = json.loads(record.read_text())["rows"]
+    (row,) = rows(tmp_path, "--kills", 3, "--ranks", ranks, "--seed", 1)
     assert (row["ranks"], row["kills"], row["bitwise"]) == (ranks, 3, True) and len(row["resumed_from"]) == 3
