@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from stepgraph.config.help import show_help
 from stepgraph.config.option_names import check_options, ranks_asked_for, run_of, value_of
 from stepgraph.errors import read_json, unknown_name, unknown_option
 
@@ -47,9 +48,20 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 #: Of the commands that take the options of a run.
 _DESCRIPTIONS = {
-    "train": "Train a language model from one captured step graph.",
+    "train": "Train a language model from one captured step graph. --config FILE.toml, or the config.json of a run, "
+    "gives the defaults of the other options.",
     "compile": "Make the step that stepgraph train would run with these options, without training, and save it in the "
     "folder --out, for stepgraph train --saved-steps FOLDER.",
+}
+
+#: What comes before the options.
+_ARGUMENTS = {
+    "train": "[PRESET]",
+    "compile": "[PRESET]",
+    "plan": "PRESET",
+    "inspect": "RUN|PRESET",
+    "sample": "RUN",
+    "export": "RUN",
 }
 
 _HOUSE = Path(__file__).parent
@@ -150,6 +162,10 @@ def _dispatch(arguments: list[str]) -> int:
     # A command is imported where it is called, so that help and wrong names do not wait for its libraries.
     if command in _OPTIONS:
         check_options(rest, f"stepgraph {command}", *_OPTIONS[command])
+        if asked := {"-h", "--help", "--help-all"} & set(rest):
+            usage = f"stepgraph {command} {_ARGUMENTS[command]}"
+            show_help(usage, *_OPTIONS[command][:2], _DESCRIPTIONS.get(command, ""), every="--help-all" in asked)
+            return 0
         _require_compiler_cache()
     match command:
         case "-h" | "--help":
@@ -225,7 +241,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
     """The configuration that ``stepgraph train ARGUMENTS`` (or ``compile``) asks for: a preset, or a run to resume,
     with overrides.
 
-    Raises ValueError, in one line, for an unknown preset or option and for a bad value. ``--help`` prints and exits.
+    Raises ValueError, in one line, for an unknown preset or option and for a bad value.
     """
     from stepgraph.config.command_line import parse, refuse_idle, refuse_unused
     from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning
@@ -259,8 +275,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         default,
         options,
         usage=f"stepgraph {command} [PRESET]",
-        description=f"{_DESCRIPTIONS[command]} --config FILE.toml, or the config.json of a run, gives the defaults of "
-        f"the other options. Presets: {', '.join(PRESETS)}. Defaults below: {default.preset}.",
+        description=_DESCRIPTIONS[command],
     )
     config.validate()
     refuse_idle(config, options)

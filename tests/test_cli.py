@@ -141,14 +141,15 @@ def test_help_and_wrong_names_answer_before_anything_heavy_is_loaded():
     code = (
         "import sys\n"
         "from stepgraph import cli\n"
-        "for words in ['train --lrr 1', 'train --wandb x', 'plan golf --memry 1', 'trian', '--help', '--version']:\n"
+        "for words in ['train --lrr 1', 'train --wandb x', 'plan golf --memry 1', 'trian', '--help', '--version',\n"
+        "  'train --help', 'train golf --help-all', 'plan -h', 'inspect --help', 'sample --help', 'export -h']:\n"
         "    try: cli.main(words.split())\n"
         "    except SystemExit as stop: print('status', stop.code)\n"
         "print([name for name in ('torch', 'tyro', 'numpy', 'rich', 'matplotlib') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith("status")] == [*["status 2"] * 4, *["status 0"] * 2]
+    assert [line for line in lines if line.startswith("status")] == [*["status 2"] * 4, *["status 0"] * 8]
     assert lines[-1] == "[]"
     assert "unknown option --lrr: did you mean --lr?" in done.stderr
 
@@ -156,8 +157,14 @@ def test_help_and_wrong_names_answer_before_anything_heavy_is_loaded():
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        ("--wandb", "see stepgraph train --help"),
-        ("--epochs", "see stepgraph train --help"),
+        ("--wandb", "here it is --log wandb"),
+        ("--epochs", "here it is --steps N (a run has no epochs)"),
+        ("--learning_rate", "here it is --lr"),
+        ("--output-dir", "here it is --out"),
+        ("--gradient-accumulation-steps", "here it is --accumulate"),
+        ("--per-device-train-batch-size", "here it is --batch-size"),
+        ("--max-steps", "here it is --steps"),
+        ("--bf16", "here it is --precision bf16, or bf16-autocast"),
         ("--step", "did you mean --steps?"),
         ("--profil", "did you mean --profile?"),
         ("--batch", "did you mean --batch-size?"),
@@ -253,23 +260,25 @@ def test_an_interruption_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_train_help_shows_every_option_with_its_text(capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse_train(["--help"])
-    assert stop.value.code == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for field in dataclasses.fields(TrainConfig):
-        if field.name not in ("preset", "model"):
-            assert "--" + field.name.replace("_", "-") in shown
-    assert "Peak learning rate. (default: 0.002)" in shown
-    assert "--model.n-layers INT" in shown and "golf" in shown
-    assert shown.count("Train a language model") == 1 and "ValueError" not in shown
+def helped(capsys, *words):
+    assert exit_status(*words) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_shows_the_first_options_and_help_all_every_one_with_its_text(capsys):
+    short, every = helped(capsys, "train", "--help"), helped(capsys, "train", "--help-all")
+    options = [f"--{f.name.replace('_', '-')} " for f in dataclasses.fields(TrainConfig) if f.name != "preset"]
+    assert 12 <= sum(option in short for option in options) <= 20
+    assert [option for option in options if option.replace(" ", "") not in every.replace(",", " ")] == []
+    assert "Peak learning rate. (default: 0.002)" in short and "--help-all" in short
+    assert f"(default: {PRESETS['llama3-debug']().steps})" in short and all(name in short for name in PRESETS)
+    assert "--model.n-layers N" in every and "--model.moe.top-k N" in every and "ValueError" not in every
+    for command in ("plan", "inspect", "sample", "export"):
+        assert f"usage: stepgraph {command} " in helped(capsys, command, "--help")
 
 
 def test_compile_help_says_what_it_does_with_the_options_of_train(capsys):
-    with pytest.raises(SystemExit):
-        parse_train(["--help"], "compile")
-    shown = capsys.readouterr().out
+    shown = helped(capsys, "compile", "--help")
     assert "Make the step that stepgraph train would run" in shown and "Train a language model" not in shown
 
 
@@ -328,6 +337,12 @@ def exit_status(*arguments):
     with pytest.raises(SystemExit) as stop:
         cli.main(list(arguments))
     return stop.value.code
+
+
+def test_other_trainers_names_lead_to_options_that_exist():
+    ours = {words.split()[0] for words in option_names.ELSEWHERE.values()}
+    assert ours <= set(option_names._names("stepgraph.config.train", "TrainConfig"))
+    assert not {*option_names.ELSEWHERE} & set(option_names._names("stepgraph.config.train", "TrainConfig"))
 
 
 def test_train_and_bench_end_with_the_status_of_what_they_call(monkeypatch):

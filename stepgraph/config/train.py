@@ -159,7 +159,7 @@ class _Training:
 class TrainConfig(StepOptions, _Training):
     """Train a language model from one captured step graph."""
 
-    # -- optimizer ----------------------------------------------------------------------------------------------------
+    # -- optimizer and records of the step --------------------------------------------------------------------------
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices of the blocks, AdamW for all else; both with the learning rate and decay of AdamW."""
 

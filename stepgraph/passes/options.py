@@ -18,6 +18,7 @@ from stepgraph.passes.memory.recompute import parse_policy
 class StepOptions:
     """Which passes run over a step, and how. Give it to ``stepgraph.capture(passes=StepOptions(...))``."""
 
+    # -- passes and kernels -------------------------------------------------------------------------------------------
     passes: Literal["exact", "default"] = "default"
     """exact: only passes that stay bitwise equal to eager. default: also passes that may round differently."""
 

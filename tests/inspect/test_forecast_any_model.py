@@ -125,7 +125,7 @@ def test_what_fills_the_memory_has_its_module_and_line():
         (4, f"layers.*.{name}", 4 * 4 * 64 * 128) for name in ("up", "down")
     }
     text = str(found)
-    assert "layers.*.up" in text and "H100" in text and len(text.splitlines()) < 40
+    assert "layers.*.up" in text and "H200" in text and len(text.splitlines()) < 40
     assert "reserves" in text  # what is not in the peak
     assert json.loads(json.dumps(found.to_json()))["peak_bytes"] == found.peak_bytes
 

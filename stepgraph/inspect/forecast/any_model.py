@@ -157,7 +157,7 @@ def forecast(
     batch: Any,
     optimizer: Optimizers | None = None,
     *,
-    device: str = "h100",
+    device: str = "h200",
     passes: Literal["exact", "default"] | StepOptions = "default",
     max_grad_norm: float | None = None,
     accumulate: int = 1,

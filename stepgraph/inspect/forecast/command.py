@@ -15,14 +15,14 @@ from stepgraph.config.command_line import parse, refuse_idle, require_chart, req
 from stepgraph.config.option_names import value_of
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import ModelConfig
-from stepgraph.costs.hardware import ATTENTION_REACHED, GPUS, MEMORY_REACHED, PRODUCTS_REACHED
+from stepgraph.costs.hardware import GPUS
 from stepgraph.costs.memory import KINDS
 from stepgraph.costs.timeline import Collective, Timeline
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, check_imbalance, forecast, microbatches
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline
 from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
-from stepgraph.inspect.forecast.tables import new_console, new_table, size_text, time_text
+from stepgraph.inspect.forecast.tables import assumed_rates, new_console, new_table, size_text, time_text
 from stepgraph.models import llama3_debug
 from stepgraph.passes import StepOptions, Target
 
@@ -43,8 +43,8 @@ class PlanOptions(StepOptions):
     stage_sends: Literal["point-to-point", "symmetric"] = "point-to-point"
     """With pp: how stages send, through process groups (NCCL), or within a machine into each other's memory."""
 
-    gpu: str = "h100"
-    """h100, h200 or b200: machines of eight, one 400 Gb/s adapter a GPU."""
+    gpu: str = "h200"
+    """h100, h200 or b200: machines of eight, one 400 Gb/s adapter per GPU."""
 
     precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
     """As in stepgraph train."""
@@ -170,10 +170,7 @@ def show(result: Forecast, console: Console) -> None:
         f"{result.tokens / timeline.step_seconds / config.mesh_spec.size:,.0f} a GPU, MFU {result.mfu:.1%}; "
         f"{time_text(result.overlapped_seconds)} if all communication were overlapped"
     )
-    console.print(
-        f"Matrix products at {PRODUCTS_REACHED:.0%} of the published FLOP/s, attention as its kernels were measured "
-        f"(else at {ATTENTION_REACHED:.0%}), other kernels at {MEMORY_REACHED:.1%} of the memory bandwidth: on an H200."
-    )
+    console.print(assumed_rates(gpu))
 
 
 def _memory_table(result: Forecast) -> Table:

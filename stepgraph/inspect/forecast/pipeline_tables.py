@@ -3,9 +3,8 @@
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.costs.hardware import ATTENTION_REACHED, MEMORY_REACHED, PRODUCTS_REACHED
 from stepgraph.inspect.forecast.pipeline import PipelineForecast, ScheduleForecast
-from stepgraph.inspect.forecast.tables import new_table, size_text, time_text
+from stepgraph.inspect.forecast.tables import assumed_rates, new_table, size_text, time_text
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
 
 
@@ -31,10 +30,7 @@ def show_pipeline(result: PipelineForecast, console: Console) -> None:
         f"step {time_text(best.step_s)}, {tokens:,.0f} tokens/s in all, {tokens / config.mesh_spec.size:,.0f} a GPU, "
         f"MFU {result.mfu(best):.1%}"
     )
-    console.print(
-        f"Matrix products at {PRODUCTS_REACHED:.0%} of the published FLOP/s, attention as its kernels were measured "
-        f"(else at {ATTENTION_REACHED:.0%}), other kernels at {MEMORY_REACHED:.1%} of the memory bandwidth: on an H200."
-    )
+    console.print(assumed_rates(gpu))
 
 
 def _stage_table(result: PipelineForecast, chosen: ScheduleForecast) -> Table:

@@ -6,6 +6,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from stepgraph.costs.hardware import ATTENTION_REACHED, MEMORY_REACHED, PRODUCTS_REACHED, Gpu
+
 _PIPE_WIDTH = 1000
 
 
@@ -26,6 +28,15 @@ def new_console() -> Console:
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     return console
+
+
+def assumed_rates(gpu: Gpu) -> str:
+    """What a forecast for ``gpu`` assumes of its kernels."""
+    return (
+        f"Forecast for {gpu.name}; nothing was run. Matrix products at {PRODUCTS_REACHED:.0%} of the published FLOP/s, "
+        f"attention at its kernels' rates (else {ATTENTION_REACHED:.0%}), other kernels at {MEMORY_REACHED:.1%} of the "
+        "memory bandwidth, all measured on H200."
+    )
 
 
 def size_text(size: float) -> str:
