@@ -19,6 +19,7 @@ from stepgraph.capture.batch import batch_sizes, first_places, form, masks_of_on
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
+from stepgraph.costs.memory import peak_bytes
 from stepgraph.errors import CaptureError, require_words
 from stepgraph.graph.calls import Call
 from stepgraph.graph.program import StepProgram
@@ -336,10 +337,23 @@ class CapturedStep:
 
     def _rewrite(self, spec: StepSpec, traced: Traced) -> None:
         traced.program = rewrite(traced.program, spec, dump=self.dump)
+        _warn_of_memory(traced.program, Target.on(spec.device).memory)
 
 
 def _refuse_autocast() -> None:
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError(
             "autocast is on around the call of a captured step, whose casts are fixed; enter it inside loss_fn"
+        )
+
+
+def _warn_of_memory(program: StepProgram, memory: float | None) -> None:
+    """Warn where ``program`` needs more than the ``memory`` of its GPU (None: unknown), even if a compiler joins all
+    the operators that it can."""
+    if memory is not None and (peak := peak_bytes(program, fused=True)) > memory:
+        warnings.warn(
+            f"the step needs an estimated {peak / 2**30:.1f} GiB and the GPU has {memory / 2**30:.1f} GiB: make the "
+            "batch smaller or recompute, as with passes=stepgraph.StepOptions(memory='full'); stepgraph.forecast says "
+            "what fits",
+            stacklevel=7,
         )

@@ -76,9 +76,10 @@ class MemoryEstimate:
     saved: int
 
 
-def estimate_memory(graph: fx.Graph) -> MemoryEstimate:
-    """Peak memory of running ``graph`` in order, every operator by itself."""
+def estimate_memory(graph: fx.Graph, *, fused: bool = False) -> MemoryEstimate:
+    """Peak memory of running ``graph`` in order, every operator by itself; ``fused``: as a compiler joins them."""
     aliases = Aliases(graph)
+    fusion = Fusion(graph, aliases, fused) if fused else None
     kept = {
         aliases.root(node)
         for node in graph.nodes
@@ -86,7 +87,7 @@ def estimate_memory(graph: fx.Graph) -> MemoryEstimate:
     }
     peak = alive = inputs = sum(tensor_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
     saved = most_saved = 0
-    for node, made, freed in lifetimes(graph, aliases):
+    for node, made, freed in lifetimes(graph, aliases, fusion):
         if made:
             alive += tensor_bytes(node)
             saved += tensor_bytes(node) * (node in kept)
@@ -97,13 +98,14 @@ def estimate_memory(graph: fx.Graph) -> MemoryEstimate:
     return MemoryEstimate(inputs, peak, most_saved)
 
 
-def peak_bytes(program: StepProgram) -> int:
+def peak_bytes(program: StepProgram, *, fused: bool = False) -> int:
     """Estimated peak bytes of the calls of ``program``, one after the other. Next to what a call needs lie the state
-    that only other graphs take, and the values that calls have given and later ones are still to read."""
+    that only other graphs take, and the values that calls have given and later ones are still to read. ``fused``: see
+    `estimate_memory`."""
     state = {name: _state_bytes(step) for name, step in program.graphs.items()}
     whole = {spec: size for sizes in state.values() for spec, size in sizes.items()}
     needs = {
-        name: estimate_memory(step.graph).peak
+        name: estimate_memory(step.graph, fused=fused).peak
         - sum(map(tensor_bytes, step.placeholders(Value)))
         + sum(size for spec, size in whole.items() if spec not in state[name])
         for name, step in program.graphs.items()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import GPUS
 from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.inspect.forecast.forecast import simulated
+from stepgraph.passes import Target
 
 OFF = stepgraph.StepOptions(inductor="off")
 
@@ -208,6 +210,20 @@ def test_the_peak_is_what_torch_allocates():
         now += event.nbytes()
         peak = max(peak, now)
     assert held + peak == pytest.approx(found.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_capture_warns_of_a_step_that_does_not_fit_on_the_gpu(fits, monkeypatch):
+    model, loss_fn, batch, optimizer = tower_step()
+    peak = stepgraph.forecast(model, loss_fn, batch, optimizer, passes="exact").peak_bytes
+    on, memory = Target.on, 2.0 * peak if fits else 0.5 * peak
+    monkeypatch.setattr(Target, "on", lambda device: dataclasses.replace(on(device), memory=memory))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stepgraph.capture(model, loss_fn, batch, optimizer, passes="exact")
+    said = [each for each in caught if "stepgraph.forecast" in str(each.message)]
+    assert len(said) == (0 if fits else 1)
+    assert all(each.filename == __file__ and len(str(each.message).splitlines()) == 1 for each in said)
 
 
 @pytest.mark.parametrize("lora", [False, True])
