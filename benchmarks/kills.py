@@ -13,6 +13,7 @@ checkpoint and the exported files of the run that nobody kills.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -130,6 +131,34 @@ def measure(ranks: int, kills: int, folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def kill_all(process: subprocess.Popen) -> None:
+    """Kill a launcher and its ranks, which have sessions of their own, with -9, and wait until they are gone."""
+
+    def below(pid: int) -> list[int]:
+        with contextlib.suppress(OSError):
+            found = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in words_of(task)]
+            return [pid, *(one for child in found for one in below(child))]
+        return []
+
+    def words_of(task: Path) -> list[str]:
+        return (task / "children").read_text().split()
+
+    family = below(process.pid)
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    while any(is_alive(pid) for pid in family):
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 class KilledAnywhere:
     """Runs of one command in new folders, each killed now and again until it is done."""
 
@@ -180,7 +209,7 @@ class KilledAnywhere:
         return Path(f"{run}.log").read_text()
 
     def _killed(self, run: Path, words: list[str]) -> bool:
-        """Start, and kill at a random moment; False where the run ended before."""
+        """Start, and kill at a random moment; False where the run was done by then."""
         where, said = self.draw.choice(MOMENTS), len(self._said(run)) if Path(f"{run}.log").exists() else 0
         later, validated = self.draw.uniform(0, 0.3), self.draw.choice((3, 6))
         after = self.draw.uniform(0, self.whole_s if where == "any" else self.start_s)
@@ -205,10 +234,9 @@ class KilledAnywhere:
         if process.poll() is not None:
             self._require(process.returncode == 0, run)
             return False
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_all(process)
         self.kills.append({"where": where, "steps": self._step(run)})
-        return True
+        return not self._is_finished(run)
 
     @staticmethod
     def _step(run: Path) -> int:

@@ -83,8 +83,9 @@ def export(model: nn.Module, folder: Path, tokenizer: str, run: Path) -> None:
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / CLAIM, _claim(run))
-        for half in folder.glob("*.part"):
-            half.unlink()
+        for file in folder.iterdir():  # of an attempt that was killed, maybe after its last file
+            if file.name != CLAIM:
+                file.unlink()
 
     try:
         ranks.first(begin)

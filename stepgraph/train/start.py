@@ -61,7 +61,7 @@ def require_work(config: TrainConfig, step: int) -> None:
 
 def open_fitting_data(config: TrainConfig) -> DataBundle:
     """The data of a run. Raises ``ValueError`` where the tokenizer has more tokens than the model."""
-    data = open_data(config.data, config.tokenizer, config.text_field)
+    data = open_data(config.data, config.tokenizer, config.text_field, config.seq_len)
     if data.tokenizer.vocab_size > config.model.vocab_size:
         fix = f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
         if config.init_from_hf is not None or config.resume is not None:

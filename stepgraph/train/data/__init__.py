@@ -31,8 +31,10 @@ class DataBundle:
         return entropy(sum(part.share * unigram(part.source, self.tokenizer) for part in parts))
 
 
-def open_data(data: str = "stdlib", tokenizer: str = "bytes", text_field: str = "text") -> DataBundle:
-    """Opens what ``--data``, ``--tokenizer`` and ``--text-field`` name.
+def open_data(
+    data: str = "stdlib", tokenizer: str = "bytes", text_field: str = "text", row: int | None = None
+) -> DataBundle:
+    """Opens what ``--data``, ``--tokenizer`` and ``--text-field`` name. ``row``: tokens that conversations are cut to.
 
     Raises:
         ValueError: one line; an unknown form, or a missing, empty or corrupt file.
@@ -45,7 +47,7 @@ def open_data(data: str = "stdlib", tokenizer: str = "bytes", text_field: str = 
             raise ValueError(
                 f"{data} holds conversations, and bytes have no chat template: give --tokenizer FOLDER/tokenizer.json"
             )
-        opened = ChatTokenizer(tokenizer)
+        opened = ChatTokenizer(tokenizer, row)
     require_one_kind([part.source for part in parts])
     if len(parts) == 1:
         return DataBundle(source, opened, source.describe())

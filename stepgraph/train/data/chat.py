@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+import tokenizers
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -25,6 +26,9 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 #: What a template may do to render one conversation: turns of its loops, and characters of a text that it makes.
 _MOST_LOOPS, _LARGEST = 1_000_000, 1 << 28
+
+#: Characters per token that are tokenized of a long conversation: some ten times as many as a token has.
+_CHARACTERS = 64
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -209,11 +213,15 @@ class ChatTokenizer(JsonTokenizer):
     The template is ``chat_template.jinja`` or the entry of that name in ``tokenizer_config.json``. Special tokens that
     the template writes are encoded as such, those that a message spells too, as transformers does.
 
+    ``row``: conversations are cut to so many tokens, so that of a longer one only ``row + 1`` are given. The last of
+    these has the sign of the assistant's where any of the rest is the assistant's.
+
     Raises ``ValueError``, in one line, as `JsonTokenizer` does, and where there is no template.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, row: int | None = None):
         super().__init__(path)
+        self._row = row
         files = TokenizerFiles(str(path))
         text = files.chat_template
         if text is None:
@@ -237,8 +245,23 @@ class ChatTokenizer(JsonTokenizer):
     def encode_batch(self, documents: list[bytes]) -> list[np.ndarray]:
         """``encode`` of each document."""
         rendered = [self.template.spans(json.loads(document)) for document in documents]
-        encoded = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        return [_marked(one.ids, one.offsets, spans) for one, (_, spans) in zip(encoded, rendered, strict=True)]
+        size = None if self._row is None else _CHARACTERS * (self._row + 1)
+        encoded = self._tokenizer.encode_batch([text[:size] for text, _ in rendered], add_special_tokens=False)
+        return [self._cut(one, size, *it) for one, it in zip(encoded, rendered, strict=True)]
+
+    def _cut(self, encoded: tokenizers.Encoding, size: int | None, text: str, spans: list[Span]) -> np.ndarray:
+        """The tokens of ``text``, whose first ``size`` characters are ``encoded``. How a text is cut off changes the
+        tokens next to its end: those that are kept lie in the first half."""
+        if size is None or len(text) <= size:
+            return _marked(encoded.ids, encoded.offsets, spans)
+        last = self._row
+        if len(encoded) <= last or encoded.offsets[last][1] > size // 2:
+            size *= 2
+            return self._cut(self._tokenizer.encode(text[:size], add_special_tokens=False), size, text, spans)
+        ids, offsets = encoded.ids[: last + 1], encoded.offsets[: last + 1]
+        marked = _marked(ids, offsets, spans)
+        marked[last] = ids[last] if any(end > offsets[last][0] for _, end in spans) else ~ids[last]
+        return marked
 
 
 def _marked(ids: list[int], offsets: list[Span], spans: list[Span]) -> np.ndarray:

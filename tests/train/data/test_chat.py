@@ -4,12 +4,14 @@ import json
 import shutil
 
 import numpy as np
+import pyarrow
 import pytest
 import tokenizers
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from pyarrow import parquet
+from tokenizers import models, pre_tokenizers, trainers
 
 from stepgraph.train.data import PackedLoader, open_data, open_validation, token_cache, validation_batches
 from stepgraph.train.data.chat import ChatTemplate, ChatTokenizer
@@ -290,3 +292,61 @@ def test_several_files_are_all_conversations_or_none(folder, tmp_path):
     for data in (f"{one},{text}", f"{text}:1,{one}:3"):
         with pytest.raises(ValueError, match=r"one.jsonl holds conversations and .*text.jsonl text: train on one kind"):
             open_data(data, name)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+@pytest.mark.parametrize("pieces", ["words", "one word", "spaces"])
+def test_of_a_long_conversation_no_more_is_tokenized_than_fits(pieces, template, folder, tmp_path, monkeypatch):
+    """What is kept, and whether the rest has a target, is as if all of it was."""
+    shutil.copytree(folder, tmp_path / "there")
+    merges = tokenizers.Tokenizer(models.BPE())
+    merges.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learned = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    merges.train_from_iterator(["hello world, the quick brown aa aaaa" + " " * 64] * 50, learned)
+    merges.save(str(tmp_path / "there/tokenizer.json"))
+    (tmp_path / "there/chat_template.jinja").write_text(template)
+    whole = ChatTokenizer(tmp_path / "there/tokenizer.json")
+    text = {"words": "hello world ", "one word": "a", "spaces": " " * 200 + "x"}[pieces]
+    for row in (5, 64):
+        cut = ChatTokenizer(tmp_path / "there/tokenizer.json", row)
+        for size in (1, 200, 5000, 50_000):
+            long = (text * size)[: 10 * size]
+            for turns in ([("q", long)], [(long, "a")], [("q", "a"), (long, "")], [(long, "")]):
+                document = json.dumps(conversation(turns)).encode()
+                expected, given = whole.encode(document), cut.encode(document)
+                assert given[:row].tolist() == expected[:row].tolist()
+                assert ((given >= 0).any(), len(given) > row) == ((expected >= 0).any(), len(expected) > row)
+                assert size < 50_000 or len(given) == row + 1
+    sizes, encode = [], cut._tokenizer.encode_batch
+
+    class Spy:
+        def encode_batch(self, texts, **options):
+            sizes.extend(map(len, texts))
+            return encode(texts, **options)
+
+    monkeypatch.setattr(cut, "_tokenizer", Spy())
+    if pieces != "spaces":
+        cut.encode(json.dumps(conversation([("q", "hello " * 100_000)])).encode())
+        assert sizes == [65 * 64]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("tools", [None, [], "[]", "null", "", [{"type": "function"}], '[{"type": "function"}]'])
+def test_a_column_of_tools_that_names_none_is_no_reason_to_refuse(tools, form, folder, tmp_path):
+    tokenizer_of(folder, CHATML)
+    rows = [{"messages": conversation([(f"{i}?", f"{i}.")]), "tools": tools} for i in range(40)]
+    if form == "jsonl":
+        name = write(tmp_path / "a.jsonl", rows)
+    else:
+        name = str(tmp_path / "a.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(rows), name)
+    if tools and "function" in str(tools):
+        with pytest.raises(ValueError, match="conversations with tools are not trained on"):
+            open_data(name, str(folder / "tokenizer.json"))
+    else:
+        assert json.loads(open_data(name, str(folder / "tokenizer.json")).source.read(3))[1]["content"] == "3."

@@ -2,29 +2,41 @@
 
 import importlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import ModuleType
+from typing import Any
 
 MESSAGES = "messages"  # the field of a conversation
-TOOLS = "tools"  # beside it: what the assistant may call, which templates would have to be given
+TOOLS = "tools"  # next to it: what the assistant may call, which templates would have to be given
+NO_TOOLS = ("[]", "{}", "null")  # as a column of text has it
 
 
 def field_of(names: Iterable[str], text_field: str, where: str) -> tuple[str, bool, str]:
     """Of columns: the one with the documents, whether these are conversations, and what they are called.
 
-    Raises ``ValueError`` where there is neither ``text_field`` nor ``messages``, or two of one, and for conversations
-    with tools.
+    Raises ``ValueError`` where there is neither ``text_field`` nor ``messages``, or two of one.
     """
     names = list(names)
     chat = text_field not in names and MESSAGES in names
     field = MESSAGES if chat else text_field
-    if chat and TOOLS in names:
-        raise no_tools(where)
     if field not in names:
         raise no_field(where, text_field, names)
     if (count := names.count(field)) > 1:
         raise ValueError(f"{where}: {count} columns are called {field!r}: keep one of them")
     return field, chat, "conversations" if chat else "documents"
+
+
+def columns_of(names: Iterable[str], field: str, chat: bool) -> list[str]:
+    """The columns that `document_of` looks at."""
+    return [field, TOOLS] if chat and TOOLS in names else [field]
+
+
+def document_of(row: Mapping[str, Any], where: str, field: str, chat: bool) -> bytes:
+    """The text in ``field`` of a row, or the conversation. ``ValueError`` for another kind of value, and for a
+    conversation with tools."""
+    if chat and (row.get(TOOLS) or NO_TOOLS[0]) not in NO_TOOLS:
+        raise no_tools(where)
+    return (conversation if chat else encoded)(row[field], where, field)
 
 
 def optional(package: str, purpose: str) -> ModuleType:

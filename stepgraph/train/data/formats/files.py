@@ -17,12 +17,10 @@ import numpy as np
 
 from stepgraph.train.data.formats.fields import (
     MESSAGES,
-    TOOLS,
-    conversation,
-    encoded,
+    columns_of,
+    document_of,
     field_of,
     no_field,
-    no_tools,
     optional,
 )
 from stepgraph.train.data.sources import Source, describe_sections
@@ -107,9 +105,7 @@ class JsonLines(Source):
         record, where = self._record(index)
         if self.field not in record:
             raise no_field(where, self.field, record)
-        if self.chat and record.get(TOOLS):
-            raise no_tools(where)
-        return (conversation if self.chat else encoded)(record[self.field], where, self.field)
+        return document_of(record, where, self.field, self.chat)
 
     def _record(self, index: int) -> tuple[dict[str, Any], str]:
         """The object in a line, and where that is."""
@@ -144,14 +140,16 @@ class Parquet(Source):
             self._file = parquet.ParquetFile(path)
         except (self._pa.ArrowException, OSError) as error:
             raise self._corrupt(error) from error
-        self.field, self.chat, self.unit = field_of(self._file.schema_arrow.names, text_field, str(path))
+        names = self._file.schema_arrow.names
+        self.field, self.chat, self.unit = field_of(names, text_field, str(path))
+        self._columns = columns_of(names, self.field, self.chat)
         metadata = self._file.metadata
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if not sum(rows):
             raise ValueError(f"{path} holds no rows: give a file with text in the column {text_field!r}")
         self.blocks = np.repeat(np.arange(len(rows)), rows)
         self._first_row = np.concatenate(([0], np.cumsum(rows)))
-        self._group: tuple[int, Any] = (-1, None)  # the row group in memory: its number, its column
+        self._group: tuple[int, Any] = (-1, None)  # the row group in memory: its number, its columns
         self.split_by_index(sum(rows))
 
     def stamp(self) -> str:
@@ -161,11 +159,12 @@ class Parquet(Source):
         group = int(self.blocks[index])
         if self._group[0] != group:
             try:
-                self._group = (group, self._file.read_row_group(group, columns=[self.field]).column(self.field))
+                self._group = (group, self._file.read_row_group(group, columns=self._columns))
             except (self._pa.ArrowException, OSError) as error:
                 raise self._corrupt(error) from error
-        value = self._group[1][int(index - self._first_row[group])].as_py()
-        return (conversation if self.chat else encoded)(value, f"{self._path}, row {index}", self.field)
+        place = int(index - self._first_row[group])
+        row = {name: self._group[1].column(name)[place].as_py() for name in self._columns}
+        return document_of(row, f"{self._path}, row {index}", self.field, self.chat)
 
     def _corrupt(self, error: Exception) -> ValueError:
         reason = str(error).splitlines()[0]

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import numpy as np
 
-from stepgraph.train.data.formats.fields import conversation, encoded, field_of, optional
+from stepgraph.train.data.formats.fields import columns_of, document_of, field_of, optional
 from stepgraph.train.data.sources import Source
 
 
@@ -33,7 +33,7 @@ class HuggingFace(Source):
             raise ValueError(f"{self.name} has no rows in its train split: give a dataset with text")
         for part in parts:
             self.field, self.chat, self.unit = field_of(part.column_names, text_field, self.name)
-        self._parts = [part.select_columns([self.field]) for part in parts]
+        self._parts = [part.select_columns(columns_of(part.column_names, self.field, self.chat)) for part in parts]
         self.size = sum(part.data.nbytes for part in self._parts)
         self._train_rows = len(parts[0])
         if len(parts) == 2:
@@ -50,9 +50,8 @@ class HuggingFace(Source):
 
     def read(self, index: int) -> bytes:
         part, row = (0, index) if index < self._train_rows else (1, index - self._train_rows)
-        value = self._parts[part][int(row)][self.field]
         where = f"{self.name}, {('train', 'validation')[part]} row {row}"
-        return (conversation if self.chat else encoded)(value, where, self.field)
+        return document_of(self._parts[part][int(row)], where, self.field, self.chat)
 
 
 def parts_of(spec: str) -> tuple[str, str | None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stepgraph.train.data.formats.fields import conversation, encoded, field_of, optional
+from stepgraph.train.data.formats.fields import columns_of, document_of, field_of, optional
 from stepgraph.train.data.formats.hub import cannot_load, parts_of, require_train, saved_to_disk
 from stepgraph.train.data.sources import Corpus
 from stepgraph.train.data.split import are_validation, hash64, mix64, shuffled
@@ -45,7 +45,8 @@ class Streamed(Corpus):
             raise ValueError(f"{self.name} has no rows in its train split: give a dataset with text")
         self.field, self.chat, self.unit = field_of(first, text_field, self.name)
         self._decode(first, 0, 0)
-        self._train = splits["train"].select_columns([self.field])
+        self._columns = columns_of(first, self.field, self.chat)
+        self._train = splits["train"].select_columns(self._columns)
         self._validation = splits.get("validation")
         self.files: int = self._train.num_shards
         self._paths = [str(path) for path in (builder.config.data_files or {}).get("train", [])]
@@ -63,7 +64,7 @@ class Streamed(Corpus):
 
     def texts(self, split: str | None) -> Iterator[bytes]:
         if split == "val" and self._validation is not None:
-            for number, row in enumerate(self._checked(self._validation.select_columns([self.field]), "validation")):
+            for number, row in enumerate(self._checked(self._validation.select_columns(self._columns), "validation")):
                 yield self._decode(row, "validation", number)
             return
         for file in shuffled(np.arange(self.files), hash64("0/0")).tolist():
@@ -115,4 +116,4 @@ class Streamed(Corpus):
 
     def _decode(self, row: dict[str, Any], file: int | str, number: int) -> bytes:
         where = f"{self.name}, {file if isinstance(file, str) else f'file {file}'} row {number}"
-        return (conversation if self.chat else encoded)(row[self.field], where, self.field)
+        return document_of(row, where, self.field, self.chat)
