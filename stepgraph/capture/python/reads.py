@@ -73,6 +73,8 @@ class Reads:
             for path, module in self.model.named_modules():
                 self._met[id(module)] = module
                 self._keep_dict(path, vars(module))
+                for held in parts_registered(vars(module)):  # they hold the trace's tensors inside, and only there
+                    self._met[id(held)] = held
             for cls in dict.fromkeys(map(type, self.model.modules())):
                 self._meet("", cls)
             self._meet(LOSS, self.loss_fn)
