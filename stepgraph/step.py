@@ -23,12 +23,13 @@ from stepgraph.costs.memory import peak_bytes
 from stepgraph.errors import CaptureError, require_words
 from stepgraph.graph.calls import Call
 from stepgraph.graph.program import StepProgram
+from stepgraph.graph.report import PassReports
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import StepSpec, learn_lengths, rewrite, trace
 from stepgraph.parallel import placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
-from stepgraph.passes import Passes, PassReport, StepOptions, Target, resolve
+from stepgraph.passes import Passes, StepOptions, Target, resolve
 from stepgraph.run import Accumulators, BoundStep
 from stepgraph.run.bound import ExceededError
 from stepgraph.run.forms import Forms
@@ -200,9 +201,23 @@ class CapturedStep:
         return self.program.main
 
     @property
-    def report(self) -> list[PassReport]:
-        """Reports of the passes applied to the graphs, one graph after the other."""
-        return [*self.program.log, *(report for graph in self.graphs.values() for report in graph.log)]
+    def report(self) -> PassReports:
+        """Reports of the passes applied to the graphs, one graph after the other: ``print(step.report)``."""
+        graphs = self.graphs.values()
+        return PassReports([*self.program.log, *(report for graph in graphs for report in graph.log)])
+
+    def __repr__(self) -> str:
+        """What was captured, in a few lines."""
+        model = type(self.spec.model).__name__
+        if self._current is None:
+            return f"CapturedStep of {model}: dropped, the next call captures it again"
+        counts = (f"{phase} {n:,}" for phase, n in self.program.count_by_phase().items())
+        reports = self.report
+        return (
+            f"CapturedStep of {model}, captured in {self.program.capture_s:.1f} s\n"
+            f"  nodes after passes: {', '.join(counts)}\n"
+            f"  {sum(report.acted for report in reports)} of {len(reports)} passes changed the graph (step.report)"
+        )
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""

@@ -368,3 +368,13 @@ def test_the_example_batch_may_go():
     gc.collect()
     assert [ref() for ref in seen] == [None, None]
     assert step(pair()).isfinite()
+
+
+def test_a_step_and_its_report_can_be_printed():
+    step = Pair(mlp(), pair()).step
+    shown = repr(step).splitlines()
+    assert shown[0].startswith("CapturedStep of Sequential") and "forward " in shown[1] and len(shown) == 3
+    acted = sum(report.acted for report in step.report)
+    assert f"{acted} of {len(step.report)} passes" in shown[2]
+    assert str(step.report) == stepgraph.passes.format_report(list(step.report))
+    assert len(str(step.report).splitlines()) >= len(step.report)

@@ -1,5 +1,6 @@
 """What a pass reports of a graph; the graph keeps it in its log."""
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,3 +62,15 @@ class PassReport:
             did = "found nothing to do"
         text = f"{self.name} [{self.tier}]: {did}; nodes {self.nodes_after} ({delta:+d}); {self.apply_s:.2f} s"
         return text + (f", compile {self.compile_s:.2f} s" if self.compile_s else "")
+
+
+class PassReports(list[PassReport]):
+    """Reports of passes, graph by graph; printed, they are numbered lines with each pass's notes indented below it."""
+
+    def __str__(self) -> str:
+        lines, several = [], len({report.graph for report in self}) > 1
+        for graph, group in itertools.groupby(self, key=lambda report: report.graph):
+            lines += [f"graph of the {graph}:"] if several else []
+            for i, report in enumerate(group, 1):
+                lines += [f"{i}. {report.line()}", *(f"   {note}" for note in report.notes)]
+        return "\n".join(lines)

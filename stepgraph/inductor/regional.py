@@ -7,6 +7,7 @@ torch's own ``torch.fx.passes.regional_inductor`` merges regions in 2.11, and co
 first.
 """
 
+import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from stepgraph.inductor.library import Use, compiled_once, is_compiled, note
 
 KEY = "stepgraph_region"
 _NODES = "stepgraph_nodes"
+
+#: Says which piece is compiled.
+log = logging.getLogger("stepgraph.compile")
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ def compile_pieces(
     made: dict[tuple, tuple[Compiled, Use]] = {}
     for key in _order(work, None if any_length else helpers):
         before = compat.inductor_cache_counts()
+        log.info("compiling piece %d of %d, %s", len(made) + 1, len(work), distinct[key])
         made[key] = compiled_once(key, *work[key], any_length)
         loaded, missing = (now > then for now, then in zip(compat.inductor_cache_counts(), before, strict=True))
         if missing:  # and so will the next ones be

@@ -1,7 +1,6 @@
 """Runs passes: checks their contracts first, then applies, lints, times and reports each."""
 
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +11,7 @@ import torch
 
 from stepgraph import compat
 from stepgraph.errors import TraceError, first_line
+from stepgraph.graph.report import PassReports
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import Pass, PassReport, get
 from stepgraph.passes.excerpts import Changes
@@ -177,9 +177,4 @@ def asked_for(options: StepOptions, plain: StepOptions, device: str) -> set[str]
 
 def format_report(reports: Sequence[PassReport]) -> str:
     """The numbered pass report, graph by graph where a step has several, with notes indented below each pass."""
-    lines, several = [], len({report.graph for report in reports}) > 1
-    for graph, group in itertools.groupby(reports, key=lambda report: report.graph):
-        lines += [f"graph of the {graph}:"] if several else []
-        for i, report in enumerate(group, 1):
-            lines += [f"{i}. {report.line()}", *(f"   {note}" for note in report.notes)]
-    return "\n".join(lines)
+    return str(PassReports(reports))

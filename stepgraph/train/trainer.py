@@ -25,6 +25,7 @@ from stepgraph.lower import StepSpec
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.experts import capacity_of
 from stepgraph.parallel.ranks import Ranks
+from stepgraph.passes.waiting import Waiting
 from stepgraph.run.watch.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
 from stepgraph.run.watch.signals import StopSignals
 from stepgraph.run.watch.watch import Watch
@@ -99,6 +100,7 @@ class Run:
         self.speaks = self.ranks.rank == 0
         self.failures = RecoverableErrors()
         self.say = self.failures.say if self.speaks else lambda *_: None
+        self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {device_name(self.device)}")
         self.runs_ahead = self.device.type == "cuda"
         self.ranks.first(lambda: config.log == "wandb" and bool(package()))
         # Before the data is opened, which may take long.
@@ -151,7 +153,6 @@ class Run:
             *(config.comm_timeout, config.first_step_timeout, partial(close, self, "failed")),
         )
 
-        self.say(f"stepgraph {stepgraph.__version__}, torch {torch.__version__}, {device_name(self.device)}")
         again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
         self.say(f"run folder {path}" + (again if self.restarted or source else ""))
         self.say(start.options_lines(config, resumed=config.resume is not None))
@@ -214,7 +215,8 @@ class Run:
         status, error, lost = "failed", None, False
         try:
             if self.step < self.config.steps:  # else killed after its last checkpoint, or resumed for an export
-                self._capture()
+                with self.signals.ctrl_c_at_once(), Waiting(self.say):
+                    self._capture()
                 if self.config.verify:
                     self.watch.at("the comparison with eager", limited=False)
                     verify_step(self.captured, self.validation.batches, self.config, self.device, self.say)

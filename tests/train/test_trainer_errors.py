@@ -5,6 +5,7 @@ import math
 import os
 import re
 import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -343,3 +344,13 @@ def test_ctrl_c_before_the_run_begins_is_one_line(trainer, tmp_path, monkeypatch
     monkeypatch.setattr(build, "build_model", interrupt)
     assert trainer.here("--out", tmp_path / "run") == 130
     assert "interrupted before the run began" in one_line(capsys) and not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_while_the_step_is_captured_ends_the_run_at_once(trainer, tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the capture went on")
+
+    monkeypatch.setattr(build, "build_step", interrupted)
+    assert trainer.here("--out", tmp_path / "run") == 130
+    assert capsys.readouterr().err == "interrupted\n"

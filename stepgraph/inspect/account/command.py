@@ -1,6 +1,7 @@
 """``stepgraph inspect``: the page of a run or of a preset, alone or compared with another."""
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from stepgraph.inspect.forecast.pipeline import simulated_stage
 from stepgraph.inspect.ranks import graphs_of_ranks, report
 from stepgraph.models import llama3_debug
 from stepgraph.passes import StepOptions, Target
+from stepgraph.passes.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,12 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--{min(shape)} shapes {what}, not {options.against}: compare with a page of that")
     if options.ranks:
         return _ranks(what, options, words, given)
-    account = _account(what, options, words)
     other = None
-    if options.against is not None:
-        model = PRESETS[options.against]().model if elsewhere else options.model
-        other = _account(options.against, dataclasses.replace(options, text=None, model=model), words)
+    with Waiting(lambda line: print(line, file=sys.stderr, flush=True)):
+        account = _account(what, options, words)
+        if options.against is not None:
+            model = PRESETS[options.against]().model if elsewhere else options.model
+            other = _account(options.against, dataclasses.replace(options, text=None, model=model), words)
     try:
         write_page(options.html, account, other and difference(account, other, what, options.against))
     except OSError as error:

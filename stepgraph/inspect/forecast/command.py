@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
 from stepgraph.inspect.forecast.tables import assumed_rates, new_console, new_table, size_text, time_text
 from stepgraph.models import llama3_debug
 from stepgraph.passes import StepOptions, Target
+from stepgraph.passes.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -122,15 +124,16 @@ def main(argv: list[str]) -> int:
     check_imbalance(options.imbalance, config.mesh_spec)
     refuse_idle(config, words, Target.forecast(gpu))
     console = new_console()
-    if config.mesh_spec.pp > 1:
-        result = forecast_pipeline(config, gpu, options.imbalance)
+    pipelined = config.mesh_spec.pp > 1
+    with Waiting(lambda line: print(line, file=sys.stderr, flush=True)):
+        result = (forecast_pipeline if pipelined else forecast)(config, gpu, options.imbalance)
+    if pipelined:
         show_pipeline(result, console)
         if options.plot is not None:
             from stepgraph.inspect.forecast.plot import schedule_chart  # matplotlib is slow to load
 
             schedule_chart(result, options.plot)
     else:
-        result = forecast(config, gpu, options.imbalance)
         show(result, console)
     if options.json is not None:
         options.json.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,8 @@
 """Ctrl-C, SIGTERM and SIGHUP as requests to stop, which the run meets where its state is consistent."""
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -34,6 +36,18 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         self._restore(*self._before)
+
+    @contextlib.contextmanager
+    def ctrl_c_at_once(self) -> Iterator[None]:
+        """Inside, Ctrl-C raises ``KeyboardInterrupt`` at once: there is no new state to save. Not where `patient`."""
+        if self._patient:
+            yield
+            return
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _restore(self, *numbers: int) -> None:
         for number in numbers:
