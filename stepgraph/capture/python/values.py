@@ -36,7 +36,7 @@ _DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property, 
 #: Python's own classes whose objects hold nothing that a step computes with.
 _SILENT = ("logging", "threading", "_thread", "weakref", "re", "abc", "typing", "contextvars", "warnings")
 #: Rooms of this package whose objects serve the step itself.
-_OURS = ("capture", "run", "passes", "graph", "step", "compat", "verify", "inductor")
+_OURS = ("capture", "run", "passes", "graph", "step", "compat", "verify", "inductor", "lower", "parallel", "kernels")
 _HEAP = 1 << 9
 #: Kinds of values that are code, found in globals of packages by identity alone.
 CODE = ("function", "class", "namespace", "cached", "method", "opaque")
