@@ -84,6 +84,8 @@ class JsonLines(Source):
         self.name, self.size, self._path, self.field = name, path.stat().st_size, path, text_field
         offsets, numbers, position = array.array("q"), array.array("q"), 0
         self._file = path.open("rb")
+        _check_unpacked(name, self._file.read(2))
+        self._file.seek(0)
         for number, line in enumerate(self._file, 1):
             if not line.isspace():
                 offsets.append(position)
@@ -171,9 +173,13 @@ class Parquet(Source):
         return ValueError(f"{self._path} is not a readable parquet file ({reason}): copy or download it again")
 
 
-def _check_utf8(name: str, text: mmap.mmap) -> None:
-    if text[:2] == b"\x1f\x8b":
+def _check_unpacked(name: str, start: bytes) -> None:
+    if start == b"\x1f\x8b":
         raise ValueError(f"{name} is packed by gzip: call it {name}.gz")
+
+
+def _check_utf8(name: str, text: mmap.mmap) -> None:
+    _check_unpacked(name, text[:2])
     if text[:512].count(0) > len(text[:512]) // 4:
         raise ValueError(f"{name} looks like UTF-16 or a binary file: convert it to UTF-8")
     decoder = codecs.getincrementaldecoder("utf-8")()
