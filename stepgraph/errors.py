@@ -1,14 +1,29 @@
 """Error messages for people: what was given, what is allowed, one fix."""
 
+import contextlib
 import difflib
 import json
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 #: The largest JSON or TOML file that is read whole, in bytes: tokenizers of 256k tokens have 40 MB.
 LARGEST_TEXT = 1 << 28
+
+
+#: What runs between the line that calls a captured step and a warning about that call.
+_WITHIN = tuple(str(Path(__file__).parent / room) for room in ("step.py", "run", "lower", "capture"))
+
+
+def warn_caller(message: str) -> None:
+    """Warn with the line that called the captured step, or made it."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith((*_WITHIN, contextlib.__file__)):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 class CaptureError(ValueError):

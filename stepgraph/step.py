@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
 from stepgraph.costs.memory import peak_bytes
-from stepgraph.errors import CaptureError, require_words
+from stepgraph.errors import CaptureError, require_words, warn_caller
 from stepgraph.graph.calls import Call
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.report import PassReports
@@ -30,9 +29,9 @@ from stepgraph.lower import StepSpec, learn_lengths, rewrite, trace
 from stepgraph.parallel import placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
 from stepgraph.passes import Passes, StepOptions, Target, resolve
-from stepgraph.run import Accumulators, BoundStep
-from stepgraph.run.bound import ExceededError
+from stepgraph.run.bound import BoundStep, ExceededError
 from stepgraph.run.forms import Forms
+from stepgraph.run.program import Accumulators
 from stepgraph.run.saved.store import Outcome, Rewriting, store_of
 from stepgraph.run.spans import Waits
 from stepgraph.verify import Case, VerifyReport, verify
@@ -326,10 +325,9 @@ class CapturedStep:
         )
         count = next(fits, accumulate)  # where none fits, the trace says what does not divide
         if count != accumulate:
-            warnings.warn(
+            warn_caller(
                 f"accumulate={accumulate} does not divide a batch of {sizes[0]}: it is captured by itself, as "
-                f"{count} microbatches of {sizes[0] // count}; drop_last=True in the data loader leaves it out",
-                stacklevel=8,
+                f"{count} microbatches of {sizes[0] // count}; drop_last=True in the data loader leaves it out"
             )
         return count
 
@@ -366,9 +364,8 @@ def _warn_of_memory(program: StepProgram, memory: float | None) -> None:
     """Warn where ``program`` needs more than the ``memory`` of its GPU (None: unknown), even if a compiler joins all
     the operators that it can."""
     if memory is not None and (peak := peak_bytes(program, fused=True)) > memory:
-        warnings.warn(
+        warn_caller(
             f"the step needs an estimated {peak / 2**30:.1f} GiB and the GPU has {memory / 2**30:.1f} GiB: make the "
             "batch smaller or recompute, as with passes=stepgraph.StepOptions(memory='full'); stepgraph.forecast says "
-            "what fits",
-            stacklevel=7,
+            "what fits"
         )

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import warnings
 from pathlib import Path
 
 from torch import fx
@@ -10,6 +9,7 @@ from torch import fx
 from stepgraph.capture import Traced, trace_step
 from stepgraph.capture.batch import shorter
 from stepgraph.capture.stages.forward import trace_forward
+from stepgraph.errors import warn_caller
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.lower.spec import StepSpec
@@ -124,10 +124,9 @@ def learn_lengths(spec: StepSpec) -> None:
     try:
         traced = trace(dataclasses.replace(spec, batch=other))
     except Exception as error:  # it is not the user's batch: a model may refuse it
-        warnings.warn(
+        warn_caller(
             f"any_length: a batch of half the length cannot be traced ({str(error).splitlines()[0][:120]}), so the "
-            "first length is compiled by itself",
-            stacklevel=6,
+            "first length is compiled by itself"
         )
         return
     for graph in traced.program.graphs.values():

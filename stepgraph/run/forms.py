@@ -1,9 +1,9 @@
 """The forms in which a step was captured: one for each form of batch, options and training flags."""
 
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
+from stepgraph.errors import warn_caller
 from stepgraph.run.bound import BoundStep
 
 #: How many forms are kept; the least recently used goes first.
@@ -55,7 +55,7 @@ class Forms:
                 "keep it in a buffer of the model"
             )
         if times <= 3 or str(times).strip("0") == "1":
-            warnings.warn(f"{change}: the step is captured again{advice}", stacklevel=8)
+            warn_caller(f"{change}: the step is captured again{advice}")
 
     def make_room(self) -> None:
         """Before another form is captured: drop one if no more are kept, and say what many forms cost."""
@@ -64,11 +64,10 @@ class Forms:
         most = FEW_CAPTURES if recorded else MAX_CAPTURES
         if captured in (FEW_CAPTURES, most):
             dropping = "; dropping the least recently used" if captured == most else ""
-            warnings.warn(
+            warn_caller(
                 f"{captured} forms of the step are captured already{dropping}. Each costs a capture: pad batches to "
                 "few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
-                "constants.",
-                stacklevel=8,
+                "constants."
             )
         if captured == most:
             self._bound.popitem(last=False)

@@ -10,7 +10,7 @@ from stepgraph.capture.batch import flatten_batch, microbatch, rebuilt
 from stepgraph.graph.program import StepProgram
 from stepgraph.lower import StepSpec
 from stepgraph.parallel.ranks import Ranks
-from stepgraph.run import BoundStep
+from stepgraph.run.bound import BoundStep
 from stepgraph.verify.eager import eager_step
 from stepgraph.verify.report import differences
 from stepgraph.verify.state import Key, State

@@ -18,7 +18,8 @@ from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import copied, rewrite, trace
 from stepgraph.passes import Pass, Target, resolve
-from stepgraph.run import Accumulators, BoundStep
+from stepgraph.run.bound import BoundStep
+from stepgraph.run.program import Accumulators
 from stepgraph.verify.case import Case, calls, differ, outcome
 from stepgraph.verify.fingerprints import EagerResults, Fingerprint, NodeResults
 from stepgraph.verify.state import Key, Snapshot

@@ -23,7 +23,7 @@ from stepgraph.graph.values import GroupValue, Input, Metric, ModelTensor, Param
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import PassReport, run_passes
-from stepgraph.run import Accumulators, ProgramRunner
+from stepgraph.run.program import Accumulators, ProgramRunner
 
 STEPS = 10
 TINY = Llama3Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=37, max_seq_len=16)

@@ -28,7 +28,7 @@ from stepgraph.passes import (
 )
 from stepgraph.passes.contract import NoOptions, PassReport, register
 from stepgraph.passes.order import ORDER
-from stepgraph.run import runner_of
+from stepgraph.run.program import runner_of
 
 aten = torch.ops.aten
 

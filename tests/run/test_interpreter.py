@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 from stepgraph.graph.partition import split
-from stepgraph.run import Interpreter
+from stepgraph.run.interpreter import Interpreter
 
 
 class Watch:

@@ -11,7 +11,7 @@ import stepgraph
 from stepgraph.capture import trace_step
 from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.values import Accumulator
-from stepgraph.run import Accumulators
+from stepgraph.run.program import Accumulators
 
 
 def squares(model, batch):

@@ -22,7 +22,8 @@ from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.compile.regions import MATCHERS, tag_regions
 from stepgraph.passes.contract import NoOptions
 from stepgraph.passes.memory.rematerialize import rematerialize
-from stepgraph.run import Interpreter, runner_of
+from stepgraph.run.interpreter import Interpreter
+from stepgraph.run.program import runner_of
 
 aten = torch.ops.aten
 PREPARE = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "recompute"]
