@@ -84,7 +84,7 @@ def test_another_family_trains(tmp_path):
 @pytest.mark.slow
 def test_another_family_is_forecast(tmp_path):
     done = run(tmp_path, "plan", "tiny", "--mesh", "fsdp=4", "--model.dim", "24")
-    assert done.returncode == 0 and "tiny on 4 x H100" in done.stdout, done.stderr
+    assert done.returncode == 0 and "tiny on 4 x H200" in done.stdout, done.stderr
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ def test_the_first_reason_is_kept_and_the_second_waits_for_its_records(tmp_path,
     folder.write_summary = write_summary
     run = SimpleNamespace(
         ending=threading.Lock(), ended=False, failures=RecoverableErrors(), folder=folder, snapshot=None, page=None,
-        last_loss=None, say=lambda _: None,
+        last_loss=None, say=lambda _: None, config=SimpleNamespace(export_hf=None), speaks=True,
+        saving=SimpleNamespace(saved_step=None),
     )  # fmt: skip
     monkeypatch.setattr(closing, "summarize", lambda _, status, error: (status, error))
     first = threading.Thread(target=closing.close, args=(run, "failed", "no progress"))

@@ -85,9 +85,9 @@ def test_an_answer_is_that_of_transformers(example, capsys, monkeypatch):
         0, prompt["input_ids"].shape[1] :
     ]
     assert said == tokenizer.decode(made, skip_special_tokens=True) + "\n" and said.strip()
-    # One was written at the validation in the run too; the losses above show that it changed nothing.
-    (sample,) = records(example / "tuned", "sample")
-    assert isinstance(sample, str)
+    # The run wrote some at its validations, the last one too; the losses above show that they changed nothing.
+    samples = records(example / "tuned", "sample")
+    assert samples and all(isinstance(sample, str) for sample in samples)
 
 
 def test_conversations_are_kept_apart_unless_told_otherwise(example):

@@ -72,7 +72,8 @@ class Reads:
                 self._note_class(cls)
             for path, module in self.model.named_modules():
                 self._met[id(module)] = module
-                self._keep_dict(path, vars(module))
+                own = {key: value for key, value in vars(module).items() if not _is_torchs(module, key)}
+                self._keep_dict(path, vars(module), own)
                 for held in parts_registered(vars(module)):  # they hold the trace's tensors inside, and only there
                     self._met[id(held)] = held
             for cls in dict.fromkeys(map(type, self.model.modules())):
@@ -148,7 +149,8 @@ class Reads:
             self._classes.append(cls)
 
     def _see(self, owner: Any, name: str, value: Any, of_modules: bool) -> None:
-        if (of_modules and name in _OF_TORCH) or (name.startswith("__") and name != "__dict__"):
+        of_torch = of_modules and (name in _OF_TORCH or _is_torchs(owner, name))
+        if of_torch or (name.startswith("__") and name != "__dict__"):
             self.names[id(owner)]
             return
         self.names[id(owner)].add(name)
@@ -206,10 +208,12 @@ class Reads:
         """What a class of the user's has: its values, and methods whose code names what may be read."""
         return list(parts.parts_of_class(cls, lambda *_: True)) if of_program(cls.__module__) else []
 
-    def _keep_dict(self, where: str, held: dict) -> None:
-        for key, value in held.items():
+    def _keep_dict(self, where: str, held: dict, watched: dict | None = None) -> None:
+        """Keep what ``held`` holds; ``watched``: the part of it that counts, all by default."""
+        for key, value in (held if watched is None else watched).items():
             self._before.setdefault((id(held), key), (f"{where}.{key}" if where else key, held, key, value))
-        self._whole.setdefault(id(held), (where, held, None))
+        if watched is None or len(watched) == len(held):
+            self._whole.setdefault(id(held), (where, held, None))
 
     # ---- what has changed ----
 
@@ -239,6 +243,13 @@ class Reads:
 
 
 _UNCHANGEABLE: set[type] = set()
+
+
+def _is_torchs(module: nn.Module, name: str) -> bool:
+    """Whether an attribute of a module is for torch's own class alone, such as the flat weights of an LSTM."""
+    if isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"):  # a class of the user's inherits them
+        return True
+    return name.startswith("_") and type(module).__module__.startswith("torch.nn.")
 
 
 def parts_registered(held: dict) -> tuple[dict, ...]:
