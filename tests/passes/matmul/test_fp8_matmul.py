@@ -1,7 +1,6 @@
 """The pass fp8_matmul: the bits of eager fp8 layers, one cast for all that read it, and a reason for what it leaves."""
 
 import copy
-import dataclasses
 import functools
 import operator
 
@@ -13,6 +12,8 @@ from torch import nn
 import stepgraph
 from stepgraph.costs.fp8 import cast_seconds, product_seconds
 from stepgraph.graph.provenance import provenance, set_provenance
+from stepgraph.graph.step_graph import InputSpec
+from stepgraph.graph.values import BatchLeaf
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions, configured, run_passes
 from stepgraph.passes.contract import get
@@ -229,7 +230,7 @@ def test_magnitudes_of_swiglu_come_with_its_values(tools, recipe, form):
     gate, up, dy, w, v = (torch.randn(n, 16).bfloat16() for n in (32, 32, 32, 48, 32))
     inputs = [gate, up, dy, w, v]
     step = tools.by_hand(function, *inputs)
-    step.inputs[:3] = [dataclasses.replace(i, kind="batch") for i in step.inputs[:3]]
+    step.inputs[:3] = [InputSpec(BatchLeaf(i)) for i in range(3)]
     run_passes(step, [get("fp8_matmul", recipe=recipe, unprofitable=True)])
     late = {step.graph.find_nodes(op="placeholder")[2]}  # dy, and what is made of it
     for node in filter(provenance, step.graph.nodes):
@@ -257,7 +258,7 @@ def test_gradients_of_swiglu_and_their_casts_are_one_kernel(tools, form):
 
     inputs = [torch.randn(32, 16).bfloat16() for _ in range(3)] + [torch.randn(48, 16).bfloat16()]
     step = tools.by_hand(function, *inputs)
-    step.inputs[:3] = [dataclasses.replace(i, kind="batch") for i in step.inputs[:3]]
+    step.inputs[:3] = [InputSpec(BatchLeaf(i)) for i in range(3)]
     run_passes(step, [get("fp8_matmul", recipe="rowwise-bf16-weight-gradients", unprofitable=True)])
     for node in filter(provenance, step.graph.nodes):
         set_provenance(node, provenance(node)._replace(phase="backward"))
@@ -283,7 +284,7 @@ def test_a_product_whose_inputs_are_written_is_cast_apart(tools):
     inputs = [torch.randn(32, 16).bfloat16(), torch.randn(32, 16).bfloat16(), torch.randn(48, 16).bfloat16()]
     for form, fused in ((function, 0), (lambda gate, up, w: ((F.silu(gate) * up) @ w.t(), gate, up, w), 1)):
         step = tools.by_hand(form, *inputs)
-        step.inputs[:2] = [dataclasses.replace(i, kind="batch") for i in step.inputs[:2]]
+        step.inputs[:2] = [InputSpec(BatchLeaf(i)) for i in range(2)]
         options = {"recipe": "rowwise-bf16-weight-gradients", "unprofitable": True}
         _, report = run_passes(step, [get("fp8_matmul", **options), get("fuse_casts")])
         assert (report.matched, report.changed) == (2, fused)
@@ -404,7 +405,7 @@ def test_a_matrix_that_is_written_is_cast_again(tools):
 
     inputs = [torch.randn(32, 16).bfloat16(), torch.randn(16, 16).bfloat16(), torch.randn(48, 16).bfloat16()]
     step = tools.by_hand(function, *inputs)
-    step.inputs[0] = dataclasses.replace(step.inputs[0], kind="batch")
+    step.inputs[0] = InputSpec(BatchLeaf(0))
     (report,) = run_passes(step, [get("fp8_matmul", recipe="rowwise", unprofitable=True)])
     assert report.changed == 2
     assert len(step.graph.find_nodes(op="call_function", target=ours.cast_scaled_rows.default)) == 4
