@@ -1,5 +1,6 @@
 """The run folder: what a run writes, when it reaches the disk, and what a resume drops."""
 
+import contextlib
 import errno
 import json
 import math
@@ -189,7 +190,7 @@ def test_records_that_are_deleted_from_a_live_run_end_nothing(tmp_path):
         shutil.rmtree(tb)
         folder.log(3, loss=0.5)
         shutil.rmtree(tb)
-        with pytest.raises(FileNotFoundError):  # TensorBoard's thread may be the first to see it
+        with contextlib.suppress(FileNotFoundError):  # TensorBoard's thread may have seen it first
             folder._tensorboard.flush()
         folder._tensorboard.file_writer.event_writer._async_writer._worker.join(20)
         folder.log(4, loss=0.25)
