@@ -80,7 +80,7 @@ class PackToBudget:
     def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         """The batch of ``rows``: ``input_ids``, ``labels`` and ``position_ids`` (rows, tokens); ``cu_seq_lens_q`` and
         ``cu_seq_lens_k``, the documents' boundaries in the flattened batch, int32; ``max_length_q``, ``max_length_k``.
-        The names are those that transformers hands to its attention functions."""
+        transformers passes these names to its attention functions."""
         batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         starts = (batch["position_ids"].flatten() == 0).nonzero().flatten()
         # The rest of a row is as many documents of padding as max_length asks for.

@@ -101,7 +101,7 @@ def _computed(value: Any, name: str) -> Any:
 
 
 def parts_of_class(cls: type, names: Callable[[str, Any], bool]) -> Iterator[Part]:
-    """Methods and values of a class and those that it inherits from, by ``names``."""
+    """Methods and values of a class and its bases, by ``names``."""
     for base in cls.__mro__:
         if base.__flags__ & 1 << 8 or base is nn.Module:  # what cannot change, and what is of every module
             continue

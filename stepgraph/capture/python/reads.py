@@ -97,7 +97,7 @@ class Reads:
                     cache.cache_clear()
 
     def changes(self) -> list[Change]:
-        """What the trace has changed of what was met: of attributes, those that were read."""
+        """What the trace has changed of what was met; only attributes that were read count."""
         return self._changes() if self._is_noted else self._found
 
     def watched(self) -> Watched:

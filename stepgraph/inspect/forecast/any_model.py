@@ -254,7 +254,7 @@ def _peak(cost: StepCost) -> Moment:
 
 
 def _at_peak(program: StepProgram, spec: StepSpec) -> tuple[fx.Node, tuple[Held, ...]]:
-    """(the node at which most is in memory, what is there: those that take most first)."""
+    """(the node at which most is in memory, what is there, largest first)."""
     state = {what: node for step in program.graphs.values() for node, what in step.bound() if not _is_passing(what)}
     found = []
     for step in program.graphs.values():
