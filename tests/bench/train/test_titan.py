@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import config as inductor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -253,7 +254,8 @@ def converters(monkeypatch):
         importlib.import_module(models.PEERS[family_of(run.model).name].module)  # the `Trainer` knows no more
         return build_model_converters(job.job_config(run, "folder"), dims)
 
-    return build
+    with inductor.patch(emulate_precision_casts=False):  # a converter sets it for the process
+        yield build
 
 
 FP8 = ["--mesh", "fsdp=2", "--precision", "bf16", "--fp8"]
