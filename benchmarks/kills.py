@@ -188,7 +188,9 @@ class KilledAnywhere:
             if not self._is_finished(run):
                 process = self._start(self._words(run), run)
                 self._require(process.wait() == 0, run)
-            self._require(self._outcome(run) == self.expected, run)
+            found, expected = self._outcome(run), self.expected
+            differ = [f"{key}: {found[key]}, not {expected[key]}" for key in found if found[key] != expected[key]]
+            self._require(not differ, run, "; ".join(differ))
 
     def _words(self, run: Path) -> list[str]:
         """The same command again, or to resume where there is a checkpoint."""
@@ -245,12 +247,13 @@ class KilledAnywhere:
     @staticmethod
     def _is_finished(run: Path) -> bool:
         """Whether it was killed when all was done, so that nothing is left to continue."""
-        summary = run / "summary.json"
-        return summary.exists() and json.loads(summary.read_text())["status"] == "finished"
+        summary, exporting = run / "summary.json", Path(f"{run}-hf/.unfinished-export")
+        return summary.exists() and json.loads(summary.read_text())["status"] == "finished" and not exporting.exists()
 
-    def _require(self, holds: bool, run: Path) -> None:
+    def _require(self, holds: bool, run: Path, what: str = "it ended with an error") -> None:
         if not holds:
-            raise RuntimeError(f"{self.ranks} ranks, {run.name}, killed {self.kills[-5:]}:\n{self._said(run)[-4000:]}")
+            where = f"{self.ranks} ranks, {run.name}, killed {self.kills[-5:]}"
+            raise RuntimeError(f"{where}: {what}\n{self._said(run)[-4000:]}")
 
     def _outcome(self, run: Path) -> dict[str, Any]:
         """What a run leaves: its records without times, the steps of its checkpoints, and digests of its export."""

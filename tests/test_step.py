@@ -377,4 +377,25 @@ def test_a_step_and_its_report_can_be_printed():
     acted = sum(report.acted for report in step.report)
     assert f"{acted} of {len(step.report)} passes" in shown[2]
     assert str(step.report) == stepgraph.passes.format_report(list(step.report))
+    assert step.spans == []  # there is no pipeline
     assert len(str(step.report).splitlines()) >= len(step.report)
+
+
+def test_verify_after_a_capture_that_failed_reports_its_own_error(monkeypatch):
+    """Also where no form of the step is left."""
+    step = stepgraph.capture(nn.Linear(3, 1), lambda model, batch: model(batch["x"]).sum(), {"x": torch.ones(2, 3)})
+
+    def fails(*_, **__):
+        raise stepgraph.CaptureError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lowering, "trace_step", fails)
+        step._forms._bound.clear()  # as after experts' rows exceed their room
+        step._current = None
+        for call in (step, step.verify):
+            with pytest.raises(stepgraph.CaptureError, match="planted"):
+                call({"x": torch.ones(2, 3)})
+        with pytest.raises(RuntimeError, match="call the step again first"):
+            step.report  # noqa: B018
+        assert "dropped" in repr(step)
+    assert step.verify({"x": torch.ones(2, 3)}).bitwise and step({"x": torch.ones(2, 3)}).isfinite()

@@ -14,7 +14,8 @@ from stepgraph.costs.memory import peak_bytes
 from stepgraph.errors import read_json
 from stepgraph.graph.program import StepProgram
 from stepgraph.step import CapturedStep
-from stepgraph.train.checkpoint.checkpointer import Checkpointer
+from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
+from stepgraph.train.checkpoint.found import step_of
 from stepgraph.train.data import (
     DataBundle,
     Loader,
@@ -27,17 +28,21 @@ from stepgraph.train.data import (
     require_one_kind,
     validation_batches,
 )
+from stepgraph.train.export import check_export
 from stepgraph.train.records.files import status_of
 from stepgraph.train.records.folder import REWOUND, died_early, require_unused
 from stepgraph.train.validation import ValidationSet
+
+#: Where an elastic agent's store has the run folder.
+_FOLDER_KEY = "run-folder"
 
 
 def choose_folder(config: TrainConfig) -> tuple[Path, bool, Path | None]:
     """(the run folder, whether an earlier attempt at this run used it that an elastic agent started or that died before
     its first checkpoint, the run or checkpoint to continue from)."""
-    store, key = parallel.job_store(), "run-folder"
-    if store is not None and store.check([key]):
-        path = Path(store.get(key).decode())
+    store = parallel.job_store()
+    if store is not None and store.check([_FOLDER_KEY]):
+        path = Path(store.get(_FOLDER_KEY).decode())
         if (path / REWOUND).exists():
             return path, True, config.resume
         return path, True, path if Checkpointer(path / "checkpoints").latest() is not None else None
@@ -45,18 +50,48 @@ def choose_folder(config: TrainConfig) -> tuple[Path, bool, Path | None]:
     dead = died_early(path)
     if not config.resume and not dead:
         require_unused(path)
-    if store is not None:
-        store.set(key, str(path))
     return path, dead, None if dead else config.resume
+
+
+def keep_folder(path: Path) -> None:
+    """For the next attempt of an elastic agent: it continues in ``path``. Called once that folder says by itself
+    whether it rewinds, or an attempt that ends earlier would be followed by one from a wrong checkpoint."""
+    if (store := parallel.job_store()) is not None:
+        store.set(_FOLDER_KEY, str(path))
 
 
 def require_work(config: TrainConfig, step: int) -> None:
     """Raise ``ValueError`` where a resumed run has no more steps to do, nor records or an export to write."""
     finished = status_of(config.resumed_run) == "finished"
     if step > config.steps or (step == config.steps and finished and config.export_hf is None):
-        raise ValueError(
-            f"nothing is left to do: {config.resume} has {step} of {config.steps} steps; give more with --steps"
-        )
+        raise _nothing_left(config, step)
+
+
+def require_export(config: TrainConfig, run: Path) -> None:
+    """Raise ``ValueError`` where the export at the end of ``run`` cannot be written, or where a resumed run has
+    written it and has nothing else to do."""
+    if config.export_hf is None:
+        return
+    try:
+        check_export(config.export_hf, run=run)
+    except ValueError:
+        finished = config.resume is not None and status_of(run) == "finished"
+        step = step_of(resolve(config.resume)) if finished and config.export_hf == _saved(config).export_hf else -1
+        if step >= config.steps:
+            raise _nothing_left(config, step, exported=True) from None
+        raise
+
+
+def _nothing_left(config: TrainConfig, step: int, exported: bool = False) -> ValueError:
+    done, more = f"{config.resume} has {step} of {config.steps} steps", "give more with --steps"
+    if exported:
+        done, more = f"{done} and its export is in {config.export_hf}", f"{more}, with a new --export-hf"
+    return ValueError(f"nothing is left to do: {done}; {more}")
+
+
+def _saved(config: TrainConfig) -> TrainConfig:
+    """The options of the run that ``config`` resumes, from its ``config.json``."""
+    return read_json(config.resumed_run / "config.json", TrainConfig.from_json)
 
 
 def open_fitting_data(config: TrainConfig) -> DataBundle:
@@ -105,8 +140,7 @@ def options_lines(config: TrainConfig, *, resumed: bool) -> str:
     line = f"config {config.preset}: {' '.join(given) or 'its own options'}"
     if not resumed:
         return line
-    before = read_json(config.resumed_run / "config.json", TrainConfig.from_json)
-    changed = [f"{name} {was} -> {now}" for name, (was, now) in config.changes(before).items()]
+    changed = [f"{name} {was} -> {now}" for name, (was, now) in config.changes(_saved(config)).items()]
     return f"{line}\noptions changed since: {', '.join(changed) or 'none'}"
 
 

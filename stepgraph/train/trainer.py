@@ -32,7 +32,7 @@ from stepgraph.run.watch.watch import Watch
 from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.closing import close
-from stepgraph.train.export import check_export, export_saved
+from stepgraph.train.export import export_saved
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import asked_for, memory_advice
 from stepgraph.train.faults.recoverable import OUTPUT, RecoverableErrors, StoppedError
@@ -105,7 +105,7 @@ class Run:
         self.ranks.first(lambda: config.log == "wandb" and bool(package()))
         # Before the data is opened, which may take long.
         path, self.restarted, source = self.ranks.first(lambda: start.choose_folder(config))
-        self.ranks.first(lambda: config.export_hf and check_export(config.export_hf, run=path))
+        self.ranks.first(lambda: start.require_export(config, path))
         self.snapshot = MemorySnapshot(path) if config.memory_snapshot and self.speaks else None
         build.seed_all(config.seed)
         if self.device.type == "cpu":
@@ -173,6 +173,7 @@ class Run:
             checkpointer, step = self.saving.checkpointer, self.step if self.restarted else self.saving.saved_step
             rewinds = step is not None and bool(checkpointer.after(step))
             self.folder = RunFolder(path, self.config, resume_step=step, rewinds=rewinds)
+            start.keep_folder(path)
             checkpointer.rewind(self.step, self.folder.settle)
             self.last_loss = self.folder.last_loss
             self.folder.tracker = Wandb(self.config, path) if self.config.log == "wandb" else None
@@ -226,7 +227,7 @@ class Run:
                 raise StoppedError(f"{self.failures.first}; step {self.step} is saved: --resume {self.folder.path}")
             finished = self.step == self.config.steps
             if finished:
-                self.ranks.first(self.saving.checkpointer.settle)  # of a run that rewinds and has no step to do
+                self.ranks.first(lambda: self.saving.checkpointer.finish(evict=not self.finite.in_a_row))
                 self._validate()
             if finished and self.config.export_hf is not None:
                 self.watch.at("the export", limited=False)

@@ -1,6 +1,7 @@
 """What a run does at its end and in its error paths: the state is saved before what may fail, and the first error is
 the one that is reported."""
 
+import contextlib
 import errno
 import gc
 import json
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from stepgraph import parallel
 from stepgraph.train import closing
 from stepgraph.train import trainer as trainer_module
 from stepgraph.train.checkpoint import background, checkpointer
@@ -258,7 +261,7 @@ def test_a_capture_that_fails_when_it_is_done_again_is_the_error_that_is_reporte
 
 
 @pytest.mark.parametrize("moment", ["before", "half", "after"])
-def test_an_export_that_a_kill_cut_off_is_written_on_resume(moment, trainer, tmp_path, monkeypatch):
+def test_an_export_that_a_kill_cut_off_is_written_on_resume(moment, trainer, tmp_path, monkeypatch, capsys):
     from stepgraph.train import export
 
     folder, hf, save_hf = tmp_path / "run", tmp_path / "hf", export.save_hf
@@ -279,6 +282,9 @@ def test_an_export_that_a_kill_cut_off_is_written_on_resume(moment, trainer, tmp
     assert trainer.resume(folder) == 0 and trainer.summary(folder)["status"] == "finished"
     assert not list(hf.glob(".*")) and not list(hf.glob("*.part")) and json.loads((hf / "config.json").read_text())
     assert trainer.resume(folder, "--steps", 5) == 2  # it is not overwritten
+    assert f"export_hf={hf} is not empty" in capsys.readouterr().err
+    assert trainer.resume(folder) == 2
+    assert f"nothing is left to do: {folder} has 4 of 4 steps and its export is in {hf}" in one_line(capsys)
 
 
 # ---- going back to an earlier checkpoint ----
@@ -301,32 +307,91 @@ def test_going_back_deletes_nothing_before_its_first_checkpoint(moment, trainer,
         assert trainer.resume(folder / "checkpoints/step-00000002", "--checkpoint-every", 3) == 130
     gc.collect()  # the interrupted run lets go of its lock
     assert everything(folder) == before
-    assert (
-        trainer.resume(folder, "--steps", 9) == 0  # from the newest
-    )  # from the newest, as if nothing happened
+    assert trainer.resume(folder, "--steps", 9) == 0  # from the newest, as if nothing happened
     assert trainer.metrics(folder, "loss")[:8] == trainer.metrics(whole, "loss")
+
+
+def go_back(trainer, folder: Path) -> int:
+    return trainer.resume(folder / "checkpoints/step-00000002", "--lr", 0.01, "--val-every", 0)
+
+
+@pytest.fixture(scope="module")
+def went_back(trainer, whole, tmp_path_factory) -> Path:
+    """A run that nothing disturbs: it goes back from step 8 to 2, with another learning rate."""
+    folder = tmp_path_factory.mktemp("went-back") / "run"
+    shutil.copytree(whole, folder)
+    assert go_back(trainer, folder) == 0
+    assert trainer.metrics(folder, "loss")[3] != trainer.metrics(whole, "loss")[3]
+    return folder
 
 
 @pytest.mark.parametrize("killed", ["before the records", "never"])
 def test_the_first_checkpoint_after_going_back_takes_the_place_of_later_ones(
-    killed, trainer, whole, tmp_path, monkeypatch
+    killed, trainer, whole, went_back, tmp_path, monkeypatch
 ):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     if killed == "before the records":
         with monkeypatch.context() as patch:
             patch.setattr(RunFolder, "settle", fails_with(KeyboardInterrupt()))
-            assert trainer.resume(folder / "checkpoints/step-00000002", "--lr", 0.01, "--val-every", 0) == 130
+            assert go_back(trainer, folder) == 130
         assert {name[:13] for name in trainer.checkpoints(folder)} == {"step-00000002", "step-00000004"}
         assert len(trainer.metrics(folder, "loss")) == 8
         assert trainer.resume(folder) == 0
     else:
-        assert trainer.resume(folder / "checkpoints/step-00000002", "--lr", 0.01, "--val-every", 0) == 0
-    shutil.copytree(whole, tmp_path / "other")
-    assert trainer.resume(tmp_path / "other/checkpoints/step-00000002", "--lr", 0.01, "--val-every", 0) == 0
-    assert trainer.metrics(folder, "loss")[3] != trainer.metrics(whole, "loss")[3]
-    trainer.assert_same_run(tmp_path / "other", folder, 8)
+        folder = went_back
+    trainer.assert_same_run(went_back, folder, 8)
     assert not list(folder.glob(".metrics*")) and trainer.summary(folder)["status"] == "finished"
+
+
+@pytest.mark.parametrize("moment", ["before its folder is open", "before it saves", "after it has saved"])
+def test_the_next_attempt_of_an_elastic_agent_goes_back_to_the_same_checkpoint(
+    moment, trainer, whole, went_back, tmp_path, monkeypatch, capsys
+):
+    """The agent's store outlives an attempt; the next one has the same command line."""
+    folder, store = tmp_path / "run", dist.HashStore()
+    shutil.copytree(whole, folder)
+    owner, name = {
+        "before its folder is open": (RunFolder, "__init__"),
+        "before it saves": (Run, "_finish"),
+        "after it has saved": (Run, "_validate"),
+    }[moment]
+    monkeypatch.setattr(parallel, "job_store", lambda: store)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails_with(KeyboardInterrupt()))
+        assert go_back(trainer, folder) == 130
+    gc.collect()  # the failed attempt lets go of its lock
+    capsys.readouterr()
+    assert go_back(trainer, folder) == 0
+    after = {"before its folder is open": "resumed after step 2", "before it saves": "restarted after step 2"}
+    assert after.get(moment, "restarted after step 8") in capsys.readouterr().out
+    trainer.assert_same_run(went_back, folder, 8)
+    assert trainer.checkpoints(folder) == trainer.checkpoints(went_back)
+
+
+@pytest.mark.parametrize("moment", ["before", "half"])
+def test_a_run_killed_while_its_last_save_deletes_older_checkpoints_ends_with_the_same_ones(
+    moment, trainer, tmp_path, monkeypatch
+):
+    folder, words = tmp_path / "run", [*ONE_LAYER, "--checkpoint-every", 2, "--keep-checkpoints", 2]
+    prune, rmtree = Checkpointer._prune, shutil.rmtree
+
+    def killed(self, target, evict):
+        if target.name == "step-00000008":
+            if moment == "half":
+                patch.setattr(checkpointer.shutil, "rmtree", fails_with(KeyboardInterrupt()))
+                prune(self, target, evict)
+            raise KeyboardInterrupt
+        return prune(self, target, evict)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "_prune", killed)
+        with contextlib.suppress(KeyboardInterrupt):
+            assert trainer.here(*words, "--out", folder) == 130
+    assert shutil.rmtree is rmtree and len(list((folder / "checkpoints").iterdir())) == 3
+    gc.collect()  # the interrupted run lets go of its lock
+    assert trainer.resume(folder) == 0
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
 
 
 def test_going_back_to_where_nothing_is_left_to_do_ends_there(trainer, whole, tmp_path):
@@ -398,7 +463,5 @@ def test_a_checkpoint_that_the_run_deletes_while_it_is_read_is_replaced_by_its_n
     gone = folder / "checkpoints/step-00000004"
     taken.clear()
     (tmp_path / "hf2").mkdir()
-    assert (
-        trainer.main(["export", str(gone), "--out", str(tmp_path / "hf2")]) == 2
-    )  # named by itself, it is not replaced
+    assert trainer.main(["export", str(gone), "--out", str(tmp_path / "hf2")]) == 2  # named, it is not replaced
     assert f"{gone} is not there; {folder / 'checkpoints'} has step-00000006" in one_line(capsys)

@@ -188,12 +188,16 @@ class Checkpointer:
 
     def _start(self, temporary: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._clean()
+        temporary.mkdir()
+
+    def _clean(self) -> None:
+        """Remove or put back what a process left that was killed in mid-save."""
         for stale in self.folder.glob(TEMPORARY + "*"):
             shutil.rmtree(stale)
         for replaced in self.folder.glob("*.replaced"):
             if not replaced.with_suffix("").exists():
                 replaced.rename(replaced.with_suffix(""))  # a crash between the two renames of a swap
-        temporary.mkdir()
 
     def _commit(self, temporary: Path, target: Path, manifest: dict, evict: bool) -> None:
         (temporary / MANIFEST).write_bytes(render(manifest))
@@ -208,7 +212,10 @@ class Checkpointer:
         sync(self.folder)
         sync(self.folder.parent)  # the first save made the folder itself
         self.settle(target)
-        # Only now that the new one is safe is anything deleted, and never it, even if the folder has later steps.
+        self._prune(target, evict)
+
+    def _prune(self, target: Path, evict: bool) -> None:
+        """Delete what no longer stays now that ``target`` is safe: never it, even if the folder has later steps."""
         earlier = [path for path in checkpoints(self.folder) if path != target and path.suffix != ".replaced"]
         sound = [path for path in earlier if is_sound(path)]  # a damaged one takes no place of theirs
         for path in [*self.folder.glob("*.replaced"), *(sound[self.keep - 1 :] if evict else [])]:
@@ -231,6 +238,14 @@ class Checkpointer:
                 self._remove(path)
         self._later = []
         self._then()
+
+    def finish(self, evict: bool = True) -> None:
+        """The run is done: delete what a save would have deleted that a process was killed in, and what `rewind` left
+        for later."""
+        self.settle()
+        self._clean()
+        if newest := self.latest():
+            self._prune(newest, evict)
 
     def _remove(self, path: Path) -> None:
         away = path.with_name(f"{TEMPORARY}deleted-{path.name}")
