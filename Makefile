@@ -10,13 +10,13 @@ PINS ?= $(if $(shell which nvidia-smi 2>/dev/null),,-c constraints.txt)
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PINS)
 
-.PHONY: train test test-long test-torch lint clean
+.PHONY: train test test-long test-torch lint docs clean
 
 train: .venv/.train
 	$(BIN)/python -m stepgraph train llama3-debug $(ARGS)
 
 # One thread per test process: the processes share the cores.
-test: .venv/.test lint
+test: .venv/.test lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(nproc) --dist worksteal -m "not long" $(ARGS)
 
 # Larger cases of what `test` covers: more ranks, more models, more of Inductor.
@@ -29,9 +29,13 @@ test-torch:
 	$(PYTHON) tests/versions.py --torch "$(VERSION)" $(ARGS)
 
 lint: .venv/.test
-	$(BIN)/ruff check stepgraph tests examples
-	$(BIN)/ruff format --check stepgraph tests examples
+	$(BIN)/ruff check stepgraph tests examples docs/api.py
+	$(BIN)/ruff format --check stepgraph tests examples docs/api.py
 	$(BIN)/pyrefly check
+
+# The API reference from docstrings, in build/api; a warning is an error.
+docs: .venv/.test
+	$(BIN)/python docs/api.py build/api
 
 clean:
 	rm -rf .venv

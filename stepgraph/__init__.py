@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stepgraph.step import CapturedStep, capture
     from stepgraph.verify import VerifyReport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CaptureError",
     "CapturedStep",

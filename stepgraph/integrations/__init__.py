@@ -5,14 +5,13 @@ from typing import Any
 from stepgraph.integrations.lengths import PadToLengths, choose_lengths
 from stepgraph.integrations.packing import PackToBudget, attend_within_documents
 
+__all__ = ["GraphTrainer", "PackToBudget", "PadToLengths", "attend_within_documents", "choose_lengths"]
+
 
 def __getattr__(name: str) -> Any:
-    # transformers is asked for when its Trainer is.
+    # transformers is imported when its Trainer is asked for.
     if name == "GraphTrainer":
         from stepgraph.integrations.trainer import GraphTrainer
 
         return GraphTrainer
-    raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}; it has GraphTrainer, PackToBudget, PadToLengths, "
-        "attend_within_documents and choose_lengths"
-    )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
