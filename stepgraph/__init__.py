@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stepgraph.capture import MasterAdamW
     from stepgraph.capture.python.end_of_step import end_of_step
+    from stepgraph.capture.python.metrics import metric
     from stepgraph.errors import CaptureError
     from stepgraph.graph.step_graph import StepGraph
     from stepgraph.inspect.forecast.any_model import StepForecast, forecast
@@ -33,6 +34,7 @@ __all__ = [
     "capture",
     "end_of_step",
     "forecast",
+    "metric",
     "region",
 ]
 
@@ -48,6 +50,7 @@ _HOMES = {
     "capture": "stepgraph.step",
     "end_of_step": "stepgraph.capture.python.end_of_step",
     "forecast": "stepgraph.inspect.forecast.any_model",
+    "metric": "stepgraph.capture.python.metrics",
     "region": "stepgraph.regions",
 }
 

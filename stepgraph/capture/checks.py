@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -166,6 +166,15 @@ def without_host_random(recorder: Recorder, call: Callable[[], Any]) -> Any:
         f"{' and '.join(moved)}, which would be the same in every step; draw them with torch, or outside and pass them "
         "in the batch"
     )
+
+
+def refuse_metrics_of_stages(reported: Collection[str], staged: bool) -> None:
+    """Raise for metrics of a model that is cut into the stages of a pipeline."""
+    if reported and staged:
+        raise CaptureError(
+            f"metric {next(iter(reported))!r} is reported in a pipeline, whose ranks have parts of the model each; "
+            "report it from end_of_step, or train without pp"
+        )
 
 
 def refuse_own_backward(params: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -25,6 +25,7 @@ from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.python import writes
 from stepgraph.capture.python.assigned import write_assigned
 from stepgraph.capture.python.end_of_step import traced_end_of_step
+from stepgraph.capture.python.metrics import collected
 from stepgraph.capture.python.reads import Change, Reads
 from stepgraph.capture.python.torch_random import checked_generators, refusing_seeds
 from stepgraph.capture.python.watched import Watched
@@ -51,6 +52,7 @@ from stepgraph.graph.values import (
     OptimizerState,
     Output,
     Ratio,
+    Reported,
 )
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
@@ -201,9 +203,10 @@ class StepTrace:
             loss, grads, held = self._forward_backward(flat, tensors, batch)
             with self._in_optimizer():
                 write_assigned(self.recorder, held, flat)
-                outputs.append(Loss())
+                outputs.extend((Loss(), *map(Reported, self.reported)))
                 ratios = self.guard.ratios(self.conditions.combined(), loss)
-                return [loss, *self._finish(flat, tensors, grads, groups, ratios, kept, outputs)]
+                finished = self._finish(flat, tensors, grads, groups, ratios, kept, outputs)
+                return [loss, *self.reported.values(), *finished]
 
         with self._dropping_state():
             return StepProgram.plain(self._graph(traced, inputs, outputs))
@@ -230,8 +233,8 @@ class StepTrace:
                     stated = self.conditions.each() if self.share else self.conditions.combined().items()
                     ratios = [*stated, *self.guard.ratios({}, loss).items()]
             reached.extend(grads)
-            outputs.extend(Ratio(name) for name, _ in ratios)
-            return [loss, *(ratio for _, ratio in ratios)]
+            outputs.extend((*map(Reported, self.reported), *(Ratio(name) for name, _ in ratios)))
+            return [loss, *self.reported.values(), *(ratio for _, ratio in ratios)]
 
         with self._dropping_state():
             micro = self._graph(traced, inputs, outputs)
@@ -340,8 +343,10 @@ class StepTrace:
         Gradients of DTensors come as their local tensors. ``params``: (module path, tensor). A parameter that the loss
         does not reach has the gradient None. ``frozen``: see `Recorder.watch_backward`.
         """
-        loss = checks.without_host_random(self.recorder, lambda: self.loss_fn(self.model, batch))
+        with collected() as self.reported:
+            loss = checks.without_host_random(self.recorder, lambda: self.loss_fn(self.model, batch))
         checks.check_loss(loss)
+        checks.refuse_metrics_of_stages(self.reported, self.share is not None)
         self._check_repeats(tensors)
         checks.refuse_own_backward(params)
         if self.accumulate > 1:

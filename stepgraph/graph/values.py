@@ -159,6 +159,14 @@ class Metric(Named):
 
 
 @dataclass(frozen=True)
+class Reported(Named):
+    """What the loss of a call reported by `stepgraph.metric`; the step's metric is the mean over its calls."""
+
+    kind = "reported"
+    metric: str
+
+
+@dataclass(frozen=True)
 class Gradient(Named):
     """The gradient of a parameter, which no update in the graph takes."""
 
@@ -167,7 +175,7 @@ class Gradient(Named):
 
 
 Input = Parameter | Buffer | OptimizerState | GroupValue | BatchLeaf | Accumulator | Before | Ratio | Value | Loss
-Output = Loss | TotalLoss | Metric | Gradient | Value | Ratio
+Output = Loss | TotalLoss | Metric | Reported | Gradient | Value | Ratio
 
 _CLASSES = {kind.__name__: kind for kind in get_args(Input | Output)}
 

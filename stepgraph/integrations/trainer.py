@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stepgraph.capture.batch import flatten_batch, form, rebuilt
+from stepgraph.capture.python.metrics import means, reported
 from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.parallel import Mesh, gloo_group, layouts
 from stepgraph.parallel.ranks import Ranks
@@ -24,6 +25,7 @@ from stepgraph.step import CapturedStep, capture
 try:
     from transformers import Trainer, TrainerCallback
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+    from transformers.trainer_pt_utils import nested_gather
     from transformers.training_args import ParallelMode
 except ImportError as error:
     raise ImportError("GraphTrainer needs transformers and accelerate: pip install 'stepgraph[hf]'") from error
@@ -74,6 +76,7 @@ class GraphTrainer(Trainer):
         self._steps: dict[int, CapturedStep] = {}
         self._apart: dict[int, CapturedStep] = {}
         self._waiting: list[dict[str, Any]] = []
+        self._reported: dict[str, list[torch.Tensor]] = {}
         self._refuse()
         self._shard(self.model)
 
@@ -201,7 +204,7 @@ class GraphTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``."""
-        for of_another_run in (self._steps, self._apart, self._waiting):
+        for of_another_run in (self._steps, self._apart, self._waiting, self._reported):
             of_another_run.clear()
         try:
             return super().train(*args, **kwargs)
@@ -238,6 +241,7 @@ class GraphTrainer(Trainer):
             self._steps[count] = self._capture(model, batch, count)
         step = self._steps[count]
         loss = step(batch)
+        self._keep_metrics(step)
         # What is logged: gradients are clipped already, and gone.
         self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: step.metrics["grad_norm"]
         return loss
@@ -269,7 +273,24 @@ class GraphTrainer(Trainer):
             self._apart[count] = capture(model, loss_fn, microbatches[0], passes=self._passes)
         for batch in microbatches:
             total = total + self._apart[count](batch)
+            self._keep_metrics(self._apart[count])
         return total
+
+    def _keep_metrics(self, step: CapturedStep) -> None:
+        for name, value in reported(step.metrics).items():
+            if value.ndim == 0:
+                self._reported.setdefault(name, []).append(value)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As ``Trainer.log``; with a training loss go the means of what `stepgraph.metric` has reported since."""
+        if "loss" in logs and self._reported:
+            found = {
+                name: nested_gather(value, self.args.parallel_mode).mean().item()
+                for name, value in means(self._reported).items()
+            }
+            self._reported.clear()
+            logs = logs | found
+        super().log(logs, *args, **kwargs)
 
     def _capture(self, model: nn.Module, batch: dict[str, Any], count: int) -> CapturedStep:
         # Losses that add up to the step's: undo that the graph takes their mean.

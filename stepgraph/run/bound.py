@@ -8,6 +8,7 @@ import torch
 from stepgraph.capture import Traced, gradients
 from stepgraph.capture.guard.conditions import Grow
 from stepgraph.capture.optimizer import Update
+from stepgraph.capture.python.metrics import means
 from stepgraph.capture.state import Watch
 from stepgraph.graph.values import GroupValue
 from stepgraph.kernels.comm.exchange import Session
@@ -83,7 +84,7 @@ class BoundStep:
         gradients.land(self.traced.landing, results.gradients)
         if self.update:
             self.update.mark_stepped()
-        return results.loss, results.metrics
+        return results.loss, results.metrics | means(results.reported)
 
     def _set_rates(self) -> None:
         groups = self.update.groups if self.update else ()

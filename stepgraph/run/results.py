@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stepgraph.graph.values import Gradient, Loss, Metric, Output, Ratio, TotalLoss
+from stepgraph.graph.values import Gradient, Loss, Metric, Output, Ratio, Reported, TotalLoss
 
 Tensor = torch.Tensor
 
@@ -12,11 +12,12 @@ Tensor = torch.Tensor
 @dataclass
 class Results:
     """What a step gave: the loss (the sum of the calls' own), metrics and the highest ratios by name, gradients in
-    order."""
+    order. ``reported``: by name what each call reported."""
 
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
     ratios: dict[str, Tensor] = field(default_factory=dict)
+    reported: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: list[Tensor] = field(default_factory=list)
 
     def take(self, what: Output, value: Tensor) -> None:
@@ -28,6 +29,8 @@ class Results:
                 self.loss = value
             case Metric(name):
                 self.metrics[name] = value
+            case Reported(name):
+                self.reported.setdefault(name, []).append(value)
             case Ratio(condition):
                 highest = self.ratios.get(condition)
                 self.ratios[condition] = value if highest is None else torch.maximum(highest, value)
@@ -37,10 +40,12 @@ class Results:
     def tensors(self) -> list[Tensor]:
         """All of them."""
         loss = [] if self.loss is None else [self.loss]
-        return [*loss, *self.metrics.values(), *self.ratios.values(), *self.gradients]
+        reported = [value for values in self.reported.values() for value in values]
+        return [*loss, *self.metrics.values(), *self.ratios.values(), *reported, *self.gradients]
 
     def cloned(self) -> "Results":
         """The same in tensors of its own."""
         copies = [{name: value.clone() for name, value in found.items()} for found in (self.metrics, self.ratios)]
         loss = None if self.loss is None else self.loss.clone()
-        return Results(loss, *copies, [value.clone() for value in self.gradients])
+        reported = {name: [value.clone() for value in values] for name, values in self.reported.items()}
+        return Results(loss, *copies, reported, [value.clone() for value in self.gradients])

@@ -15,6 +15,7 @@ from rich.console import Console
 
 import stepgraph
 from stepgraph import parallel, passes
+from stepgraph.capture.python.metrics import reported
 from stepgraph.config import build
 from stepgraph.config.device import device_name, device_of, device_peak, is_out_of_memory, peak_mem_gib
 from stepgraph.config.environment import environment
@@ -363,15 +364,14 @@ class Run:
         self.done["step"] += 1
         self.done["tokens"] += self.config.tokens_per_step
         captured, tokens = self.captured, self.done["tokens"]
-        loads = [captured.metrics[name] for name in ("expert_load",) if name in captured.metrics]
-        figures = Figures(loss, captured.metrics["grad_norm"], *loads)
+        figures = Figures(loss, captured.metrics["grad_norm"], *reported(captured.metrics).values())
         return Launched(self.step, tokens, figures, captured.metrics, batch, lr, data_ms, captured.waits)
 
     def _finish(self, launched: Launched, progress: Progress) -> None:
         """Wait for a launched step, check its loss, and record it."""
         step = launched.step
         self.watch.waits_for(step)
-        loss, grad_norm, *loads = launched.figures.read()
+        loss, grad_norm, *rest = launched.figures.read()
         now = time.perf_counter()
         on_host, self.last_time = (now - self.last_time) * 1e3, now
         on_gpu, self.last_figures = launched.figures.ms_since(self.last_figures), launched.figures
@@ -405,14 +405,14 @@ class Run:
                 "mfu": mfu(tokens_per_s, self.flops_per_token, self.peak),
                 "mem_gib": peak_mem_gib(self.device),
             }
-            if loads:
-                (record["expert_load"],) = loads
             repeated = {"repeated_steps": self.repeated_steps} if "repeated" in launched.metrics else {}
-            rest = {"lr": launched.lr, "tokens": launched.tokens, "data_ms": launched.data_ms}
+            others = {"lr": launched.lr, "tokens": launched.tokens, "data_ms": launched.data_ms} | repeated
+            found = dict(zip(reported(launched.metrics), rest, strict=True))
             with self.failures.noted():
-                self.folder.log(step, **record, **repeated, **rest)
+                self.folder.log(step, **found, **record, **others)
+            loads = {name: found[name] for name in ("expert_load",) if name in found}
             with self.failures.noted(what=OUTPUT):
-                progress.update(step, lr=launched.lr, **record)
+                progress.update(step, lr=launched.lr, **record, **loads)
         if self.finished == 1:
             self._restart_clock()  # the first record loads TensorBoard
 

@@ -9,6 +9,7 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture import gradients
 from stepgraph.capture.python.end_of_step import end_of_step
+from stepgraph.capture.python.metrics import collected, means
 
 
 def eager_step(
@@ -32,10 +33,14 @@ def eager_step(
     for param in params:
         param.grad = None
     n, total, metrics = len(microbatches), None, {}
+    reported: dict[str, list[torch.Tensor]] = {}
     kept = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())] if skip_nonfinite else []
     with torch.enable_grad():
         for microbatch in microbatches:
-            loss = loss_fn(model, microbatch)
+            with collected() as found:
+                loss = loss_fn(model, microbatch)
+            for name, value in found.items():
+                reported.setdefault(name, []).append(value)
             loss = loss / n if n > 1 else loss
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
@@ -59,7 +64,7 @@ def eager_step(
                 param.grad = old
             elif old is not None:
                 param.grad = old.add_(param.grad)
-    return total, metrics
+    return total, metrics | means(reported)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

@@ -10,6 +10,7 @@ pytest.importorskip("accelerate")
 
 from transformers import AutoModelForCausalLM, Qwen3Config, Trainer, TrainingArguments, set_seed  # noqa: E402
 
+import stepgraph  # noqa: E402
 from stepgraph import CaptureError  # noqa: E402
 from stepgraph.integrations import GraphTrainer  # noqa: E402
 
@@ -347,3 +348,21 @@ def test_a_reference_model_that_is_replaced_loaded_or_cast(tmp_path):
         trainer.train()
         runs.append(([log.get("loss") for log in trainer.state.log_history], trainer))
     check_same(*runs)
+
+
+class Measuring(GraphTrainer):
+    def compute_loss(self, model, inputs, **options):
+        stepgraph.metric("targets", (inputs["labels"] != -100).sum())
+        return super().compute_loss(model, inputs, **options)
+
+
+def test_logs_have_the_means_of_what_the_loss_reported(tmp_path):
+    arguments = TrainingArguments(
+        str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2, logging_steps=2,
+        save_strategy="no", num_train_epochs=1, gradient_accumulation_steps=2, max_steps=4,
+    )  # fmt: skip
+    trainer = Measuring(model=qwen(), args=arguments, train_dataset=sequences(16), passes="exact")
+    trainer.train()
+    targets = sum(int((example["labels"] != -100).sum()) for example in trainer.train_dataset)
+    logged = [log["targets"] for log in trainer.state.log_history if "loss" in log]
+    assert len(logged) == 2 and sum(logged) * 2 * 2 == targets  # each the mean over 2 steps of 2 microbatches
