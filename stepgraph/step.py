@@ -302,7 +302,7 @@ class CapturedStep:
         if self._update:
             self._update.check_hooks()
         signature = self._signature(batch, leaves, spec)
-        return self._forms.of(signature) or self._bind(batch, signature)
+        return self._forms.of(signature, leaves) or self._bind(batch, signature)
 
     def _signature(self, batch: Any, leaves: Sequence[Any], spec: Any) -> tuple:
         """Everything outside the tensors' values that the graph was specialized on; in an exact step which attention

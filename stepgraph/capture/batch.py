@@ -64,9 +64,13 @@ def masks_of_ones(batch: Any) -> tuple[int, ...]:
 
 
 def _is_mask(key: Any, leaf: Any) -> bool:
+    return str(getattr(key, "key", "")).endswith("attention_mask") and holds_integers(leaf)
+
+
+def holds_integers(leaf: Any) -> bool:
+    """Whether a leaf of a batch is a tensor of integers, or of truth values, that has values."""
     plain = isinstance(leaf, torch.Tensor) and not (compat.is_traceable_wrapper_subclass(leaf) or leaf.is_meta)
-    named = str(getattr(key, "key", "")).endswith("attention_mask")
-    return named and plain and not leaf.is_floating_point() and not compat.is_fake(leaf)
+    return plain and not (leaf.is_floating_point() or leaf.is_complex() or compat.is_fake(leaf))
 
 
 def rebuilt(batch: Any, leaves: Sequence[Any], spec: Any) -> Any:

@@ -33,6 +33,15 @@ def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
             )
 
 
+def check_alike(alike: bool, accumulate: int) -> None:
+    """Raise unless Python would read the same values of every microbatch, which share a graph."""
+    if not alike:
+        raise CaptureError(
+            f"forward reads values of the batch, such as lengths or grids, that differ between its {accumulate} "
+            "microbatches, which run one graph; capture with accumulate=1"
+        )
+
+
 def check_owned(update: Update | None, slots: Sequence[Slot]) -> None:
     """Every parameter of the optimizer is the model's."""
     known = {id(slot.tensor) for slot in slots}

@@ -5,19 +5,26 @@ tensor depends on no input of the step: its nodes are then computed on the CPU w
 so takes the same branch as in eager: Hugging Face models, for example, leave out an attention mask that says no more
 than "causal".
 
+In a training step the integers of the batch are known as well. What Python learns from them, such as grids of images,
+lengths, and how many elements a mask selects, holds for this form of the step: see `BatchReads`.
+
 Unknown are the values of random and uninitialized tensors, of those that an operator wrote to in place, of those that
 exist outside the step and may change there, and of those larger than `LARGEST`.
 """
 
+import math
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.capture.batch_reads import BatchReads, computed, packet, sources
+from stepgraph.graph.facts import is_view
+from stepgraph.kernels.ctc import ctc_loss
 
 aten = torch.ops.aten
 
@@ -27,24 +34,38 @@ LARGEST = 1 << 24
 #: Elements of the largest tensor that is kept for the next value.
 _KEPT = 1 << 16
 
+#: Elements of the largest tensor that is computed before each call, for what Python reads of the batch.
+LARGEST_OF_BATCH = 1 << 20
+
+#: Elements of the results that become literals of a graph.
+LARGEST_LITERAL = 1 << 12
+
+#: Operators that are captured with the sizes of their results, and not with their values.
+_SIZED = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor, aten._ctc_loss.Tensor)
+
+#: On floating-point numbers, these give the same bits on a CPU and on a GPU.
+_SAME_ANYWHERE = ("add", "sub", "mul", "div", "neg", "abs", "floor", "ceil", "round", "trunc", "clamp", "where", "_to_copy")
+
 _UNINITIALIZED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
 #: Higher-order operators that go by a value, or whose bodies a graph would hold apart, out of sight of passes.
 _CONTROL_FLOW = ("cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl")
 
-#: These read only the shape of their tensor argument.
-_SHAPED = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
-
 
 class KnownValues(compat.TorchDispatchMode):
     """While active inside a trace, operators that give Python a value (``.item()``, ``if tensor:``) give known values;
-    for others they fail as before. One per trace."""
+    for others they fail as before. One per trace.
+
+    ``batch``: integers of the batch, on the CPU, by the placeholders of the trace; Python's reads go to ``reads``.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, batch: Mapping[fx.Node, torch.Tensor] | None = None, reads: BatchReads | None = None) -> None:
         super().__init__()
+        self._batch, self._reads = batch or {}, reads
         self._values: dict[fx.Node, Any] = {}
+        self._of_batch: set[fx.Node] = set()  # among the nodes of `_values`
         self._written: set[int] = set()  # storages
 
     def __torch_dispatch__(
@@ -71,18 +92,76 @@ class KnownValues(compat.TorchDispatchMode):
             decided = _decided(compat.node_of_trace(args[0])) if isinstance(args[0], torch.Tensor) else None
             if decided is not None:
                 return decided
-            leaves, spec = compat.pytree.tree_flatten((args, kwargs))
-            if all(self.knows(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)):
-                values = [self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-                args, kwargs = compat.pytree.tree_unflatten(values, spec)
-                with compat.without_modes(), torch.no_grad():
-                    return func(*args, **kwargs)
+            if self._knows_all((args, kwargs)):
+                return self._ask(func, args, kwargs)
+        elif func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            return func(args[0], [place for index in args[1] for place in self._places(index)])
+        elif torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor:
+            return self._sized(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _ask(self, function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+        """What ``function`` gives for known tensors."""
+
+        def value(leaf: Any) -> Any:
+            return self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        def node(leaf: Any) -> Any:
+            return compat.node_of_trace(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        given = args, kwargs or {}
+        values, keywords = compat.pytree.tree_map(value, given)
+        with compat.without_modes(), torch.no_grad():
+            answer = function(*values, **keywords)
+        if self._reads is not None:
+            self._reads.note(function, *compat.pytree.tree_map(node, given), answer)
+        return answer
+
+    def _sized(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of an operator whose results have sizes that depend on values: of known ones, the host learns them."""
+        match func:
+            case aten.nonzero.default if self._knows_all(args):
+                return self._nonzero(args[0])
+            case aten.masked_select.default if self._knows_all(args[1]):
+                x, mask = torch.broadcast_tensors(*args)
+                return aten.index.Tensor(x, self._places(mask))
+            case aten.repeat_interleave.Tensor if self._knows_all(args[0]) and kwargs.get("output_size") is None:
+                return func(args[0], output_size=self._ask(_total, args[:1]))
+            case aten._ctc_loss.Tensor if self._knows_all(args[3]):
+                blank, zero_infinity = (*args[4:], *(0, False)[len(args) - 4 :])
+                return ctc_loss(*args[:4], blank, zero_infinity, self._ask(_largest, args[3:4]))
+            case _ if func not in _SIZED and self._knows_all((args, kwargs)):
+                return self._literals(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _literals(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of an operator of known tensors, as literals of the graph."""
+        device = next(leaf.device for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        made = compat.pytree.tree_leaves(answer := self._ask(func, args, kwargs))
+        if sum(tensor.numel() for tensor in made) > LARGEST_LITERAL:
+            return func(*args, **kwargs)
+        copies = [torch.tensor(t.tolist(), dtype=t.dtype).view(t.shape).to(device) for t in made]
+        return compat.pytree.tree_unflatten(copies, compat.pytree.tree_structure(answer))
+
+    def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+        return aten.nonzero_static.default(mask, size=self._ask(_count, (mask,)))
+
+    def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """``index``, an argument of an indexing, with a known mask as the places of its elements."""
+        mask = index is not None and index.dtype == torch.bool and index.ndim > 0
+        return list(self._nonzero(index).unbind(1)) if mask and self._knows_all(index) else [index]
+
+    def _knows_all(self, arguments: Any) -> bool:
+        """Whether the values of all tensors among ``arguments`` follow from literals and the batch's integers."""
+        tensors = [leaf for leaf in compat.pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        nodes = map(compat.node_of_trace, tensors)
+        return all(node is not None and self._history(node) is not None for node in nodes)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor of the running trace follow from literals."""
         node = compat.node_of_trace(tensor)
-        return node is not None and self._history(node) is not None
+        history = None if node is None else self._history(node)
+        return history is not None and not self._of_batch.union(self._batch).intersection(history)
 
     def note_writes(self, arguments: Any) -> None:
         """The values of the tensors among ``arguments`` are not known from here on."""
@@ -104,11 +183,13 @@ class KnownValues(compat.TorchDispatchMode):
             made = node.meta.get("val")  # for a list: its elements are nodes of their own
             if isinstance(made, torch.Tensor) and compat.storage_key(made) in self._written:
                 return None
-            if node not in self._values:
+            if node not in self._values and node not in self._batch:
                 if not _computable(node):
                     return None
-                pending += _sources(node)
+                pending += sources(node)
             found.add(node)
+        if not found.isdisjoint(self._batch) and not all(node in self._batch or _is_small(node) for node in found):
+            return None
         return sorted(found)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -117,14 +198,19 @@ class KnownValues(compat.TorchDispatchMode):
         history = self._history(wanted)
         values = {node: self._values[node] for node in history if node in self._values}
         values |= {node: compat.constant_of_trace(node.target) for node in history if node.op == "get_attr"}
-        uses = Counter(source for node in history if node not in values for source in _sources(node))
+        values |= {node: self._batch[node] for node in history if node in self._batch}
+        uses = Counter(source for node in history if node not in values for source in sources(node))
         with compat.without_modes(), torch.no_grad():
             for node in history:
+                if self._reads is not None:
+                    self._reads.copy(node, values.get(node))
                 if node not in values:
-                    values[node] = made = _computed(node, values)
+                    values[node] = made = computed(node, values)
+                    if not (self._of_batch.union(self._batch)).isdisjoint(sources(node)):
+                        self._of_batch.add(node)
                     if sum(t.numel() for t in compat.pytree.tree_leaves(made)) <= _KEPT:
                         self._values[node] = made
-                    for source in _sources(node):
+                    for source in sources(node):
                         uses[source] -= 1
                         if not uses[source]:
                             del values[source]
@@ -146,15 +232,6 @@ def _decided(node: fx.Node | None) -> bool | None:
     return answers[node.target]
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values matter to ``node``."""
-    return [] if _packet(node) in _SHAPED else node.all_input_nodes
-
-
-def _packet(node: fx.Node) -> str:
-    return node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
-
-
 def _computable(node: fx.Node) -> bool:
     """Whether the node gives the same values in every step if its inputs do."""
     if node.op == "get_attr":  # a literal; other constants existed before the trace and may change between steps
@@ -169,20 +246,38 @@ def _computable(node: fx.Node) -> bool:
         target.namespace in ("aten", "prims")
         and not target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in target.tags
-        and _packet(node) not in _UNINITIALIZED
-        and all(isinstance(v, torch.Tensor) and v.numel() <= LARGEST and v.device.type != "meta" for v in values)
+        and packet(node) not in _UNINITIALIZED
+        and all(isinstance(v, torch.Tensor) and _elements(v) <= LARGEST and v.device.type != "meta" for v in values)
     )
 
 
-def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """The value of ``node`` from those of its sources, on the CPU."""
+def _is_small(node: fx.Node) -> bool:
+    """Whether a node's values may be computed before each call, on the CPU."""
+    values = [v for v in compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    same = packet(node) in _SAME_ANYWHERE or is_view(node)
+    return all(
+        _elements(v) <= LARGEST_OF_BATCH and (same or v.device.type == "cpu" or not v.is_floating_point())
+        for v in values
+    )
 
-    def value(source: fx.Node) -> Any:
-        if source in values:
-            return compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, values[source])
-        like = source.meta["val"]  # only its shape matters
-        return torch.empty((), dtype=like.dtype).expand(like.shape)
 
-    arguments = fx.map_arg((node.args, node.kwargs), value)
-    args, kwargs = compat.pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), arguments)
-    return node.target(*args, **kwargs)
+def _elements(tensor: torch.Tensor) -> int:
+    """How many elements of a tensor lie apart in memory."""
+    return math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+
+
+def _count(mask: torch.Tensor) -> int:
+    """How many elements are not zero; what is expanded is counted once."""
+    times = 1
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if not stride:
+            times, mask = times * size, mask.narrow(dim, 0, min(size, 1))
+    return times * int(mask.count_nonzero())
+
+
+def _total(repeats: torch.Tensor) -> int:
+    return int(repeats.sum())
+
+
+def _largest(lengths: torch.Tensor) -> int:
+    return int(lengths.max()) if lengths.numel() else 0

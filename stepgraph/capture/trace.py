@@ -12,7 +12,8 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
-from stepgraph.capture.batch import first_places, flatten_batch, masks_of_ones, microbatch, rebuilt
+from stepgraph.capture.batch import first_places, flatten_batch, holds_integers, masks_of_ones, microbatch, rebuilt
+from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.explain import explained
 from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.guard import conditions
@@ -64,7 +65,7 @@ class Traced:
 
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``reads``: what Python
     read, to be compared. ``grow``: by condition, what the host calls before a step that exceeded it is repeated.
-    ``generators``: the model's own that operators draw from.
+    ``generators``: the model's own that operators draw from. ``batch_reads``: what Python read of the batch's values.
     """
 
     program: StepProgram
@@ -73,6 +74,7 @@ class Traced:
     reads: Watched
     grow: dict[str, conditions.Grow]
     generators: list[torch.Generator] = field(default_factory=list)
+    batch_reads: BatchReads = field(default_factory=lambda: BatchReads({}))
 
     @property
     def step(self) -> StepGraph:
@@ -137,7 +139,9 @@ def trace_step(
     watched = trace.reads.watched()
     checks.refuse_unseen(watched.unseen, exact)
     found = program, trace.landing, trace.slots, watched, trace.conditions.grow
-    return Traced(*found, generators)
+    trace.batch_reads.prune()
+    checks.check_alike(trace.batch_reads.hold(leaves, accumulate), accumulate)
+    return Traced(*found, generators, trace.batch_reads)
 
 
 class StepTrace:
@@ -179,6 +183,7 @@ class StepTrace:
         self.landing: list[tuple[Slot, Wrapping | None]] = []
         self.reads = Reads(model, loss_fn)
         self.changes: list[Change] = []
+        self.batch_reads = BatchReads({})
 
     def program(self) -> StepProgram:
         """The graphs of the step and their schedule."""
@@ -283,6 +288,16 @@ class StepTrace:
             leaves[i] = torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if i in self.ones else leaf
         return rebuilt(self.batch, leaves, self.spec)
 
+    def _known(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> KnownValues:
+        """The values that Python may read: in a pipeline, whose ranks trace alike, none of the batch's."""
+        places = {
+            compat.node_of_trace(flat[where.start]): i
+            for i, (where, _) in inputs.items()
+            if self.share is None and holds_integers(self.leaves[i])
+        }
+        self.batch_reads = BatchReads(places)
+        return KnownValues({node: self.leaves[i].cpu() for node, i in places.items()}, self.batch_reads)
+
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
         """The stand-ins of parameters and buffers."""
         return [
@@ -302,7 +317,7 @@ class StepTrace:
             self.recorder.watch_modules(),
             self.reads.noted(),
             torch.enable_grad(),
-            KnownValues() as known,
+            self._known(flat, batch) as known,
             recorded_launches(known.note_writes),
             compat.transformers_sees_values(known.knows),
             compat.checks_of_known_values(known.knows),

@@ -67,6 +67,10 @@ class BoundStep:
         self.lr_values: dict[int, float] = {}
         self.devices = {tensor.device for tensor in traced.state if tensor.device.type == "cuda"}
 
+    def fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether what Python read of the batch's values at the capture is so of these ``leaves`` too."""
+        return self.traced.batch_reads.hold(leaves, self.traced.program.microbatches)
+
     def __call__(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss, metrics by name) of one step on the leaves of a batch; gradients land in ``param.grad``.
 

@@ -1,7 +1,8 @@
 """The forms in which a step was captured: one for each form of batch, options and training flags."""
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from stepgraph.errors import warn_caller
 from stepgraph.run.bound import BoundStep
@@ -13,36 +14,45 @@ FEW_CAPTURES = 8
 
 
 class Forms:
-    """A step's captured forms by signature, the one used last at the end."""
+    """A step's captured forms by signature, the one used last at the end. Several have one signature if Python read
+    other values of their batches."""
 
     def __init__(self):
-        self._bound: OrderedDict[tuple, BoundStep] = OrderedDict()
+        self._bound: OrderedDict[BoundStep, tuple] = OrderedDict()
+        self._alike: defaultdict[tuple, list[BoundStep]] = defaultdict(list)
         self._changed: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._bound)
 
     def __iter__(self) -> Iterator[BoundStep]:
-        return iter(self._bound.values())
+        return iter(self._bound)
 
     @property
     def latest(self) -> BoundStep | None:
         """The form that was used last; None without one."""
-        return next(reversed(self._bound.values()), None)
+        return next(reversed(self._bound), None)
 
-    def of(self, signature: tuple) -> BoundStep | None:
-        """The form with this signature; None if there is none, or if what it was specialized on has changed since."""
-        bound = self._bound.get(signature)
+    def of(self, signature: tuple, leaves: Sequence[Any]) -> BoundStep | None:
+        """The form with this signature for the ``leaves`` of a batch; None if there is none, or if what it was
+        specialized on has changed since."""
+        bound = next((bound for bound in self._alike.get(signature, ()) if bound.fits(leaves)), None)
         if bound is None:
             return None
         replaced, change = bound.watch.sees_change(), bound.plain.change()
         if change:
             self._say(change)
         if replaced or change:
-            del self._bound[signature]
+            self._drop(bound)
             return None
-        self._bound.move_to_end(signature)
+        self._bound.move_to_end(bound)
         return bound
+
+    def _drop(self, bound: BoundStep) -> None:
+        signature = self._bound.pop(bound)
+        self._alike[signature].remove(bound)
+        if not self._alike[signature]:
+            del self._alike[signature]
 
     def _say(self, change: str) -> None:
         """Warn of a change that costs a capture; of one that comes again and again, what to do, and then less often."""
@@ -70,13 +80,14 @@ class Forms:
                 "constants."
             )
         if captured == most:
-            self._bound.popitem(last=False)
+            self._drop(next(iter(self._bound)))
 
     def keep(self, signature: tuple, bound: BoundStep) -> None:
         """Keep a form, as the one used last."""
-        self._bound[signature] = bound
+        self._bound[bound] = signature
+        self._alike[signature].append(bound)
 
     def drop_exceeded(self, conditions: Iterable[str]) -> None:
         """Drop the forms that were captured with what ``conditions``, which a step exceeded, have outgrown."""
-        for signature in [key for key, bound in self._bound.items() if bound.traced.grow.keys() & set(conditions)]:
-            del self._bound[signature]
+        for bound in [bound for bound in self._bound if bound.traced.grow.keys() & set(conditions)]:
+            self._drop(bound)

@@ -1,0 +1,139 @@
+"""What Python reads of a batch's values while a step is traced, such as the grids of images or lengths.
+
+Such a value decides which operators run and with which shapes, so it belongs to the form of the step. The integer
+computation from the batch to each value is kept and runs on the host again before each call: a batch with equal values
+runs the same graph, another one is captured again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.capture.batch import microbatch
+
+
+class BatchReads:
+    """Values that follow from those of a batch, in the order in which Python asked for them.
+
+    ``places``: for each placeholder of the trace whose values are known, the place of its leaf in the batch.
+    """
+
+    def __init__(self, places: Mapping[fx.Node, int]):
+        self._graph = fx.Graph()
+        self._copies = {node: self._graph.placeholder(node.name) for node in places}
+        self._leaves = {self._copies[node]: place for node, place in places.items()}
+        self._constants: dict[fx.Node, torch.Tensor] = {}
+        self._of_batch = set(self._leaves)
+        self._equal: dict[tuple, fx.Node] = {}
+        self._answers: dict[fx.Node, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def copy(self, node: fx.Node, constant: torch.Tensor | None) -> None:
+        """Keep what a node of the trace computes; what it needs was copied before. ``constant``: what it is, if it
+        is a literal."""
+        if node in self._copies:
+            return
+        if node.op == "get_attr":
+            made = self._graph.placeholder(node.name)
+            self._constants[made] = constant
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._copy_of)
+            made = self._call(node.target, args, kwargs)
+        self._copies[node] = made
+
+    def note(self, function: Callable, args: Any, kwargs: Any, answer: Any) -> None:
+        """Python has learned ``answer``, which ``function`` gives; nodes of the trace are among its arguments."""
+        args, kwargs = fx.map_arg((tuple(args), dict(kwargs)), self._copies.__getitem__)
+        made = self._call(function, args, kwargs)
+        if made in self._of_batch:
+            self._answers[made] = answer
+
+    def hold(self, leaves: Sequence[Any], microbatches: int) -> bool:
+        """Whether every microbatch of a batch of the same form gives the same answers. It waits for tensors on a GPU,
+        if Python has read any."""
+        if not self._answers:
+            return True
+        whole = {node: leaves[place].detach().cpu() for node, place in self._leaves.items() if node.users}
+        with compat.without_modes(), torch.no_grad():
+            return all(
+                self._holds({node: microbatch(leaf, k, microbatches) for node, leaf in whole.items()})
+                for k in range(microbatches)
+            )
+
+    def prune(self) -> None:
+        """After the trace: drop what no answer needs."""
+        for node in reversed(self._graph.nodes):
+            if not node.users and node not in self._answers and node not in self._leaves:
+                self._constants.pop(node, None)
+                self._graph.erase_node(node)
+        self._copies, self._equal, self._of_batch = {}, {}, set()
+
+    def _holds(self, values: dict[fx.Node, Any]) -> bool:
+        values |= self._constants
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                continue
+            try:
+                values[node] = computed(node, values)
+            except (RuntimeError, IndexError):  # the trace of this batch raises it at the model's line
+                return False
+            if node in self._answers and not _equal(values[node], self._answers[node]):
+                return False
+        return True
+
+    def _copy_of(self, node: fx.Node) -> fx.Node:
+        if node not in self._copies:  # only its shape matters
+            self._copies[node] = made = self._graph.placeholder(node.name)
+            made.meta["val"] = node.meta["val"]
+        return self._copies[node]
+
+    def _call(self, target: Callable, args: tuple, kwargs: dict) -> fx.Node:
+        """A node that calls ``target``; the one that does so already, if any."""
+        key = target, repr(args), repr(kwargs)
+        if key not in self._equal:
+            self._equal[key] = made = self._graph.call_function(target, args, kwargs)
+            if self._of_batch.intersection(sources(made)):
+                self._of_batch.add(made)
+        return self._equal[key]
+
+
+#: These read only the shape of their tensor argument.
+_SHAPED = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+
+
+def packet(node: fx.Node) -> str:
+    """The name of the operator that ``node`` calls; "" for other nodes."""
+    return node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values matter to ``node``."""
+    return [] if packet(node) in _SHAPED else node.all_input_nodes
+
+
+def computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """The value of ``node`` from those of its sources, on the CPU."""
+
+    def value(source: fx.Node) -> Any:
+        if source in values:
+            return compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, values[source])
+        like = source.meta["val"]  # only its shape matters
+        return torch.empty((), dtype=like.dtype).expand(like.shape)
+
+    arguments = fx.map_arg((node.args, node.kwargs), value)
+    args, kwargs = compat.pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), arguments)
+    return node.target(*args, **kwargs)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two answers are the same: tensors, numbers (as text -0.0 is not 0.0, and NaN is NaN), and tuples."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and repr(a) == repr(b)
