@@ -44,7 +44,21 @@ LARGEST_LITERAL = 1 << 12
 _SIZED = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor, aten._ctc_loss.Tensor)
 
 #: On floating-point numbers, these give the same bits on a CPU and on a GPU.
-_SAME_ANYWHERE = ("add", "sub", "mul", "div", "neg", "abs", "floor", "ceil", "round", "trunc", "clamp", "where", "_to_copy")
+_SAME_ANYWHERE = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "abs",
+    "floor",
+    "ceil",
+    "round",
+    "trunc",
+    "clamp",
+    "where",
+    "_to_copy",
+)
 
 _UNINITIALIZED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
@@ -136,11 +150,13 @@ class KnownValues(compat.TorchDispatchMode):
 
     def _literals(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of an operator of known tensors, as literals of the graph."""
-        device = next(leaf.device for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        device = next(
+            leaf.device for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        )
         made = compat.pytree.tree_leaves(answer := self._ask(func, args, kwargs))
         if sum(tensor.numel() for tensor in made) > LARGEST_LITERAL:
             return func(*args, **kwargs)
-        copies = [torch.tensor(t.tolist(), dtype=t.dtype).view(t.shape).to(device) for t in made]
+        copies = [aten.lift_fresh_copy.default(tensor.contiguous()).to(device) for tensor in made]
         return compat.pytree.tree_unflatten(copies, compat.pytree.tree_structure(answer))
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:

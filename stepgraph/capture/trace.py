@@ -321,6 +321,7 @@ class StepTrace:
             recorded_launches(known.note_writes),
             compat.transformers_sees_values(known.knows),
             compat.checks_of_known_values(known.knows),
+            compat.literals_of_fake_tensors(),
             checks.refusing_scalers(self.recorder),
             refusing_seeds(self.recorder),
             conditions.collected() as self.conditions,

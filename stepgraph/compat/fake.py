@@ -1,6 +1,7 @@
 """Fake tensors: shapes without values, and how torch and transformers treat them."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,9 +14,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stepgraph.compat.replaced import replaced
+from stepgraph.compat.replaced import replaced, replaced_functions
 
 #: What fake tensors raise where a value, not only a shape, would be needed.
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -86,6 +88,30 @@ def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[No
         replaced(torch.distributions.Distribution, _validate_args=False),
     ):
         yield
+
+
+@contextlib.contextmanager
+def literals_of_fake_tensors() -> Iterator[None]:
+    """Inside, ``torch.tensor([a, b])`` of fake tensors with one element each asks for their values by ``.item()``.
+
+    torch reads them out of sight of every mode, and a fake tensor has no memory.
+    """
+    make = torch.tensor
+
+    def tensor(data: Any, **options: Any) -> torch.Tensor:
+        leaves = pytree.tree_leaves(data) if isinstance(data, list | tuple) else ()
+        if not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            return make(data, **options)
+        if options.get("dtype") is None:
+            options["dtype"] = functools.reduce(torch.promote_types, map(_dtype_in_list, leaves))
+        return make(pytree.tree_map_only(FakeTensor, FakeTensor.item, data), **options)
+
+    with replaced_functions(torch, tensor=tensor):
+        yield
+
+
+def _dtype_in_list(leaf: Any) -> torch.dtype:
+    return leaf.dtype if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf).dtype
 
 
 def fake_storage(size: int) -> torch.UntypedStorage:

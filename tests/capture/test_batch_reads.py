@@ -1,0 +1,140 @@
+"""What Python reads of the batch's integers belongs to the form of the step, and is compared at each call."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import stepgraph
+from stepgraph import CaptureError
+from tests.capture.conftest import eager_step
+
+
+class Looks(nn.Module):
+    def __init__(self, look):
+        super().__init__()
+        self.linear, self.look = nn.Linear(6, 6), look
+
+    def forward(self, batch):
+        return self.look(self.linear(batch["x"]), batch)
+
+
+def loss_fn(model, batch):
+    return model(batch).square().sum()
+
+
+#: (counts, mask) of each batch of six rows.
+VALUES = [
+    ([1, 2, 3], [1, 0, 1, 0, 0, 0]),
+    ([1, 2, 3], [0, 1, 1, 0, 0, 0]),
+    ([2, 2, 2], [1, 1, 1, 1, 1, 1]),
+    ([3, 2, 1], [1, 0, 1, 0, 0, 0]),
+    ([1, 2, 3], [1, 0, 1, 0, 0, 0]),
+]
+
+
+def batches():
+    torch.manual_seed(0)
+    return [{"x": torch.randn(6, 6), "n": torch.tensor(n), "m": torch.tensor(m) == 1} for n, m in VALUES]
+
+
+#: How Python reads the batch, and how many forms the batches have.
+LOOKS = {
+    "item": (lambda y, b: y * b["n"].sum().item(), 1),
+    "half": (lambda y, b: y * int(torch.floor(b["n"].sum() / 2)), 1),
+    "tolist": (lambda y, b: torch.cat([p * (i + 1) for i, p in enumerate(y.split(b["n"].tolist()))]), 3),
+    "loop": (lambda y, b: sum(y[i : i + 1] * n for i, n in enumerate(b["n"]) if n > 1), 3),
+    "size": (lambda y, b: y[: b["n"].max()], 2),
+    "branch": (lambda y, b: y if b["m"].all() else y * 3, 2),
+    "rows": (lambda y, b: y[b["m"]] * 2, 2),
+    "elements": (lambda y, b: y[b["m"][:, None].expand_as(y)], 2),
+    "masked_select": (lambda y, b: y.masked_select(b["m"][:, None]), 2),
+    "nonzero": (lambda y, b: y[b["m"].nonzero().squeeze(1)], 2),
+    "where": (lambda y, b: y[torch.where(b["m"])], 2),
+    "put": (lambda y, b: torch.zeros_like(y).index_put((b["m"],), y[b["m"]] * 2), 2),
+    "repeat_interleave": (lambda y, b: torch.repeat_interleave(y[:3], b["n"], dim=0), 1),
+    "unique": (lambda y, b: y * torch.unique(b["n"]).sum(), 2),
+    "unique_consecutive": (lambda y, b: y * torch.unique_consecutive(b["n"], return_counts=True)[1].max(), 3),
+    "bincount": (lambda y, b: y[:, :2] * torch.bincount(b["n"], minlength=9)[:2], 2),
+    "one_hot": (lambda y, b: y[:3] * F.one_hot(b["n"])[:, 1:2], 2),
+    "list of tensors": (lambda y, b: y * torch.tensor([b["n"].max(), b["n"].min()]).sum(), 2),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_values_of_the_batch(look):
+    read, forms = LOOKS[look]
+    model = Looks(read)
+    twin = copy.deepcopy(model)
+    ours, eager = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin, model))
+    step = stepgraph.capture(twin, loss_fn, batches()[0], ours, max_grad_norm=1.0, passes="exact")
+    for batch in batches():
+        assert torch.equal(step(batch), eager_step(model, loss_fn, batch, eager, 1.0, 1)[0])
+    assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
+    assert len(step._forms) == forms
+
+
+def test_only_what_is_read_is_compared():
+    model = Looks(lambda y, b: y * torch.ones_like(b["n"]).sum().item())
+    step = stepgraph.capture(model, loss_fn, batches()[0], passes="exact")
+    for batch in batches():
+        step(batch)
+    assert len(step._forms) == 1 and not len(step._forms.latest.traced.batch_reads)
+
+
+REFUSED = {
+    "floating point": lambda y, b: y * b["x"].sum().item(),
+    "parameter": lambda y, b: y[y > 0],
+    "written": lambda y, b: y * b["n"].mul_(2).sum().item() * b["n"].view(3, 1).sum().item() * b["x"].max().item(),
+    "batch and parameter": lambda y, b: y * (b["n"] + y.argmax()).sum().item(),
+}
+
+
+@pytest.mark.parametrize("look", REFUSED)
+def test_other_values_stay_refused(look):
+    with pytest.raises(CaptureError, match="needs a tensor's value") as caught:
+        stepgraph.capture(Looks(REFUSED[look]), loss_fn, batches()[0], passes="exact")
+    assert "\n" not in str(caught.value)
+
+
+def test_microbatches_share_what_is_read():
+    model = Looks(lambda y, b: y[b["m"]])
+    alike = {"x": torch.randn(6, 6), "m": torch.tensor([1, 0, 1, 1, 1, 0]) == 1}
+    twin = copy.deepcopy(model)
+    ours, eager = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin, model))
+    step = stepgraph.capture(twin, loss_fn, alike, ours, max_grad_norm=1.0, accumulate=2, passes="exact")
+    assert torch.equal(step(alike), eager_step(model, loss_fn, alike, eager, 1.0, 2)[0])
+    with pytest.raises(CaptureError, match="differ between its 2 microbatches"):
+        step(alike | {"m": torch.tensor([1, 0, 1, 1, 0, 0]) == 1})
+
+
+def targets(*lengths):
+    rows = torch.full((len(lengths), 6), -100)
+    for row, length in zip(rows, lengths, strict=True):
+        row[:length] = torch.randint(1, 12, (length,))
+    return rows
+
+
+@pytest.mark.parametrize("lengths", [None, (400, 300)])
+def test_ctc_of_transformers(check_training, lengths):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2Config(
+        vocab_size=12, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        conv_dim=[8, 8], conv_kernel=[8, 4], conv_stride=[4, 4], num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2, mask_time_prob=0.0, layerdrop=0.0, pad_token_id=0,
+    )  # fmt: skip
+    found = [
+        {"input_values": torch.randn(2, 400), "labels": targets(*of)} for of in ((3, 4), (4, 3), (2, 6), (3, 4))
+    ]  # the second has the first one's form
+    if lengths is not None:
+        mask = (torch.arange(400) < torch.tensor(lengths)[:, None]).long()
+        found = [batch | {"attention_mask": mask.roll(i, 0)} for i, batch in enumerate(found)]
+    check_training(
+        transformers.Wav2Vec2ForCTC(config),
+        lambda m, b: m(**b).loss,
+        found,
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
+        max_grad_norm=1.0,
+    )
