@@ -138,3 +138,52 @@ def test_ctc_of_transformers(check_training, lengths):
         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3),
         max_grad_norm=1.0,
     )
+
+
+def qwen2_vl():
+    transformers = pytest.importorskip("transformers")
+    text = dict(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    )  # fmt: skip
+    vision = dict(
+        depth=1, embed_dim=16, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=4, spatial_merge_size=2,
+        temporal_patch_size=2,
+    )  # fmt: skip
+    config = transformers.Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=3, video_token_id=4, vision_start_token_id=5,
+        vision_end_token_id=6,
+    )  # fmt: skip
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def pictures(*grids):
+    """A sequence for each image of a grid (time, height, width) of patches."""
+    rows = [torch.cat([torch.full((t * h * w // 4,), 3), torch.randint(10, 60, (14,))])[:14] for t, h, w in grids]
+    ids = torch.stack(rows)
+    patches = torch.randn(sum(t * h * w for t, h, w in grids), 3 * 2 * 4 * 4)
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == 3, -100),
+        "mm_token_type_ids": (ids == 3).int(),
+        "pixel_values": patches,
+        "image_grid_thw": torch.tensor(grids),
+    }
+
+
+def with_positions(model, batch):
+    given = {name: batch[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw")}
+    return batch | {"position_ids": model.model.get_rope_index(**given)[0]}
+
+
+def test_grids_of_qwen2_vl(check_training):
+    model = qwen2_vl()
+    grids = [((1, 4, 4), (1, 4, 4)), ((1, 2, 8), (1, 4, 4))]  # the same shapes
+    found = [with_positions(model, pictures(*of)) for of in grids]
+    check_training(model, lambda m, b: m(**b).loss, found, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3))
+
+
+def test_positions_of_qwen2_vl_belong_into_the_batch():
+    with pytest.raises(CaptureError, match="pass position_ids in the batch"):
+        stepgraph.capture(qwen2_vl(), lambda m, b: m(**b).loss, pictures((1, 4, 4), (1, 4, 4)), passes="exact")
