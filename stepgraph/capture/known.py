@@ -140,10 +140,10 @@ class KnownValues(compat.TorchDispatchMode):
                 x, mask = torch.broadcast_tensors(*args)
                 return aten.index.Tensor(x, self._places(mask))
             case aten.repeat_interleave.Tensor if self._knows_all(args[0]) and kwargs.get("output_size") is None:
-                return func(args[0], output_size=self._ask(_total, args[:1]))
+                return func(args[0], output_size=self._ask(lambda repeats: int(repeats.sum()), args[:1]))
             case aten._ctc_loss.Tensor if self._knows_all(args[3]):
                 blank, zero_infinity = (*args[4:], *(0, False)[len(args) - 4 :])
-                return ctc_loss(*args[:4], blank, zero_infinity, self._ask(_largest, args[3:4]))
+                return ctc_loss(*args[:4], blank, zero_infinity, self._ask(lambda n: int(n.max()), args[3:4]))
             case _ if func not in _SIZED and self._knows_all((args, kwargs)):
                 return self._literals(func, args, kwargs)
         return func(*args, **kwargs)
@@ -289,11 +289,3 @@ def _count(mask: torch.Tensor) -> int:
         if not stride:
             times, mask = times * size, mask.narrow(dim, 0, min(size, 1))
     return times * int(mask.count_nonzero())
-
-
-def _total(repeats: torch.Tensor) -> int:
-    return int(repeats.sum())
-
-
-def _largest(lengths: torch.Tensor) -> int:
-    return int(lengths.max()) if lengths.numel() else 0
