@@ -1,5 +1,7 @@
 """The CTC loss in a graph: the shape of what its backward reads follows from the longest target, a number."""
 
+from typing import Any
+
 import torch
 
 aten = torch.ops.aten
@@ -23,6 +25,6 @@ def ctc_loss(
 
 
 @ctc_loss.register_fake
-def _(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity, longest):
-    length, count, _ = log_probs.shape
+def _(log_probs: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    (length, count, _), longest = log_probs.shape, others[-1]
     return log_probs.new_empty(count), log_probs.new_empty(count, length, 2 * longest + 1)
