@@ -34,8 +34,7 @@ class BatchReads:
         return len(self._answers)
 
     def copy(self, node: fx.Node, constant: torch.Tensor | None) -> None:
-        """Keep what a node of the trace computes; what it needs was copied before. ``constant``: what it is, if it
-        is a literal."""
+        """Keep what a node of the trace computes, after what it needs. ``constant``: the value of a literal."""
         if node in self._copies:
             return
         if node.op == "get_attr":

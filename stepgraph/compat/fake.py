@@ -92,10 +92,7 @@ def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[No
 
 @contextlib.contextmanager
 def literals_of_fake_tensors() -> Iterator[None]:
-    """Inside, ``torch.tensor([a, b])`` of fake tensors with one element each asks for their values by ``.item()``.
-
-    torch reads them out of sight of every mode, and a fake tensor has no memory.
-    """
+    """Inside, ``torch.tensor([a, b])`` of fake tensors, whose memory torch would read, calls their ``.item()``."""
     make = torch.tensor
 
     def tensor(data: Any, **options: Any) -> torch.Tensor:

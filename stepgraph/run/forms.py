@@ -75,8 +75,7 @@ class Forms:
         if captured in (FEW_CAPTURES, most):
             dropping = "; dropping the least recently used" if captured == most else ""
             if len(self.latest.traced.batch_reads):
-                dropping += "; the loss reads values of the batch in Python (lengths, grids, how many elements a mask "
-                dropping += "selects), and other values are another form"
+                dropping += "; each value of the batch that Python reads, such as a length, makes a form"
             warn_caller(
                 f"{captured} forms of the step are captured already{dropping}. Each costs a capture: pad batches to "
                 "few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
