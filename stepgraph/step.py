@@ -33,7 +33,7 @@ from stepgraph.run.bound import BoundStep, ExceededError
 from stepgraph.run.forms import Forms
 from stepgraph.run.program import Accumulators
 from stepgraph.run.saved.store import Outcome, Rewriting, store_of
-from stepgraph.run.spans import Waits
+from stepgraph.run.spans import Spans
 from stepgraph.verify import Case, VerifyReport, verify
 
 T = TypeVar("T")
@@ -151,17 +151,10 @@ class CapturedStep:
         return self._store is not None
 
     @property
-    def waits(self) -> Waits:
-        """Of the latest call: ``waits.seconds()`` that this rank waited for other stages of a pipeline; to ask for them
-        waits for that call's end."""
-        return self._current.runner.waits
-
-    @property
-    def spans(self) -> list[tuple[Call, float, float]]:
-        """Of a pipeline (call, begin, end) of what this rank computed in the latest step, in seconds since that began;
-        reading it waits for the step's end. Empty without a pipeline."""
-        spans = self._current.runner.spans
-        return spans.seconds() if spans is not None else []
+    def spans(self) -> Spans | None:
+        """With a pipeline, what this rank computed in the latest step and when; ``spans.seconds()`` waits for that
+        step's end."""
+        return self._current.runner.spans
 
     def where(self) -> str:
         """What a pipeline's call that runs now is in, such as ``forward.1 of microbatch 3``; "" without a pipeline."""

@@ -116,7 +116,7 @@ class ProgramRunner:
         #: Of a pipeline, whose moments are noted.
         self.device = shares and shares.placeholders(Loss)[0].meta["val"].device
         self._choose_runners()
-        self.waits = Waits(self.clock)
+        self.waits = Waits()
         self.spans: Spans | None = None
         self.values = Values(program, self.waits)
         self.now: Call | None = None
@@ -168,8 +168,7 @@ class ProgramRunner:
                 self.session.forget(self.every_group)
                 self.values.clear()
                 raise
-        read = self.clock.read()
-        self.waits, self.spans = self.waits.by(read), self.spans and self.spans.by(read)
+        self.spans = self.spans and self.spans.by(self.clock.read())
         if self.whole is not None and self.whole.waiting:
             record_apart(self.program, self.whole.waiting)
             self._choose_runners()
@@ -224,7 +223,7 @@ class ProgramRunner:
     def _begin(self) -> None:
         _reset(self.flat)
         self.clock.begin()
-        self.waits = self.values.waits = Waits(self.clock)
+        self.waits = self.values.waits = Waits()
         self.spans = Spans(self.clock) if self.device is not None else None
         self.passed = Passed() if self.on_gpu else None
         if self.kept:

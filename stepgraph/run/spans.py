@@ -1,11 +1,11 @@
-"""When the computations of a pipeline's latest step ran on this rank, and how long it waited for other stages."""
+"""When the computations of a pipeline's latest step ran on this rank, and which message it waits for."""
 
 import contextlib
 import copy
 import functools
 import time
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -105,26 +105,11 @@ class Passed:
         return calls[self.count][:2] if self.count < len(calls) else None
 
 
-class _Timed:
-    """What a step noted by a ``clock``."""
+class Waits:
+    """What one step waits for of other stages of a pipeline. ``receive``: the call that received what the process waits
+    for now; after a failure it stays. ``latest``: the last one so far."""
 
-    def __init__(self, clock: Clock):
-        self._clock = clock
-
-    def by(self, clock: Clock) -> Self:
-        """The same by what ``clock`` read."""
-        found = copy.copy(self)
-        found._clock = clock
-        return found
-
-
-class Waits(_Timed):
-    """How long one step waits for other stages of a pipeline: on a GPU its stream, on a CPU the process. ``receive``:
-    the call that received what the process waits for now; after a failure it stays. ``latest``: the last one so far."""
-
-    def __init__(self, clock: Clock):
-        super().__init__(clock)
-        self._waited: list[tuple[Any, Any]] = []
+    def __init__(self) -> None:
         self.receive: Call | None = None
         self.latest: Call | None = None
 
@@ -133,24 +118,24 @@ class Waits(_Timed):
         """What is inside waits, for what the call ``receive`` receives if that is given."""
         self.receive = receive
         self.latest = receive or self.latest
-        begin = self._clock.now()
         yield
-        self._waited.append((begin, self._clock.now()))
         self.receive = None
 
-    def seconds(self) -> float:
-        """Waits for the step's end."""
-        return sum((self._clock.seconds(*waited) for waited in self._waited), 0.0)
 
-
-class Spans(_Timed):
+class Spans:
     """The calls that computed for a stage, each with its begin and end: on a GPU on its stream, on a CPU in the
     process. Made where a step begins."""
 
     def __init__(self, clock: Clock):
-        super().__init__(clock)
+        self._clock = clock
         self._start = clock.now()
         self._calls: list[tuple[Call, Any, Any]] = []
+
+    def by(self, clock: Clock) -> "Spans":
+        """The same by what ``clock`` read."""
+        found = copy.copy(self)
+        found._clock = clock
+        return found
 
     @contextlib.contextmanager
     def on(self, call: Call) -> Iterator[None]:

@@ -1,37 +1,48 @@
-"""How long the ranks of a pipeline wait for each other: the bubble of a run's steps, and when each computed."""
+"""How long the ranks of a pipeline wait for each other: the bubble of a run's steps, and when each rank computed."""
 
-import statistics
+from collections import deque
 
+from stepgraph.graph.calls import Call
 from stepgraph.parallel.pipeline.timeline import PipelineTime, Span, aligned
 from stepgraph.parallel.ranks import Ranks
+from stepgraph.run.spans import Spans
 from stepgraph.step import CapturedStep
+
+#: The latest timed steps, among which the median is chosen.
+_KEPT = 20
 
 
 class Bubble:
-    """Of the timed steps of a run. ``share``: of their time, in [0, 1], the mean of all ranks; ``last``: the
-    computations of the last step, on the first data-parallel and tensor-parallel ranks. Both None until `measure`."""
+    """The bubble of a run, by the definition of a forecast: `PipelineTime.bubble` of what all ranks computed.
+
+    ``measured``: the computations of the timed step with the median bubble among the latest, on the first data-parallel
+    and tensor-parallel ranks; None until `measure`."""
 
     def __init__(self) -> None:
-        self.share: float | None = None
-        self.last: PipelineTime | None = None
-        self._waited_s = self._steps_s = 0.0
+        self.measured: PipelineTime | None = None
+        self._steps: deque[list[tuple[Call, float, float]]] = deque(maxlen=_KEPT)
 
-    def add(self, waited_s: float, step_s: float) -> None:
-        """A step took ``step_s`` seconds, of which this rank waited ``waited_s`` for other stages."""
-        self._waited_s += waited_s
-        self._steps_s += step_s
+    @property
+    def share(self) -> float | None:
+        return self.measured and self.measured.bubble
+
+    def add(self, spans: Spans) -> None:
+        """A timed step of this rank computed ``spans``."""
+        self._steps.append(spans.seconds())
 
     def measure(self, ranks: Ranks, step: CapturedStep) -> str:
-        """Ask all ranks for their share and for their computations; what to print, "" if no step was timed."""
-        if not self._steps_s:
+        """Choose the median step among those of all ranks; what to print, "" if no step was timed."""
+        if not self._steps:
             return ""
-        shares, spans = zip(*ranks.gather(lambda: (self._waited_s / self._steps_s, _spans(step))), strict=True)
-        self.share = statistics.fmean(shares)
-        beside = len(spans) // step.pipeline.ranks  # ranks that share a stage
-        last = PipelineTime([span for own in spans[::beside] for span in own], step.pipeline.ranks)
-        self.last = aligned(last, step.pipeline.ranks_of)  # ranks do not begin a step at one time
-        return f"bubble {self.share:.1%} of the step on average, {max(shares):.1%} on the rank that waits longest"
-
-
-def _spans(step: CapturedStep) -> list[Span]:
-    return [Span(step.pipeline.rank, call, start, end) for call, start, end in step.spans]
+        pipeline = step.pipeline
+        told = ranks.gather(lambda: [[Span(pipeline.rank, *timed) for timed in spans] for spans in self._steps])
+        alike = len(told) // pipeline.ranks  # ranks that share a stage
+        times = [
+            PipelineTime([span for own in spans for span in own], pipeline.ranks)
+            for spans in zip(*told[::alike], strict=True)
+        ]
+        # Ranks do not begin a step at one time.
+        times = sorted((aligned(time, pipeline.ranks_of) for time in times), key=lambda time: time.bubble)
+        self.measured = time = times[len(times) // 2]
+        longest = 1 - min(map(time.busy, range(time.ranks))) / time.seconds
+        return f"bubble {time.bubble:.1%} of the schedule on average, {longest:.1%} on the rank that waits longest"

@@ -38,7 +38,7 @@ def _close(run: Any, status: str, error: str | None) -> None:
             run.snapshot.write()
         if run.page is not None:
             program, profile = run.captured and run.captured.program, run.profile and run.profile.result
-            run.page.finish(program, summary, profile, run.bubble.last)
+            run.page.finish(program, summary, profile, run.bubble.measured)
 
     def draw() -> None:
         if run.last_loss is not None:

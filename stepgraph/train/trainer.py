@@ -365,7 +365,7 @@ class Run:
         self.done["tokens"] += self.config.tokens_per_step
         captured, tokens = self.captured, self.done["tokens"]
         figures = Figures(loss, captured.metrics["grad_norm"], *reported(captured.metrics).values())
-        return Launched(self.step, tokens, figures, captured.metrics, batch, lr, data_ms, captured.waits)
+        return Launched(self.step, tokens, figures, captured.metrics, batch, lr, data_ms, captured.spans)
 
     def _finish(self, launched: Launched, progress: Progress) -> None:
         """Wait for a launched step, check its loss, and record it."""
@@ -394,7 +394,8 @@ class Run:
         elif not (self.profile and self.profile.disturbs(step)):
             self.times_ms.append(step_ms)
             self.watch.timed(step_ms / 1e3)
-            self.bubble.add(launched.waits.seconds(), step_ms / 1e3)
+            if launched.spans is not None:
+                self.bubble.add(launched.spans)
         if step % self.config.log_every == 0 or step == self.config.steps:
             tokens_per_s = self.config.tokens_per_step / (step_ms / 1e3)
             record = {

@@ -46,6 +46,8 @@ def test_a_pipeline_trains_as_one_process(corpus, tmp_path):  # noqa: F811
     for rank in (0, 1):
         own = [span for span in measured if span[0] == rank]
         assert all(this[5] <= following[4] for this, following in itertools.pairwise(own))
+    busy = sum(end - start for *_, start, end in measured)
+    assert summary["bubble"] == pytest.approx(1 - busy / 2 / page["pipeline"]["measured"]["ns"], abs=1e-6)
     ends = {(kind, stage, micro): end for _, kind, stage, micro, _, end in measured}
     for _, kind, stage, micro, start, _ in measured:
         if (kind, stage) in (("forward", 1), ("backward_input", 0)):

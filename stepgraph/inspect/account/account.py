@@ -1,6 +1,6 @@
-"""The account of a step: what it is, its graphs, its passes, and what it costs, as plain data that JSON can hold.
+"""The account of a step: its options, graphs, passes and costs, as plain data that JSON can hold.
 
-It is what the page shows, and all that it shows: ``json.loads`` of the block ``account`` in a page gives it back.
+The page shows nothing else: ``json.loads`` of the block ``account`` in a page returns it.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import torch
 
 from stepgraph.config.environment import package_versions
 from stepgraph.config.train import TrainConfig
-from stepgraph.costs.hardware import Gpu
+from stepgraph.costs.hardware import Gpu, known_gpu
 from stepgraph.costs.links import Group
 from stepgraph.costs.memory import HELD, KINDS
 from stepgraph.graph.calls import Call, Kind, graph_name
@@ -23,7 +23,7 @@ from stepgraph.inspect.forecast.forecast import SETTINGS, model_flops
 from stepgraph.inspect.forecast.pipeline import StageCost
 from stepgraph.passes import PASSES, PassReport
 
-#: Of the account's form. A page of another form is not read.
+#: Version of the account's format. A page of another version is not read.
 FORMAT = 2
 #: Options that a step's graphs depend on: those of a forecast, and those that only a run has.
 _OPTIONS = (
@@ -45,13 +45,14 @@ def account_of(
 ) -> dict[str, Any]:
     """The account of ``program``, the step of ``config``, forecast for ``gpu``.
 
-    ``groups``: its process groups, see `links.groups`. ``device``: what it runs on here, None where it does not.
-    ``stages``: of a pipeline, the costs of all, where they are known.
+    ``groups``: its process groups, see `links.groups`. ``device``: the device that runs it, None for a forecast alone.
+    ``stages``: with a pipeline, the costs of all stages where they are known.
 
-    ``head``: what the step is, ``forecast`` and ``measured`` (None before a step ran) among it. ``schedule``: calls of
-    the graphs in order. ``graphs``: see `graph_account`, and ``beside``: bytes of state that other graphs take, by
-    kind. ``passes``: a report each, with its excerpts. ``phases``, ``kinds``, ``work``: names that graphs count.
-    ``pipeline``: see `pipeline_account`.
+    ``head``: the step's title, options and versions, ``forecast`` (times only for the ``device`` itself: a CPU's
+    measured time is not compared with a GPU's forecast) and ``measured`` (None before a step ran). ``schedule``: calls
+    of the graphs in order. ``graphs``: see `graph_account`, and ``beside``: bytes of state that only other graphs read,
+    by kind. ``passes``: one report each, with its excerpts. ``phases``, ``kinds``, ``work``: the names that graphs
+    refer to by number. ``pipeline``: see `pipeline_account`. ``curves``: [step, value] over a run, by metric.
     """
     calls = program.calls()
     options = {"fused": config.compiles_all, "ran": device is not None}
@@ -68,6 +69,13 @@ def account_of(
         step_ns, kept = sum(graph["calls"] * graph["step_ns"] for graph in graphs), 0
     ranks = config.mesh_spec.size if config.mesh_spec else 1
     peak = gpu.peak(_products(config))
+    times = {
+        "step_ms": step_ns / 1e6,
+        "compute_ms": sum(graph["calls"] * graph["compute_ns"] for graph in graphs) / 1e6,
+        "exposed_ms": sum(g["calls"] * sum(c["exposed"] for c in g["collectives"]) for g in graphs) / 1e6,
+        "mfu": model_flops(config) / (step_ns / 1e9) / peak,
+        "tokens_per_s": config.tokens_per_step / (step_ns / 1e9),
+    }
     head = {
         "title": config.preset,
         "mesh": str(config.mesh_spec) if config.mesh_spec else "",
@@ -80,14 +88,8 @@ def account_of(
         "versions": package_versions(),
         "tokens": config.tokens_per_step,
         "capture_s": program.capture_s,
-        "forecast": {
-            "step_ms": step_ns / 1e6,
-            "compute_ms": sum(graph["calls"] * graph["compute_ns"] for graph in graphs) / 1e6,
-            "exposed_ms": sum(g["calls"] * sum(c["exposed"] for c in g["collectives"]) for g in graphs) / 1e6,
-            "peak_bytes": max(sum(peak_of(graph).values()) for graph in graphs) + kept,
-            "mfu": model_flops(config) / (step_ns / 1e9) / peak,
-            "tokens_per_s": config.tokens_per_step / (step_ns / 1e9),
-        },
+        "forecast": (times if device is None or known_gpu(device) is gpu else {})
+        | {"peak_bytes": max(sum(peak_of(graph).values()) for graph in graphs) + kept},
         "measured": None,
     }
     return {
@@ -101,6 +103,7 @@ def account_of(
         "passes": [_pass(report) for report in reports],
         "profile": None,
         "pipeline": pipeline,
+        "curves": {},
     }
 
 

@@ -18,9 +18,9 @@ _MOST_FORMS, _MOST_LINES = 200, 40
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: str) -> dict[str, Any]:
-    """What ``b`` has otherwise than ``a``.
+    """How ``b`` differs from ``a``.
 
-    - ``names``: of both. ``options``: [name, in a, in b]. ``figures``: the same for what the steps cost.
+    - ``names``: a label for each, by the options that differ. ``options``: [name, in a, in b]. ``figures``: the same for what the steps cost.
     - ``modules``: [path, phase, ns in a, ns in b], equal blocks together. ``passes``: [name, line in a, line in b].
     - ``nodes``: ``a``, ``b``: lines that only one has of the graphs' texts, ``more``: how many are left out of each;
       ``graph``, ``path``, ``phase``: where; ``count``: modules that differ so; ``node``: the first of them in ``a``.
@@ -29,9 +29,10 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: 
     forms = [form for name in {g["name"]: None for g in (*a["graphs"], *b["graphs"])} for form in _graphs(a, b, name)]
     forms.sort(key=lambda form: -form["count"] * (len(form["a"]) + len(form["b"])))
     x, y = _figures(a), _figures(b)
+    options = _options(a["head"], b["head"])
     return {
-        "names": [_title(a, name_a), _title(b, name_b)],
-        "options": _options(a["head"], b["head"]),
+        "names": _labels(a["head"], b["head"], options, (name_a, name_b)),
+        "options": options,
         "figures": [[name, x.get(name), y.get(name)] for name in x | y],
         "modules": _modules(a, b),
         "passes": _passes(a["passes"], b["passes"]),
@@ -40,9 +41,14 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: 
     }
 
 
-def _title(account: Mapping[str, Any], name: str) -> str:
-    head, short = account["head"], Path(name).name
-    return " ".join(filter(None, [short if short != head["title"] else "", head["title"], head["mesh"]]))
+def _labels(a: Mapping[str, Any], b: Mapping[str, Any], options: list[list[Any]], names: Sequence[str]) -> list[str]:
+    """Labels that say what differs: the presets, else up to three options, else ``names``, if possible without folders."""
+    if a["title"] != b["title"]:
+        return [a["title"], b["title"]]
+    if chosen := [row for row in options if not row[0].startswith("version of ")][:3]:
+        return [", ".join(f"{name} {'none' if row[i] in (None, '') else row[i]}" for name, *row in chosen) for i in (0, 1)]
+    short = [Path(name).name for name in names]
+    return short if short[0] != short[1] else list(names)
 
 
 def _options(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
@@ -52,7 +58,7 @@ def _options(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
         return own | {f"version of {key}": value for key, value in head["versions"].items()}
 
     x, y = flat(a), flat(b)
-    # An option that a page made earlier does not tell is not one that differs.
+    # An option that an older page does not have is not one that differs.
     untold = a["options"].keys() ^ b["options"].keys()
     return [[key, x.get(key), y.get(key)] for key in x | y if x.get(key) != y.get(key) and key not in untold]
 
@@ -74,7 +80,7 @@ def _figures(account: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _modules(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
-    """Forecast ns a step of modules (and phases where they differ, the largest first."""
+    """Forecast ns per step of modules and phases where they differ, the largest difference first."""
     sums: list[dict[tuple[str, int], int]] = []
     for account in (a, b):
         found: dict[tuple[str, int], int] = defaultdict(int)
@@ -90,7 +96,7 @@ def _modules(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _passes(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Passes whose reports differ in more than seconds."""
+    """Passes whose reports differ, their seconds aside."""
 
     def lines(reports: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         return {" ".join(filter(None, [r["graph"], r["name"]])): re.sub(r"[\d.]+ s\b", "", r["line"]) for r in reports}

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.run.spans import Waits
+from stepgraph.run.spans import Spans
 
 
 class Figures:
@@ -45,4 +45,4 @@ class Launched:
     batch: dict[str, torch.Tensor]
     lr: float
     data_ms: float  # that the loop waited for the batch
-    waits: Waits  # for other stages of a pipeline
+    spans: Spans | None  # what this rank of a pipeline computes, and when

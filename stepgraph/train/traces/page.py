@@ -1,6 +1,7 @@
-"""The page of a run: written when its first steps are done, and again with what was measured at its end."""
+"""The page of a run: written when its first steps are done, and again at its end with what was measured."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.page import PAGE, write_page
 from stepgraph.inspect.account.pipeline import spans_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, Span
+from stepgraph.train.records.files import read_metrics
 from stepgraph.train.records.folder import Summary
 
 #: The chart of a pipeline's schedule in a run folder.
 SCHEDULE = "schedule.png"
+#: Points of a curve on the page, at most.
+_POINTS = 300
 
 
 class RunPage:
-    """The page in a run's ``folder``. A run goes on without it: what goes wrong here is said in one line."""
+    """The page in a run's ``folder``. A failure here is reported in one line and does not end the run."""
 
     def __init__(self, folder: Path, config: TrainConfig, device: torch.device, say: Callable[[str], None]):
         self.path, self.config, self.device, self.say = folder / PAGE, config, device, say
@@ -38,39 +42,43 @@ class RunPage:
         program: StepProgram | None,
         summary: Summary,
         profile: dict[str, Any] | None,
-        last: PipelineTime | None = None,
+        timed: PipelineTime | None = None,
     ) -> None:
-        """Write the page again, with what was measured. ``program``: None where nothing was captured, or no more is.
-        ``last``: what the ranks of a pipeline computed in the last step, which is drawn beside its forecast."""
+        """Write the page again, with what was measured. ``program``: None where nothing is captured. ``timed``: what
+        the ranks of a pipeline computed in a step, drawn next to the forecast."""
         if self.account is None and program is not None:  # the run ended early
             self.write(program)
         if self.account is None or (summary.step_ms_median is None and profile is None):
             return
         on_gpu = self.device.type == "cuda"
         self.account["profile"] = profile
-        self.account["head"]["measured"] = {
+        measured = {
             "step_ms": summary.step_ms_median,
             "mfu": summary.mfu,
             "tokens_per_s": summary.tokens_per_s,
+            "loss": summary.train_loss_nats,
+            "val_loss": summary.val_loss_nats,
             "bubble": summary.bubble,
-            # On a CPU it is the whole process's.
+            # On a CPU it is of the whole process.
             "peak_bytes": summary.peak_mem_gib * 2**30 if on_gpu else None,
         }
+        finite = {name: v if v is None or math.isfinite(v) else None for name, v in measured.items()}
+        self.account["head"]["measured"] = finite
         pipeline = self.account["pipeline"]
-        if pipeline is not None and last is not None:
-            pipeline["measured"] = {"spans": spans_of(last), "ns": round(last.seconds * 1e9)}
-        self._save(lambda: self.account)
-        if pipeline is not None and last is not None:
-            self._draw(pipeline, last)
+        if pipeline is not None and timed is not None:
+            pipeline["measured"] = {"spans": spans_of(timed), "ns": round(timed.seconds * 1e9)}
+        self._save(lambda: self.account | {"curves": curves(read_metrics(self.path.with_name("metrics.jsonl")))})
+        if pipeline is not None and timed is not None:
+            self._draw(pipeline, timed)
 
-    def _draw(self, pipeline: dict[str, Any], last: PipelineTime) -> None:
+    def _draw(self, pipeline: dict[str, Any], timed: PipelineTime) -> None:
         spans = [
             Span(rank, Call(Kind(kind), stage, microbatch), start / 1e9, end / 1e9)
             for rank, kind, stage, microbatch, start, end in pipeline["spans"]
         ]
         times = {
-            f"forecast for {self.account['head']['gpu']}": PipelineTime(spans, last.ranks),
-            f"measured on {self.account['head']['device']}, the last step": last,
+            f"forecast for {self.account['head']['gpu']}": PipelineTime(spans, timed.ranks),
+            f"measured on {self.account['head']['device']}, the median step": timed,
         }
         try:
             from stepgraph.inspect.forecast.plot import measured_chart  # matplotlib is slow to load
@@ -93,3 +101,15 @@ class RunPage:
             write_page(self.path, self.account)
         except Exception as failure:  # a page is not worth a run
             self.say(f"warning: {self.path} could not be written: {type(failure).__name__}: {failure}")
+
+
+def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """[last step, mean] of consecutive steps, for the metrics that the page draws."""
+
+    def curve(name: str) -> list[list[float]]:
+        points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+        size = -(-len(points) // _POINTS) or 1
+        groups = (points[i : i + size] for i in range(0, len(points), size))
+        return [[group[-1][0], sum(value for _, value in group) / len(group)] for group in groups]
+
+    return {name: curve(name) for name in ("loss", "val_loss", "tokens_per_s")}

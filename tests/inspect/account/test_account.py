@@ -7,10 +7,10 @@ import pytest
 from stepgraph.costs.memory import KINDS
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance
-from stepgraph.inspect.account.account import fullest, peak_of
+from stepgraph.inspect.account.account import account_of, fullest, peak_of
 from stepgraph.models.swiglu import SwiGLU
 from stepgraph.regions import region
-from tests.inspect.account.accounts import account, graphs, planned
+from tests.inspect.account.accounts import GPU, account, config, graphs, planned
 
 #: (mesh, options): sharded and fused; two graphs; two axes of a mesh, recomputed, no kernel fused.
 CASES = {
@@ -42,6 +42,13 @@ def test_nodes_are_the_graphs(case):
                 assert len(given) == len(nodes["inputs"][i])
                 assert text.startswith(str(node.target).removesuffix(".default")) or text.startswith("getitem")
         assert [name for _, _, name in found["inputs"]] == [spec.what.name for spec in step.inputs]
+
+
+@pytest.mark.parametrize(("device", "times"), [(None, True), ("NVIDIA H200", True), ("CPU with 8 threads", False)])
+def test_times_are_forecast_only_for_the_device_that_runs(device, times):
+    _, program = account(inductor="full")
+    found = account_of(program, config(inductor="full"), GPU, {}, device=device)["head"]["forecast"]
+    assert ("step_ms" in found) is ("mfu" in found) is times and found["peak_bytes"] > 0
 
 
 def test_sums_agree_with_the_forecast(case):

@@ -163,7 +163,7 @@ def test_regions_have_their_time(tmp_path):
       result.expected = [1, 0].map((k) => time(sum(ns.filter((_, i) => region[i] === k))));
     """
     result = in_browser(page_of(made), script, tmp_path)
-    assert [name for name, _ in result["rows"]] == ["feed-forward", "outside all"]
+    assert [name for name, _ in result["rows"]] == ["feed-forward", "outside regions"]
     assert all(text.startswith(time) for (_, text), time in zip(result["rows"], result["expected"], strict=True))
 
 

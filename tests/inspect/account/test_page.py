@@ -1,4 +1,4 @@
-"""The page as a file: whole, well-formed, small, and without a word from elsewhere."""
+"""The page as a file: whole, well-formed, small, and without anything from elsewhere."""
 
 import copy
 import json
@@ -57,13 +57,15 @@ def test_it_gives_its_account_back(made, tmp_path):
 
 
 def test_text_of_a_model_cannot_end_the_data(made, tmp_path):
-    """Source lines are anybody's text."""
+    """Source lines and names are anybody's text."""
     hostile = copy.deepcopy(made)
     hostile["graphs"][0]["sources"][0] = ["x.py:1", 'print("</script><script>alert(1)</script>")']
+    hostile["graphs"][0]["sources"][1] = ["x.py:2", "a = '<!--<script>'"]
+    hostile["head"]["title"] = "<!--<script>"
     page = page_of(hostile)
     tags = Tags()
     tags.feed(page)
-    assert tags.open == [] and page.count("</script>") == page_of(made).count("</script>")
+    assert tags.open == [] and "<!--" not in page and page.count("</script>") == page_of(made).count("</script>")
     write_page(tmp_path / "page.html", hostile)
     assert read_page(tmp_path / "page.html") == json.loads(json.dumps(hostile))
 
@@ -85,6 +87,8 @@ def test_another_version_is_refused(made, tmp_path):
 
 def test_nothing_differs_from_itself(made):
     found = difference(made, made, "a", "b")
+    assert found["names"] == ["a", "b"]
+    assert difference(made, made, "runs/x/page.html", "y/page.html")["names"] == ["runs/x/page.html", "y/page.html"]
     assert not any(found[key] for key in ("options", "modules", "passes", "nodes", "left_out"))
     assert all(x == y for _, x, y in found["figures"])
 
@@ -111,7 +115,7 @@ def test_a_planted_node_is_found(made):
 def test_an_option_differs_with_what_it_does():
     plain, again = account("fsdp=4", inductor="full")[0], account("fsdp=4", inductor="full", memory="full")[0]
     found = difference(plain, again, "a", "b")
-    assert found["options"] == [["memory", "none", "full"]]
+    assert found["options"] == [["memory", "none", "full"]] and found["names"] == ["memory none", "memory full"]
     assert any("recompute" in name for name, *_ in found["passes"])
     assert any(form["count"] == 2 and form["path"].startswith("layers.*") for form in found["nodes"])
     flops = next(row for row in found["figures"] if row[0] == "FLOPs")

@@ -30,7 +30,11 @@ def test_the_page_has_measured_times(profiled):
     measured = account["head"]["measured"]
     # The third step alone: the first two warm up, and a profile makes its steps and those beside them slower.
     assert measured["step_ms"] is None or measured["step_ms"] == summary["step_ms_median"]
-    assert account["head"]["device"].startswith("CPU")
+    assert account["head"]["device"].startswith("CPU") and account["head"]["forecast"].keys() == {"peak_bytes"}
+    records = [json.loads(line) for line in (profiled / "metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "val_loss", "tokens_per_s"):
+        assert account["curves"][name] == [[r["step"], r[name]] for r in records if name in r]
+    assert account["curves"]["loss"][-1] == [6, measured["loss"]]
     profile = account["profile"]
     assert profile["steps"] == [4, 6] and profile["on"] == "CPU"
     graphs = {graph["name"]: graph["nodes"] for graph in account["graphs"]}

@@ -93,20 +93,20 @@ function memoryOver(graph) {
 
 function digits(value) { return value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2); }
 function time(ns) {
-  if (ns === null || ns === undefined) return "";
+  if (ns === null || ns === undefined || isNaN(ns)) return "";
   if (!ns) return "0";
   const [size, unit] = ns >= 1e9 ? [1e9, "s"] : ns >= 1e6 ? [1e6, "ms"] : ns >= 1e3 ? [1e3, "µs"] : [1, "ns"];
   return `${digits(ns / size)} ${unit}`;
 }
 function bytes(size) {
-  if (!size) return "0";
+  if (!size) return size === 0 ? "0" : "";
   for (const [unit, power] of [["GiB", 30], ["MiB", 20], ["KiB", 10]]) if (size >= 2 ** power) return `${digits(size / 2 ** power)} ${unit}`;
   return `${size} B`;
 }
 function big(value, unit) {
-  if (!value) return "0";
+  if (!value) return value === 0 ? "0" : "";
   for (const [prefix, power] of [["P", 15], ["T", 12], ["G", 9], ["M", 6], ["k", 3]]) if (value >= 10 ** power) return `${digits(value / 10 ** power)} ${prefix}${unit}`;
   return `${digits(value)} ${unit}`;
 }
-function percent(part) { return part === null || !isFinite(part) ? "" : `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)}%`; }
+function percent(part) { return part === null || part === undefined || !isFinite(part) ? "" : `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)}%`; }
 function count(n, word) { return `${n.toLocaleString("en")} ${word}${n === 1 ? "" : word.endsWith("s") ? "es" : "s"}`; }

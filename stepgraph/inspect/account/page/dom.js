@@ -13,7 +13,7 @@ function el(form, attributes = {}, ...children) {
   return node;
 }
 
-const state = { graph: 0, node: null, from: 0, to: 1, listeners: [] };
+const state = { graph: 0, node: null, module: null, from: 0, to: 1, listeners: [] };
 const shown = () => graphs[state.graph];
 /** Call `draw` now and whenever `what` ("graph", "node", "window", "theme") changes. */
 function follow(what, draw) { state.listeners.push([what, draw]); draw(); }
@@ -22,12 +22,17 @@ function changed(what) { for (const [on, draw] of state.listeners) if (on.includ
 function nodeLink(graph, i, text) {
   return el("a.node", { href: `#node/${graph.name}/${graph.nodes.name[i]}` }, text || graph.nodes.name[i]);
 }
+function moduleLink(graph, path, text) { return el("a.module", { href: `#module/${graph.name}/${path}` }, text || path || "the model"); }
+/** Whether node i is in the module `path`, in which "*" is any block's number. */
+function inside(graph, i, path) { return !path || [graph.path(i), graph.fold(graph.path(i))].some((p) => p === path || p.startsWith(`${path}.`)); }
+/** Whether one of two modules is in the other. */
+function related(graph, path, module) { return !module || [path, graph.fold(path)].some((p) => `${p}.`.startsWith(`${module}.`) || `${module}.`.startsWith(`${p}.`)); }
 /** "in layers.0.attn, backward, llama3.py:146" */
 function where(graph, i) { return [graph.path(i) || "the model", graph.phase(i), graph.source(i)[0].split("/").pop()].filter(Boolean).join(", "); }
 function swatch(color, hatched) { return el("i.swatch" + (hatched ? ".hatched" : ""), { style: `--c: var(--${color})` }); }
 function legend(entries) { return el("p.legend", {}, entries.map(([name, color, hatched]) => el("span", {}, swatch(color, hatched), name))); }
 function part(id, title, ...children) { return el("section", { id }, el("h2", {}, el("a", { href: `#${id}` }, title)), ...children); }
-/** A table whose numbers stand to the right: columns are [title, is a number]. */
+/** A table with numbers aligned to the right: columns are [title, is a number]. */
 function table(columns, rows, attributes = {}) {
   const head = el("tr", {}, columns.map(([title, number]) => el("th" + (number ? ".number" : ""), { scope: "col" }, title)));
   const body = rows.map((cells) => cells instanceof HTMLElement ? cells : el("tr", {}, cells.map((cell, k) => el("td" + (columns[k][1] ? ".number" : ""), {}, cell))));
@@ -66,7 +71,7 @@ function chart(height, draw) {
   new ResizeObserver(() => canvas.redraw()).observe(canvas);
   return canvas;
 }
-/** Stripes of a colour, which also tell without colour that communication is exposed. */
+/** Stripes of a colour, which mark exposed communication for colour-blind readers too. */
 function stripes(context, tone) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 8;

@@ -20,17 +20,20 @@ document.getElementById("parts").append(...PARTS.map(([id, title]) => el("a", { 
 document.getElementById("main").replaceChildren(...[headPart(), comparePart(), pipelinePart(), timelinePart(), memoryPart(), modulesPart(), measuredPart(), passesPart(), collectivesPart(), runsPart()].filter(Boolean));
 follow("graph", drawAnswers);
 
-// Links: #node/GRAPH/NAME, #pass/GRAPH/NAME, #PART
+// Links: #node/GRAPH/NAME, #module/GRAPH/PATH, #pass/GRAPH/NAME, #PART
 
 function follow_link() {
   const [kind, graphName, name] = decodeURIComponent(location.hash.slice(1)).split("/");
+  const k = graphs.findIndex((g) => g.name === graphName);
   if (kind === "node") {
-    const k = graphs.findIndex((g) => g.name === graphName), i = k < 0 ? undefined : graphs[k].number.get(name);
+    const i = k < 0 ? undefined : graphs[k].number.get(name);
     if (i === undefined) return;
-    choose(k); state.node = i; drawCard(graphs[k], i);
+    choose(k); state.node = i; state.module = null; drawCard(graphs[k], i);
     const at = graphs[k].at[i] / graphs[k].end;
     if (at < state.from || at > state.to) { const width = state.to - state.from; state.from = Math.min(Math.max(0, at - width / 2), 1 - width); state.to = state.from + width; changed("window"); }
     changed("node");
+  } else if (kind === "module" && k >= 0) {
+    choose(k); state.node = null; state.module = name; drawModule(graphs[k], name); changed("node");
   } else if (kind === "pass") {
     const details = document.getElementById(decodeURIComponent(location.hash.slice(1)));
     if (details) { details.open = true; const fold = details.closest(".idle"); if (fold) fold.open = true; details.scrollIntoView(); }
@@ -62,7 +65,7 @@ function look() {
   const rank = (e) => (e.text.toLowerCase() === words[0] ? 0 : e.text.toLowerCase().startsWith(words[0]) ? 1 : 2);
   hits.sort((a, b) => rank(a) - rank(b));
   found.replaceChildren(...hits.slice(0, 60).map((e, k) => el("li", { id: `found-${k}`, role: "option", "aria-selected": k === 0 ? "true" : "false" }, el("a", { href: e.href, tabindex: -1, onclick: () => { found.hidden = true; } }, e.text, " ", el("small", {}, e.hint)))),
-    el("li", {}, el("small", {}, hits.length > 60 ? `${hits.length} found; the first 60` : hits.length ? `${hits.length} found` : "nothing found")));
+    el("li", {}, el("small", {}, hits.length > 60 ? `${hits.length} found; the first 60` : hits.length ? `${hits.length} found` : "no match")));
 }
 search.addEventListener("input", look);
 search.addEventListener("focus", look);

@@ -1,15 +1,15 @@
-// Memory along the step by kind, and what is held at one moment: how much, made where, kept why.
+// Memory over the step by kind, and the tensors held at one moment: size, origin, and why they are held.
 
 let moment = null; // a node; null: the peak
 
 function memoryPart() {
   const height = 190, text = el("p", {}), list = el("div", {});
   const canvas = chart(height, (context, width) => drawMemory(context, width, height));
-  canvas.setAttribute("role", "img"); canvas.setAttribute("aria-label", "Memory along the step: arrows move it, plus and minus zoom; the table below lists what is held");
+  canvas.setAttribute("role", "img"); canvas.setAttribute("aria-label", "Memory over the step: arrows move it, plus and minus zoom; the table below lists what is held");
   const tools = el("div.tools", {}, el("button", { type: "button", onclick: () => { moment = null; update(); } }, "at the peak"), ...zoomTools());
   const update = () => { canvas.redraw(); drawMoment(text, list); };
   panAndPick(canvas, (x, y) => pickMemory(x, canvas.clientWidth), (hit) => { if (hit) { moment = hit.node; update(); } });
-  const section = part("memory", "Memory", el("p.muted", {}, "Bytes of one rank by kind, in the time of the step. Click a moment to list what is held then; the list starts with the peak."),
+  const section = part("memory", "Memory", el("p.muted", {}, "Bytes of one rank by kind, over the step. Click a moment to list the tensors held then; at first the list shows the peak."),
     tools, canvas, legend(KINDS.map((name) => [name, name])), text, list);
   follow("graph", () => { moment = null; update(); }); follow("window theme", () => canvas.redraw());
   return section;
@@ -65,7 +65,7 @@ function pickMemory(px, width) {
 
 function tensorName(graph, i) { const input = graph.inputOf.get(i); return input ? input.name : graph.nodes.name[i]; }
 
-/** What is held while node i runs: rows of alike storages (one kind, form and place in equal blocks), the largest first. */
+/** What is held while node i runs: rows of similar storages (one kind, shape and place in equal blocks), the largest first. */
 function liveAt(graph, i) {
   const rows = new Map(), { node, bytes: sizes, kind } = graph.storages;
   for (let s = 0; s < node.length; s++) {
@@ -83,7 +83,7 @@ function keptWhy(graph, s, i) {
   const { node, kind, last } = graph.storages, n = node[s], name = KINDS[kind[s]], input = graph.inputOf.get(n);
   const held = { parameters: "a parameter, held throughout", optimizer: "state of the optimizer, held throughout", inputs: "an input of the step, held throughout", gradients: "the sum of a gradient over microbatches, held throughout" };
   if (last[s] >= graph.size) return { short: held[name] || "held throughout", parts: [held[name] || "held throughout"] };
-  if (last[s] === i) return { short: "read just now", parts: ["read by the node that runs now"] };
+  if (last[s] === i) return { short: "read at this moment", parts: ["read by the node that runs now"] };
   const reader = last[s], out = graph.operator(reader) === "output";
   if (out) {
     const result = name === "activations" ? "kept for backward, which is another graph" : "a result of the step";
@@ -92,9 +92,9 @@ function keptWhy(graph, s, i) {
   const place = `${graph.phase(reader)}${graph.path(reader) ? ` of ${graph.path(reader)}` : ""}`;
   const why = {
     activations: ["saved by forward for backward", "saved for backward; last read by "],
-    gradients: ["a gradient that waits for the update", "waits until clipping and the update have all gradients; last read by "],
-    buckets: [input ? "" : graph.role(n).startsWith("reduce") || graph.phase(n) === "backward" ? "gathered, or on its way to be reduced" : "a gathered parameter, kept until its last reader", "last read by "],
-  }[name] || ["needed again soon", "last read by "];
+    gradients: ["a gradient, held until the update", "held until clipping and the update have all gradients; last read by "],
+    buckets: [input ? "" : graph.role(n).startsWith("reduce") || graph.phase(n) === "backward" ? "gathered, or about to be reduced" : "a gathered parameter, held until its last reader", "last read by "],
+  }[name] || ["read again", "last read by "];
   return { short: `${why[0]}: needed in ${place}`, parts: [why[1], nodeLink(graph, reader), ` in ${place}`] };
 }
 
@@ -105,11 +105,11 @@ function drawMoment(text, list) {
   if (Object.keys(graph.beside).length) rows.push({ kind: Object.keys(graph.beside).join(", "), beside: true, bytes: sum(Object.values(graph.beside)), members: [] });
   rows.sort((a, b) => b.bytes - a.bytes);
   const line = (row) => {
-    if (row.beside) return el("tr", {}, el("td.number", {}, bytes(row.bytes)), el("td", {}, row.kind), el("td", {}, "state that the step's other graphs take"), el("td.spare"), el("td.spare"), el("td"));
+    if (row.beside) return el("tr", {}, el("td.number", {}, bytes(row.bytes)), el("td", {}, row.kind), el("td", {}, "state that only the step's other graphs read"), el("td.spare"), el("td.spare"), el("td"));
     const [file, code] = graph.source(row.node), why = keptWhy(graph, row.members[0], i), many = row.members.length > 1;
     const tr = el("tr", {},
       el("td.number", {}, bytes(row.bytes)), el("td.kind", {}, swatch(row.kind), row.kind),
-      el("td", {}, many ? el("button.toggle", { type: "button", "aria-label": "each of them", onclick: () => expand(tr, row) }, "▸") : null, nodeLink(graph, row.node, many ? `${row.path || graph.nodes.name[row.node]} (${row.members.length} alike)` : tensorName(graph, row.node))),
+      el("td", {}, many ? el("button.toggle", { type: "button", "aria-label": "each of them", onclick: () => expand(tr, row) }, "▸") : null, nodeLink(graph, row.node, many ? `${row.path || graph.nodes.name[row.node]} × ${row.members.length}` : tensorName(graph, row.node))),
       el("td.spare", {}, el("code.shape", {}, graph.type(row.node))),
       el("td.spare", {}, file ? [file, el("code.muted.cut", { title: code }, code)] : ""),
       el("td", {}, why.parts));

@@ -2,7 +2,7 @@
 
 // Modules
 
-/** The tree of modules of a graph; equal blocks are one child "*" which holds the sums, and each block is below it. */
+/** The tree of modules of a graph; equal blocks are one child "*" that holds the sums, with each block below it. */
 function moduleTree(graph) {
   const make = (name) => ({ name, children: new Map(), ns: PHASES.map(() => 0), flops: 0, moved: 0, sent: 0, exposed: 0, count: 1, first: null });
   const root = make("the model"), { ns, flops, moved, phase } = graph.nodes, blocks = new Set(graph.blocks);
@@ -32,11 +32,11 @@ function modulesPart() {
   const head = el("tr", {}, el("th", { scope: "col" }, "module"), ["time", ...phases, "FLOPs", "memory moved", "communicated", "exposed"].map((t, k) => el("th.number" + (k > 5 ? ".spare" : ""), { scope: "col" }, t)));
   follow("graph", () => {
     const graph = shown(), root = moduleTree(graph), whole = sum(root.ns) || 1;
-    const row = (node, depth, name) => {
+    const row = (node, depth, name, path) => {
       const more = node.children.size || node.blocks, tr = el("tr");
       const button = el("button.toggle", { type: "button", "aria-label": `parts of ${name}`, "aria-expanded": "false", onclick: () => toggle() }, more ? "▸" : "");
       const total = sum(node.ns);
-      tr.append(el("td.tree", { style: `padding-left: ${depth * 1.1}rem` }, button, node.first === null ? name : el("a", { href: `#node/${graph.name}/${graph.nodes.name[node.first]}`, title: "its first node" }, name)),
+      tr.append(el("td.tree", { style: `padding-left: ${depth * 1.1}rem` }, button, path === null ? name : moduleLink(graph, path, name)),
         el("td.number", {}, `${time(total)} ${percent(total / whole)}`, el("span.share", { style: `width: ${100 * total / whole}%` })),
         ...phases.map((_, k) => el("td.number", {}, node.ns[k] ? time(node.ns[k]) : "")),
         el("td.number", {}, node.flops ? big(node.flops, "") : ""), ...[node.moved, node.sent].map((v) => el("td.number.spare", {}, v ? bytes(v) : "")),
@@ -45,24 +45,24 @@ function modulesPart() {
       const toggle = (open = !below.length) => {
         button.textContent = open ? "▾" : "▸"; button.setAttribute("aria-expanded", open);
         if (!open) { const close = (rows) => rows.splice(0).forEach((r) => { r.closeAll(); r.remove(); }); close(below); return; }
-        const parts = [...node.children].sort((a, b) => sum(b[1].ns) - sum(a[1].ns)).map(([key, child]) => row(child, depth + 1, key === "*" ? `each of ${child.blocks.size} blocks, together` : key));
-        if (node.blocks) parts.push(row({ ...node, children: node.blocks, blocks: null }, depth + 1, "block by block"));
+        const parts = [...node.children].sort((a, b) => sum(b[1].ns) - sum(a[1].ns)).map(([key, child]) => row(child, depth + 1, key === "*" ? `all ${child.blocks.size} blocks` : key, path === null ? `${node.at}.${key}` : path ? `${path}.${key}` : key));
+        if (node.blocks) parts.push(row({ ...node, children: node.blocks, blocks: null, at: path.replace(/\.\*$/, "") }, depth + 1, "block by block", null));
         below.push(...parts); tr.after(...parts);
       };
       tr.closeAll = () => below.splice(0).forEach((r) => { r.closeAll(); r.remove(); });
       tr.toggle = toggle;
       return tr;
     };
-    const top = row(root, 0, "the model");
+    const top = row(root, 0, "the model", "");
     body.replaceChildren(top); top.toggle(true);
     const holder = [...root.children.values()].find((c) => c.children.has("*"));
     if (holder) [...body.children].find((r) => r !== top && r.querySelector(".tree").textContent.replace("▸", "") === holder.name)?.toggle(true);
   });
-  return part("modules", "Modules", el("p.muted", {}, "Forecast seconds, by module and phase; a kernel of several nodes counts where its last node is. Equal blocks are one row."),
+  return part("modules", "Modules", el("p.muted", {}, "Forecast time by module and phase. A kernel of several nodes counts in the module of its last node. Equal blocks share one row. Click a module to open it."),
     el("div.wide", {}, el("table", {}, el("thead", {}, head), body)), regionsPart(), kernelsPart());
 }
 
-/** Time by the regions that the model names (`stepgraph.region`), experts' dispatch, compute and combine among them. */
+/** Time by the regions that the model names (`stepgraph.region`), such as dispatch, compute and combine of experts. */
 function regionsPart() {
   const box = el("div", { id: "regions" }), phases = PHASES.slice(0, 3);
   follow("graph", () => {
@@ -73,9 +73,9 @@ function regionsPart() {
     const named = rows.filter((r) => r.name && r.first !== null).sort((a, b) => sum(b.ns) - sum(a.ns));
     if (!named.length) { box.replaceChildren(); return; }
     const some = (value, text) => (value ? text(value) : "");
-    const cells = (r) => [r.first === null ? r.name : nodeLink(graph, r.first, r.name || "outside all"), el("span", {}, `${time(sum(r.ns))} ${percent(sum(r.ns) / whole)}`, el("span.share", { style: `width: ${100 * sum(r.ns) / whole}%` })),
+    const cells = (r) => [nodeLink(graph, r.first, r.name || "outside regions"), el("span", {}, `${time(sum(r.ns))} ${percent(sum(r.ns) / whole)}`, el("span.share", { style: `width: ${100 * sum(r.ns) / whole}%` })),
       ...phases.map((_, k) => some(r.ns[k], time)), some(r.flops, (v) => big(v, "")), some(r.moved, bytes), some(r.sent, bytes), some(r.exposed, time)];
-    box.replaceChildren(el("h3", {}, "Regions"), el("p.muted", {}, "Parts of the model that it names itself, forward and backward."),
+    box.replaceChildren(el("h3", {}, "Regions"), el("p.muted", {}, "Parts that the model names with stepgraph.region, forward and backward."),
       table([["region", 0], ...["time", ...phases, "FLOPs", "memory moved", "communicated", "exposed"].map((t) => [t, 1])], [...named, ...rows.filter((r) => !r.name && r.first !== null)].map(cells)));
   });
   return box;
@@ -96,7 +96,7 @@ function kernelsPart() {
       const bound = !work ? "moves memory" : work / ns[i] > 0.9 * Math.max(...rows.slice(0, 40).map((r) => flops[r.first] / ns[r.first])) ? "arithmetic" : "arithmetic or memory";
       return el("tr", {}, el("td.number", {}, time(g.ns)), el("td.number", {}, percent(g.ns / whole)), el("td.number", {}, g.count),
         el("td", {}, nodeLink(graph, i, graph.operator(i)), members.length > 1 ? el("small", {}, ` and ${members.length - 1} more in one kernel`) : ""),
-        el("td", {}, graph.fold(graph.path(i)) || "the model", " ", el("small", {}, graph.phase(i))),
+        el("td", {}, moduleLink(graph, graph.fold(graph.path(i))), " ", el("small", {}, graph.phase(i))),
         el("td", {}, el("code.shape", {}, graph.type(i))), el("td.number", {}, time(ns[i])), el("td.number", {}, work ? `${big(work / ns[i] * 1e9, "FLOP/s")}` : `${big(moved[i] / ns[i] * 1e9, "B/s")}`));
     }, body);
     const titles = [["time", 1], ["share", 1], ["calls", 1], ["operator", 0], ["module", 0], ["result", 0], ["each", 1], ["rate", 1]];
@@ -105,11 +105,11 @@ function kernelsPart() {
   return box;
 }
 
-/** What a profile measured, node by node or piece by piece, beside the forecast. */
+/** What a profile measured, by node or compiled piece, next to the forecast where that is for the same device. */
 function measuredPart() {
   const profile = account.profile;
   if (!profile) return null;
-  const section = part("measured", "Measured"), rows = [];
+  const section = part("measured", "Measured"), rows = [], same = account.head.forecast.step_ms !== undefined;
   for (const [key, found] of Object.entries(profile.nodes)) {
     const [name, node] = key.split("/"), graph = graphs.find((g) => g.name === name), i = graph && graph.number.get(node);
     if (i === undefined || !graph) continue;
@@ -118,10 +118,10 @@ function measuredPart() {
   }
   rows.sort((a, b) => b.ns - a.ns);
   const whole = sum(rows.map((r) => r.ns)) || 1, body = el("tbody");
-  const more = growing(rows, 15, (r) => el("tr", {}, el("td.number", {}, time(r.ns)), el("td.number", {}, percent(r.ns / whole)), el("td.number", {}, time(r.forecast)),
-    el("td", {}, nodeLink(r.graph, r.i), r.of > 1 ? el("small", {}, ` and ${r.of - 1} more, compiled together`) : ""), el("td", {}, el("code", {}, r.graph.operator(r.i))), el("td", {}, r.graph.path(r.i) || "the model", " ", el("small", {}, r.graph.phase(r.i)))), body);
-  const titles = [["measured", 1], ["share", 1], [`forecast, ${account.head.gpu}`, 1], ["node", 0], ["operator", 0], ["module", 0]];
-  section.append(el("p.muted", {}, `Time a step on the ${profile.on}, in steps ${profile.steps[0]} to ${profile.steps[1] - 1}; kernels that run at once are each counted in full. The trace beside this page, trace.json.gz, opens in ui.perfetto.dev.`,
+  const more = growing(rows, 15, (r) => el("tr", {}, el("td.number", {}, time(r.ns)), el("td.number", {}, percent(r.ns / whole)), ...(same ? [el("td.number", {}, time(r.forecast))] : []),
+    el("td", {}, nodeLink(r.graph, r.i), r.of > 1 ? el("small", {}, ` and ${r.of - 1} more, compiled together`) : ""), el("td", {}, el("code", {}, r.graph.operator(r.i))), el("td", {}, moduleLink(r.graph, r.graph.path(r.i)), " ", el("small", {}, r.graph.phase(r.i)))), body);
+  const titles = [["measured", 1], ["share", 1], ...(same ? [["forecast", 1]] : []), ["node", 0], ["operator", 0], ["module", 0]];
+  section.append(el("p.muted", {}, `Time per step on the ${profile.on}, in steps ${profile.steps[0]} to ${profile.steps[1] - 1}. Concurrent kernels are each counted in full. The trace next to this page, trace.json.gz, opens in ui.perfetto.dev.`,
     profile.kernel_ns ? ` Of ${time(profile.kernel_ns)} of kernels, ${percent(profile.named_ns / profile.kernel_ns)} have a node.` : ""),
     el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), more || "");
   return section;
@@ -135,27 +135,27 @@ function passesPart() {
     const delta = p.nodes_after - p.nodes_before, effect = p.skipped ? `skipped: ${p.skipped}` : !p.matched ? "found nothing to do" : p.summary || `${p.changed} of ${p.matched} changed`;
     const body = el("div", {});
     const details = el("details", { id: `pass/${p.graph || "step"}/${p.name}` },
-      el("summary", {}, el("small.place", {}, `${k + 1}`), el("span.name", {}, p.name), graphs.length > 1 ? el("span.badge", {}, p.graph) : null, el("span.badge", { title: p.tier === "exact" ? "every bit as in eager" : "may round differently than eager" }, p.tier),
+      el("summary", {}, el("small.place", {}, `${k + 1}`), el("span.name", {}, p.name), graphs.length > 1 ? el("span.badge", {}, p.graph) : null, el("span.badge", { title: p.tier === "exact" ? "bitwise equal to eager" : "may round differently from eager" }, p.tier),
         el("span" + (p.skipped || !p.matched ? ".muted" : ""), {}, effect), delta ? el("small", {}, ` ${delta > 0 ? "+" : ""}${delta} nodes`) : ""), body);
     details.addEventListener("toggle", () => { if (details.open && !body.firstChild) body.append(...passBody(p)); });
     return details;
   });
-  return part("passes", "Passes", el("p.muted", {}, "In the order in which they ran. Open one for what it changed, before and after; ×64 says that 64 places changed alike."),
+  return part("passes", "Passes", el("p.muted", {}, "In the order in which they ran. Open one to see what it changed, before and after; ×64 means the same change in 64 places."),
     items.filter((_, k) => !idlePass(account.passes[k])),
-    el("details.idle", {}, el("summary", {}, el("span.muted", {}, `${account.passes.filter(idlePass).length} more found nothing to do or were skipped, each with its reason`)), items.filter((_, k) => idlePass(account.passes[k]))));
+    el("details.idle", {}, el("summary", {}, el("span.muted", {}, `${account.passes.filter(idlePass).length} more changed nothing or were skipped; open for the reasons`)), items.filter((_, k) => idlePass(account.passes[k]))));
 }
 function passBody(p) {
   const graph = graphs.find((g) => g.name === p.graph) || graphs[0];
   const parts = [el("p", {}, p.doc), el("p.muted.note", {}, `matched ${p.matched}, changed ${p.changed}; nodes ${p.nodes_before} to ${p.nodes_after}; ${p.apply_s.toFixed(2)} s${p.compile_s ? `, compile ${p.compile_s.toFixed(1)} s` : ""}`)];
   if (p.notes.length) { const list = el("ul.note", {}); const more = growing(p.notes, 12, (n) => el("li", {}, n), list); parts.push(list, more || ""); }
-  if (!p.excerpts.length && p.matched && !p.skipped) parts.push(el("p.note", {}, "It left every node of the graph as it was: it marks nodes, or decides how they run."));
+  if (!p.excerpts.length && p.matched && !p.skipped) parts.push(el("p.note", {}, "It changed no node: it marks nodes, or decides how they run."));
   for (const e of p.excerpts) {
     const place = e.where ? ` in ${e.where}` : "";
-    parts.push(el("h3", {}, e.moved ? `${count(e.count, "node")} moved to other places; the one that came furthest${place}` : `×${e.count}${e.count > 1 ? ", for example" : ""}${place}`), sides(e.before, e.after, "before", "after", graph));
+    parts.push(el("h3", {}, e.moved ? `${count(e.count, "node")} moved; the one that moved furthest${place}` : `×${e.count}${e.count > 1 ? ", for example" : ""}${place}`), sides(e.before, e.after, "before", "after", graph));
   }
   return parts;
 }
-/** Two texts side by side; lines that only one has are marked. */
+/** Two texts side by side; lines that only one of them has are marked. */
 function sides(before, after, left, right, graph) {
   const has = [new Set(before), new Set(after)];
   const column = (lines, title, other, sign) => el("div", {}, el("h4", {}, title), lines.length ? lines.map((line) => {
@@ -176,17 +176,17 @@ function linked(line, graph) {
 function whyExposed(graph, c) {
   if (!c.exposed) return "it is hidden behind computation";
   const end = c.started + c.ns, between = c.waited - c.launched, queue = c.started - c.launched;
-  if (c.kind.includes("mm")) return "it is part of a pipeline with products: the first or last chunk, flags and copies remain";
+  if (c.kind.includes("mm")) return "it is overlapped with a product chunk by chunk: the first or last chunk, flags and copies remain";
   const reader = c.wait === null ? undefined : readerOf(graph, c.wait), needed = reader === undefined ? "its result is needed" : `${graph.nodes.name[reader]} needs its result`;
   if (queue > c.exposed / 2) return `it starts ${time(queue)} late, behind the earlier collectives over ${c.axis}`;
   if (between < c.ns * 0.02) {
     if (c.launched - c.ready > c.ns * 0.5) return `${needed} at once, though it could start ${time(c.launched - c.ready)} earlier: launching it ahead would hide it`;
     if (!c.launched) return `${needed} at once, and nothing runs before it in the step`;
-    return `${needed} at once, and what it sends is ready only then` + (c.axis === "tp" && graph.phase(c.node) !== "optimizer" ? ": --async-tp sends it in parts while the product runs" : "");
+    return `${needed} at once, and its input is ready only then` + (c.axis === "tp" && graph.phase(c.node) !== "optimizer" ? ": --async-tp sends it in parts during the product" : "");
   }
-  return `it takes ${time(c.ns)} and only ${time(between)} of computing lies between launch and wait`;
+  return `it takes ${time(c.ns)} and only ${time(between)} of computation lies between launch and wait`;
 }
-/** The first node that computes with what node i gives, views and other nodes that cost nothing left out. */
+/** The first node that computes with the result of node i, not counting views and other free nodes. */
 function readerOf(graph, i) {
   const queue = [...graph.users[i]], seen = new Set(queue);
   queue.sort((a, b) => a - b);
@@ -198,7 +198,7 @@ function readerOf(graph, i) {
   }
   return undefined;
 }
-/** What computes while c travels: the nodes with the largest parts, and the time that is hidden. */
+/** The nodes that compute while c is in flight, largest first, and the time that they hide. */
 function hiddenBy(graph, c) {
   const end = Math.min(c.started + c.ns, c.waited ?? Infinity), found = [];
   let hidden = 0;
@@ -211,7 +211,7 @@ function hiddenBy(graph, c) {
   return { hidden, nodes: found.sort((a, b) => b[1] - a[1]) };
 }
 
-/** Collectives of one kind, group, phase and place in equal blocks together, those that are exposed most first. */
+/** Collectives in groups of one kind, process group, phase and place in equal blocks, the most exposed first. */
 function alikeCollectives(graph) {
   const groups = new Map();
   for (const c of graph.collectives) {
@@ -228,21 +228,20 @@ function collectivesPart() {
   section.append(box);
   follow("graph", () => {
     const graph = shown();
-    if (!graph.collectives.length) { box.replaceChildren(el("p.muted", {}, account.head.ranks > 1 ? "This graph has none." : "One rank communicates with nobody.")); return; }
+    if (!graph.collectives.length) { box.replaceChildren(el("p.muted", {}, account.head.ranks > 1 ? "This graph has none." : "There is one rank, so nothing is communicated.")); return; }
     const rows = alikeCollectives(graph);
-    const titles = [["collective", 0], ["what for", 0], ["over × ranks", 0], ["bytes", 1], ["takes", 1], ["exposed", 1], ["launch to wait", 1], ["hidden by", 0], ["why it is exposed", 0]];
+    const titles = [["collective", 0], ["over × ranks", 0], ["bytes", 1], ["takes", 1], ["exposed", 1], ["launch to wait", 1], ["why exposed, hidden by", 0]];
     const body = el("tbody");
     const line = (members) => {
       const worst = members.reduce((a, b) => (b.exposed > a.exposed ? b : a)), many = members.length > 1, by = hiddenBy(graph, worst), role = graph.role(worst.node);
       const tr = el("tr", {},
-        el("td", {}, many ? el("button.toggle", { type: "button", "aria-label": "each of them", onclick: () => expand(tr, members) }, "▸") : null, nodeLink(graph, worst.node, many ? `${worst.kind} (${members.length} alike)` : graph.nodes.name[worst.node])),
-        el("td", {}, role ? role.replace(/ over .*/, "") : "activation", el("small", {}, ` ${graph.phase(worst.node)}${graph.path(worst.node) ? `, ${many ? graph.fold(graph.path(worst.node)) : graph.path(worst.node)}` : ""}`)),
-        el("td", {}, `${worst.axis} × ${worst.ranks}`), el("td.number", {}, bytes(sum(members.map((c) => c.bytes)))), el("td.number", {}, time(sum(members.map((c) => c.ns)))),
+        el("td", {}, many ? el("button.toggle", { type: "button", "aria-label": "each of them", onclick: () => expand(tr, members) }, "▸") : null, nodeLink(graph, worst.node, many ? `${worst.kind} × ${members.length}` : graph.nodes.name[worst.node]),
+          el("small.below", {}, role ? role.replace(/ over .*/, "") : "activation", `, ${graph.phase(worst.node)}${graph.path(worst.node) ? `, ${many ? graph.fold(graph.path(worst.node)) : graph.path(worst.node)}` : ""}`)),
+        el("td.kind", {}, `${worst.axis} × ${worst.ranks}`), el("td.number", {}, bytes(sum(members.map((c) => c.bytes)))), el("td.number", {}, time(sum(members.map((c) => c.ns)))),
         el("td.number", {}, sum(members.map((c) => c.exposed)) ? time(sum(members.map((c) => c.exposed))) : "hidden"),
         el("td.number", {}, worst.waited === null ? "never waited for" : time(worst.waited - worst.launched)),
-        el("td", {}, by.nodes.length ? by.nodes.slice(0, 2).map(([i, t], k) => [k ? ", " : "", nodeLink(graph, i), ` ${time(t)}`]).flat() : el("span.muted", {}, "nothing"), by.nodes.length > 2 ? ` and ${by.nodes.length - 2} more` : ""),
-        el("td.why", {}, worst.exposed ? whyExposed(graph, worst) : ""));
-      [...tr.children].forEach((cell, k) => { cell.dataset.title = k < 2 ? "" : titles[k][0]; });
+        el("td.why", {}, worst.exposed ? whyExposed(graph, worst) : "", el("small.below", {}, "hidden by ", by.nodes.length ? by.nodes.slice(0, 2).map(([i, t], k) => [k ? ", " : "", nodeLink(graph, i), ` ${time(t)}`]).flat() : "nothing", by.nodes.length > 2 ? ` and ${by.nodes.length - 2} more` : "")));
+      [...tr.children].forEach((cell, k) => { cell.dataset.title = k && k < 6 ? titles[k][0] : ""; });
       return tr;
     };
     const expand = (tr, members) => {
@@ -252,7 +251,7 @@ function collectivesPart() {
       const each = members.map((c) => line([c])); each.forEach((e) => e.classList.add("folded")); tr.after(...each);
     };
     const more = growing(rows, 20, (r) => line(r.members), body);
-    box.replaceChildren(el("p.muted", {}, "Those that computation waits for longest come first; of alike ones the row tells of the worst. Bytes are those of the whole tensor."),
+    box.replaceChildren(el("p.muted", {}, "The longest waits come first. A row of several shows the sums, and the reason of the worst of them. Bytes are of the whole tensor."),
       el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), ...(more ? [more] : []));
   });
   return section;
@@ -266,7 +265,7 @@ function runsPart() {
   follow("graph", () => {
     const graph = shown(), parts = [], device = graph.segments.filter(([d]) => d).length;
     if (graph.segments.length) {
-      parts.push(el("p", {}, account.head.device ? "" : "A forecast records nothing. On a GPU: ", `${count(device, "CUDA graph")}, ${count(graph.host.length, "node")} on the host.`));
+      parts.push(el("p", {}, account.head.device ? "" : "On a GPU: ", `${count(device, "CUDA graph")}, ${count(graph.host.length, "node")} on the host.`));
       if (graph.host.length) parts.push(table([["node", 0], ["module", 0], ["why it stays on the host", 0]], graph.host.map(([i, why]) => [nodeLink(graph, i), where(graph, i), why])));
       else parts.push(el("p.muted", {}, "Nothing needs the host: one launch replays the whole graph."));
     } else parts.push(el("p.muted", {}, "No CUDA graphs: the step runs on a CPU, or with --no-cuda-graph."));
@@ -274,7 +273,7 @@ function runsPart() {
     graph.pieces.forEach((p) => { if (!groups.has(p.name)) groups.set(p.name, []); groups.get(p.name).push(p); });
     if (groups.size) parts.push(el("h3", {}, "Pieces compiled by Inductor"), table([["structure", 0], ["uses", 1], ["nodes each", 1], ["from", 0], ["to", 0], ["forecast, all uses", 1]], [...groups].map(([name, uses]) => [el("code", {}, name), uses.length, uses[0].nodes, nodeLink(graph, uses[0].first), nodeLink(graph, uses[0].last),
       time(sum(uses.map((u) => { let t = 0; for (let i = u.first; i <= u.last; i++) if (graph.nodes.piece[i] === graph.pieces.indexOf(u)) t += graph.nodes.ns[i]; return t; })))])));
-    else parts.push(el("p.muted", {}, account.head.device ? "Inductor compiled nothing." : "A forecast compiles nothing: nodes that a compiler would fuse count as one kernel, and a node's card names the others in its kernel."));
+    else parts.push(el("p.muted", {}, account.head.device ? "Inductor compiled nothing." : "The forecast counts nodes that a compiler would fuse as one kernel; a node's card names the others in its kernel."));
     box.replaceChildren(...parts);
   });
   return section;

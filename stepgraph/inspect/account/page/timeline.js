@@ -1,4 +1,4 @@
-// When every node runs: the compute stream, and a stream for each process group.
+// When every node runs: its module, the compute stream, and a stream for each process group.
 
 const LANE = 34, LABEL = innerWidth < 760 ? 72 : 108;
 
@@ -7,7 +7,7 @@ function timelinePart() {
   const head = el("p.muted", {}), labels = el("div", {});
   const canvas = chart(60, (context, width) => drawTimeline(context, width, by));
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", "Timeline of the step: arrows move it, plus and minus zoom; the tables below hold the same figures");
+  canvas.setAttribute("aria-label", "Timeline of the step: arrows move it, plus and minus zoom; the tables below have the same figures");
   const choices = ["phase", "work"].map((name) => el("button", { type: "button", onclick: () => { by = name; draw(); } }, name === "phase" ? "by phase" : "by kind of work"));
   const tools = el("div.tools", {}, choices, ...zoomTools());
   const draw = () => {
@@ -16,19 +16,19 @@ function timelinePart() {
     canvas.style.height = `${lanes.length * LANE + 26}px`;
     const used = new Set(graph.nodes[by].filter((_, i) => graph.nodes.ns[i]));
     labels.replaceChildren(legend([...(by === "phase" ? PHASES : WORK).map((name, k) => used.has(k) ? [by === "phase" ? name : WORK_NAMES[name], tone(by, k)] : null).filter(Boolean),
-      ...(graph.collectives.length ? [["travelling", "communication"], ["exposed: computation waits", "exposed", true]] : [])]));
-    head.textContent = `${graph.name === "step" ? "One step" : `One call of ${graph.name}`} takes ${time(graph.step_ns)}: ${time(graph.compute_ns)} of computing` +
-      (graph.collectives.length ? ` and ${time(sum(graph.collectives.map((c) => c.exposed)))} of waiting for collectives.` : ".") + " Click a bar for its node.";
+      ...(graph.collectives.length ? [["in flight", "communication"], ["exposed: computation waits", "exposed", true]] : [])]));
+    head.textContent = `${graph.name === "step" ? "One step" : `One call of ${graph.name}`}, forecast for ${account.head.gpu}: ${time(graph.compute_ns)} of computation` +
+      (graph.collectives.length ? ` and ${time(sum(graph.collectives.map((c) => c.exposed)))} of waiting for collectives.` : ".") + " Click a bar for its node or module.";
     canvas.redraw();
   };
-  panAndPick(canvas, (x, y) => pickTimeline(x, y, canvas.clientWidth), (hit) => hit && open(hit.node));
+  panAndPick(canvas, (x, y) => pickTimeline(x, y, canvas.clientWidth), (hit) => hit && (hit.module === undefined ? open(hit.node) : openModule(hit.module)));
   const section = part("timeline", "Timeline", head, tools, canvas, labels);
   follow("graph", draw); follow("window theme node", () => canvas.redraw());
   return section;
 }
 
 const tone = (by, k) => by === "work" ? WORK[k] : PHASES[k] === "optimizer" ? "optimizer-phase" : PHASES[k];
-function lanesOf(graph) { return ["compute", ...new Set(graph.collectives.map((c) => c.axis))]; }
+function lanesOf(graph) { return ["modules", "compute", ...new Set(graph.collectives.map((c) => c.axis))]; }
 const span = (graph) => [state.from * graph.end, state.to * graph.end];
 const xOf = (graph, width) => { const [from, to] = span(graph); return (t) => LABEL + (t - from) / (to - from) * (width - LABEL); };
 
@@ -40,14 +40,29 @@ function drawTimeline(context, width, by) {
     if (b >= a) { context.fillStyle = fill; context.fillRect(a, (lane + 1) * LANE - 6 - high, Math.max(b - a, 0.6), high); }
   };
   context.save(); context.beginPath(); context.rect(LABEL, 0, width - LABEL, lanes.length * LANE); context.clip();
-  for (let i = 0; i < graph.size; i++) if (ns[i]) bar(start[i], start[i] + ns[i], 0, tones[graph.nodes[by][i]]);
+  context.textBaseline = "middle";
+  /** `text` from x = a to b, at the lane's middle, or its end part, or nothing. */
+  const label = (names, a, b, lane) => {
+    const room = Math.min(b, width) - Math.max(a, LABEL) - 6, name = room > 8 && names.find((t) => context.measureText(t).width <= room);
+    if (name) context.fillText(name, Math.max(a, LABEL) + 3, lane * LANE + LANE / 2 - 1);
+  };
+  for (const [k, piece] of stretches(graph, x, width).entries()) {
+    context.fillStyle = color(state.module !== null && related(graph, piece.path, state.module) ? "plus" : k % 2 ? "panel" : "bubble");
+    context.fillRect(piece.a, 4, Math.max(piece.b - piece.a - 1, 0.6), LANE - 10);
+    context.fillStyle = ink; label([piece.path, shortName(piece.path)], piece.a, piece.b, 0);
+  }
+  for (let i = 0; i < graph.size; i++) if (ns[i]) {
+    const fill = tones[graph.nodes[by][i]], a = x(start[i]), b = x(start[i] + ns[i]);
+    bar(start[i], start[i] + ns[i], 1, fill);
+    if (b - a > 20 && b > LABEL && a < width) { context.fillStyle = inkOn(fill); label([graph.nodes.name[i], graph.operator(i).split(".")[1] || ""], a, b, 1); }
+  }
   const travelling = color("communication"), exposed = color("exposed"), hatched = stripes(context, exposed), paper = color("paper");
   for (const c of graph.collectives) {
     const lane = lanes.indexOf(c.axis), end = c.started + c.ns;
     bar(c.started, end, lane, travelling);
     if (!c.exposed) continue;
     const fill = x(c.exposed) - x(0) < 6 ? exposed : hatched; // stripes need room
-    bar(c.waited, c.waited + c.exposed, 0, paper); bar(c.waited, c.waited + c.exposed, 0, fill, 0.45); // a notch: no computation
+    bar(c.waited, c.waited + c.exposed, 1, paper); bar(c.waited, c.waited + c.exposed, 1, fill, 0.45); // a notch: no computation
     bar(Math.max(end - c.exposed, c.started), end, lane, fill);
   }
   context.restore();
@@ -56,6 +71,31 @@ function drawTimeline(context, width, by) {
   drawAxis(context, graph, width, lanes.length * LANE);
   if (state.node !== null) drawMarker(context, x(graph.at[state.node]), lanes.length * LANE, ink);
 }
+
+/** "7.mlp" of "layers.7.mlp": from a block's number on. */
+function shortName(path) { return path.match(/\d+(\.[^.]+)*$/)?.[0] || path.split(".").pop(); }
+/** Consecutive kernels of one module, [{path, a, b, first}] in pixels, cut as deep into the module tree as names fit. */
+function stretches(graph, x, width) {
+  const { ns, start } = graph.nodes, seen = [];
+  for (let i = 0; i < graph.size; i++) if (ns[i] && x(start[i] + ns[i]) > LABEL && x(start[i]) < width) seen.push(i);
+  const name = (i, depth) => graph.path(i).split(".").slice(0, depth).join(".") || (graph.phase(i) === "optimizer" ? "optimizer" : "the model");
+  const cut = (nodes, depth) => {
+    const groups = [];
+    for (const i of nodes) {
+      const path = name(i, depth), group = groups[groups.length - 1];
+      if (group && (group.path === path || x(start[i] + ns[i]) - x(start[i]) < 1)) group.nodes.push(i); else groups.push({ path, nodes: [i] });
+    }
+    return groups.flatMap(({ path, nodes }) => {
+      const first = nodes[0], last = nodes[nodes.length - 1], a = x(start[first]), b = x(start[last] + ns[last]);
+      const deeper = b - a > 28 && nodes.some((i) => graph.path(i).split(".").length > depth) ? cut(nodes, depth + 1) : [];
+      const needs = sum(deeper.map((piece) => 6 + 7 * shortName(piece.path).length));
+      return deeper.length && needs <= b - a ? deeper : [{ path, a, b, first }];
+    });
+  };
+  return cut(seen, 1);
+}
+/** Black or white, whichever is readable on a colour "#rrggbb". */
+function inkOn(fill) { const [r, g, b] = [1, 3, 5].map((k) => parseInt(fill.slice(k, k + 2), 16)); return 0.299 * r + 0.587 * g + 0.114 * b > 115 ? "#000" : "#fff"; }
 
 /** The next of 1, 2, 5 x 10^n. */
 function niceStep(rough) { const power = 10 ** Math.floor(Math.log10(rough)); return power * [1, 2, 5, 10].find((k) => k * power >= rough); }
@@ -82,7 +122,11 @@ function pickTimeline(px, py, width) {
   const t = from + (px - LABEL) / (width - LABEL) * (to - from), slack = (to - from) / (width - LABEL) * 2;
   const { ns, start } = graph.nodes;
   let best = null, near = slack;
-  if (lane) {
+  if (!lane) {
+    const piece = stretches(graph, xOf(graph, width), width).find(({ a, b }) => a <= px && px <= b);
+    return piece ? { module: graph.path(piece.first) ? piece.path : "", text: `${piece.path}\n${time((piece.b - piece.a) / (width - LABEL) * (to - from))}, ${graph.phase(piece.first)}` } : null;
+  }
+  if (lane > 1) {
     for (const c of graph.collectives) if (c.axis === lanes[lane]) { const off = Math.max(c.started - t, t - c.started - c.ns, 0); if (off < near || (!off && !best)) { near = off; best = c; } }
     return best && { node: best.node, text: `${graph.nodes.name[best.node]}\n${best.kind} over ${best.axis}, ${bytes(best.bytes)}, ${time(best.ns)}` + (best.exposed ? `\nexposed ${time(best.exposed)}: ${whyExposed(graph, best)}` : "\nhidden") };
   }
