@@ -20,7 +20,8 @@ _MOST_FORMS, _MOST_LINES = 200, 40
 def difference(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: str) -> dict[str, Any]:
     """How ``b`` differs from ``a``.
 
-    - ``names``: a label for each, by the options that differ. ``options``: [name, in a, in b]. ``figures``: the same for what the steps cost.
+    - ``names``: a label for each, by the options that differ. ``options``: [name, in a, in b]. ``figures``: the same
+      for what the steps cost.
     - ``modules``: [path, phase, ns in a, ns in b], equal blocks together. ``passes``: [name, line in a, line in b].
     - ``nodes``: ``a``, ``b``: lines that only one has of the graphs' texts, ``more``: how many are left out of each;
       ``graph``, ``path``, ``phase``: where; ``count``: modules that differ so; ``node``: the first of them in ``a``.
@@ -42,11 +43,13 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: 
 
 
 def _labels(a: Mapping[str, Any], b: Mapping[str, Any], options: list[list[Any]], names: Sequence[str]) -> list[str]:
-    """Labels that say what differs: the presets, else up to three options, else ``names``, if possible without folders."""
+    """Labels that say what differs: the presets, else up to three options, else ``names``, short if they differ so."""
     if a["title"] != b["title"]:
         return [a["title"], b["title"]]
     if chosen := [row for row in options if not row[0].startswith("version of ")][:3]:
-        return [", ".join(f"{name} {'none' if row[i] in (None, '') else row[i]}" for name, *row in chosen) for i in (0, 1)]
+        return [
+            ", ".join(f"{name} {'none' if row[i] in (None, '') else row[i]}" for name, *row in chosen) for i in (0, 1)
+        ]
     short = [Path(name).name for name in names]
     return short if short[0] != short[1] else list(names)
 

@@ -55,7 +55,7 @@ class Summary:
     mfu: float | None
     """Model FLOPs utilization in [0, 1] at ``tokens_per_s``; null where the device's peak is unknown."""
     bubble: float | None
-    """Share, in [0, 1], of a pipeline's schedule in which ranks do not compute, in the median step; null without one."""
+    """Share of a pipeline's schedule, in [0, 1], in which ranks do not compute, in the median step, or null."""
     capture_s: float | None
     """Seconds to capture the step graph and run its passes."""
     compile_s: float | None
