@@ -1,4 +1,27 @@
+"""The process of the command ``stepgraph``, which is ``python -m stepgraph`` too."""
+
+import contextlib
+import os
+import sys
+from typing import NoReturn
+
 from stepgraph.cli import main
+from stepgraph.errors import INTERRUPTED
+
+
+def run() -> NoReturn:
+    """`cli.main`. After Ctrl-C the process ends at once: Python's own end would wait for threads, compilers and its
+    collector."""
+    try:
+        main()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+            os._exit(INTERRUPTED)
+        raise
+
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from stepgraph.config.help import show_help
 from stepgraph.config.option_names import check_options, ranks_asked_for, run_of, value_of
-from stepgraph.errors import read_json, unknown_name, unknown_option
+from stepgraph.errors import INTERRUPTED, read_json, unknown_name, unknown_option
 
 if TYPE_CHECKING:
     from stepgraph.config.train import TrainConfig
@@ -143,8 +143,9 @@ def _status(arguments: list[str]) -> int:
         print(f"error: {error.strerror}: {str(error.filename)[:80]}...", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # training saves and ends by itself
-        print("interrupted", file=sys.stderr)
-        return 130
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _tell(error: str) -> None:

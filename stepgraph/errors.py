@@ -12,6 +12,8 @@ from typing import Any
 
 #: The largest JSON or TOML file that is read whole, in bytes: tokenizers of 256k tokens have 40 MB.
 LARGEST_TEXT = 1 << 28
+#: The exit status of a command that Ctrl-C ends where there is nothing to save.
+INTERRUPTED = 130
 
 
 #: What runs between the line that calls a captured step and a warning about that call.

@@ -29,6 +29,7 @@ from stepgraph.lower import StepSpec, learn_lengths, rewrite, trace
 from stepgraph.parallel import placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
 from stepgraph.passes import Passes, StepOptions, Target, resolve
+from stepgraph.passes.waiting import Waiting
 from stepgraph.run.bound import BoundStep, ExceededError
 from stepgraph.run.forms import Forms
 from stepgraph.run.program import Accumulators
@@ -326,6 +327,10 @@ class CapturedStep:
 
     @compat.collector_off()  # once for all parts: it would walk the trace again after each
     def _bind(self, batch: Any, signature: tuple) -> BoundStep:
+        with Waiting():
+            return self._captured(batch, signature)
+
+    def _captured(self, batch: Any, signature: tuple) -> BoundStep:
         self._forms.make_room()
         spec = replace(self.spec, batch=batch, accumulate=self._microbatches(batch))
         if not self._forms:

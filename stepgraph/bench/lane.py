@@ -53,8 +53,8 @@ class Lane:
             )
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(30 if kind is None else 0)  # Ctrl-C waits for nobody
         self._progress.__exit__()
         self._folder.cleanup()
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from stepgraph.compat.compiler import (
     await_compile_workers,
     compile_threads,
+    end_compile_workers,
     import_inductor,
     inductor,
     inductor_artifact,

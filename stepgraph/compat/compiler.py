@@ -131,6 +131,20 @@ def await_compile_workers(limit_s: int = 30) -> None:
             AsyncCompile.wait_pool_ready(timeout=limit_s)
 
 
+def end_compile_workers() -> None:
+    """End the processes in which Inductor compiles, whatever they do; torch would wait for them at the end of this
+    process. The next compilation starts others."""
+    global _workers_started
+    from torch._inductor import async_compile
+
+    for pool in async_compile._pool_set:
+        if isinstance(pool, async_compile.SubprocPool):
+            pool.running = False  # its thread that reads takes their end for what it is
+            pool.process.kill()
+    async_compile.after_fork()  # forgets them
+    _workers_started = False
+
+
 def compile_threads() -> int:
     """How many processes Inductor may use to compile, as its settings say."""
     from torch._inductor.async_compile import get_compile_threads

@@ -9,6 +9,7 @@ import difflib
 import gzip
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import tempfile
@@ -16,14 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS
 from stepgraph.inspect.forecast.forecast import simulated
-from stepgraph.parallel import MeshSpec
+from stepgraph.parallel import MeshSpec, in_own_process
 from stepgraph.run.saved import key
 from stepgraph.run.saved.graphs import Captured, Writer
+
+log = logging.getLogger("stepgraph.passes")
 
 #: Lines of a difference that are shown.
 _MOST_LINES = 8
@@ -57,7 +58,8 @@ def graphs_of_ranks(config: TrainConfig, gpu: str) -> list[RankGraph]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rank.json.gz"
         for rank in range(spec.size):
-            torch.multiprocessing.start_processes(_rank, (rank, config, gpu, file), start_method="forkserver")
+            log.info("the graph of rank %d of %d", rank, spec.size)
+            in_own_process(_rank, (rank, config, gpu, file), "forkserver")
             record = json.loads(gzip.decompress(file.read_bytes()))
             if "error" in record:
                 raise ValueError(record["error"])
@@ -65,7 +67,7 @@ def graphs_of_ranks(config: TrainConfig, gpu: str) -> list[RankGraph]:
     return found
 
 
-def _rank(_: int, rank: int, config: TrainConfig, gpu: str, file: Path) -> None:
+def _rank(rank: int, config: TrainConfig, gpu: str, file: Path) -> None:
     try:
         with simulated(config, GPUS[gpu], rank) as (program, _groups):
             writer = Writer(None, Captured.of(program))

@@ -14,4 +14,14 @@ from stepgraph.parallel.pipeline import (
 )
 from stepgraph.parallel.placement import Placement, placement_of
 from stepgraph.parallel.tensor import STYLES
-from stepgraph.parallel.world import gloo_group, job_store, launched, leave, says_first, started, world_size
+from stepgraph.parallel.world import (
+    gloo_group,
+    in_own_process,
+    job_store,
+    launched,
+    leave,
+    says_first,
+    started,
+    starts_again,
+    world_size,
+)

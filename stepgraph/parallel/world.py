@@ -6,11 +6,12 @@ import gc
 import hashlib
 import math
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch
@@ -70,6 +71,12 @@ def says_first(text: str) -> bool:
             digest = hashlib.sha256(text.encode()).hexdigest()
             return store.add(f"said/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{digest}", 1) == 1
     return True
+
+
+def starts_again() -> bool:
+    """Whether an elastic agent would start the ranks again where one ends with another status than 0."""
+    done, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return int(done) < int(most)
 
 
 def _agent_store(timeout_s: float) -> dist.Store:
@@ -201,6 +208,28 @@ def started(spec: MeshSpec | None, device_type: str, timeout_s: float = _STORE_T
     finally:
         gc.collect()  # NCCL waits for the end of CUDA graphs that hold its kernels before it closes
         dist.destroy_process_group()
+
+
+def in_own_process(function: Callable[..., None], args: tuple, method: str) -> None:
+    """Run ``function(*args)`` in a process that multiprocessing starts by ``method``, and wait for its end. Ctrl-C is
+    this process's: it ends the other one. Raises as ``torch.multiprocessing.spawn``."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a new program inherits it, from its first moment on
+    try:
+        context = torch.multiprocessing.start_processes(_alone, (function, args), join=False, start_method=method)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        while not context.join():
+            pass
+    except KeyboardInterrupt:
+        for process in context.processes:
+            process.kill()
+        raise
+
+
+def _alone(_: int, function: Callable[..., None], args: tuple) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    function(*args)
 
 
 def leave(status: int) -> NoReturn:

@@ -9,13 +9,12 @@ import os
 import sys
 from functools import partial
 
-import torch
-
 from stepgraph import compat, parallel
 from stepgraph.config import build
 from stepgraph.config.device import device_of
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS_PER_NODE
+from stepgraph.passes.waiting import Waiting
 from stepgraph.run.saved.store import Outcome
 from stepgraph.train.data import open_parts
 from stepgraph.train.data.formats import STREAMED, WHOLE
@@ -43,7 +42,7 @@ def main(config: TrainConfig) -> int:
         return _compile(0, config, chat)
     # DTensor keeps what it knows of a mesh beyond the world's end: a process for each rank, one after the other.
     for rank in range(world):
-        torch.multiprocessing.start_processes(_rank, (rank, config, chat), start_method="spawn")
+        parallel.in_own_process(_rank, (rank, config, chat), "spawn")
     return 0
 
 
@@ -56,7 +55,7 @@ def is_chat(config: TrainConfig) -> bool:
     )
 
 
-def _rank(_: int, rank: int, config: TrainConfig, chat: bool) -> None:
+def _rank(rank: int, config: TrainConfig, chat: bool) -> None:
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(min(config.mesh_spec.size, GPUS_PER_NODE)))
     compat.init_fake_world(rank, config.mesh_spec.size)
     if _compile(rank, config, chat):
@@ -70,7 +69,8 @@ def _compile(rank: int, config: TrainConfig, chat: bool) -> int:
     optimizer = build.build_optimizer(config, model)
     loss_fn = build.build_loss(config, device, mesh)
     spec = build.step_spec(config, model, loss_fn, build.example_batch(config, device, chat), optimizer)
-    step = build.build_step(dataclasses.replace(config, saved_steps=str(config.out)), spec)
+    with Waiting(lambda line: _print(f"rank {rank}: {line}")):
+        step = build.build_step(dataclasses.replace(config, saved_steps=str(config.out)), spec)
     outcome: Outcome = step.saved
     _print("\n   ".join([f"rank {rank}: {outcome.line()}", *outcome.notes]))
     if outcome.kept is None:

@@ -48,8 +48,8 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
             elastic_launch(config, sys.executable)("-u", "-m", "stepgraph", "train", *arguments)
     except ChildFailedError as failure:
         rank, first = failure.get_first_failure()
-        if first.exitcode == 2:
-            return 2
+        if first.exitcode in (2, 130):  # the rank has said why
+            return first.exitcode
         how = f"ended with status {first.exitcode}; its own message is above"
         if first.exitcode < 0:
             told = last_told(dist.PrefixStore(f"stepgraph/{config.run_id}", server), rank)

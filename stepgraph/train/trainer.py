@@ -22,6 +22,7 @@ from stepgraph.config.environment import environment
 from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import PLAIN_STEP, TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
+from stepgraph.errors import INTERRUPTED
 from stepgraph.lower import StepSpec
 from stepgraph.models import flops_per_token
 from stepgraph.parallel.experts import capacity_of
@@ -66,11 +67,11 @@ def run(config: TrainConfig) -> int:
     device = device_of(config)
     # Ranks may begin some time apart: what they import is large.
     with parallel.started(config.mesh_spec, device.type, max(MEETING_S, config.comm_timeout)) as mesh:
+        several = mesh is not None and mesh.spec.size > 1
         try:
             run = Run(config, device, mesh)
         except KeyboardInterrupt:
-            print("error: interrupted before the run began", file=sys.stderr)
-            return 130
+            return _interrupted("error: interrupted before the run began", several)
         except RuntimeError as failure:
             if not is_lost_rank(failure):
                 raise
@@ -80,15 +81,28 @@ def run(config: TrainConfig) -> int:
             status = run.train()
         except ValueError:
             raise  # an error of use, the same on every rank: told in one line
+        except KeyboardInterrupt:
+            if not several:
+                raise
+            return _interrupted("interrupted", several)
         except Exception:
-            if mesh is None or mesh.spec.size == 1:
+            if not several:
                 raise
             traceback.print_exc()  # as Python would at its end, which this rank does not wait for
             status = 1
-        if status and mesh is not None and mesh.spec.size > 1:
+        if status and several:
             parallel.leave(status)
         del run  # whatever of it holds the step: NCCL's groups close when its CUDA graphs have ended
         return status
+
+
+def _interrupted(text: str, several: bool) -> int:
+    """Answer Ctrl-C where there is nothing to save; one of ``several`` ranks does not wait for the others."""
+    if parallel.says_first(text):
+        print(text, file=sys.stderr)
+    if several:
+        parallel.leave(0 if parallel.starts_again() else INTERRUPTED)
+    return INTERRUPTED
 
 
 class Run:
@@ -148,7 +162,7 @@ class Run:
         self.rewritten = False  # whether the data is known to have been written to since
         self.bubble = Bubble()
         self.ending, self.ended = threading.Lock(), False  # for `closing.close`
-        self.signals = StopSignals(patient=self.ranks.world > 1)
+        self.signals = StopSignals(patient=self.ranks.world > 1, speaks=self.speaks)
         self.watch = Watch(
             *(self.ranks.rank, self.ranks.world, device.type),
             *(config.comm_timeout, config.first_step_timeout, partial(close, self, "failed")),
@@ -223,16 +237,19 @@ class Run:
                     self.watch.at("the comparison with eager", limited=False)
                     verify_step(self.captured, self.validation.batches, self.config, self.device, self.say)
                 self._steps()
-            self._save(last=True)  # before all that may fail
+            with Waiting(self.say, f"saving step {self.step}"):
+                self._save(last=True)  # before all that may fail
             if self.failures.first:
                 raise StoppedError(f"{self.failures.first}; step {self.step} is saved: --resume {self.folder.path}")
             finished = self.step == self.config.steps
             if finished:
                 self.ranks.first(lambda: self.saving.checkpointer.finish(evict=not self.finite.in_a_row))
-                self._validate()
+                with Waiting(self.say, "the last validation"):
+                    self._validate()
             if finished and self.config.export_hf is not None:
                 self.watch.at("the export", limited=False)
-                export_saved(self.model, self.config, self.folder.path, self.step)
+                with Waiting(self.say, "exporting for Hugging Face"):
+                    export_saved(self.model, self.config, self.folder.path, self.step)
                 self.say(f"weights and tokenizer for Hugging Face in {self.config.export_hf}")
             status = "finished" if finished else "interrupted"
         except (NotFiniteError, NotExactError, StoppedError, OSError) as failure:

@@ -1,5 +1,10 @@
 """Inductor's compile workers: waited for where they were started, and no longer than said."""
 
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 from torch._inductor import async_compile
 
@@ -38,3 +43,23 @@ def test_one_thread_has_no_workers(waits, monkeypatch):
     compat.start_compile_workers()
     compat.await_compile_workers()
     assert waits == []
+
+
+def test_compile_workers_end_at_once_whatever_they_do():
+    """Torch would wait for them at the end of the process."""
+    code = (
+        "import os, time, torch\n"
+        "from torch._inductor import async_compile\n"
+        "from stepgraph import compat\n"
+        "compat.start_compile_workers()\n"
+        "pool = async_compile.AsyncCompile.process_pool()\n"
+        "pool.submit(os.getpid).result(60)\n"
+        "task = pool.submit(time.sleep, 60)\n"
+        "time.sleep(0.1)\n"
+        "compat.end_compile_workers()\n"
+        "assert pool.process.wait(5) == -9\n"
+        "print(time.monotonic(), flush=True)\n"
+    )
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert time.monotonic() - float(done.stdout) < 10 and not done.stderr

@@ -3,6 +3,9 @@
 import logging
 import time
 
+import pytest
+
+from stepgraph.passes import waiting
 from stepgraph.passes.waiting import Waiting
 
 
@@ -25,3 +28,41 @@ def test_short_work_is_silent():
     with Waiting(said.append):
         pass
     assert said == []
+
+
+def test_the_users_logging_decides_who_gets_a_line(monkeypatch, capsys):
+    """Nothing set up: stderr. Else the logger ``stepgraph``, at INFO; what the lines come from stays silent."""
+    log, piece, shown = logging.getLogger("stepgraph.of_this_test"), logging.getLogger("stepgraph.compile"), []
+    monkeypatch.setattr(waiting, "log", log)
+    monkeypatch.setattr(log, "propagate", False)  # pytest sets logging up
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())
+
+    def wait():
+        with Waiting(what="tracing", every_s=0.05):
+            piece.info("compiling piece 1 of 2")
+            time.sleep(0.08)
+        return capsys.readouterr().err
+
+    assert wait() == "stepgraph: compiling piece 1 of 2 (0 s)\n"
+    log.setLevel(logging.WARNING)
+    assert wait() == ""
+    log.addHandler(handler)
+    logging.getLogger().addHandler(handler)
+    try:
+        assert wait() == "" and shown == []
+        log.setLevel(logging.INFO)
+        assert wait() == "" and shown == ["compiling piece 1 of 2 (0 s)"]
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def test_inside_another_one_it_does_nothing():
+    outer, inner = [], []
+    with Waiting(outer.append, every_s=0.05), Waiting(inner.append, every_s=0.05):
+        time.sleep(0.08)
+    assert outer and not inner
+    with Waiting(inner.append, every_s=0.05), pytest.raises(ValueError):
+        time.sleep(0.08)
+        raise ValueError
+    assert inner

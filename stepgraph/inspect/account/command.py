@@ -111,10 +111,12 @@ def main(argv: list[str]) -> int:
     elsewhere = options.against in PRESETS and options.against != what
     if elsewhere and (shape := [name for name in given if name.startswith("model.")]):
         raise ValueError(f"--{min(shape)} shapes {what}, not {options.against}: compare with a page of that")
+    waiting = Waiting(lambda line: print(line, file=sys.stderr, flush=True))
     if options.ranks:
-        return _ranks(what, options, words, given)
+        with waiting:
+            return _ranks(what, options, words, given)
     other = None
-    with Waiting(lambda line: print(line, file=sys.stderr, flush=True)):
+    with waiting:
         account = _account(what, options, words)
         if options.against is not None:
             model = PRESETS[options.against]().model if elsewhere else options.model

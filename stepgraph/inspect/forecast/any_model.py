@@ -39,6 +39,7 @@ from stepgraph.graph.values import Accumulator, Input, ModelTensor, OptimizerSta
 from stepgraph.inspect.forecast.tables import size_text, time_text
 from stepgraph.lower import StepSpec, copied, lower, programs_by_policy, rewrite, trace
 from stepgraph.passes import StepOptions, Target
+from stepgraph.passes.waiting import Waiting
 
 #: Kinds of memory that do not grow with the batch.
 _FIXED = ("parameters", "optimizer", "gradients")
@@ -194,7 +195,7 @@ def forecast(
     leaves, _ = flatten_batch(batch)
     checks.check_microbatches(leaves, accumulate)
     gpu = GPUS[device]
-    with _without_values(model, batch, optimizer) as (stand_in, given):
+    with Waiting(), _without_values(model, batch, optimizer) as (stand_in, given):
         spec = StepSpec(
             *(model, loss_fn, given, stand_in), max_grad_norm=max_grad_norm, accumulate=accumulate, passes=passes
         )

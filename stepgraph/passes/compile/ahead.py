@@ -96,6 +96,11 @@ class Ahead:
             self.notes.append(f"{len(found)} of our own kernels compiled ahead")
         return self.notes
 
+    def end(self) -> None:
+        """End what was started: the step will not be run."""
+        if self._worker is not None:
+            self._worker.kill()
+
     def _missed(self, what: str, why: str) -> None:
         self.notes.append(f"not compiled ahead: {what}: {why}"[:200])
 

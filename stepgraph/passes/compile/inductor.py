@@ -32,7 +32,7 @@ from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Parameter
-from stepgraph.inductor.regional import Piece, compile_pieces, note_pieces, region_of, untag
+from stepgraph.inductor.regional import Compilation, Piece, compile_pieces, note_pieces, region_of, untag
 from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
@@ -187,21 +187,30 @@ def _compile(
         note_pieces(step.module, pieces, config)
         return
     ahead = Ahead([step.graph])
-    with Helpers() as helpers, _timed(report, helpers):
-        result = compile_pieces(
-            step.module, pieces, config, any_length=options.any_length, beside=ahead.start, helpers=helpers
-        )
-        report.summary = (
-            f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
-            f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
-        )
-        if reused := sum(use.reused for use in result.uses):
-            report.summary += f", {reused} reused"
-        if open_ := sum(use.any_length for use in result.uses):
-            report.summary += f", {open_} for any length"
-        report.notes += sorted({use.note for use in result.uses if use.note})
-        report.notes += helpers.notes + ahead.finish()
+    try:
+        with Helpers() as helpers, _timed(report, helpers):
+            result = compile_pieces(
+                step.module, pieces, config, any_length=options.any_length, beside=ahead.start, helpers=helpers
+            )
+            _summarize(report, pieces, result)
+            report.notes += helpers.notes + ahead.finish()
+    except KeyboardInterrupt:  # it is answered at once: nothing else is waited for
+        ahead.end()
+        compat.end_compile_workers()
+        raise
     step.executable = result.module
+
+
+def _summarize(report: PassReport, pieces: list[Piece], result: Compilation) -> None:
+    report.summary = (
+        f"{report.changed} operators in {len(pieces)} compiled piece{'s' * (len(pieces) != 1)} of "
+        f"{len(result.compiled)} structure{'s' * (len(result.compiled) != 1)}"
+    )
+    if reused := sum(use.reused for use in result.uses):
+        report.summary += f", {reused} reused"
+    if open_ := sum(use.any_length for use in result.uses):
+        report.summary += f", {open_} for any length"
+    report.notes += sorted({use.note for use in result.uses if use.note})
 
 
 def _needs_gpu(node: fx.Node) -> str | None:

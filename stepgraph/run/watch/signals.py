@@ -1,6 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP as requests to stop, which the run meets where its state is consistent."""
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
@@ -21,12 +22,13 @@ class StopSignals:
 
     The first signal, or leaving the context, restores the handlers of SIGINT and SIGTERM, so that a second one ends the
     process at once; a terminal that goes away may send SIGHUP twice. ``patient``: later signals are only recorded too,
-    for ranks that get Ctrl-C from the terminal and again from torchrun.
+    for ranks that get Ctrl-C from the terminal and again from torchrun. ``speaks``: the first signal is answered by a
+    line on stderr.
     """
 
-    def __init__(self, *, patient: bool = False) -> None:
+    def __init__(self, *, patient: bool = False, speaks: bool = False) -> None:
         self.received: str | None = None
-        self._patient = patient
+        self._patient, self._speaks = patient, speaks
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -39,21 +41,28 @@ class StopSignals:
 
     @contextlib.contextmanager
     def ctrl_c_at_once(self) -> Iterator[None]:
-        """Inside, Ctrl-C raises ``KeyboardInterrupt`` at once: there is no new state to save. Not where `patient`."""
-        if self._patient:
-            yield
-            return
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        """Inside, the first Ctrl-C raises ``KeyboardInterrupt`` at once: there is no new state to save."""
+        before = signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._patient:
+            signal.signal(number, signal.SIG_IGN)  # the same Ctrl-C may come again while the ranks end
+        signal.default_int_handler(number, frame)
 
     def _restore(self, *numbers: int) -> None:
         for number in numbers:
             signal.signal(number, self._before[number])
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self._speaks and self.received is None:
+            again = "" if self._patient else ", or at once by a second Ctrl-C, without the checkpoint"
+            text = f"\n{signal.Signals(number).name}: the run ends after what it does now, with a checkpoint{again}\n"
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode())  # the signal may have come while Python's own stream was written to
         self.received = signal.Signals(number).name
         if not self._patient:
             self._restore(*_URGENT)
