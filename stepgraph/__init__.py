@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stepgraph.errors import CaptureError
     from stepgraph.graph.step_graph import StepGraph
     from stepgraph.inspect.forecast.any_model import StepForecast, forecast
-    from stepgraph.passes import StepOptions
+    from stepgraph.options import StepOptions
     from stepgraph.regions import region
     from stepgraph.step import CapturedStep, capture
     from stepgraph.verify import VerifyReport
@@ -45,7 +45,7 @@ _HOMES = {
     "MasterAdamW": "stepgraph.capture",
     "StepForecast": "stepgraph.inspect.forecast.any_model",
     "StepGraph": "stepgraph.graph.step_graph",
-    "StepOptions": "stepgraph.passes",
+    "StepOptions": "stepgraph.options",
     "VerifyReport": "stepgraph.verify",
     "capture": "stepgraph.step",
     "end_of_step": "stepgraph.capture.python.end_of_step",

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from stepgraph.config.help import show_help
-from stepgraph.config.option_names import check_options, ranks_asked_for, run_of, value_of
+from stepgraph.config.command_line import check_names, options_of, parse, ranks_asked_for, run_of, show_help, value_of
+from stepgraph.config.commands import COMMANDS
+from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning, settings
 from stepgraph.errors import INTERRUPTED, read_json, unknown_name, unknown_option
+from stepgraph.options import StepOptions
 
 if TYPE_CHECKING:
     from stepgraph.config.train import TrainConfig
@@ -54,27 +56,7 @@ _DESCRIPTIONS = {
     "folder --out, for stepgraph train --saved-steps FOLDER.",
 }
 
-#: What comes before the options.
-_ARGUMENTS = {
-    "train": "[PRESET]",
-    "compile": "[PRESET]",
-    "plan": "PRESET",
-    "inspect": "RUN|PRESET",
-    "sample": "RUN",
-    "export": "RUN",
-}
-
 _HOUSE = Path(__file__).parent
-
-#: Where the options of a command are declared, and those that are declared nowhere.
-_OPTIONS = {
-    "train": ("stepgraph.config.train", "TrainConfig", "--config"),
-    "compile": ("stepgraph.config.train", "TrainConfig", "--config"),
-    "plan": ("stepgraph.inspect.forecast.command", "PlanOptions"),
-    "inspect": ("stepgraph.inspect.account.command", "InspectOptions"),
-    "sample": ("stepgraph.train.sample", "SampleOptions"),
-    "export": ("stepgraph.train.export", "ExportOptions"),
-}
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -161,13 +143,8 @@ def _tell(error: str) -> None:
 def _dispatch(arguments: list[str]) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     # A command is imported where it is called, so that help and wrong names do not wait for its libraries.
-    if command in _OPTIONS:
-        check_options(rest, f"stepgraph {command}", *_OPTIONS[command])
-        if asked := {"-h", "--help", "--help-all"} & set(rest):
-            usage = f"stepgraph {command} {_ARGUMENTS[command]}"
-            show_help(usage, *_OPTIONS[command][:2], _DESCRIPTIONS.get(command, ""), every="--help-all" in asked)
-            return 0
-        _require_compiler_cache()
+    if command in COMMANDS and _helped(command, rest):
+        return 0
     match command:
         case "-h" | "--help":
             print(USAGE, end="")
@@ -226,6 +203,22 @@ def _dispatch(arguments: list[str]) -> int:
     raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect", "sample", "export"])
 
 
+def _helped(command: str, words: list[str]) -> bool:
+    """Whether ``words`` ask for help that needs no model, which is printed. Raises ValueError for a wrong option."""
+    arguments, kinds = COMMANDS[command]
+    runs, models = command in ("train", "compile"), StepOptions in kinds
+    options = [option for kind in kinds for option in options_of(kind())]
+    check_names(words, f"stepgraph {command}", options, ["--config"] * runs, models=not models)
+    if {"-h", "--help"} & set(words):
+        defaults = settings(DEFAULT) if runs else {}
+        shown = [option._replace(value=defaults.get(option.path[-1], option.value)) for option in options]
+        text = (_DESCRIPTIONS.get(command) or kinds[-1].__doc__ or "") + f" Presets: {', '.join(PRESETS)}." * models
+        show_help(f"stepgraph {command} {arguments}", text, shown)
+        return True
+    _require_compiler_cache()
+    return False
+
+
 def _require_compiler_cache() -> None:
     """Raise ``ValueError`` where torch cannot make the folder that it needs as soon as its compiler is imported."""
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -244,8 +237,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value.
     """
-    from stepgraph.config.command_line import parse, refuse_idle, refuse_unused
-    from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning
+    from stepgraph.config.idle import refuse_idle, refuse_unused
 
     named = bool(arguments) and not arguments[0].startswith("-")
     preset, options = (arguments[0], arguments[1:]) if named else (DEFAULT, arguments)
@@ -272,12 +264,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         if default.warmup_steps >= steps:
             default = dataclasses.replace(default, warmup_steps=steps // 10)  # the preset is for long runs
 
-    config = parse(
-        default,
-        options,
-        usage=f"stepgraph {command} [PRESET]",
-        description=_DESCRIPTIONS[command],
-    )
+    (config,) = parse(options, f"stepgraph {command} [PRESET]", default, description=_DESCRIPTIONS[command])
     config.validate()
     refuse_idle(config, options)
     refuse_unused(config, options)

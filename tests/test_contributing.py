@@ -14,8 +14,8 @@ WORKED = re.compile(r"### (Add [^\n]+)\n.*?```diff\n(.*?)```\n\n```\npython ([^\
 CHANGES = {name: (diff, command) for name, diff, command in WORKED.findall((ROOT / "CONTRIBUTING.md").read_text())}
 
 
-def test_the_page_shows_a_pass_an_option_a_model_and_a_kernel():
-    assert [name.split()[-1] for name in CHANGES] == ["pass", "step", "model", "kernel"]
+def test_the_page_shows_a_pass_two_options_a_model_and_a_kernel():
+    assert [name.split()[-1] for name in CHANGES] == ["pass", "step", "mesh", "model", "kernel"]
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepgraph.passes import PASSES, StepOptions
-from stepgraph.passes.options import choices
+from stepgraph.options import StepOptions, choices
+from stepgraph.passes import PASSES
 from stepgraph.passes.order import ORDER
 
 ROOT = Path(__file__).parents[1]
@@ -59,5 +59,5 @@ def test_the_table_of_step_options_has_each_with_its_values():
         flag = field.name.replace("_", "-")
         assert option.startswith((f"`--{flag}", f"`--no-{flag}"))
         assert str(field.default) in values.split(";")[0]
-        for value in choices().get(field.name, ()):
+        for value in choices(StepOptions).get(field.name, ()):
             assert field.type is bool or f'"{value}"' in values or str(value) in values

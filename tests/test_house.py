@@ -29,7 +29,7 @@ ROOMS = (
         "parallel",
         "capture",
     ),
-    *("costs", "graph", "inductor", "models", "kernels", "compat", "regions", "cache", "errors"),
+    *("costs", "graph", "inductor", "models", "kernels", "compat", "regions", "cache", "options", "errors"),
 )
 #: What torch has no public name for and keeps from version to version: the foreach functions, and the classes of what
 #: a node of a graph calls. Operators (``torch.ops.aten._to_copy``) are public by their schema.

@@ -4,17 +4,16 @@ import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any
 
 import torch
-import tyro
 from torch import nn
 
-from stepgraph.config.command_line import parse, refuse_idle, require_folder
+from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
-from stepgraph.config.train import ModelConfig, TrainConfig
+from stepgraph.config.train import TrainConfig
 from stepgraph.errors import unknown_name
-from stepgraph.passes import StepOptions
+from stepgraph.options import BatchOptions, DeviceOptions, StepOptions, values
 
 #: Small and constant: at a preset's own peak rate, without its warm-up, a few steps on one batch are chaotic, and
 #: rounding alone would drive the providers' losses apart.
@@ -28,67 +27,37 @@ BATCH_SEED = 1
 DEFAULT_PRESET = "llama3-debug"
 
 
+#: What the benchmarks of a preset's training step take of a run. The options of the step are for stepgraph's providers.
+SHARED = (BatchOptions, DeviceOptions, StepOptions)
+
+
 @dataclass(frozen=True)
-class BenchOptions(StepOptions):
-    """What the benchmarks of a preset's training step share. The options of the step are for stepgraph's providers."""
-
-    batch_size: int = 8
-    """Sequences in the batch; over several devices in that of one data-parallel rank."""
-
-    seq_len: int = 256
-    """Tokens in a sequence."""
-
-    precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
-    """As in stepgraph train."""
-
-    providers: str = ""
-    """Names with commas between."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is cuda where there is a GPU, otherwise cpu."""
+class RecordFile:
+    """Where the record goes."""
 
     json: Path | None = None
-    """Write the record to this file, after each provider; stepgraph bench report reads it."""
-
-    model: ModelConfig = dataclasses.field(default_factory=lambda: PRESETS[DEFAULT_PRESET]().model)
-    """Shape of the model."""
-
-    preset: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = DEFAULT_PRESET
-    """Name of the preset that the options started from."""
-
-    def run(self, *names: str, **values: Any) -> TrainConfig:
-        """The run whose step is measured: the preset's with the options that all benchmarks share, those called
-        ``names``, and ``values``. Raises ValueError, in one line, for an option that cannot be right."""
-        require_folder(self.json)
-        step = (field.name for field in dataclasses.fields(StepOptions))
-        taken = {name: getattr(self, name) for name in (*step, "batch_size", "seq_len", "precision", "model", *names)}
-        config = dataclasses.replace(
-            PRESETS[self.preset](), **taken, lr=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, **values
-        )
-        config.validate()
-        return config
+    """Write the record to this file as it grows; stepgraph bench report reads it."""
 
 
-Options = TypeVar("Options", bound=BenchOptions)
-
-
-def of_preset(kind: type[Options], name: str, *names: str) -> Options:
-    """Options of ``kind`` with the preset's model, batch, precision, and what ``names`` say."""
+def preset(name: str, **changed: Any) -> TrainConfig:
+    """The preset's run with the default options of a step, no mesh, and ``changed``."""
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
-    taken = ("model", "batch_size", "seq_len", "precision", *names)
-    return kind(preset=name, **{field: getattr(PRESETS[name](), field) for field in taken})
+    return dataclasses.replace(PRESETS[name](), **values(StepOptions(), StepOptions) | changed)
 
 
-def parse_options(default: Options, words: list[str], usage: str, known: Collection[str]) -> Options:
-    """``default`` with what ``words`` set. Raises ValueError, in one line, for an unknown option or provider and for a
-    bad value. ``known``: the providers that there are."""
-    text = f"{type(default).__doc__} Presets: {', '.join(PRESETS)}. Providers: {', '.join(known)}."
-    options = parse(default, words, usage=usage, description=text)
-    provider_names(options.providers, known)
-    options.validate_step()
-    refuse_idle(options, words)
-    return options
+def described(kind: type, known: Collection[str]) -> str:
+    """What ``--help`` says of the benchmark with the options ``kind``. ``known``: the providers that there are."""
+    return f"{kind.__doc__} Presets: {', '.join(PRESETS)}. Providers: {', '.join(known)}."
+
+
+def run_of(config: TrainConfig, words: list[str], **changed: Any) -> TrainConfig:
+    """The run whose step is measured: ``config``, which ``words`` set, ``changed``. Raises ValueError, in one line, for
+    an option that cannot be right."""
+    refuse_idle(config, words)
+    config = dataclasses.replace(config, lr=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, **changed)
+    config.validate()
+    return config
 
 
 def provider_names(text: str, known: Collection[str]) -> list[str]:

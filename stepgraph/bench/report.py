@@ -26,11 +26,8 @@ class ReportOptions:
 def main(argv: list[str]) -> int:
     """Prints the tables of the records named first in ``argv``. Raises ValueError, in one line, for a bad record."""
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    options = parse(
-        ReportOptions(),
-        argv[count:],
-        usage="stepgraph bench report FILE.json ...",
-        description=ReportOptions.__doc__ or "",
+    (options,) = parse(
+        argv[count:], "stepgraph bench report FILE.json ...", ReportOptions(), description=ReportOptions.__doc__ or ""
     )
     if not count:
         raise ValueError("no record given: write stepgraph bench report FILE.json ... [--plot PNG]")

@@ -1,146 +1,312 @@
-"""Command-line options from dataclasses: tyro parses them, and every error of use is one line with one fix."""
+"""Command lines from dataclasses, by argparse; every error of use is one line with one fix. Nothing here imports torch.
 
+A field of a dataclass is an option, with dashes for underscores; one of a dataclass in it has the outer name in front,
+as in ``--model.n-layers``. Its type says what values it takes, its docstring what it is for.
+"""
+
+import argparse
+import ast
 import contextlib
 import dataclasses
-import io
+import inspect
 import itertools
+import math
 import os
 import re
+import shutil
+import sys
+import textwrap
+import types
 import typing
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn, TypeVarTuple
 
-from stepgraph.config.option_names import option_of
-from stepgraph.errors import unknown_option
-from stepgraph.passes import Pass, StepOptions, Target, resolve
-from stepgraph.passes.options import choices
+from stepgraph.errors import nearest, read_json, unknown_option
+from stepgraph.options import StepOptions, allowed, kinds, names
 
-T = typing.TypeVar("T")
+Records = TypeVarTuple("Records")
 
-#: A machine on which every pass may run.
-ANY = Target("cuda", process_groups=True)
-
-# tyro's words (a pattern over the whole message) -> ours; {usage} is the command's own form.
-_PLAIN = [
-    (r"^Unrecognized options: (.*)", r"unexpected \1: write {usage}"),
-    (r"^Missing value for argument '(\S+)'\. Expected (\d+) values\.", r"\1 lacks its value: it takes \2"),
-    (
-        r"^invalid choice (.*) for argument '(\S+)'\. Expected one of \((.*?),?\)\.",
-        r"bad value for \2: \1 is not one of \3",
-    ),
-    (
-        r"no type matching \{None\}\|(\S+) could be instantiated from \['(.*)'\]\.",
-        r"'\2' is neither None nor of type \1",
-    ),
-    (r"^Error parsing (\S+):", r"bad value for \1:"),
-    (r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not a whole number"),
-    (r"could not convert string to float: (.*)", r"\1 is not a number"),
-]
-
-
-def parse(default: T, options: list[str], *, usage: str, description: str) -> T:
-    """``default``, a dataclass, with the fields that ``options`` set; ``--help`` prints and exits.
-
-    ``usage`` is the command with its arguments, such as ``stepgraph train [PRESET]``. A field named ``preset`` is no
-    option. Raises ValueError, in one line, for an unknown option (with the nearest one) and for a bad value.
-    """
-    import tyro
-
-    _check_names(options, default, usage)
-    _check_empty(options, default)
-    with contextlib.redirect_stderr(io.StringIO()) as box:
-        try:
-            append = (tyro.conf.UseAppendAction,)  # a list grows by --name VALUE, given again and again
-            return tyro.cli(
-                type(default), prog=usage, description=description, args=options, default=default, config=append
-            )
-        except SystemExit as stop:
-            if stop.code == 0:  # --help
-                raise
-            raise ValueError(_one_line(box.getvalue(), usage)) from None
-
-
-def refuse_idle(options: StepOptions, words: list[str], target: Target = ANY) -> None:
-    """Raises ValueError for an option of the step that ``words`` give although no value of it would change the passes
-    for ``target``. What is off may be said to be off."""
-    passes = resolve(options, (), target)
-    for name, allowed in choices().items():
-        value, flag = getattr(options, name), "--" + name.replace("_", "-")
-        given = any(word.split("=")[0].replace("_", "-") == flag for word in words)
-        others = [dataclasses.replace(options, **{name: other}) for other in allowed if other != value]
-        if given and value != "off" and all(_same(other, passes, target) for other in others):
-            where = "in a forecast: leave it out" if target.simulated else "with passes=exact: drop one of them"
-            raise ValueError(f"{name}={value} changes nothing {where}")
-
-
-#: Options that change nothing without another: what has to hold, and how to have it so.
-_NEEDED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_skipped": (lambda config: config.on_nonfinite == "skip", "add --on-nonfinite skip"),
-    "decay_fraction": (lambda config: config.schedule == "wsd", "add --schedule wsd"),
-    "min_lr_ratio": (lambda config: config.schedule != "constant", "drop --schedule constant"),
-    "expert_capacity": (lambda config: config.mesh_spec and config.mesh_spec.ep > 1, "add ep=2 to --mesh"),
+#: Names of other trainers' options -> ours.
+ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--lr-scheduler-type": "--schedule",
+    "--epochs": "--steps N (a run has no epochs)",
+    "--num-train-epochs": "--steps N (a run has no epochs)",
+    "--max-steps": "--steps",
+    "--num-steps": "--steps",
+    "--output-dir": "--out",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--grad-accum": "--accumulate",
+    "--per-device-train-batch-size": "--batch-size",
+    "--micro-batch-size": "--batch-size",
+    "--max-seq-length": "--seq-len",
+    "--block-size": "--seq-len",
+    "--gradient-checkpointing": "--memory full",
+    "--bf16": "--precision bf16, or bf16-autocast",
+    "--fp16": "--precision bf16, or bf16-autocast (there is no fp16)",
+    "--dtype": "--precision",
+    "--wandb": "--log wandb",
+    "--report-to": "--log",
+    "--logging-steps": "--log-every",
+    "--save-steps": "--checkpoint-every",
+    "--eval-steps": "--val-every",
+    "--save-total-limit": "--keep-checkpoints",
+    "--resume-from-checkpoint": "--resume",
+    "--model-name-or-path": "--init-from-hf",
+    "--dataset": "--data",
+    "--grad-clip": "--max-grad-norm",
+    "--fsdp": "--mesh fsdp=N",
+    "--tensor-parallel-size": "--mesh tp=N",
+    "--compile": "--inductor",
 }
 
 
-def refuse_unused(config: object, words: list[str]) -> None:
-    """Raises ValueError for an option of a run that ``words`` give and that changes nothing with the others."""
-    given = {option_of(word) for word in words}
-    for name, (holds, fix) in _NEEDED.items():
-        if f"--{name.replace('_', '-')}" in given and not holds(config):
-            raise ValueError(f"{name}={getattr(config, name)} changes nothing: {fix}, or leave it out")
+class Option(NamedTuple):
+    """A field as an option. ``path``: the names that lead to it, as ``("model", "n_layers")``. ``owner``: the dataclass
+    that declares it."""
+
+    path: tuple[str, ...]
+    kind: Any
+    value: Any
+    owner: type
+
+    @property
+    def flag(self) -> str:
+        return "--" + ".".join(self.path).replace("_", "-")
 
 
-def _same(options: StepOptions, passes: list[Pass], target: Target) -> bool:
-    """Whether ``options`` lead to ``passes``, or to none because they do not go together."""
-    with contextlib.suppress(ValueError):
-        return resolve(options, (), target) == passes
-    return True
-
-
-def _check_names(options: list[str], default: object, usage: str) -> None:
-    """Refuses the first unknown option with the nearest one: tyro's own answer takes a boxed page."""
-    allowed = ["--help", *_names(default, "")]
-    for word in options:
-        if (name := option_of(word)) is not None and name not in allowed:
-            raise unknown_option(word.split("=", 1)[0], allowed, " ".join(w for w in usage.split() if w.islower()))
-
-
-def _check_empty(options: list[str], default: object) -> None:
-    """Refuses the first option that is given an empty text, as of a shell's variable that is not set, and whose own
-    default is not empty: an empty path would be the folder that this runs in."""
-    for word, behind in itertools.zip_longest(options, options[1:]):
-        name, given, value = word.partition("=")
-        if (plain := option_of(word)) is None or (value if given else behind) != "":
-            continue
-        if getattr(default, plain.lstrip("-").replace("-", "_"), None) != "":
-            raise ValueError(f"{name} is given an empty value: give one, or leave it out")
-
-
-def _names(config: object, prefix: str) -> typing.Iterator[str]:
-    """Every option that tyro makes of a dataclass: ``--name``, ``--no-name`` for a flag, ``--outer.name``."""
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        name, value = field.name.replace("_", "-"), getattr(config, field.name)
+def options_of(record: object, taken: Iterable[str] | None = None, path: tuple[str, ...] = ()) -> Iterator[Option]:
+    """Every option of a dataclass, those of the dataclasses in it too; only those called one of ``taken``, if given.
+    The name of a preset is none."""
+    every = dataclasses.fields(record)  # pyrefly: ignore[bad-argument-type]
+    skipped = {"preset", *(field.name for field in every if taken is not None and field.name not in taken)}
+    for field in every:
+        value, hint = getattr(record, field.name), field.type
         if dataclasses.is_dataclass(value):
-            yield from _names(value, f"{prefix}{name}.")
+            yield from options_of(value, None, (*path, field.name))
         # A group that the default leaves out (None) has no options.
-        elif field.name != "preset" and not any(map(dataclasses.is_dataclass, typing.get_args(hints[field.name]))):
-            yield f"--{prefix}{name}"
-            if isinstance(value, bool):
-                yield f"--{prefix}no-{name}"
+        elif field.name not in skipped and not any(map(dataclasses.is_dataclass, kinds(hint))):
+            owners = (c for c in type(record).__mro__ if field.name in vars(c).get("__annotations__", ()))
+            yield Option((*path, field.name), hint, value, next(owners))
 
 
-def _one_line(box: str, usage: str) -> str:
-    """The message in tyro's boxed error, without its frame and its advice. A frame in ASCII has a rule below the title,
-    and no sides."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
-    lines = ["" if set(line) == {"-"} else line for line in lines][1:]  # the first is the title
-    message = itertools.dropwhile(lambda line: not line, lines)
-    text = " ".join(itertools.takewhile(bool, message))  # up to a rule, behind which the advice is
-    for pattern, plain in _PLAIN:
-        text = re.sub(pattern, plain.replace("{usage}", f"{usage} [--option VALUE ...]"), text)
-    return text
+def check_names(
+    words: list[str], command: str, options: Iterable[Option], more: Iterable[str] = (), models: bool = True
+) -> None:
+    """Raises ValueError, in one line, for the first option in ``words`` that is neither in ``options`` nor in ``more``.
+    Without ``models``, what may be meant for an option of a model is let pass."""
+    known = ["--help", "--help-all", *more, *_flags(options)]
+    for word in words:
+        name = option_of(word)
+        if name is None or name in known:
+            continue
+        if (ours := ELSEWHERE.get(name)) and ours.split()[0] in known:
+            raise ValueError(f"unknown option {word.split('=', 1)[0]}: here it is {ours}")
+        if models or (nearest(name, known) and not name.startswith("--model.")):
+            raise unknown_option(word.split("=", 1)[0], known, command)
+
+
+def _flags(options: Iterable[Option]) -> Iterator[str]:
+    for option in options:
+        yield option.flag
+        if option.kind is bool:
+            yield f"--no-{option.flag.removeprefix('--')}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def parse(
+    words: list[str], usage: str, *records: *Records, parts: tuple[type | str, ...] = (), description: str = ""
+) -> tuple[*Records]:
+    """``records``, dataclasses, with the fields that ``words`` set; ``--help`` prints and exits.
+
+    ``parts``: what is taken of the first, if not all: the options of these dataclasses that it is made of, single ones
+    by name, and those of its model. ``usage``: the command with its arguments, such as ``stepgraph train [PRESET]``.
+    Raises ValueError, in one line, for an unknown option (with the nearest one) and for a bad value.
+    """
+    taken = {name for part in parts for name in ([part] if isinstance(part, str) else names(part))}
+    found = [list(options_of(record, taken if parts and not i else None)) for i, record in enumerate(records)]
+    every = [option for options in found for option in options]
+    if asked := {"-h", "--help", "--help-all"} & set(words):
+        show_help(usage, description, every, every="--help-all" in asked)
+        sys.exit(0)
+    command = " ".join(word for word in usage.split() if word.islower())
+    check_names(words, command, every)
+    parser = _Parser(usage=usage, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for option in every:
+        parser.add_argument(option.flag, dest=option.flag, **_reads(option))
+    plain = [re.sub(r"^--[^=]*", lambda m: m[0].replace("_", "-"), word) if option_of(word) else word for word in words]
+    values, rest = parser.parse_known_args(plain)
+    if rest:
+        raise ValueError(f"unexpected {rest[0]}: write {usage} [--option VALUE ...]")
+    return tuple(  # pyrefly: ignore[bad-return]
+        _with(record, {o.path: vars(values)[o.flag] for o in options if o.flag in values})
+        for record, options in zip(records, found, strict=True)
+    )
+
+
+def _with(record: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
+    """``record`` with the ``values`` at their paths."""
+    changed: dict[str, Any] = {}
+    for name in dict.fromkeys(path[0] for path in values):
+        inner = {path[1:]: value for path, value in values.items() if path[0] == name}
+        try:
+            changed[name] = inner[()] if () in inner else _with(getattr(record, name), inner)
+        except ValueError as error:
+            raise ValueError(f"bad value for {name}: {error}") from None
+    changed |= {name: tuple(value) for name, value in changed.items() if isinstance(value, list)}
+    return dataclasses.replace(record, **changed)
+
+
+def _reads(option: Option) -> dict[str, Any]:
+    """How argparse reads an option."""
+    if option.kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    items = typing.get_args(option.kind) if typing.get_origin(option.kind) is tuple else ()
+    form = {"action": "append"} if ... in items else {"nargs": len(items)} if items else {}
+    return form | {"type": partial(_read, items[0] if items else option.kind, option.value)}
+
+
+#: What a type is called, and what is written for its values in help.
+_READERS = {int: ("a whole number", "N"), float: ("a number", "X"), str: ("text", "TEXT"), Path: ("a path", "PATH")}
+
+
+def _read(hint: Any, default: object, word: str) -> Any:
+    """``word`` as the type ``hint``. An empty one is a shell's variable that is not set, and an empty path would be the
+    folder that this runs in: it is taken only where the default is empty too."""
+    if word == "" and default != "":
+        raise argparse.ArgumentTypeError("its value is empty: give one, or leave it out")
+    fixed = {str(value): value for kind in kinds(hint) for value in allowed(kind)}
+    for written in (word, word.lower()):
+        if written in fixed:
+            return fixed[written]
+    for reads in (kind for kind in kinds(hint) if kind in _READERS):
+        with contextlib.suppress(ValueError):
+            return reads(word)
+    takes = [_READERS[kind][0] for kind in kinds(hint) if kind in _READERS] + list(fixed)
+    raise argparse.ArgumentTypeError(f"{word!r} is not {takes[0] if len(takes) == 1 else 'one of ' + ', '.join(takes)}")
+
+
+#: The options of a run that `--help` shows, by group; the other commands leave out those of passes and models only.
+_MAIN = {
+    "data": ("data", "tokenizer", "seq_len", "batch_size", "accumulate"),
+    "training": ("steps", "lr", "precision", "val_every"),
+    "speed and memory": ("memory", "mesh", "nproc"),
+    "the run": ("out", "resume", "init_from_hf"),
+}
+
+
+def show_help(usage: str, description: str, options: Iterable[Option], every: bool = False) -> None:
+    """Print the help of a command with ``options``. ``every``: all of them, with those of passes and models."""
+    known, groups = {option.path[-1]: option for option in options}, {}
+    if "resume" in known and not every:
+        groups = {title: [known[name] for name in main] for title, main in _MAIN.items()}
+    else:
+        for option in options:
+            if every or not (option.owner is StepOptions or option.path[1:]):
+                title = (option.owner.__doc__ or "").partition("\n")[0].partition(". ")[0].rstrip(".")
+                groups.setdefault(title, []).append(option)
+    width = max(60, min(shutil.get_terminal_size().columns, 110))
+    form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=width)
+    more = (
+        "--help-all: every option, with those of passes, kernels and models" if "passes" in known and not every else ""
+    )
+    text = textwrap.fill(" ".join(description.split()), width, break_on_hyphens=False)
+    parser = _Parser(usage=f"{usage} [options]", description=text, epilog=more, add_help=False, formatter_class=form)
+    for title, members in groups.items():
+        group = parser.add_argument_group(title)
+        for option in members:
+            shown = {} if option.kind is bool else {"metavar": _metavar(option.kind)}
+            default = " ".join(map(str, option.value)) if isinstance(option.value, tuple) else str(option.value)
+            text = _texts(option.owner)[option.path[-1]] + (f" (default: {default})" * (default not in ("None", "")))
+            group.add_argument(option.flag, **_reads(option), **shown, help=text.replace("%", "%%"))
+    parser.print_help()
+
+
+def _metavar(hint: Any) -> str | tuple[str, ...]:
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        return "TEXT" if ... in items else tuple(str(_metavar(item)) for item in items)
+    several = [kind for kind in kinds(hint) if kind is not types.NoneType]
+    forms = [_READERS[kind][1] if kind in _READERS else ",".join(map(str, allowed(kind))) for kind in several]
+    return "|".join(f"{{{form}}}" if "," in form else form for form in forms)
+
+
+@cache
+def _texts(owner: type) -> dict[str, str]:
+    """What the fields of a dataclass are for: the docstring below each, or the comment behind it."""
+    source = textwrap.dedent(inspect.getsource(owner))
+    lines, body, found = source.splitlines(), ast.parse(source).body[0].body, {}  # pyrefly: ignore[missing-attribute]
+    for item, below in itertools.zip_longest(body, body[1:]):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            doc = below.value if isinstance(below, ast.Expr) else None
+            text = doc.value if isinstance(doc, ast.Constant) else lines[item.end_lineno - 1].partition("  # ")[2]
+            found[item.target.id] = " ".join(str(text).split())
+    return found
+
+
+def given(words: Iterable[str]) -> set[str]:
+    """The names of the options in ``words``, such as ``seq_len``, ``model.dim``; ``--no-flag`` as ``flag``."""
+    flags = (option_of(word) for word in words)
+    return {flag.lstrip("-").removeprefix("no-").replace("-", "_") for flag in flags if flag}
+
+
+def option_of(word: str) -> str | None:
+    """``--batch-size`` for ``--batch_size=8``; None for what is no option. A dash and a digit start a number."""
+    name = word.split("=", 1)[0]
+    return name.replace("_", "-") if re.match(r"--?[a-zA-Z]", name) and name != "-h" else None
+
+
+def value_of(option: str, options: list[str]) -> str | None:
+    """The last value given to ``option``, as ``--option VALUE`` or ``--option=VALUE``, with dashes or underscores."""
+    value = None
+    for position, word in enumerate(options):
+        if option_of(word) != option:
+            continue
+        if "=" in word:
+            value = word.partition("=")[2]
+        elif position + 1 < len(options) and option_of(options[position + 1]) is None:
+            value = options[position + 1]
+    return value
+
+
+def run_of(folder: Path) -> Path:
+    """The run that ``folder`` is, or whose checkpoint ``RUN/checkpoints/step-N`` it is."""
+    return folder.parent.parent if folder.parent.name == "checkpoints" else folder
+
+
+def ranks_asked_for(words: list[str]) -> int | None:
+    """The N of ``--nproc N`` in the ``words`` behind ``stepgraph train``, or of the run that they resume, if so many
+    ranks may be started as they are, to check the options themselves.
+
+    None for a process that is a rank, for help, and where the options have to be checked first: without a ``--mesh`` of
+    so many ranks, with ``--config``, and with ``--max-restarts``, which would start ranks again that refuse them.
+    """
+    given = {option_of(word) for word in words}
+    if "RANK" in os.environ or "-h" in words or given & {"--help", "--config"}:
+        return None
+    options: dict[str, object] = {}
+    if resumed := value_of("--resume", words):
+        try:
+            options = dict(read_json(run_of(Path(resumed)) / "config.json"))
+        except (OSError, ValueError, TypeError):
+            return None
+    nproc, mesh, restarts = (
+        value_of(f"--{name}", words) if f"--{name}" in given else options.get(name.replace("-", "_"))
+        for name in ("nproc", "mesh", "max-restarts")
+    )
+    if restarts not in (None, 0, "0") or not str(nproc).isdecimal():
+        return None
+    sizes = dict(re.findall(r"(\w+)=(\d+(?:x\d+)?)", str(mesh)))
+    if sizes.pop("ep", None) and not sizes.keys() & {"fsdp", "ddp", "hsdp"}:
+        return None  # how many ranks those are is computed
+    ranks = math.prod(int(size) for text in sizes.values() for size in text.split("x"))
+    return ranks if ranks == int(str(nproc)) > 1 else None
 
 
 def require_folder(path: Path | None, option: str = "json") -> None:

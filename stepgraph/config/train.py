@@ -12,24 +12,32 @@ import re
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import tyro
 
+from stepgraph.config.command_line import run_of
 from stepgraph.config.from_json import decode
 from stepgraph.config.mesh_checks import check_mesh
-from stepgraph.config.option_names import run_of
 from stepgraph.errors import parse, unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
+from stepgraph.options import (
+    PARTS,
+    BatchOptions,
+    DataOptions,
+    DeviceOptions,
+    LaunchOptions,
+    MeshOptions,
+    OptimizerOptions,
+    RecordOptions,
+    StepOptions,
+    choices,
+)
 from stepgraph.parallel import MeshSpec
-from stepgraph.passes import StepOptions
+from stepgraph.passes.options import check_step
 
 #: The shape of a model of any family; the command line has an option for each field of the one that is given.
-ModelConfig = Annotated[
-    typing.Union[tuple(family.config for family in FAMILIES)],  # noqa: UP007  # pyrefly: ignore[invalid-annotation]
-    tyro.conf.AvoidSubcommands,
-]
+ModelConfig = typing.Union[tuple(family.config for family in FAMILIES)]  # noqa: UP007  # pyrefly: ignore[invalid-annotation]
 
 
 #: Which of a process's steps a profiled run runs node by node, before a CUDA graph is recorded: kernels are chosen in
@@ -38,197 +46,22 @@ PLAIN_STEP = 2
 
 
 @dataclass(frozen=True)
-class _Training:
-    """The options of a run that have nothing to do with the passes over its step; `TrainConfig` has all."""
-
-    # -- data ---------------------------------------------------------------------------------------------------------
-    data: str = "stdlib"
-    """stdlib, FILE.txt, FILE.jsonl (or .gz), FILE.parquet, hf:NAME, hf-stream:NAME; several, patterns; A:0.7,B:0.3."""
-
-    text_field: str = "text"
-    """Field or column that holds the text, in jsonl and parquet files and Hugging Face's data sets."""
-
-    val_data: str | None = None
-    """Validate on these, each with its own loss in the metrics: A,B. None: on a 20th of --data, of each part of it."""
-
-    tokenizer: str = "bytes"
-    """bytes (one token per byte) or the path of a tokenizer.json."""
-
-    data_cache: Path | None = None
-    """Folder for tokens, written once for each data and tokenizer; default ~/.cache/stepgraph/tokens."""
-
-    seq_len: int = 256
-    """Tokens in a sequence."""
-
-    document_mask: Literal["auto", "on", "off"] = "auto"
-    """on: attention stays within a document of a row, positions begin at 0 in each. auto: on for conversations."""
-
-    batch_size: int = 8
-    """Sequences in a microbatch of one data-parallel rank."""
-
-    accumulate: int = 1
-    """Microbatches in a step: a step takes accumulate * batch_size * seq_len tokens per data-parallel rank."""
-
-    # -- length -------------------------------------------------------------------------------------------------------
-    steps: int = 150
-    """Optimizer updates in the whole run; after --resume those already done count too."""
-
-    seed: int = 0
-    """Seeds the weights, the data order and dropout. On a CPU, two runs with one seed are bitwise equal."""
-
-    # -- optimizer (AdamW) --------------------------------------------------------------------------------------------
-    lr: float = 2e-3
-    """Peak learning rate."""
-
-    min_lr_ratio: float = 0.1
-    """Learning rate where the decay ends, as a share of --lr."""
-
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Learning rate after the warm-up: cosine decay, wsd (stable, then a 1 - sqrt decay at the end) or constant."""
-
-    warmup_steps: int = 10
-    """Steps of linear warm-up."""
-
-    decay_fraction: float = 0.2
-    """Share of --steps that the decay of the wsd schedule takes, in (0, 1]."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
-
-    eps: float = 1e-8
-    """AdamW's epsilon."""
-
-    weight_decay: float = 0.1
-    """AdamW's decoupled weight decay."""
-
-    max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this total L2 norm. None: no clipping."""
-
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient norm that is not finite does: stop the run, or skip the step without any change."""
-
-    max_skipped: int = 10
-    """With --on-nonfinite skip: stop after this many consecutive skipped steps."""
-
-    # -- numerics and device ------------------------------------------------------------------------------------------
-    precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
-    """bf16-autocast: fp32 parameters, torch.autocast. bf16: bf16 parameters, fp32 master weights and AdamW state."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is cuda where there is a GPU, otherwise cpu."""
-
-    # -- parallelism --------------------------------------------------------------------------------------------------
-    mesh: str | None = None
-    """Ranks, as in pp=2,fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, pp=N, ep=N. None: one process."""
-
-    expert_capacity: float = 2.0
-    """With ep: room for exchanges, as a multiple of balanced load. A step that needs more is repeated with more."""
-
-    expert_chunks: int = 1
-    """With ep: split a layer's tokens into N chunks; one chunk travels while experts compute another."""
-
-    expert_exchange: Literal["collectives", "symmetric"] = "collectives"
-    """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""
-
-    pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
-    """With pp in the mesh, the order in which its ranks run the --accumulate microbatches. None: 1f1b."""
-
-    split: str | None = None
-    """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
-
-    stage_sends: Literal["point-to-point", "symmetric"] = "point-to-point"
-    """With pp: how stages send, through process groups (NCCL), or within a machine into each other's memory."""
-
-    nproc: int | None = None
-    """Number of processes to start on this machine, one per device. Not with torchrun, which starts them itself."""
-
-    max_restarts: int = 0
-    """With --nproc: how often all ranks start again from the newest checkpoint when one fails. torchrun has its own."""
-
-    comm_timeout: float = 300.0
-    """Seconds that a step may take longer than the slowest before it, and ranks to come, until they end as hung."""
-
-    first_step_timeout: float = 60.0
-    """Seconds without progress of any rank in the first steps until they end as hung; compiling is progress."""
-
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype that gradients are reduced in over the mesh."""
-
-
-@dataclass(frozen=True)
-class TrainConfig(StepOptions, _Training):
+class TrainConfig(
+    RecordOptions,  # the last base's fields come first
+    StepOptions,
+    LaunchOptions,
+    MeshOptions,
+    DeviceOptions,
+    OptimizerOptions,
+    BatchOptions,
+    DataOptions,
+):
     """Train a language model from one captured step graph."""
 
-    # -- optimizer and records of the step --------------------------------------------------------------------------
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of the blocks, AdamW for all else; both with the learning rate and decay of AdamW."""
-
-    dump_graphs: bool = False
-    """Write the graph before and after each pass, as readable text, into the run folder."""
-
-    saved_steps: str = "auto"
-    """Folder of saved steps: load the compiled step from there, or save it there. auto: your cache; off: neither."""
-
-    verify: bool = False
-    """Compare the captured step with eager before the first step; with --passes exact, end where a bit differs."""
-
-    profile: str | None = None
-    """Trace these steps, as in 10:13 (10, 11 and 12), for Perfetto, and put measured times on the run's page."""
-
-    memory_snapshot: bool = False
-    """Record the GPU's allocations in the first steps, for torch's memory viewer: memory_snapshot.pickle."""
-
-    # -- validation, checkpoints and records --------------------------------------------------------------------------
-    val_every: int = 50
-    """Steps between validations. 0: only at the end."""
-
-    val_batches: int = 8
-    """Microbatches in a validation."""
-
-    sample_every: int = 0
-    """Steps between samples of text, a multiple of --val-every; the end of the run has one too. 0: none."""
-
-    sample_prompt: str = ""
-    """What samples begin with; in a run on conversations, a user's message. Empty: the start of a document."""
-
-    checkpoint_every: int = 50
-    """Steps between checkpoints. 0: only at the end."""
-
-    save: Literal["auto", "behind", "wait"] = "auto"
-    """behind: train while a copy of the state in host memory is written; wait: until it is written; auto: by device."""
-
-    keep_checkpoints: int = 2
-    """Newest checkpoints kept; older ones are deleted."""
-
-    keep_every: int = 0
-    """Steps between checkpoints that are never deleted. 0: only the newest are kept."""
-
-    log_every: int = 1
-    """Steps between progress lines and metric records."""
-
-    verbose: bool = False
-    """Also print what each pass did to the graph, as in passes.txt."""
-
-    log: Literal["tensorboard", "wandb"] = "tensorboard"
-    """wandb: metrics go to Weights & Biases as well as TensorBoard and metrics.jsonl; needs stepgraph[wandb]."""
-
-    out: Path | None = None
-    """Run folder, new or empty. None: runs/PRESET-UTC_TIME."""
-
-    resume: Path | None = None
-    """Continue the run in this folder, or from RUN/checkpoints/step-N; its config.json gives the options' defaults."""
-
-    init_from_hf: Path | None = None
-    """Start from the weights of the Hugging Face checkpoint in this folder; without PRESET, its model is trained."""
-
-    export_hf: Path | None = None
-    """At the end, write the weights to this folder as a Hugging Face checkpoint."""
-
-    # -- what the preset fixes ----------------------------------------------------------------------------------------
     model: ModelConfig = dataclasses.field(default_factory=llama3_debug)
     """Shape of the model."""
 
-    preset: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] = "custom"
+    preset: str = "custom"
     """Name of the preset that the configuration started from."""
 
     @property
@@ -277,9 +110,9 @@ class TrainConfig(StepOptions, _Training):
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        choices = ("schedule", "precision", "device", "reduce_dtype", "optimizer", "on_nonfinite", "save", "log")
-        for name in (*choices, "document_mask", "expert_exchange", "stage_sends"):
-            self._require_choice(name)
+        for name, allowed in choices(*PARTS).items():
+            if getattr(self, name) not in allowed:
+                raise unknown_name(name, getattr(self, name), map(str, allowed))
         if self.document_mask == "on" and getattr(self.model, "attention", "sdpa") == "flex":
             raise ValueError("document_mask=on needs model.attention=sdpa, and it is flex: drop one (or say off)")
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
@@ -294,7 +127,7 @@ class TrainConfig(StepOptions, _Training):
         if self.memory_snapshot and self.device == "cpu":
             raise ValueError("memory_snapshot records a GPU's allocations and device=cpu: drop one of them")
         mesh = self.mesh_spec
-        self.validate_step(tp=mesh.tp if mesh else 1, dp_shard=mesh.dp_shard if mesh else 1)
+        check_step(self, tp=mesh.tp if mesh else 1, dp_shard=mesh.dp_shard if mesh else 1)
 
     def _validate_length(self) -> None:
         if self.warmup_steps >= self.steps:
@@ -369,11 +202,6 @@ class TrainConfig(StepOptions, _Training):
             raise ValueError(f"{name}={value} must be finite, and {allowed}")
         if not holds(value):
             raise ValueError(f"{name}={value} must be {allowed}")
-
-    def _require_choice(self, name: str) -> None:
-        allowed = typing.get_args(typing.get_type_hints(TrainConfig)[name])
-        if getattr(self, name) not in allowed:
-            raise unknown_name(name, getattr(self, name), allowed)
 
     def changes(self, base: "TrainConfig") -> dict[str, tuple[Any, Any]]:
         """Option -> its value in ``base`` and here, of those that differ; a model's as ``model.dim``. Which folder the

@@ -38,8 +38,9 @@ import stepgraph.passes.moe.weighting
 import stepgraph.passes.norm.fuse
 import stepgraph.passes.optimizer.expand
 import stepgraph.passes.optimizer.inplace  # noqa: F401  (passes register themselves)
+from stepgraph.options import StepOptions, choices
 from stepgraph.passes.contract import PASSES, Pass
-from stepgraph.passes.options import StepOptions, choices
+from stepgraph.passes.options import check_step
 
 #: Every pass in the order it runs. `exact` is this list without the `numerics` tier.
 ORDER = (
@@ -88,7 +89,7 @@ def chosen(options: StepOptions) -> list[Pass]:
 
     The same list serves a run and a forecast: `runner.resolve` fits it to a target.
     """
-    options.validate_step()
+    check_step(options)
     found = []
     for p in (PASSES[name] for name in ORDER):
         own = p.from_options(options)
@@ -105,7 +106,7 @@ def without_unserved(passes: Sequence[Pass]) -> list[Pass]:
 
 
 #: Names of ready-made lists: the values of ``StepOptions.passes``.
-NAMED = choices()["passes"]
+NAMED = choices(StepOptions)["passes"]
 
 
 def configured(passes: str = "default", **options: Any) -> list[Pass]:

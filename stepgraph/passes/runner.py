@@ -13,9 +13,9 @@ from stepgraph import compat
 from stepgraph.errors import TraceError, first_line
 from stepgraph.graph.report import PassReports
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.options import StepOptions
 from stepgraph.passes.contract import Pass, PassReport, get
 from stepgraph.passes.excerpts import Changes
-from stepgraph.passes.options import StepOptions
 from stepgraph.passes.order import NAMED, ORDER, chosen, without_unserved
 from stepgraph.passes.target import Target
 from stepgraph.passes.verify import RecordedValues

@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from stepgraph.config.command_line import parse
+from stepgraph.config.commands import ExportOptions
 from stepgraph.config.hf_weights import save_hf
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import FAMILIES, family_of
@@ -21,18 +21,10 @@ from stepgraph.train.saved_model import load_trained, named_run, run_config
 CLAIM = ".unfinished-export"
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """Write the model of a run, or of RUN/checkpoints/step-N, with its tokenizer, for Hugging Face's libraries."""
-
-    out: Path | None = None
-    """The folder to write, new or empty."""
-
-
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph export ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
     run, words = named_run(argv, "export takes a run folder first: write stepgraph export RUN --out FOLDER")
-    options = parse(ExportOptions(), words, usage="stepgraph export RUN", description=ExportOptions.__doc__)
+    (options,) = parse(words, "stepgraph export RUN", ExportOptions(), description=ExportOptions.__doc__)
     if options.out is None:
         raise ValueError("export needs a folder to write: add --out FOLDER")
     config = run_config(run)

@@ -1,14 +1,13 @@
 """Text from the model of a run: ``stepgraph sample``, and samples while it trains."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 
 from stepgraph.config.command_line import parse
+from stepgraph.config.commands import SampleOptions
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import family_of
 from stepgraph.models.generate import Choose, generate, sampler
@@ -21,48 +20,23 @@ from stepgraph.train.saved_model import load_trained, named_run, run_config
 NEW_TOKENS, TEMPERATURE = 64, 0.8
 
 
-@dataclass(frozen=True)
-class SampleOptions:
-    """Write text with the model of a run, or of RUN/checkpoints/step-N, behind a prompt."""
-
-    prompt: str = ""
-    """What the text begins with. Empty: the start of a document."""
-
-    chat: bool = False
-    """The prompt is a user's message, framed by the tokenizer's chat template; the assistant's answer is written."""
-
-    max_new_tokens: int = 200
-    """Largest number of tokens to write; fewer where the model ends the text."""
-
-    temperature: float = 0.8
-    """Logits are divided by it. 0: always the most likely token."""
-
-    top_p: float = 1.0
-    """Nucleus sampling: draw from the most likely tokens that have this share of the probability, in (0, 1]."""
-
-    seed: int = 0
-    """Seeds the random draws."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is cuda where there is a GPU, otherwise cpu."""
-
-    def validate(self) -> None:
-        """Raises ValueError, in one line, for the first option that cannot be right."""
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be above 0")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature} must be 0 or more")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
-        if abs(self.seed) >= 1 << 63:
-            raise ValueError(f"seed={self.seed} must be below 2^63")
+def check(options: SampleOptions) -> None:
+    """Raises ValueError, in one line, for the first option that cannot be right."""
+    if options.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={options.max_new_tokens} must be above 0")
+    if not (math.isfinite(options.temperature) and options.temperature >= 0):
+        raise ValueError(f"temperature={options.temperature} must be 0 or more")
+    if not 0 < options.top_p <= 1:
+        raise ValueError(f"top_p={options.top_p} must be in (0, 1]")
+    if abs(options.seed) >= 1 << 63:
+        raise ValueError(f"seed={options.seed} must be below 2^63")
 
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph sample ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
     run, words = named_run(argv, 'sample takes a run folder first: write stepgraph sample RUN --prompt "text"')
-    options = parse(SampleOptions(), words, usage="stepgraph sample RUN", description=SampleOptions.__doc__)
-    options.validate()
+    (options,) = parse(words, "stepgraph sample RUN", SampleOptions(), description=SampleOptions.__doc__)
+    check(options)
     config = run_config(run)
     writer = Writer(config.tokenizer, options.chat)
     prompt = writer.prompt(options.prompt)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from stepgraph.config import build
+from stepgraph.config.command_line import run_of
 from stepgraph.config.device import pick_device, require_memory
-from stepgraph.config.option_names import run_of
 from stepgraph.config.train import TrainConfig
 from stepgraph.errors import read_json
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve

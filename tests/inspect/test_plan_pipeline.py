@@ -11,7 +11,7 @@ from stepgraph import cli
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS
 from stepgraph.inspect.forecast import pipeline
-from stepgraph.inspect.forecast.forecast import microbatches
+from stepgraph.inspect.forecast.forecast import with_microbatches
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline
 from stepgraph.inspect.forecast.plot import schedule_figure
 from stepgraph.parallel import MeshSpec
@@ -150,7 +150,9 @@ def test_the_command_and_its_json(tmp_path, capsys):
     [(3, "pp=8", 1, 3), (None, None, 1, 1), (None, "fsdp=8", 4, 4), (None, "pp=8", 8, 8), (None, "pp=8,tp=2", 7, 16)],
 )
 def test_without_a_number_there_are_microbatches_for_every_schedule(given, mesh, preset, expected):
-    assert microbatches(given, mesh, TrainConfig(accumulate=preset)) == expected
+    words = [] if given is None else ["--accumulate", str(given)]
+    config = TrainConfig(accumulate=given or preset, mesh=mesh)
+    assert with_microbatches(config, words).accumulate == expected
     if mesh is not None and given is None and expected != preset:
         for name in SCHEDULES:
             check_schedule(name, MeshSpec.parse(mesh).pp, expected)

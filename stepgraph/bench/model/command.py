@@ -5,11 +5,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from stepgraph.bench.arguments import LEARNING_RATE, MAX_GRAD_NORM, provider_names
+from stepgraph.bench.arguments import LEARNING_RATE, MAX_GRAD_NORM, RecordFile, provider_names
 from stepgraph.bench.lane import Lane, measured
 from stepgraph.bench.model.child import FIRST_STEPS
 from stepgraph.bench.model.models import BATCH_SEED, MODELS, WEIGHT_SEED, model_names, require_transformers
@@ -20,13 +20,14 @@ from stepgraph.bench.results import check_losses, write
 from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
+from stepgraph.options import DeviceOptions
 
 #: What runs in a provider's process.
 CHILD = [sys.executable, "-m", "stepgraph.bench.model.child"]
 
 
 @dataclass(frozen=True)
-class ModelBench:
+class ModelBench(DeviceOptions, RecordFile):
     """Measure a training step of unmodified transformers models, built from their configurations, a process each."""
 
     providers: str = ",".join(DEFAULT)
@@ -46,12 +47,6 @@ class ModelBench:
 
     profile: Path | None = None
     """Write where stepgraph's step spends its time into this folder, as MODEL.PROVIDER.md."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is cuda where there is a GPU, otherwise cpu."""
-
-    json: Path | None = None
-    """Write the record to this file, after each provider; stepgraph bench report reads it."""
 
     def check(self) -> None:
         """Raises ValueError, in one line, for an option that cannot be right."""
@@ -106,7 +101,7 @@ def parse_model(argv: list[str]) -> tuple[list[str], ModelBench]:
     bad value."""
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     text = f"{ModelBench.__doc__} Models: {', '.join(MODELS)}. Providers: {', '.join(PROVIDERS)}."
-    options = parse(ModelBench(), argv[count:], usage="stepgraph bench model NAME ...", description=text)
+    (options,) = parse(argv[count:], "stepgraph bench model NAME ...", ModelBench(), description=text)
     options.check()
     return model_names(argv[:count]), options
 

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from stepgraph.bench.arguments import provider_names
+from stepgraph.bench.arguments import RecordFile, provider_names
 from stepgraph.bench.device import kernels_of
 from stepgraph.bench.norm.check import check_backward, check_forward, make_inputs
 from stepgraph.bench.norm.providers import OPS, PROVIDERS, Provider
@@ -25,6 +24,7 @@ from stepgraph.compat import keep_saved_tensors
 from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
+from stepgraph.options import DeviceOptions
 
 Tensor = torch.Tensor
 Shape = tuple[int, int]
@@ -49,7 +49,7 @@ HOST_SHAPE = (16, 256)
 
 
 @dataclass(frozen=True)
-class NormOptions:
+class NormOptions(DeviceOptions, RecordFile):
     """Measure RMS norm and layer norm, forward and backward, next to eager, torch.compile and other packages."""
 
     op: Literal["rms_norm", "layer_norm", "both"] = "both"
@@ -74,14 +74,8 @@ class NormOptions:
     providers: str = ",".join(PROVIDERS)
     """Names with commas between. One whose package is not installed is reported as missing."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is cuda where there is a GPU, otherwise cpu."""
-
     budget: float | None = None
     """Seconds after which no further shape is begun; those left out are named."""
-
-    json: Path | None = None
-    """Write the record to this file, after every shape; stepgraph bench report reads it."""
 
     def ops(self) -> tuple[str, ...]:
         return OPS if self.op == "both" else (self.op,)
@@ -151,9 +145,8 @@ def _random(item_bytes: int, device: torch.device) -> list[Shape]:
 
 def main(argv: list[str]) -> int:
     """Measures and reports; 1 if a result of ours is wrong or missing. What is wrong with others is reported alone."""
-    usage = "stepgraph bench norm"
     text = f"{NormOptions.__doc__} Providers: {', '.join(PROVIDERS)}."
-    options = parse(NormOptions(), argv, usage=usage, description=text)
+    (options,) = parse(argv, "stepgraph bench norm", NormOptions(), description=text)
     device = pick_device(options.device)
     require_folder(options.json)
     run = Run(options, device)

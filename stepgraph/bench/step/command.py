@@ -8,31 +8,34 @@ from typing import Any
 
 import torch
 
-from stepgraph.bench.arguments import BATCH_SEED, DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
+from stepgraph.bench.arguments import BATCH_SEED, SHARED, RecordFile, described, preset, provider_names, run_of
 from stepgraph.bench.lane import Lane, measured
 from stepgraph.bench.results import Row, check_losses, write
 from stepgraph.bench.step.child import FIRST_STEPS
-from stepgraph.bench.step.providers import DEFAULT, PROVIDERS
+from stepgraph.bench.step.providers import DEFAULT as PROVIDER_NAMES
+from stepgraph.bench.step.providers import PROVIDERS
 from stepgraph.bench.table import section
+from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
+from stepgraph.config.presets import DEFAULT
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import peak_flops
 from stepgraph.models import flops_per_token
-from stepgraph.passes import StepOptions
+from stepgraph.options import StepOptions, values
 
 #: What runs in a provider's process.
 CHILD = [sys.executable, "-m", "stepgraph.bench.step.child"]
 
 
 @dataclass(frozen=True)
-class StepBench(BenchOptions):
+class StepBench(RecordFile):
     """Measure a training step under each provider: same model, weights and batch, a process each.
 
     --passes to --cuda-graph are for stepgraph's providers; bf16-autocast and bf16 both mean autocast.
     """
 
-    providers: str = ",".join(DEFAULT)
+    providers: str = ",".join(PROVIDER_NAMES)
     """Names with commas between."""
 
     steps: int = 10
@@ -44,28 +47,15 @@ class StepBench(BenchOptions):
     together: int = 1
     """Providers that build and compile at once in a GPU's memory; repeats are timed one by one. On a CPU: all."""
 
-    def names(self) -> list[str]:
-        """The providers, in order."""
-        return provider_names(self.providers, PROVIDERS)
-
-    def config(self) -> TrainConfig:
-        """The run whose step is measured. Raises ValueError, in one line, for an option that cannot be right."""
-        for name in ("steps", "repeats", "together"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        return self.run()
-
 
 def main(argv: list[str]) -> int:
     """Measures and reports; 1 if a provider failed or its losses are not the others'."""
-    jobs = parse_step(argv)
-    configs = [options.config() for options in jobs]
-    options = jobs[0]
-    device = pick_device(options.device)
+    configs, options = parse_step(argv)
+    providers, device = provider_names(options.providers, PROVIDERS), pick_device(configs[0].device)
     env = environment()
     settings: dict[str, Any] = {
         "device": device.type,
-        "providers": options.names(),
+        "providers": providers,
         "steps": options.steps,
         "repeats": options.repeats,
         "together": options.together,
@@ -87,16 +77,29 @@ def main(argv: list[str]) -> int:
     return int(any(row.error or row.disagreement for row in rows))
 
 
-def parse_step(argv: list[str]) -> list[StepBench]:
-    """One set of options for every preset that ``argv`` starts with, the other words applied to each.
+def parse_step(argv: list[str]) -> tuple[list[TrainConfig], StepBench]:
+    """A run for every preset that ``argv`` starts with, and the benchmark's options: the other words apply to each.
 
     Raises ValueError, in one line, for an unknown preset, option or provider and for a bad value.
     """
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    presets, words = list(dict.fromkeys(argv[:count])) or [DEFAULT_PRESET], argv[count:]
-    defaults = [of_preset(StepBench, preset) for preset in presets]
-    usage = "stepgraph bench step [PRESET ...]"
-    return [parse_options(default, words, usage, PROVIDERS) for default in defaults]
+    configs, words, options = [], argv[count:], StepBench()
+    for name in dict.fromkeys(argv[:count] or [DEFAULT]):
+        config, options = parse(
+            words,
+            "stepgraph bench step [PRESET ...]",
+            preset(name),
+            StepBench(),
+            parts=SHARED,
+            description=described(StepBench, PROVIDERS),
+        )
+        provider_names(options.providers, PROVIDERS)
+        for name in ("steps", "repeats", "together"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"{name}={getattr(options, name)} must be above 0")
+        require_folder(options.json)
+        configs.append(run_of(config, words))
+    return configs, options
 
 
 def describe(config: TrainConfig, env: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def describe(config: TrainConfig, env: dict[str, Any]) -> dict[str, Any]:
         "flops_per_token": flops_per_token(config.model, config.seq_len),
         "peak_flops": peak_flops(env["gpus"][0], dtype) if env["gpus"] else None,
         "model": dataclasses.asdict(config.model),
-    } | {field.name: getattr(config, field.name) for field in dataclasses.fields(StepOptions)}
+    } | values(config, StepOptions)
 
 
 def measure(config: TrainConfig, options: StepBench, device: torch.device) -> Iterator[list[Row]]:
@@ -124,7 +127,9 @@ def measure(config: TrainConfig, options: StepBench, device: torch.device) -> It
         if lane.row.step_ms:
             lane.row.tokens_per_s = 1000 * config.batch_size * config.seq_len / lane.row.step_ms
 
-    lanes = [Lane(Row(model=config.preset, provider=name), CHILD) for name in options.names()]
+    lanes = [
+        Lane(Row(model=config.preset, provider=name), CHILD) for name in provider_names(options.providers, PROVIDERS)
+    ]
     job, cpu = {"config": config.to_json(), "device": str(device)}, device.type == "cpu"
     at_once = len(lanes) if cpu else options.together
     return measured(lanes, job, at_once, options.repeats, options.steps, conclude, build_apart=cpu)

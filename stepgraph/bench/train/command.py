@@ -9,12 +9,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from stepgraph import parallel
-from stepgraph.bench.arguments import BATCH_SEED, DEFAULT_PRESET, BenchOptions, of_preset, parse_options, provider_names
+from stepgraph.bench.arguments import BATCH_SEED, SHARED, RecordFile, described, preset, provider_names, run_of
 from stepgraph.bench.progress import Progress, note
 from stepgraph.bench.results import write
 from stepgraph.bench.step.command import describe
@@ -22,11 +22,14 @@ from stepgraph.bench.train.providers import PROVIDERS
 from stepgraph.bench.train.rank import TRACED_STEPS, WARMUP_STEPS
 from stepgraph.bench.train.results import TrainRow, check_losses
 from stepgraph.bench.train.table import train_section
-from stepgraph.config.command_line import refuse_unused
+from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
+from stepgraph.config.idle import refuse_unused
+from stepgraph.config.presets import DEFAULT, PRESETS, settings
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import flops_per_token
+from stepgraph.options import MeshOptions, values
 
 #: What torchrun starts as each rank.
 RANK = ["-m", "stepgraph.bench.train.rank"]
@@ -34,53 +37,17 @@ RANK = ["-m", "stepgraph.bench.train.rank"]
 #: Lines of what a failed provider printed that are shown.
 LAST_LINES = 20
 
-#: Options of a run, in addition to what all benchmarks share, that define what is measured.
-CHOSEN = (
-    *("mesh", "reduce_dtype", "accumulate", "pipeline", "split", "stage_sends"),
-    *("expert_capacity", "expert_chunks", "expert_exchange"),
-)
-
 
 @dataclass(frozen=True)
-class TrainBench(BenchOptions):
+class TrainBench(RecordFile):
     """Measure a training step over several devices: same model, mesh, batch and precision, one provider after another.
 
     --help shows the preset's own sizes as defaults. --memory and --reshard are for every provider (torchtitan has no
     memory budget); --passes to --cuda-graph besides are for stepgraph's step: torchtitan compiles block by block.
     """
 
-    mesh: str = "fsdp=1"
-    """Ranks, all on this machine, as in fsdp=2,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, pp=N, ep=N."""
-
-    accumulate: int = 1
-    """Microbatches in a step, of --batch-size sequences each."""
-
-    pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
-    """With pp in the mesh, the order of the --accumulate microbatches. None: 1f1b."""
-
-    split: str | None = None
-    """With pp, the first block of each of stepgraph's stages, as in 0,9,17,25. None: by the cost model."""
-
-    stage_sends: Literal["point-to-point", "symmetric"] = "point-to-point"
-    """With pp: how stepgraph's stages send, through process groups (NCCL), or into each other's memory."""
-
-    expert_capacity: float = 2.0
-    """With ep: room of stepgraph's exchanges, as a multiple of balanced load."""
-
-    expert_chunks: int = 1
-    """With ep: split a layer's tokens into N chunks: one travels while experts compute another."""
-
-    expert_exchange: Literal["collectives", "symmetric"] = "collectives"
-    """With ep: how stepgraph's tokens travel, by torch's collectives or over symmetric memory, by our kernels."""
-
     balanced_routing: bool = False
     """Every expert gets as many tokens, whatever the routers say: both providers' speed without imbalance."""
-
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: fp32 shards and AdamW state, gathered and computed in bf16."""
-
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype that gradients are reduced in over the mesh."""
 
     providers: str = ",".join(PROVIDERS)
     """Names with commas between. One that is not installed, or cannot do this work, is reported as such."""
@@ -91,45 +58,26 @@ class TrainBench(BenchOptions):
     timeout: float = 600.0
     """Seconds after which a provider is given up."""
 
-    first_step_timeout: float = 60.0
-    """Seconds without progress of any rank in a step until a provider's ranks end as hung; compiling is progress."""
-
     traces: Path | None = None
     """Keep rank 0's profiler trace of each provider in this folder, as PROVIDER.json.gz. GPUs only."""
-
-    def names(self) -> list[str]:
-        """The providers, in order."""
-        return provider_names(self.providers, PROVIDERS)
-
-    def config(self) -> TrainConfig:
-        """The run whose step is measured. Raises ValueError, in one line, for an option that cannot be right."""
-        for name in ("timeout", "first_step_timeout"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        if self.traces is not None and not self.traces.is_dir():
-            raise ValueError(f"traces={self.traces} is no folder; make it first")
-        config = self.run(*CHOSEN, "steps", schedule="constant", warmup_steps=0, saved_steps="off")
-        if self.balanced_routing and not hasattr(config.model, "moe"):
-            raise ValueError(f"balanced_routing is about experts and {self.preset} has none: drop --balanced-routing")
-        return config
 
 
 def main(argv: list[str]) -> int:
     """Measures and reports; 1 if a provider failed or its loss is not the others'."""
-    options = parse_train(argv)
-    config, device = options.config(), pick_device(options.device)
+    config, options = parse_train(argv)
+    providers, device = provider_names(options.providers, PROVIDERS), pick_device(config.device)
     if parallel.launched():
         raise ValueError("bench train starts its ranks itself: call stepgraph bench train without torchrun")
     ranks, there = config.mesh_spec.size, torch.cuda.device_count()
     if device.type == "cuda" and ranks > there:
         raise ValueError(f"mesh {config.mesh} has {ranks} ranks, this machine {there} GPUs: choose a smaller --mesh")
     env = environment()
-    chosen = describe(config, env) | {name: getattr(config, name) for name in CHOSEN}
+    chosen = describe(config, env) | values(config, MeshOptions)
     chosen["balanced_routing"] = options.balanced_routing
     settings: dict[str, Any] = {
         "benchmark": "train",
         "device": device.type,
-        "providers": options.names(),
+        "providers": providers,
         "ranks": ranks,
         "warmup_steps": WARMUP_STEPS,
         "steps": options.steps,
@@ -138,7 +86,7 @@ def main(argv: list[str]) -> int:
         "models": {config.preset: chosen},
     }
     rows: list[TrainRow] = []
-    for name in options.names():
+    for name in providers:
         rows.append(measure(name, config, options, device, chosen["peak_flops"]))
         settings["models"][config.preset]["losses"] = check_losses(
             rows, config.precision if config.fp8 == "off" else "fp8"
@@ -149,15 +97,32 @@ def main(argv: list[str]) -> int:
     return int(any(row.error or row.disagreement for row in rows))
 
 
-def parse_train(argv: list[str]) -> TrainBench:
-    """The options in ``argv``, after a preset. Raises ValueError, in one line, for an unknown preset, option or
-    provider and for a bad value."""
+def parse_train(argv: list[str]) -> tuple[TrainConfig, TrainBench]:
+    """The run and the options in ``argv``, after a preset. Raises ValueError, in one line, for an unknown preset,
+    option or provider and for a bad value."""
     named = bool(argv) and not argv[0].startswith("-")
-    preset, words = (argv[0], argv[1:]) if named else (DEFAULT_PRESET, argv)
-    default = of_preset(TrainBench, preset, "inductor")
-    options = parse_options(default, words, "stepgraph bench train [PRESET]", PROVIDERS)
-    refuse_unused(options.config(), words)
-    return options
+    name, words = (argv[0], argv[1:]) if named else (DEFAULT, argv)
+    config, options = parse(
+        words,
+        "stepgraph bench train [PRESET]",
+        preset(name, inductor=settings(name).get("inductor", "full") if name in PRESETS else "full", mesh="fsdp=1"),
+        TrainBench(),
+        parts=(*SHARED, MeshOptions, "first_step_timeout"),
+        description=described(TrainBench, PROVIDERS),
+    )
+    provider_names(options.providers, PROVIDERS)
+    if options.timeout <= 0:
+        raise ValueError(f"timeout={options.timeout} must be above 0")
+    require_folder(options.json)
+    if options.traces is not None and not options.traces.is_dir():
+        raise ValueError(f"traces={options.traces} is no folder; make it first")
+    if config.precision == "bf16-autocast":
+        raise ValueError("precision=bf16-autocast is not of this benchmark: give fp32 or bf16")
+    config = run_of(config, words, steps=options.steps, schedule="constant", warmup_steps=0, saved_steps="off")
+    refuse_unused(config, words)
+    if options.balanced_routing and not hasattr(config.model, "moe"):
+        raise ValueError(f"balanced_routing is about experts and {name} has none: drop --balanced-routing")
+    return config, options
 
 
 def measure(
@@ -201,7 +166,7 @@ def run_ranks(
     variables = threads | os.environ | caches | PROVIDERS[name].environment
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     values = {"provider": name, "config": config.to_json(), "device": str(device), "trace": trace}
-    values |= {"balanced": options.balanced_routing, "hang_s": options.first_step_timeout}
+    values |= {"balanced": options.balanced_routing, "hang_s": config.first_step_timeout}
     progress = Progress(row, folder / "phases")
     with log.open("w") as output, progress:
         job.write_text(json.dumps(values | {"started": time.time()}), encoding="utf-8")

@@ -1,92 +1,27 @@
 """``stepgraph plan``: the options, and the forecast as tables for a terminal."""
 
-import dataclasses
 import json
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.config.command_line import parse, refuse_idle, require_chart, require_folder
-from stepgraph.config.option_names import value_of
+from stepgraph.config.command_line import parse, require_chart, require_folder
+from stepgraph.config.commands import FORECAST, PlanOptions
+from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
-from stepgraph.config.train import ModelConfig
 from stepgraph.costs.hardware import GPUS
 from stepgraph.costs.memory import KINDS
 from stepgraph.costs.timeline import Collective, Timeline
 from stepgraph.errors import unknown_name
-from stepgraph.inspect.forecast.forecast import SETTINGS, Forecast, check_imbalance, forecast, microbatches
+from stepgraph.inspect.forecast.forecast import Forecast, check_imbalance, forecast, with_microbatches
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline
 from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
 from stepgraph.inspect.forecast.tables import assumed_rates, new_console, new_table, size_text, time_text
-from stepgraph.models import llama3_debug
-from stepgraph.passes import StepOptions, Target
+from stepgraph.passes import Target
 from stepgraph.passes.waiting import Waiting
-
-
-@dataclass(frozen=True)
-class PlanOptions(StepOptions):
-    """Forecast memory, communication and time of a preset's training step on a cluster, from its captured graph."""
-
-    mesh: str = "fsdp=8"
-    """Ranks, as in fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, ep=N, pp=N. Eight share a machine."""
-
-    pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
-    """With pp, the run's schedule; the forecast compares all that fit. None: 1f1b."""
-
-    split: str | None = None
-    """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
-
-    stage_sends: Literal["point-to-point", "symmetric"] = "point-to-point"
-    """With pp: how stages send, through process groups (NCCL), or within a machine into each other's memory."""
-
-    gpu: str = "h200"
-    """h100, h200 or b200: machines of eight, one 400 Gb/s adapter per GPU."""
-
-    precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
-    """As in stepgraph train."""
-
-    seq_len: int = 256
-    """Tokens in a sequence."""
-
-    batch_size: int = 8
-    """Sequences in a microbatch of one data-parallel rank."""
-
-    accumulate: int | None = None
-    """Microbatches in a step. None: the preset's; with pp, if these are too few for it, the fewest for all schedules:
-    twice its ranks."""
-
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype that gradients are reduced in over the mesh."""
-
-    expert_capacity: float = 2.0
-    """With ep: room for exchanges, as a multiple of balanced load."""
-
-    expert_chunks: int = 1
-    """With ep: split a layer's tokens into N chunks; one chunk travels while experts compute another."""
-
-    expert_exchange: Literal["collectives", "symmetric"] = "collectives"
-    """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""
-
-    imbalance: float = 1.0
-    """With ep: rows that the most loaded rank's experts receive over the mean. 1: routing is balanced."""
-
-    inductor: Literal["full", "off"] = "full"
-    """full: operators between matrix products count as fused; off: each counts by itself."""
-
-    json: Path | None = None
-    """Write everything to this file: memory block by block, and every collective."""
-
-    model: ModelConfig = dataclasses.field(default_factory=llama3_debug)
-    """Shape of the model."""
-
-    plot: Path | None = None
-    """With pp, draw the schedule, ranks by time, into this .png, .pdf or .svg file."""
 
 
 def main(argv: list[str]) -> int:
@@ -98,24 +33,21 @@ def main(argv: list[str]) -> int:
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     config = PRESETS[name]()
-    options = parse(
-        PlanOptions(model=config.model, **{key: getattr(config, key) for key in SETTINGS if key != "accumulate"}),
+    config, options = parse(
         words,
-        usage="stepgraph plan PRESET",
+        "stepgraph plan PRESET",
+        config,
+        PlanOptions(),
+        parts=FORECAST,
         description=f"{PlanOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {name}.",
     )
-    if value_of("--mesh", words) is None:
+    if config.mesh is None:
         raise ValueError("plan lacks its mesh: add --mesh fsdp=8, for example")
-    accumulate = microbatches(options.accumulate, options.mesh, config)
-    options = dataclasses.replace(options, gpu=options.gpu.lower(), accumulate=accumulate)
-    if options.gpu not in GPUS:
-        raise ValueError(f"unknown gpu {options.gpu!r}: choose one of {', '.join(sorted(GPUS))}")
+    config = with_microbatches(config, words)
     require_folder(options.json)
     require_chart(options.plot)
-    gpu, chosen = GPUS[options.gpu], {key: getattr(options, key) for key in SETTINGS}
-    chosen |= {key: getattr(options, key) for key in ("model", "mesh", "pipeline", "split")}
-    config = dataclasses.replace(config, **chosen)
     config.validate()
+    gpu = GPUS[options.gpu]
     if options.plot is not None and config.mesh_spec.pp == 1:
         raise ValueError(
             f"--plot draws the schedule of a pipeline and mesh {config.mesh_spec} has none: add pp=2 to --mesh, or "

@@ -15,6 +15,8 @@ from torch import nn
 from stepgraph import compat, parallel
 from stepgraph.capture.fake import fake_mode
 from stepgraph.config import build
+from stepgraph.config.command_line import given
+from stepgraph.config.commands import FORECAST
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs import links
 from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
@@ -24,7 +26,8 @@ from stepgraph.costs.timeline import Timeline
 from stepgraph.graph.program import StepProgram
 from stepgraph.lower import StepSpec, lower
 from stepgraph.models import family_of, flops_per_token
-from stepgraph.passes import StepOptions, Target
+from stepgraph.options import names
+from stepgraph.passes import Target
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,8 @@ class Forecast:
         }
 
 
-#: Options of a run that a forecast depends on.
-SETTINGS = (
-    *("precision", "seq_len", "batch_size", "accumulate", "reduce_dtype"),
-    *("stage_sends", "expert_capacity", "expert_chunks", "expert_exchange"),
-    *(field.name for field in dataclasses.fields(StepOptions)),
-)
+#: Options of a run that a forecast depends on, but for its mesh and stages.
+SETTINGS = tuple(name for name in names(*FORECAST) if name not in ("mesh", "pipeline", "split"))
 
 
 def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
@@ -152,13 +151,12 @@ def check_imbalance(imbalance: float, spec: parallel.MeshSpec) -> None:
         )
 
 
-def microbatches(given: int | None, mesh: str | None, preset: TrainConfig) -> int:
-    """``given`` microbatches of a step on ``mesh``; None: those of the ``preset``, or where a pipeline has more ranks
-    than that, twice these: enough for every schedule."""
-    if given is not None:
-        return given
-    ranks = parallel.MeshSpec.parse(mesh).pp if mesh is not None else 1
-    return preset.accumulate if preset.accumulate >= ranks else 2 * ranks
+def with_microbatches(config: TrainConfig, words: list[str]) -> TrainConfig:
+    """``config``; where ``words`` do not say how many microbatches a step has and a pipeline has more ranks than the
+    preset has of them, with twice as many as ranks: enough for every schedule."""
+    ranks = config.mesh_spec.pp if config.mesh_spec else 1
+    few = config.accumulate < ranks and "accumulate" not in given(words)
+    return dataclasses.replace(config, accumulate=2 * ranks) if few else config
 
 
 def with_room(config: TrainConfig, imbalance: float) -> TrainConfig:

@@ -17,6 +17,7 @@ from stepgraph.bench.results import Row
 from stepgraph.bench.step import child, providers
 from stepgraph.bench.step import command as step
 from stepgraph.passes import StepOptions
+from stepgraph.passes.options import check_step
 
 SIZES = {
     "model.dim": 32,
@@ -109,7 +110,7 @@ def test_report_prints_the_tables_and_draws(record, tmp_path, capsys):
 
 def test_a_gpu_record_keeps_the_providers_measured_before_an_interruption(tmp_path, monkeypatch):
     def measure(config, options, device):
-        for name in options.names():
+        for name in options.providers.split(","):
             if name == "stepgraph":
                 raise KeyboardInterrupt
             yield [Row(model=config.preset, provider=name, losses=[4.0])]
@@ -153,8 +154,8 @@ def test_torch_compile_agrees_in_bf16(tmp_path):
 
 
 def test_every_process_has_the_same_weights_and_batch():
-    (options,) = step.parse_step(["golf", *TINY])
-    one, two = (child.make_parts(options.config(), torch.device("cpu")) for _ in range(2))
+    (config,), _ = step.parse_step(["golf", *TINY])
+    one, two = (child.make_parts(config, torch.device("cpu")) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
     assert all(torch.equal(one.batch[name], two.batch[name]) for name in ("tokens", "targets"))
     assert {p.dtype for p in one.model.parameters()} == {torch.bfloat16}
@@ -162,8 +163,8 @@ def test_every_process_has_the_same_weights_and_batch():
 
 
 def test_the_eager_step_is_the_textbook_loop():
-    (options,) = step.parse_step(TINY)
-    parts, reference = (child.make_parts(options.config(), torch.device("cpu")) for _ in range(2))
+    (config,), _ = step.parse_step(TINY)
+    parts, reference = (child.make_parts(config, torch.device("cpu")) for _ in range(2))
     one_step = providers.EagerStep(parts)
     optimizer = torch.optim.AdamW(reference.model.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0.1)
     for _ in range(3):
@@ -185,18 +186,18 @@ def test_a_provider_of_its_name_changes_one_option(name, option, value, monkeypa
     monkeypatch.setattr(providers, "CapturedStep", lambda parts, **options: given.append(options))
     providers.PROVIDERS[name](None)
     assert given == [{option: value}]
-    dataclasses.replace(StepOptions(), **given[0]).validate_step()
+    check_step(dataclasses.replace(StepOptions(), **given[0]))
 
 
 def test_presets_bring_their_own_sizes():
-    jobs = step.parse_step(["golf", "llama3-1b", "llama3-debug", "--steps", "3"])
-    assert [(job.preset, job.batch_size, job.seq_len, job.steps) for job in jobs] == [
-        ("golf", 32, 2048, 3),
-        ("llama3-1b", 4, 4096, 3),
-        ("llama3-debug", 8, 256, 3),
+    configs, options = step.parse_step(["golf", "llama3-1b", "llama3-debug", "--steps", "3"])
+    assert [(config.preset, config.batch_size, config.seq_len, config.precision) for config in configs] == [
+        ("golf", 32, 2048, "bf16"),
+        ("llama3-1b", 4, 4096, "bf16"),
+        ("llama3-debug", 8, 256, "fp32"),
     ]
-    assert [job.config().precision for job in jobs] == ["bf16", "bf16", "fp32"]
-    assert jobs[0].names() == ["eager", "compile", "compile-max-autotune", "stepgraph", "stepgraph-exact"]
+    assert options.steps == 3 and {config.inductor for config in configs} == {"full"}
+    assert options.providers.split(",") == ["eager", "compile", "compile-max-autotune", "stepgraph", "stepgraph-exact"]
 
 
 @pytest.mark.parametrize(
@@ -206,10 +207,10 @@ def test_presets_bring_their_own_sizes():
         ("step gulf", "unknown preset 'gulf': did you mean 'golf'?"),
         ("step --providers eager,compil", "unknown provider 'compil': did you mean 'compile'?"),
         ("step --stepz 3", "unknown option --stepz: did you mean --steps?"),
-        ("step --steps many", "bad value for --steps: 'many' is not a whole number"),
+        ("step --steps many", "--steps: 'many' is not a whole number"),
         ("step --steps 0", "steps=0 must be above 0"),
         ("step golf --batch-size 0", "batch_size=0 must be above 0"),
-        ("step --device tpu", "bad value for --device: 'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+        ("step --device tpu", "--device: 'tpu' is not one of auto, cpu, cuda"),
         ("step --steps 3 golf", "unexpected golf: write stepgraph bench step [PRESET ...] [--option VALUE ...]"),
         ("step --seq-len 4096", "seq_len=4096 exceeds model.max_seq_len=2048"),
         ("step --json no/such/folder/x.json", "json=no/such/folder/x.json: the folder no/such/folder does not exist"),

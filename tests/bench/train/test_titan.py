@@ -37,7 +37,7 @@ HEADS = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_he
 
 
 def config(preset="llama3-8b", *words):
-    return train.parse_train([preset, "--mesh", "fsdp=2,tp=2", *words]).config()
+    return train.parse_train([preset, "--mesh", "fsdp=2,tp=2", *words])[0]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_what_it_can_do(installed):
         ("deepseek-v3-16b", ["--model.moe.balance-loss", "1e-4"], "it has no balance loss of sequences"),
         ("deepseek-v3-16b", ["--model.moe.n-groups", "8"], "it ranks groups by their best two scores"),
         ("golf", [], "it has no such model: choose a llama3 or deepseek-v3 preset"),
-        ("llama3-1b", [], "it cannot tie the head to the embedding: add --model.no-tie-embeddings"),
+        ("llama3-1b", [], "it cannot tie the head to the embedding: add --no-model.tie-embeddings"),
         ("llama3-8b", ["--memory", "budget=0.5"], "it has no counterpart to --memory budget=0.5"),
         ("llama3-8b", ["--reduce-dtype", "bf16"], "it reduces gradients in fp32 alone: add --reduce-dtype fp32"),
     ],
@@ -73,7 +73,7 @@ def test_what_it_can_do(installed):
 def test_what_it_cannot_do(preset, words, reason, installed):
     assert job.unavailable(config(preset, *words), CUDA).startswith(reason)
     if "--model" in reason:
-        assert job.unavailable(config(preset, "--model.no-tie-embeddings"), CUDA) is None
+        assert job.unavailable(config(preset, "--no-model.tie-embeddings"), CUDA) is None
 
 
 def test_it_needs_a_gpu_and_its_version(installed, monkeypatch):
@@ -113,8 +113,8 @@ def test_the_job_of_a_pipeline_and_of_microbatches():
 
 def test_the_job_of_experts_and_of_fp8(installed):
     words = ["--mesh", "fsdp=4,ep=2", "--balanced-routing"]
-    options = train.parse_train(["deepseek-v3-16b", *words])
-    sections = job.job_sections(options.config(), "folder", options.balanced_routing)
+    shape, options = train.parse_train(["deepseek-v3-16b", *words])
+    sections = job.job_sections(shape, "folder", options.balanced_routing)
     assert sections["parallelism"]["expert_parallel_degree"] == 2 and sections["debug"]["moe_force_load_balance"]
     fp8 = job.job_sections(config("llama3-8b", "--fp8", "tensorwise", "--precision", "bf16"), "folder")
     assert fp8["model"]["converters"] == [job.FLOAT8]

@@ -160,22 +160,22 @@ def test_ranks_that_take_too_long_are_ended(tmp_path, monkeypatch):
     touch = "pathlib.Path(__file__).with_name(f'pid-{os.getpid()}').touch()"
     script.write_text(f"import os, pathlib, time\n{touch}\ntime.sleep(500)\n")
     monkeypatch.setattr(train, "RANK", [str(script)])
-    options = train.parse_train([*TINY, "--mesh", "fsdp=2", "--timeout", "10"])
-    row = train.measure("stepgraph", options.config(), options, torch.device("cpu"), None)
+    config, options = train.parse_train([*TINY, "--mesh", "fsdp=2", "--timeout", "10"])
+    row = train.measure("stepgraph", config, options, torch.device("cpu"), None)
     assert row.error.startswith("not done after 10 s: start, 1") and row.step_ms is None
     started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
     assert len(started) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in started)
 
 
 def test_data_parallel_ranks_have_batches_of_their_own():
-    config = train.parse_train(TINY).config()
+    config, _ = train.parse_train(TINY)
     one, two = random_batch(config, 0), random_batch(config, 1)
     assert one["tokens"].shape == (2, 32) and not torch.equal(one["tokens"], two["tokens"])
     assert torch.equal(one["tokens"], random_batch(config, 0)["tokens"])
 
 
 def test_microbatches_are_rows_of_one_batch():
-    config = train.parse_train([*TINY, "--accumulate", "3"]).config()
+    config, _ = train.parse_train([*TINY, "--accumulate", "3"])
     assert random_batch(config)["targets"].shape == (6, 32) and config.tokens_per_step == 6 * 32
 
 
@@ -211,8 +211,7 @@ def test_experts_and_pipelines_can_be_measured(preset, words, tmp_path, monkeypa
 
 
 def test_presets_bring_their_own_sizes():
-    options = train.parse_train(["llama3-8b", "--mesh", "fsdp=2,tp=2"])
-    config = options.config()
+    config, _ = train.parse_train(["llama3-8b", "--mesh", "fsdp=2,tp=2"])
     assert (config.seq_len, config.batch_size, config.precision, config.memory) == (8192, 1, "bf16", "none")
     assert config.tokens_per_step == 2 * 8192 and config.mesh_spec.size == 4
 
@@ -226,7 +225,7 @@ def test_presets_bring_their_own_sizes():
         ("train --mesh tp=4", "tp=4 does not divide n_heads=6; try tp=1"),
         ("train --steps 0", "steps=0 must be above 0"),
         ("train --timeout 0", "timeout=0.0 must be above 0"),
-        ("train --precision bf16-autocast", "bad value for --precision"),
+        ("train --precision bf16-autocast", "precision=bf16-autocast is not of this benchmark"),
         ("train --json no/such/folder/x.json", "json=no/such/folder/x.json: the folder no/such/folder does not exist"),
         ("train --traces no/such", "traces=no/such is no folder; make it first"),
         ("train --mesh pp=2", "accumulate=1 is too small for the schedule 1f1b on pp=2"),

@@ -164,7 +164,7 @@ def test_the_command(tmp_path, capsys):
         ),
         ("llama3-8c", "unknown preset or run 'llama3-8c': did you mean 'llama3-8b'?"),
         ("llama3-8b --mesh fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
-        ("llama3-8b --gpu h300", "unknown gpu 'h300': did you mean 'h200'?"),
+        ("llama3-8b --gpu h300", "--gpu: 'h300' is not one of h100, h200, b200"),
         ("llama3-8b --html no/x.html", "html=no/x.html: the folder no does not exist; make it first"),
         ("{tmp} --mesh fsdp=2", "--mesh is about a preset, and {tmp} has run: leave it out"),
         ("{tmp}", "{tmp} has no page.html: give the folder of a run that got as far as its first steps"),

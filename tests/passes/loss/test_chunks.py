@@ -18,6 +18,7 @@ from stepgraph.passes import StepOptions, configured, get, run_passes
 from stepgraph.passes.loss.chunk import parts
 from stepgraph.passes.loss.head import Head as Nodes
 from stepgraph.passes.memory.rematerialize import rematerialize
+from stepgraph.passes.options import check_step
 
 aten = torch.ops.aten
 FUSE = replace(get("fuse_loss"), needs_cuda=False)
@@ -273,7 +274,7 @@ def test_after_recomputation():
 @pytest.mark.parametrize("chunks", [0, -1, "some", 2.5, True])
 def test_bad_number_of_parts(chunks):
     with pytest.raises(ValueError, match=r"loss_chunks=.*; allowed: auto, or a number of parts from 1 on"):
-        StepOptions(loss_chunks=chunks).validate_step()
+        check_step(StepOptions(loss_chunks=chunks))
     with pytest.raises(ValueError, match=r"loss_chunks=.*; allowed: auto, or a number of parts from 1 on"):
         FUSE.with_options(chunks=chunks)
 

@@ -54,7 +54,7 @@ def unavailable(config: TrainConfig, device: torch.device) -> str | None:
     reasons = {
         f"{installed} is installed: pip install torchtitan=={VERSION}": installed != VERSION,
         "it needs a GPU": device.type != "cuda",
-        "it cannot tie the head to the embedding: add --model.no-tie-embeddings": getattr(
+        "it cannot tie the head to the embedding: add --no-model.tie-embeddings": getattr(
             model, "tie_embeddings", False
         ),
         f"it has no counterpart to --memory {config.memory}: try none, selective or full": (
