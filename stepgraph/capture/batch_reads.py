@@ -112,7 +112,12 @@ def packet(node: fx.Node) -> str:
 
 def sources(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values matter to ``node``."""
-    return [] if packet(node) in _SHAPED else node.all_input_nodes
+    return [] if reads_shape(node) else node.all_input_nodes
+
+
+def reads_shape(node: fx.Node) -> bool:
+    """Whether ``node`` reads only the shape of its tensor."""
+    return packet(node) in _SHAPED
 
 
 def computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -11,7 +11,7 @@ from stepgraph.capture import gradients
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.state import Slot, Wrapping, unwrap
 from stepgraph.graph.step_graph import InputSpec
-from stepgraph.graph.values import Accumulator, BatchLeaf, Before, GroupValue, Input, OptimizerState, Ratio
+from stepgraph.graph.values import Accumulator, BatchLeaf, Before, GroupValue, HostValue, Input, OptimizerState, Ratio
 
 
 class Inputs:
@@ -55,6 +55,15 @@ class Inputs:
         self.specs.append(InputSpec(Ratio(condition)))
         return len(self.specs) - 1
 
+    def add_host(self, live: torch.Tensor) -> torch.Tensor:
+        """Add a scalar that the host computes in every step, while the graph is traced; its stand-in."""
+        with compat.without_modes():
+            made = fake(self.mode, live, self.home)
+        number = sum(isinstance(spec.what, HostValue) for spec in self.specs)
+        compat.input_of_trace(made, f"host_{number}")
+        self.specs.append(InputSpec(HostValue(number), live))
+        return made
+
     def add_accumulator(self, name: str, param: torch.Tensor) -> int:
         """Add the sum of the gradients of ``param``, a local fake tensor; where it is."""
         with self.mode, torch.no_grad():
@@ -69,7 +78,7 @@ def add_optimizer(
 ) -> list[dict[str, Any]]:
     """Add the optimizer's state and learning rates to the inputs; per group, what `Update.record` needs."""
     index_of = {id(slot.tensor): i for i, slot in enumerate(slots)}
-    groups = [{"options": g, "members": [], "paths": {}, "lr": None} for g in update.groups]
+    groups = [{"options": g, "members": [], "paths": {}, "live": {}, "lr": None} for g in update.groups]
     for group_index, param in update.owned():
         if id(param) not in index_of or not param.requires_grad:  # the loss does not reach it, or it is frozen
             continue
@@ -78,11 +87,13 @@ def add_optimizer(
         i = index_of[id(param)]
         where = {key: inputs.add(partial(OptimizerState, slots[i].name, key), state[key])[0] for key in state}
         # A step count on the host: parameters may differ in it.
-        count = 0.0 if group["options"].get("fused") or "step" not in state else float(state["step"])
+        fused = group["options"].get("fused") or not update.has_lr_input(group_index)
+        count = 0.0 if fused or "step" not in state else float(state["step"])
         group["members"].append((i, entries[i][0], where, count))
         group["paths"][i] = slots[i].path
+        group["live"][i] = param
     for group_index, group in enumerate(groups):
-        if group["members"]:
+        if group["members"] and update.has_lr_input(group_index):
             first = inputs.specs[group["members"][0][1]][0].tensor
             lr = update.lr_input(group_index, first.device)
             group["lr"], _ = inputs.add(lambda _, n=group_index: GroupValue(n), lr)

@@ -100,7 +100,8 @@ class Watch:
         return [state for optimizer in self._optimizers for state in optimizer.state.values()]
 
     def _state_entries(self) -> list:
-        return list(chain.from_iterable(map(dict.values, self._states)))
+        entries = chain.from_iterable(map(dict.values, self._states))
+        return [entry for entry in entries if type(entry) not in (int, float)]  # which a step may count in
 
     def _parameters(self) -> list[torch.Tensor]:
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers)

@@ -22,6 +22,7 @@ from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
 from stepgraph.capture.optimizer import Update
+from stepgraph.capture.optimizer.host import Host
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.python import writes
 from stepgraph.capture.python.assigned import write_assigned
@@ -48,6 +49,7 @@ from stepgraph.graph.values import (
     Gradient,
     GroupValue,
     Loss,
+    MadeState,
     Metric,
     ModelTensor,
     OptimizerState,
@@ -66,6 +68,7 @@ class Traced:
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``reads``: what Python
     read, to be compared. ``grow``: by condition, what the host calls before a step that exceeded it is repeated.
     ``generators``: the model's own that operators draw from. ``batch_reads``: what Python read of the batch's values.
+    ``hosts``: what calls do on the host for optimizers.
     """
 
     program: StepProgram
@@ -75,6 +78,7 @@ class Traced:
     grow: dict[str, conditions.Grow]
     generators: list[torch.Generator] = field(default_factory=list)
     batch_reads: BatchReads = field(default_factory=lambda: BatchReads({}))
+    hosts: list[Host] = field(default_factory=list)
 
     @property
     def step(self) -> StepGraph:
@@ -141,7 +145,7 @@ def trace_step(
     found = program, trace.landing, trace.slots, watched, trace.conditions.grow
     trace.batch_reads.prune()
     checks.check_alike(trace.batch_reads.hold(leaves, accumulate), accumulate)
-    return Traced(*found, generators, trace.batch_reads)
+    return Traced(*found, generators, trace.batch_reads, trace.update.hosts if trace.update else [])
 
 
 class StepTrace:
@@ -187,6 +191,8 @@ class StepTrace:
 
     def program(self) -> StepProgram:
         """The graphs of the step and their schedule."""
+        if self.update:
+            self.update.prepare({id(slot.tensor): slot for slot in self.slots}, self.mode, self.home)
         return self.whole() if self.accumulate == 1 else self.accumulation()
 
     def drop_state(self) -> None:
@@ -210,7 +216,7 @@ class StepTrace:
                 write_assigned(self.recorder, held, flat)
                 outputs.extend((Loss(), *map(Reported, self.reported)))
                 ratios = self.guard.ratios(self.conditions.combined(), loss)
-                finished = self._finish(flat, tensors, grads, groups, ratios, kept, outputs)
+                finished = self._finish(flat, tensors, grads, groups, ratios, kept, outputs, inputs)
                 return [loss, *self.reported.values(), *finished]
 
         with self._dropping_state():
@@ -272,7 +278,7 @@ class StepTrace:
                 if share:
                     grads = {i: share.whole(self.slots[i].name, grad) for i, grad in grads.items()}
                 tensors = self._tensors(flat, entries)
-                return self._finish(flat, tensors, grads, groups, ratios, kept, outputs, stages)
+                return self._finish(flat, tensors, grads, groups, ratios, kept, outputs, inputs, stages)
 
         return self._graph(traced, inputs, outputs)
 
@@ -403,6 +409,7 @@ class StepTrace:
         ratios: dict[str, torch.Tensor],
         kept: Kept,
         outputs: list[Output],
+        inputs: Inputs,
         stages: gradients.AllStages | None = None,
     ) -> list[torch.Tensor]:
         """Clip, update unless a ratio is above 1, and return metrics, ratios and the gradients that no update took.
@@ -415,7 +422,10 @@ class StepTrace:
         skip, ratios = self.guard.skip(ratios, norm, self.slots, stages and stages.group)
         written = kept.written() if skip.flag is not None else []
         attribute = self.recorder.attribute
-        self.updated = self.update.record(groups, grads, flat, attribute, skip) if self.update else set()
+        self.updated = set()
+        if self.update:
+            given = inputs.add_host, self.mode
+            self.updated = self.update.record(groups, grads, flat, attribute, skip, *given)
         if self.update:
             with self.reads.noted():
                 metrics, changed = traced_end_of_step(self.recorder, self.model, self.slots, tensors, flat)
@@ -433,7 +443,9 @@ class StepTrace:
         self.updated = {id(self.slots[i].tensor) for i in self.updated}
         self.landing.extend((self.slots[i], kept.entries[i][1]) for i in landed)
         outputs.extend(Gradient(self.slots[i].name) for i in landed)
-        return results + gradients.unshared(landed.values(), taken=flat)
+        created = self.update.created if self.update else []
+        outputs.extend(MadeState(number) for number in range(len(created)))
+        return results + gradients.unshared([*landed.values(), *created], taken=flat)
 
     @contextlib.contextmanager
     def _dropping_state(self) -> Iterator[None]:

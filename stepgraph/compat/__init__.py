@@ -95,6 +95,7 @@ from stepgraph.compat.tracing import (
     generate_code,
     graph_of_trace,
     inline_compiled,
+    input_of_trace,
     intercept_checkpoint,
     is_tracing,
     lazy_graph_module,

@@ -10,7 +10,13 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.utils import _pytree as pytree
 
 from stepgraph.compat.replaced import replaced
@@ -307,3 +313,14 @@ def flex_kernel_options(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     from torch.nn.attention.flex_attention import _apply_kernel_options
 
     return dict(_apply_kernel_options(query, key, value, True, {"BACKEND": "TRITON"}))
+
+
+def input_of_trace(tensor: torch.Tensor, name: str) -> torch.fx.Node:
+    """Give the running `trace` one more input, behind those that it has: ``tensor``, a fake one, is it from here on."""
+    tracer = get_proxy_mode().tracer
+    first = next((node for node in tracer.graph.nodes if node.op != "placeholder"), None)
+    with tracer.graph.inserting_before(first) if first is not None else contextlib.nullcontext():
+        proxy = tracer.create_proxy("placeholder", name, (), {})
+    proxy.node.meta["val"] = tensor
+    track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+    return proxy.node

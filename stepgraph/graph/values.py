@@ -77,6 +77,14 @@ class GroupValue(Named):
 
 
 @dataclass(frozen=True)
+class HostValue(Named):
+    """Number ``number`` of the scalars that the optimizer's own code computes on the host in every step."""
+
+    kind = "host"
+    number: int
+
+
+@dataclass(frozen=True)
 class BatchLeaf(Named):
     """Leaf number ``leaf`` of the flattened batch, or a microbatch's share of it."""
 
@@ -174,8 +182,28 @@ class Gradient(Named):
     parameter: str
 
 
-Input = Parameter | Buffer | OptimizerState | GroupValue | BatchLeaf | Accumulator | Before | Ratio | Value | Loss
-Output = Loss | TotalLoss | Metric | Reported | Gradient | Value | Ratio
+@dataclass(frozen=True)
+class MadeState(Named):
+    """Tensor ``number`` of the state that the optimizer makes in this step."""
+
+    kind = "made"
+    number: int
+
+
+Input = (
+    Parameter
+    | Buffer
+    | OptimizerState
+    | GroupValue
+    | HostValue
+    | BatchLeaf
+    | Accumulator
+    | Before
+    | Ratio
+    | Value
+    | Loss
+)
+Output = Loss | TotalLoss | Metric | Reported | Gradient | MadeState | Value | Ratio
 
 _CLASSES = {kind.__name__: kind for kind in get_args(Input | Output)}
 

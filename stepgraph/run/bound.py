@@ -78,6 +78,8 @@ class BoundStep:
         the host waits for the step; it does not wait for a step that has nothing to grow.
         """
         self._set_rates()
+        for host in self.traced.hosts:
+            host.begin()
         random = RandomState(self.devices, self.traced.generators) if self.traced.grow else None
         results = self.runner(leaves)
         if random is not None:
@@ -85,6 +87,10 @@ class BoundStep:
             if exceeded := {name: ratio for name, ratio in ratios.items() if ratio > 1}:
                 random.restore()
                 raise ExceededError(exceeded, self.traced.grow)
+        if self.traced.hosts:
+            skipped, created = results.metrics.get("skipped"), iter(results.made)
+            for host in self.traced.hosts:
+                host.end(created, skipped is not None and bool(skipped))
         gradients.land(self.traced.landing, results.gradients)
         if self.update:
             self.update.mark_stepped()

@@ -15,7 +15,7 @@ FEW_CAPTURES = 8
 
 class Forms:
     """A step's captured forms by signature, the one used last at the end. Several have one signature if Python read
-    other values of their batches."""
+    other values of their batches, or if the optimizer's code decided otherwise by numbers, such as a count of steps."""
 
     def __init__(self):
         self._bound: OrderedDict[BoundStep, tuple] = OrderedDict()
@@ -36,17 +36,16 @@ class Forms:
     def of(self, signature: tuple, leaves: Sequence[Any]) -> BoundStep | None:
         """The form with this signature for the ``leaves`` of a batch; None if there is none, or if what it was
         specialized on has changed since."""
-        bound = next((bound for bound in self._alike.get(signature, ()) if bound.fits(leaves)), None)
-        if bound is None:
-            return None
-        replaced, change = bound.watch.sees_change(), bound.plain.change()
-        if change:
-            self._say(change)
-        if replaced or change:
-            self._drop(bound)
-            return None
-        self._bound.move_to_end(bound)
-        return bound
+        for bound in [bound for bound in self._alike.get(signature, ()) if bound.fits(leaves)]:
+            replaced, change = bound.watch.sees_change(), bound.plain.change()
+            if change:
+                self._say(change)
+            if replaced or change:
+                self._drop(bound)
+            elif all([host.holds() for host in bound.traced.hosts]):
+                self._bound.move_to_end(bound)
+                return bound
+        return None
 
     def _drop(self, bound: BoundStep) -> None:
         signature = self._bound.pop(bound)

@@ -4,21 +4,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stepgraph.graph.values import Gradient, Loss, Metric, Output, Ratio, Reported, TotalLoss
+from stepgraph.graph.values import Gradient, Loss, MadeState, Metric, Output, Ratio, Reported, TotalLoss
 
 Tensor = torch.Tensor
 
 
 @dataclass
 class Results:
-    """What a step gave: the loss (the sum of the calls' own), metrics and the highest ratios by name, gradients in
-    order. ``reported``: by name what each call reported."""
+    """What a step gave: the loss (the sum of the calls' own), metrics and the highest ratios by name, gradients and new
+    state of the optimizer in order. ``reported``: by name what each call reported."""
 
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
     ratios: dict[str, Tensor] = field(default_factory=dict)
     reported: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: list[Tensor] = field(default_factory=list)
+    made: list[Tensor] = field(default_factory=list)
 
     def take(self, what: Output, value: Tensor) -> None:
         """Add one output of a call."""
@@ -36,16 +37,19 @@ class Results:
                 self.ratios[condition] = value if highest is None else torch.maximum(highest, value)
             case Gradient():
                 self.gradients.append(value)
+            case MadeState():
+                self.made.append(value)
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
         loss = [] if self.loss is None else [self.loss]
         reported = [value for values in self.reported.values() for value in values]
-        return [*loss, *self.metrics.values(), *self.ratios.values(), *reported, *self.gradients]
+        return [*loss, *self.metrics.values(), *self.ratios.values(), *reported, *self.gradients, *self.made]
 
     def cloned(self) -> "Results":
         """The same in tensors of its own."""
         copies = [{name: value.clone() for name, value in found.items()} for found in (self.metrics, self.ratios)]
         loss = None if self.loss is None else self.loss.clone()
         reported = {name: [value.clone() for value in values] for name, values in self.reported.items()}
-        return Results(loss, *copies, reported, [value.clone() for value in self.gradients])
+        lists = ([value.clone() for value in found] for found in (self.gradients, self.made))
+        return Results(loss, *copies, reported, *lists)

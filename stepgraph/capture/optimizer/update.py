@@ -1,6 +1,6 @@
 """The optimizers in the graph, with their state and learning rates as inputs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,11 @@ import torch
 from stepgraph import compat
 from stepgraph.capture.optimizer.adafactor import AdafactorRule
 from stepgraph.capture.optimizer.adam import AdamRule
+from stepgraph.capture.optimizer.host import Host
 from stepgraph.capture.optimizer.master import MasterAdamW
 from stepgraph.capture.optimizer.muon import MuonRule
+from stepgraph.capture.optimizer.own_step import OwnStep, StandIn
+from stepgraph.capture.optimizer.prepare import Fresh, prepare
 from stepgraph.capture.optimizer.rule import Member, Rule
 from stepgraph.capture.optimizer.sgd import SGDRule
 from stepgraph.capture.optimizer.skip import Skip
@@ -35,16 +38,15 @@ class Update:
         if not self.optimizers:
             raise ValueError("the list of optimizers is empty; give None to step the model yourself")
         for optimizer in self.optimizers:
-            if type(optimizer) not in _RULES:
-                kind = type(optimizer)
-                library = "" if kind.__module__.startswith("torch.") else kind.__module__.partition(".")[0] + "."
-                raise ValueError(
-                    f"optimizer {library}{kind.__name__} cannot be captured; allowed: torch.optim.AdamW, Adam, SGD, "
-                    "Muon, Adafactor, stepgraph.MasterAdamW and lists of them; or capture without an optimizer and "
-                    "step it yourself"
-                )
-            _RULES[type(optimizer)].check(optimizer)
+            if type(optimizer) in _RULES:
+                _RULES[type(optimizer)].check(optimizer)
+        self.own = {optimizer: OwnStep(optimizer) for optimizer in self.optimizers if type(optimizer) not in _RULES}
         self.check_hooks()
+        #: What calls of the traced step do on the host.
+        self.hosts: list[Host] = []
+        #: Tensors of state that the traced step makes.
+        self.created: list[torch.Tensor] = []
+        self._fresh: dict[torch.optim.Optimizer, Fresh | None] = {}
         owners: dict[int, str] = {}
         for optimizer, group in self._groups():
             for param in group["params"]:
@@ -76,6 +78,11 @@ class Update:
     def groups(self) -> list[dict[str, Any]]:
         return [group for _, group in self._groups()]
 
+    def present(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of ``params`` that are updated here, see `owned`."""
+        here = {id(param) for _, param in self.owned()}
+        return [param for param in params if id(param) in here]
+
     def owned(self) -> list[tuple[int, torch.Tensor]]:
         """(group index, parameter) of every parameter that is updated: not of those on the meta device, which other
         ranks of a pipeline hold, unless all are, as in a forecast."""
@@ -85,7 +92,25 @@ class Update:
     def init_state(self, param: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
         """What the graph reads and writes of the state of ``param``, by key; created as in eager's first step."""
         optimizer, options = self._groups()[group]
+        if optimizer in self.own:
+            return self.own[optimizer].state_tensors(param)
         return _RULES[type(optimizer)].init_state(optimizer, param, options)
+
+    def has_lr_input(self, group: int) -> bool:
+        """Whether the graph reads the learning rate of a group as it is; an optimizer's own ``step`` may compute with
+        it first."""
+        return self._groups()[group][0] not in self.own
+
+    def prepare(self, slots: Mapping[int, Any], mode: compat.FakeTensorMode, home: torch.device) -> None:
+        """Make the missing state of optimizers that are traced by their own ``step``. ``slots``: of the model, by the
+        ids of their tensors."""
+        for own in self.own.values():
+            groups = []
+            for group in own.optimizer.param_groups:
+                params = [p for p in self.present(group["params"]) if p.requires_grad and id(p) in slots]
+                with torch.no_grad():
+                    groups.append([(p, _local(p, mode, home), slots[id(p)].path) for p in params])
+            self._fresh[own.optimizer] = prepare(own, groups, mode)
 
     def without_state(self) -> list[torch.Tensor]:
         """The parameters that have no state yet."""
@@ -108,7 +133,8 @@ class Update:
 
     def constants(self) -> tuple:
         """The options that are constants of the graph: when one changes, the step is captured again."""
-        return tuple((_RULES[type(o)].constants_of(group), len(group["params"])) for o, group in self._groups())
+        rules = ((_RULES.get(type(optimizer)), group) for optimizer, group in self._groups())
+        return tuple((rule and rule.constants_of(group), len(group["params"])) for rule, group in rules)
 
     def record(
         self,
@@ -117,14 +143,20 @@ class Update:
         flat: Sequence[torch.Tensor],
         attribute: Callable[[str], None],
         skip: Skip,
+        give_input: Callable[[torch.Tensor], torch.Tensor],
+        mode: compat.FakeTensorMode,
     ) -> set[int]:
         """Record the update of every parameter that has a gradient; the slots updated.
 
         ``groups``: see `stepgraph.capture.inputs.add_optimizer`. ``flat``: the graph's inputs. ``attribute`` and
-        ``skip``: see `Rule.trace`.
+        ``skip``: see `Rule.trace`. ``give_input``: makes a live scalar tensor an input of the graph.
         """
         updated: set[int] = set()
+        for own in self.own.values():
+            updated |= self._record_own(own, groups, grads, flat, attribute, skip, give_input, mode)
         for (optimizer, options), group in zip(self._groups(), groups, strict=True):
+            if optimizer in self.own:
+                continue
             members = [m for m in group["members"] if m[0] in grads]
             if not members:
                 continue
@@ -136,7 +168,58 @@ class Update:
             updated |= {i for i, _, _, _ in members}
         return updated
 
+    def _record_own(
+        self,
+        own: OwnStep,
+        groups: Sequence[dict[str, Any]],
+        grads: dict[int, torch.Tensor],
+        flat: Sequence[torch.Tensor],
+        attribute: Callable[[str], None],
+        skip: Skip,
+        give_input: Callable[[torch.Tensor], torch.Tensor],
+        mode: compat.FakeTensorMode,
+    ) -> set[int]:
+        """Record the update of an optimizer by its own ``step``; the slots updated."""
+        stand_ins, kept, updated = [], [], set()
+
+        def stand_in(place: int) -> torch.Tensor:
+            """What ``step`` writes: where the update may be left out, a copy."""
+            if skip.flag is None:
+                return flat[place]
+            kept.append((flat[place], flat[place].clone()))
+            return kept[-1][1]
+
+        for (optimizer, options), group in zip(self._groups(), groups, strict=True):
+            if optimizer is not own.optimizer:
+                continue
+            known = {id(group["live"][i]): (i, part, wheres) for i, part, wheres, _ in group["members"]}
+            stand_ins.append([])
+            for param in self.present(options["params"]):
+                if id(param) not in known:
+                    continue
+                i, part, wheres = known[id(param)]
+                state = {key: stand_in(where.start) for key, where in wheres.items()}
+                made = stand_in(part.start).requires_grad_()
+                stand_ins[-1].append(StandIn(param, made, grads.get(i), state, group["paths"][i]))
+                updated |= {i} & grads.keys()
+        run = own.trace(stand_ins, lambda _, live: give_input(live), attribute, mode)
+        for old, new in kept:
+            skip.write(old, new)
+        fresh = self._fresh.get(own.optimizer)
+        run.host.settle = fresh and fresh.settle
+        self.hosts.append(run.host)
+        self.created += run.created
+        return updated
+
     def mark_stepped(self) -> None:
         """Tell learning rate schedulers that the optimizers have stepped."""
         for optimizer in self.optimizers:
             compat.mark_stepped(optimizer)
+
+
+def _local(param: torch.Tensor, mode: compat.FakeTensorMode, home: torch.device) -> torch.Tensor:
+    """A fake tensor of the form of this rank's part of ``param``."""
+    part = param.to_local() if compat.is_traceable_wrapper_subclass(param) else param
+    with mode:
+        device = home if part.is_meta else part.device
+        return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=device)

@@ -1,0 +1,202 @@
+"""Operators that take numbers of a tape, in operators that take them as tensors: the same bits.
+
+A number that a graph holds would be the same in every step. One that a step computes (see
+`stepgraph.capture.optimizer.tape`) is an input of the graph, a scalar tensor in fp64.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stepgraph.capture.optimizer.arithmetic import (
+    HALF,
+    add_quotient,
+    add_scaled,
+    divided,
+    lerp,
+    scaled,
+    wide,
+)
+from stepgraph.errors import CaptureError
+
+Tensor = torch.Tensor
+#: The scalar tensor of a number, on a device.
+Factor = Callable[[Any, torch.device], Tensor]
+
+
+def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], factor: Factor, is_number: Callable) -> Any:
+    """What ``func`` gives for arguments with numbers, which ``is_number`` names, in other operators.
+
+    Raises:
+        CaptureError: no other operator gives the same bits.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith("_foreach_"):
+        return _each(func, name, args, kwargs, factor, is_number)
+    in_place = func._schema.is_mutable
+    found = _FUNCTIONAL.get(name.removesuffix("_"))
+    target = next((leaf for leaf in args if isinstance(leaf, Tensor)), None)
+    if found is None or (target is not None and not target.is_floating_point() and name not in _ANY_DTYPE):
+        raise unknown(func)
+    device = target.device if target is not None else torch.device(kwargs.get("device") or "cpu")
+
+    def tensor(value: Any) -> Any:
+        return factor(value, device) if is_number(value) else value
+
+    given = [tensor(arg) for arg in args]
+    options = {key: tensor(value) for key, value in kwargs.items()}
+    result = found(*given, **options)
+    if result is NotImplemented:
+        raise unknown(func)
+    return target.copy_(result) if in_place else result
+
+
+def unknown(func: Any) -> CaptureError:
+    """For an operator that has no other form."""
+    return CaptureError(
+        f"{func} takes a number that changes from step to step, and no form of it with a tensor gives the same bits; "
+        "multiply or add the number to a tensor before it"
+    )
+
+
+def _each(
+    func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], factor: Factor, is_number: Callable
+) -> list[Tensor] | None:
+    """Operators on lists of tensors, tensor by tensor."""
+    base = getattr(torch.ops.aten, name.removeprefix("_foreach_"))
+    n = next(len(arg) for arg in args if isinstance(arg, list | tuple))
+    results = []
+    for i in range(n):
+        one = [arg[i] if isinstance(arg, list | tuple) else arg for arg in args]
+        results.append(_one_of_each(base, one, kwargs, factor, is_number))
+    return None if func._schema.is_mutable else results
+
+
+def _one_of_each(base: Any, args: list, kwargs: Mapping[str, Any], factor: Factor, is_number: Callable) -> Any:
+    name = base.__name__
+    found = _FUNCTIONAL.get(name.removesuffix("_"))
+    target = next(leaf for leaf in args if isinstance(leaf, Tensor))
+    if found is None or not target.is_floating_point():
+        raise unknown(f"_foreach_{name}")
+    if found in (_addcmul, _addcdiv) and len(args) == 4:
+        args, kwargs = args[:3], {"value": args[3]}
+
+    def tensor(value: Any) -> Any:
+        return factor(value, target.device) if is_number(value) else value
+
+    given, options = [tensor(arg) for arg in args], {key: tensor(value) for key, value in kwargs.items()}
+    result = scaled(*given, foreach=True) if found is _mul else found(*given, **options)
+    if result is NotImplemented:
+        raise unknown(f"_foreach_{name}")
+    return target.copy_(result) if name.endswith("_") else result
+
+
+def _binary(operation: Callable[[Tensor, Any], Tensor]) -> Callable:
+    """An operation of a tensor and a scalar tensor, as of a tensor and a number."""
+
+    def run(x: Tensor, y: Any) -> Tensor:
+        if x.ndim == 0:  # two tensors without dimensions would promote to fp64
+            return run(x.view(1), y).view(())
+        if x.is_cuda and x.dtype in HALF:
+            return operation(wide(x), y).to(x.dtype)
+        return operation(x, y)
+
+    return run
+
+
+def _mul(x: Any, y: Any) -> Tensor:
+    return scaled(x, y) if x.dtype != torch.float64 or x.ndim else scaled(y, x)
+
+
+def _div(x: Tensor, y: Any, rounding_mode: str | None = None) -> Any:
+    return NotImplemented if rounding_mode else divided(x, y)
+
+
+def _add(x: Tensor, y: Any, alpha: Any = 1) -> Any:
+    if isinstance(alpha, Tensor):
+        return add_scaled(x, y, alpha) if isinstance(y, Tensor) and y.shape == x.shape else NotImplemented
+    return _plus(x, y) if alpha == 1 else NotImplemented
+
+
+def _sub(x: Tensor, y: Any, alpha: Any = 1) -> Any:
+    if isinstance(alpha, Tensor):
+        return add_scaled(x, y, -alpha) if isinstance(y, Tensor) and y.shape == x.shape else NotImplemented
+    return _minus(x, y) if alpha == 1 else NotImplemented
+
+
+def _rsub(x: Tensor, y: Any, alpha: Any = 1) -> Any:
+    return _from(x, y) if not isinstance(alpha, Tensor) and alpha == 1 else NotImplemented
+
+
+_plus = _binary(torch.add)
+_minus = _binary(torch.sub)
+_from = _binary(lambda x, y: torch.sub(y, x))
+
+
+def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Any = 1) -> Tensor:
+    x_, y_, z_ = wide(x), wide(y), wide(z)
+    return torch.addcmul(x_, scaled(y_, value), z_).to(x.dtype)
+
+
+def _addcdiv(x: Tensor, y: Tensor, z: Tensor, value: Any = 1) -> Tensor:
+    return add_quotient(x, y, z, value)
+
+
+def _lerp(x: Tensor, y: Tensor, weight: Any) -> Tensor:
+    return lerp(x, y, weight)
+
+
+def _pow(x: Any, y: Any) -> Any:
+    return torch.pow(x, y) if x.ndim == 0 and isinstance(y, Tensor) and x.dtype == torch.float64 else NotImplemented
+
+
+def _clamp(x: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    like = {"dtype": x.dtype, "device": x.device}
+    low, high = (torch.full((), b, **like) if isinstance(b, int | float) else b for b in (min, max))
+    return torch.clamp(x, low, high)
+
+
+def _fill(x: Tensor, y: Tensor) -> Tensor:
+    return y.to(x.dtype).expand(x.shape)
+
+
+def _full(size: Sequence[int], value: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return value.to(dtype or torch.get_default_dtype()).expand(size).clone()
+
+
+def _full_like(x: Tensor, value: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return scaled(torch.ones_like(x, dtype=dtype), value)
+
+
+def _scalar_tensor(value: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return value.to(dtype or torch.get_default_dtype())
+
+
+def _compared(operation: Callable) -> Callable:
+    return lambda x, y: operation(x, y.to(x.dtype))
+
+
+_FUNCTIONAL: dict[str, Callable] = {
+    "mul": _mul,
+    "div": _div,
+    "add": _add,
+    "sub": _sub,
+    "rsub": _rsub,
+    "addcmul": _addcmul,
+    "addcdiv": _addcdiv,
+    "lerp": _lerp,
+    "pow": _pow,
+    "clamp": _clamp,
+    "clamp_min": lambda x, y: _clamp(x, min=y),
+    "clamp_max": lambda x, y: _clamp(x, max=y),
+    "maximum": lambda x, y: _clamp(x, min=y),
+    "minimum": lambda x, y: _clamp(x, max=y),
+    "fill": _fill,
+    "full": _full,
+    "full_like": _full_like,
+    "new_full": lambda x, size, value, dtype=None, **_: _full(size, value, dtype or x.dtype),
+    "scalar_tensor": _scalar_tensor,
+    **{name: _compared(getattr(torch, name)) for name in ("gt", "ge", "lt", "le", "eq", "ne")},
+}
+_ANY_DTYPE = ("full_like", "new_full", "fill_")

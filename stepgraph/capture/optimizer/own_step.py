@@ -1,0 +1,508 @@
+"""An optimizer in the graph as its author wrote it: its own ``step`` is traced.
+
+``step`` runs on stand-ins: parameters with their gradients, the state that the optimizer keeps of each, and numbers of
+a `Tape` in place of learning rates and counts. What it writes to tensors is in the graph. What it writes to numbers is
+written on the host after each call. State that it makes is an output of the graph, unless
+`stepgraph.capture.optimizer.prepare` could make it before.
+"""
+
+import copy
+import inspect
+import sys
+import traceback
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from stepgraph import compat
+from stepgraph.capture import gradients
+from stepgraph.capture.optimizer.host import Count, Host, Place, equal, frozen, same
+from stepgraph.capture.optimizer.on_tape import NotOfHost, OnTape, tensors_of_numbers
+from stepgraph.capture.optimizer.tape import TORCHS, Tape, is_number, line_in_use, python_on_tape, wrapped
+from stepgraph.capture.recorder import user_source
+from stepgraph.errors import CaptureError, first_line
+
+Tensor = torch.Tensor
+pytree = compat.pytree
+
+#: What torch keeps on every optimizer for itself.
+_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "_opt_called"}
+#: Options of groups that ``step`` does not read.
+_NOT_READ = ("params", "initial_lr")
+_NUMBERS = (int, float)
+
+
+@dataclass
+class StandIn:
+    """A parameter of one trace of ``step``. ``live``: the parameter. ``tensor``: its local stand-in. ``state``: those
+    of its state's tensors, by `state_tensors`. ``path``: its module."""
+
+    live: Tensor
+    tensor: Tensor
+    grad: Tensor | None
+    state: dict[str, Tensor]
+    path: str
+
+
+@dataclass
+class Learned:
+    """What traces of an optimizer showed, for later ones. ``on_tape``: by (key, whether the parameter is a scalar),
+    whether a scalar of the state is of the tape. ``moving``: (group, key) of options, (None, name) of attributes, that
+    change from step to step."""
+
+    on_tape: dict[tuple[str, bool], bool] = field(default_factory=dict)
+    moving: set[tuple[int | None, str]] = field(default_factory=set)
+
+    def is_moving(self, group: int | None, key: str, value: Any) -> bool:
+        """Whether an option is a number of the tape, or a tuple of such."""
+        if not ((group is not None and key == "lr") or (group, key) in self.moving):
+            return False
+        return type(value) in _NUMBERS or (type(value) in (list, tuple) and all(type(v) in _NUMBERS for v in value))
+
+
+_LEARNED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Learned] = weakref.WeakKeyDictionary()
+
+
+class Again(Exception):
+    """The trace learned what it should have begun with."""
+
+
+class Early(Protocol):
+    """What takes the state that ``step`` makes, and gives what the rest of the trace has in its place."""
+
+    def __call__(self, run: "Run", member: StandIn, key: str, value: Any) -> Any: ...
+
+
+class OwnStep:
+    """One optimizer by its own ``step``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+        self.name = type(optimizer).__qualname__
+        self.learned = _LEARNED.setdefault(optimizer, Learned())
+        self.step = _function(optimizer)
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            axes = enumerate(getattr(param, "placements", ()))
+            if any(placement.is_shard() and param.device_mesh.size(axis) > 1 for axis, placement in axes):
+                raise ValueError(
+                    f"{self.name} is captured by its own step, which takes whole parameters, and one of shape "
+                    f"{list(param.shape)} is sharded; use AdamW, Adam or SGD"
+                )
+
+    def state_tensors(self, param: Tensor) -> dict[str, Tensor]:
+        """The tensors of the state of ``param`` that are inputs of the graph, by key; of containers with a number."""
+        found = {}
+        for key, value in self.optimizer.state.get(param, {}).items():
+            for name, leaf in _leaves(key, value):
+                if isinstance(leaf, Tensor) and not self.is_on_tape(param, key, leaf):
+                    found[name] = leaf
+        return found
+
+    def is_on_tape(self, param: Tensor, key: str, value: Tensor) -> bool:
+        """Whether a tensor of the state is a scalar on the host, which follows from counts and options."""
+        if value.ndim or value.device.type != "cpu" or compat.is_fake(value):
+            return False
+        return self.learned.on_tape.get((key, param.ndim == 0), param.ndim > 0 or key == "step")
+
+    def options(self) -> tuple:
+        """What the graph holds as constants, options of groups and attributes: in a form that `same` compares."""
+        return tuple((key, frozen(value)) for group, key, value in self._options() if key not in _NOT_READ
+                     and not self.learned.is_moving(group, key, value))  # fmt: skip
+
+    def _options(self) -> Iterator[tuple[int | None, str, Any]]:
+        for index, group in enumerate(self.optimizer.param_groups):
+            yield from ((index, key, value) for key, value in group.items())
+        yield from ((None, key, value) for key, value in vars(self.optimizer).items() if key not in _OF_TORCH)
+
+    def learn_changes(self, before: tuple) -> None:
+        """Numbers that have changed since ``before``, what `options` gave, are of the tape from now on."""
+        given = [(g, k, v) for g, k, v in self._options() if k not in _NOT_READ and not self.learned.is_moving(g, k, v)]
+        if [key for _, key, _ in given] != [key for key, _ in before]:
+            return
+        for (group, key, value), (_, old) in zip(given, before, strict=True):
+            if not same(frozen(value), old):
+                self.learned.moving.add((group, key))
+
+    def trace(
+        self,
+        groups: Sequence[Sequence[StandIn]],
+        give_input: Callable[[str, Tensor], Tensor],
+        attribute: Callable[[str], None],
+        mode: compat.FakeTensorMode,
+        early: Early | None = None,
+    ) -> "Run":
+        """Run ``step`` in the running trace on the stand-ins of each parameter group.
+
+        ``give_input``: makes a live scalar tensor an input of the graph, by a name. ``early``: takes the state that
+        ``step`` makes. Raises `Again` where the trace is to be begun again, with what it learned.
+        """
+        run = Run(self, groups, give_input, attribute, mode, early)
+        run.run()
+        return run
+
+
+def _function(optimizer: torch.optim.Optimizer) -> Callable:
+    """``step`` without what torch wraps around it: profiling, and the hooks that a captured step refuses."""
+    function = type(optimizer).step
+    function = getattr(function, "__wrapped__", function) if getattr(function, "hooked", False) else function
+    needed = list(inspect.signature(function).parameters.values())[1:]
+    if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed):
+        code = inspect.unwrap(function).__code__
+        raise ValueError(
+            f"{type(optimizer).__qualname__}.step ({code.co_filename}:{code.co_firstlineno}) needs a closure that runs "
+            "the model again, which a captured step does not have; capture without an optimizer and step it yourself"
+        )
+    return function
+
+
+def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
+    """(name, leaf) of what is kept under ``key``, a container or not."""
+    leaves = pytree.tree_leaves(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return [(key, value)]
+    return [(f"{key}.{i}", leaf) for i, leaf in enumerate(leaves)]
+
+
+class _State(dict):
+    """The state of a parameter while ``step`` is traced. ``kept``: called with a new key and its value."""
+
+    def __init__(self, content: Mapping, kept: Callable[[Any, Any], Any]):
+        super().__init__(content)
+        self._kept = kept
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, self._kept(key, value) if key not in self else value)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **values: Any) -> None:
+        for key, value in dict(*args, **values).items():
+            self[key] = value
+
+
+class _States(defaultdict):
+    """``optimizer.state`` while ``step`` is traced."""
+
+    def __init__(self, run: "Run"):
+        super().__init__()
+        self._run = run
+
+    def __missing__(self, param: Any) -> _State:
+        self[param] = {}
+        return self[param]
+
+    def __setitem__(self, param: Any, state: Any) -> None:
+        member = self._run.members.get(id(param))
+        if member is None or not isinstance(state, dict):
+            what = f"a {type(param).__name__}" if member is None else f"a parameter, a {type(state).__name__}"
+            raise CaptureError(
+                f"{self._run.own.name}.step ({line_in_use()}) keeps state of {what}; a captured step takes a dict for "
+                "each parameter that has a gradient"
+            )
+        kept = _State({}, partial(self._run.new_state, member))
+        super().__setitem__(param, kept)
+        kept.update(state)
+
+
+class Run:
+    """One run of ``step`` in a trace. ``host``: what each call does on the host. ``created``: tensors of new state."""
+
+    def __init__(self, own: OwnStep, groups: Any, give_input: Any, attribute: Any, mode: Any, early: Early | None):
+        self.own, self.optimizer, self.groups, self.early = own, own.optimizer, groups, early
+        self.host = Host(Tape(), own.options, own.options(), own.learn_changes)
+        self.tape = self.host.tape
+        self.inputs: dict[str, Tensor] = {}
+        self.created: list[Tensor] = []
+        self.give_input = give_input
+        self.members: dict[int, StandIn] = {id(m.tensor): m for group in groups for m in group}
+        owners = {compat.storage_key(t): m.path for m in self.members.values()
+                  for t in (m.tensor, m.grad, *m.state.values()) if t is not None}  # fmt: skip
+        self.mode = OnTape(self.tape, mode, self.number_input, owners, attribute)
+        self._counts: dict[str, list[Count]] = defaultdict(list)
+        self._first: dict[int, int] = {}
+        self._before: dict[tuple[int, str], tuple[Any, list]] = {}
+        self._assigned: list[tuple[Tensor, Tensor]] = []
+
+    # ---- numbers ----
+
+    def number_input(self, place: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The graph's input that has the value at ``place``."""
+        name = f"{self.tape.entries[place].key}:{dtype}:{device}"
+        if name not in self.inputs:
+            with compat.without_modes():
+                live = torch.empty((), dtype=dtype, device=device)
+                if self.early is not None:
+                    value = self.tape.entries[place].value
+                    live.copy_(value) if isinstance(value, Tensor) else live.fill_(value)
+            self.host.values.append((place, live))
+            self.inputs[name] = self.give_input(name, live)
+        return self.inputs[name]
+
+    def numbers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(live scalar, its stand-in) of each input that is a number."""
+        return zip((live for _, live in self.host.values), self.inputs.values(), strict=True)
+
+    def count(self, key: str, value: Any, place: Place) -> int:
+        """Where on the tape a live number or scalar tensor is; those of one key that are equal now share one."""
+        with compat.without_modes():
+            for count in self._counts[key]:
+                if equal(self.tape.entries[count.place].value, value):
+                    count.places.append(place)
+                    return count.place
+            copied = value.detach().clone() if isinstance(value, Tensor) else value
+        holder, at = place
+        found = self.tape.read(f"{key}.{len(self._counts[key])}", copied, lambda: holder()[at])
+        self._counts[key].append(Count([place], found))
+        self.host.counts.append(self._counts[key][-1])
+        return found
+
+    def stand_for(self, place: int, tensor: Tensor | None = None) -> Any:
+        """What ``step`` has for the live value at ``place``; ``tensor``: a scalar that it has already."""
+        if not isinstance(self.tape.entries[place].value, Tensor):
+            return wrapped(self.tape, place)
+        made = self.mode.scalar(place) if tensor is None else tensor
+        self.mode.places[compat.storage_key(made)] = self._first[id(made)] = place
+        return made
+
+    # ---- the run ----
+
+    def run(self) -> None:
+        optimizer, own = self.optimizer, self.own
+        groups, attributes = [dict(group) for group in optimizer.param_groups], dict(vars(optimizer))
+        try:
+            self._put_stand_ins()
+            places = [compat.storage_key(m.tensor) for m in self.members.values()]
+            names = {cls.__module__ for cls in type(optimizer).__mro__[:-1]} - {"builtins", "typing"}
+            with tensors_of_numbers(), python_on_tape({n: sys.modules[n] for n in names}), self.mode:
+                own.step(optimizer)
+                if places != [compat.storage_key(m.tensor) for m in self.members.values()]:
+                    raise CaptureError(
+                        f"{own.name}.step assigns .data of a parameter, and a captured step keeps its state where it "
+                        "lies; write in place, as by .data.copy_(...)"
+                    )
+                self._write_back(groups, attributes)
+        except (CaptureError, Again):
+            raise
+        except NotOfHost as found:
+            self._learn_of(found.tensor)
+            raise Again from None
+        except Exception as error:
+            raise CaptureError(self._explained(error)) from error
+        finally:
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(before)
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+            for member in self.members.values():
+                member.tensor.grad = None
+        if not same(own.options(), self.host.expected):
+            raise CaptureError(f"{own.name}.step changes what its attributes hold, which a captured step cannot do")
+        if self.early is None:
+            self._check_decisions()
+
+    def _put_stand_ins(self) -> None:
+        optimizer = self.optimizer
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                group[key] = self._moving(index, key, value, lambda index=index: optimizer.param_groups[index])
+            group["params"] = [member.tensor for member in self.groups[index]]
+        for key, value in list(vars(optimizer).items()):
+            vars(optimizer)[key] = self._moving(None, key, value, lambda: vars(optimizer))
+        live, self.state = optimizer.state, _States(self)
+        optimizer.state = self.state
+        for member in self.members.values():
+            member.tensor.grad = member.grad
+            if held := live.get(member.live):
+                content = {key: self._stand_in_of(member, key, value) for key, value in held.items()}
+                dict.__setitem__(self.state, member.tensor, _State(content, partial(self.new_state, member)))
+
+    def _moving(self, group: int | None, key: str, value: Any, holder: Callable[[], Any]) -> Any:
+        """An option as ``step`` has it."""
+        if not self.own.learned.is_moving(group, key, value):
+            return value
+        name = f"{'self' if group is None else f'group.{group}'}.{key}"
+        if type(value) in _NUMBERS:
+            return wrapped(self.tape, self.count(name, value, (holder, key)))
+        places = (self.count(f"{name}.{i}", v, (lambda: holder()[key], i)) for i, v in enumerate(value))
+        return type(value)(wrapped(self.tape, place) for place in places)
+
+    def _holder(self, member: StandIn) -> Callable[[], Any]:
+        return lambda: self.optimizer.state[member.live]
+
+    def _stand_in_of(self, member: StandIn, key: str, value: Any) -> Any:
+        """What ``step`` has for the state under ``key``."""
+        spec, names = pytree.tree_structure(value), _leaves(key, value)
+        found = []
+        for name, leaf in names:
+            if name in member.state:
+                found.append(member.state[name])
+            elif (isinstance(leaf, Tensor) or type(leaf) in _NUMBERS) and name == key:
+                found.append(self.stand_for(self.count(f"state.{key}", leaf, (self._holder(member), key))))
+            else:
+                found.append(leaf)
+        self._before[id(member.tensor), key] = spec, found
+        return found[0] if [name for name, _ in names] == [key] else pytree.tree_unflatten(found, spec)
+
+    def new_state(self, member: StandIn, key: str, value: Any) -> Any:
+        """What is kept of state that ``step`` makes."""
+        if self.early is None:
+            return value
+        kept = self.early(self, member, key, value)
+        self._before[id(member.tensor), key] = pytree.tree_structure(kept), pytree.tree_leaves(kept)
+        return kept
+
+    # ---- after the run ----
+
+    def _write_back(self, groups: Sequence[dict], attributes: Mapping[str, Any]) -> None:
+        for member in self.members.values():
+            now = self.state.get(member.tensor, {})
+            had = {key for owner, key in self._before if owner == id(member.tensor)}
+            if gone := had - now.keys():
+                raise CaptureError(f"{self.own.name}.step deletes state {sorted(gone)}, and a captured step keeps it")
+            for key, value in now.items():
+                self._write_state(member, key, value)
+        taken = [t for m in self.members.values() for t in (m.tensor, *m.state.values())]
+        values = gradients.unshared([value for _, value in self._assigned], taken)
+        for (before, _), value in zip(self._assigned, values, strict=True):
+            before.copy_(value)
+        self.created = gradients.unshared(self.created, taken)
+        for index, (group, before) in enumerate(zip(self.optimizer.param_groups, groups, strict=True)):
+            for key, value in group.items():
+                if key != "params":
+                    self._write_option(index, key, before.get(key), value)
+        for key, value in vars(self.optimizer).items():
+            if key not in _OF_TORCH:
+                self._write_option(None, key, attributes.get(key), value)
+
+    def _write_state(self, member: StandIn, key: str, value: Any) -> None:
+        holder, known = self._holder(member), self._before.get((id(member.tensor), key))
+        if known is None:
+            self._create_state(holder, key, value)
+            return
+        (spec, before), (leaves, now) = known, pytree.tree_flatten(value)
+        if now != spec:
+            raise CaptureError(
+                f"{self.own.name}.step replaces state[{key!r}], and a captured step keeps the form of its state"
+            )
+        for old, new in zip(before, leaves, strict=True):
+            first, place = self._place(old, True), self._place(new)
+            if first is None and isinstance(old, Tensor):
+                if new is not old:
+                    if not isinstance(new, Tensor) or (new.shape, new.dtype) != (old.shape, old.dtype):
+                        raise CaptureError(
+                            f"{self.own.name}.step replaces state[{key!r}], {old.dtype} of shape {list(old.shape)}, "
+                            "by a value of another form, and a captured step keeps the form of its state"
+                        )
+                    self._assigned.append((old, new))
+            elif first is None:
+                if new is not old and not same(frozen(old), frozen(new)):
+                    raise CaptureError(
+                        f"{self.own.name}.step sets state[{key!r}] from {old!r} to {new!r} in Python, which a captured "
+                        "step runs only while it is traced; keep numbers under keys of their own"
+                    )
+            elif place is None and isinstance(new, Tensor):
+                raise NotOfHost(old if isinstance(old, Tensor) else new)
+            elif place is None:
+                self._write(self._constant(new), holder, key)
+            elif place != first:
+                self._write(place, holder, key)
+
+    def _create_state(self, holder: Callable[[], Any], key: str, value: Any) -> None:
+        """State that the step makes: numbers on the host, tensors as outputs of the graph."""
+        leaves, spec = pytree.tree_flatten(value)
+        found: list[int | None] = []
+        for leaf in leaves:
+            place = self._place(leaf)
+            if place is None and isinstance(leaf, Tensor):
+                self.created.append(leaf)
+            elif place is None:
+                place = self._constant(leaf)
+            found.append(place)
+        self.host.made.append((holder, key, found, spec))
+
+    def _write_option(self, group: int | None, key: str, old: Any, value: Any) -> None:
+        learned, where = self.own.learned, f"self.{key}" if group is None else f"group[{key!r}]"
+        optimizer = self.optimizer
+        if value is old or same(frozen(old), frozen(value)):
+            return
+        moving = learned.is_moving(group, key, old)
+        if type(old) in _NUMBERS and (is_number(value) or type(value) in _NUMBERS):
+            if not moving:
+                learned.moving.add((group, key))
+                raise Again
+            place = self._place(value) if is_number(value) else self._constant(value)
+            if self.tape.entries[place].function is not None:
+                holder = (lambda: vars(optimizer)) if group is None else (lambda: optimizer.param_groups[group])
+                self._write(place, holder, key)
+        elif not (moving and len(value) == len(old) and all(self._is_read(v) for v in value)):
+            raise CaptureError(
+                f"{self.own.name}.step sets {where} in Python, which a captured step runs only while it is traced; "
+                "keep tensors in the state of a parameter"
+            )
+
+    def _is_read(self, value: Any) -> bool:
+        return is_number(value) and self.tape.entries[self._place(value)].function is None
+
+    def _write(self, place: int, holder: Callable[[], Any], key: str) -> None:
+        self.host.writes.setdefault(place, []).append((holder, key))
+
+    def _constant(self, value: Any) -> int:
+        return self.tape.computed(_Constant(value), (), value)
+
+    def _place(self, value: Any, first: bool = False) -> int | None:
+        if is_number(value):
+            return value.node.number.place
+        if first:
+            return self._first.get(id(value))
+        return self.mode.place_of(value) if isinstance(value, Tensor) else None
+
+    def _check_decisions(self) -> None:
+        """Raise where Python went by the very value of a number that the step itself changes."""
+        written = {(id(holder()), key) for places in self.host.writes.values() for holder, key in places}
+        counted = {c.place for c in self.host.counts if any((id(holder()), key) in written for holder, key in c.places)}
+        for entry in self.tape.entries:
+            if entry.exact and entry.leaves & counted:
+                raise CaptureError(
+                    f"{self.own.name}.step ({entry.line}) takes the value of a count as a plain number, which a graph "
+                    "would keep; compute with it by Python's operators and math, or keep it in a tensor"
+                )
+
+    def _learn_of(self, tensor: Tensor) -> None:
+        for (owner, key), (_, before) in self._before.items():
+            if any(value is tensor for value in before):
+                self.own.learned.on_tape[key, self.members[owner].tensor.ndim == 0] = False
+                return
+        raise CaptureError(f"{self.own.name}.step writes tensors of the step into a scalar that it made on the host")
+
+    def _explained(self, error: Exception) -> str:
+        where = user_source(error)
+        if not where:
+            frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
+            where = next((f"{f}:{n}" for f, n in reversed(frames) if TORCHS in f), "")
+        operator = compat.operator_needing_values(error)
+        if operator is not None:
+            return (
+                f"{self.own.name}.step ({where}) asks for the value of a tensor ({operator}) to go by it in Python, "
+                "which a graph cannot: use torch.where, or capture without an optimizer and step it yourself"
+            )
+        return f"{self.own.name}.step ({where}) cannot be traced: {type(error).__name__}: {first_line(error)}"
+
+
+class _Constant:
+    """A function that gives a value that ``step`` wrote."""
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.name = f"{type(value).__name__}:{value!r}"
+
+    def __call__(self) -> Any:
+        return copy.deepcopy(self.value)
