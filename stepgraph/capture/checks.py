@@ -159,9 +159,12 @@ def check_loss(loss: Any) -> None:
         raise CaptureError("the loss depends on no parameter that requires a gradient; check requires_grad and no_grad")
 
 
-def without_host_random(recorder: Recorder, call: Callable[[], Any]) -> Any:
-    """What ``call`` returns. Raise if it draws random numbers on the host, which the graph would keep for ever."""
-    before = HostRandom(recorder.model)
+def without_host_random(recorder: Recorder, call: Callable[[], Any], before: HostRandom | None = None) -> Any:
+    """What ``call`` returns. Raise if it draws random numbers on the host, which the graph would keep for ever.
+
+    ``before``: the generators' states, to which `Reads` adds those that the call meets; by default the model's.
+    """
+    before = before or HostRandom(recorder.model)
     result = call()
     moved = before.moved()
     if not moved:

@@ -71,6 +71,7 @@ class KnownValues(compat.TorchDispatchMode):
     for others they fail as before. One per trace.
 
     ``batch``: integers of the batch, on the CPU, by the placeholders of the trace; Python's reads go to ``reads``.
+    ``outside``: tensors from outside the step that gave such a value.
     """
 
     supports_higher_order_operators = True
@@ -81,6 +82,7 @@ class KnownValues(compat.TorchDispatchMode):
         self._values: dict[fx.Node, Any] = {}
         self._of_batch: set[fx.Node] = set()  # among the nodes of `_values`
         self._written: set[int] = set()  # storages
+        self.outside: list[torch.Tensor] = []
 
     def __torch_dispatch__(
         self,
@@ -108,6 +110,10 @@ class KnownValues(compat.TorchDispatchMode):
                 return decided
             if self._knows_all((args, kwargs)):
                 return self._ask(func, args, kwargs)
+            value = func(*args, **kwargs)  # torch says what tensors from outside the step hold now
+            leaves = compat.pytree.tree_leaves((args, kwargs))
+            self.outside += [t for leaf in leaves if isinstance(leaf, torch.Tensor) for t in _outside(leaf)]
+            return value
         elif func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
             return func(args[0], [place for index in args[1] for place in self._places(index)])
         elif torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor:
@@ -246,6 +252,19 @@ def _decided(node: fx.Node | None) -> bool | None:
     if node.target not in answers or not (answers[node.target] or opposite[node.target]):
         return None
     return answers[node.target]
+
+
+def _outside(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors from outside the step that the value of ``tensor`` comes from."""
+    node = compat.node_of_trace(tensor)
+    if node is None:
+        return [tensor]
+    pending, found = [node], []
+    while pending:
+        node = pending.pop()
+        found += [compat.constant_of_trace(node.target)] if node.op == "get_attr" else []
+        pending += node.all_input_nodes
+    return found
 
 
 def _computable(node: fx.Node) -> bool:

@@ -124,12 +124,13 @@ def trace_step(
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact
     trace = StepTrace(*given)
     try:
-        try:
-            program = trace.program()
-        except RunAgain as found:
-            given = *given, found.calls
-            trace = StepTrace(*given)
-            program = trace.program()
+        while True:  # twice or three times if calls of checkpoint must run twice: some, then all
+            try:
+                program = trace.program()
+                break
+            except RunAgain as found:
+                given = *given[:9], found.calls
+                trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
         if trace.changes:
             with writes.after(trace.changes):
@@ -306,10 +307,12 @@ class StepTrace:
 
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
         """The stand-ins of parameters and buffers."""
-        return [
-            wrap(flat[where], wrapping).requires_grad_(slot.tensor.requires_grad)
-            for slot, (where, wrapping) in zip(self.slots, entries, strict=True)
-        ]
+        tensors = []
+        for slot, (where, wrapping) in zip(self.slots, entries, strict=True):
+            tensors.append(wrap(flat[where], wrapping).requires_grad_(slot.tensor.requires_grad))
+            held = vars(tensors[-1])
+            held.update((name, value) for name, value in vars(slot.tensor).items() if name not in held)
+        return tensors
 
     def _forward_backward(
         self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple]
@@ -339,6 +342,7 @@ class StepTrace:
             checks.refuse_replaced(modules_before, self.model)
             checks.refuse_data_assigned(self.slots, tensors, places)
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
+            self.reads.read += known.outside
             self.changes = self.reads.changes()
             writes.refuse_kept(self.changes)
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
@@ -365,8 +369,9 @@ class StepTrace:
         Gradients of DTensors come as their local tensors. ``params``: (module path, tensor). A parameter that the loss
         does not reach has the gradient None. ``frozen``: see `Recorder.watch_backward`.
         """
+        call = partial(self.loss_fn, self.model, batch)
         with collected() as self.reported:
-            loss = checks.without_host_random(self.recorder, lambda: self.loss_fn(self.model, batch))
+            loss = checks.without_host_random(self.recorder, call, self.reads.random)
         checks.check_loss(loss)
         checks.refuse_metrics_of_stages(self.reported, self.share is not None)
         self._check_repeats(tensors)
@@ -380,8 +385,9 @@ class StepTrace:
                 grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))
             except RuntimeError as error:
                 # What eager saves inside a checkpointed call, it makes again in backward, whatever was written since.
-                if self.repeated is None and self.recorder.checkpoints and "modified by an inplace" in str(error):
-                    raise RunAgain(range(self.recorder.checkpoints)) from error
+                calls = range(self.recorder.checkpoints)
+                if len(self.repeated or ()) < len(calls) and "modified by an inplace" in str(error):
+                    raise RunAgain(calls) from error
                 raise
             for i, (path, param) in enumerate(params):
                 self.recorder.attribute(path, param)

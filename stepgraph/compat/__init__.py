@@ -58,6 +58,7 @@ from stepgraph.compat.eager import (
     in_function_transform,
     in_plain_eager,
     scaled_mm,
+    settings,
     watch_autocast,
 )
 from stepgraph.compat.fake import (

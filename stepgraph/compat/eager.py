@@ -111,3 +111,16 @@ def autocast_dtype(target: torch._ops.OpOverload, x: torch.Tensor) -> torch.dtyp
     kind = x.device.type
     lower = x.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if lower and torch.is_autocast_enabled(kind) and has_autocast_rule(target, kind) else None
+
+
+def settings() -> dict[str, Any]:
+    """Settings of torch for the whole process that a trace is specialized on."""
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_default_device()": torch.utils._device.CURRENT_DEVICE,
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cuda.flash_sdp_enabled()": torch._C._get_flash_sdp_enabled(),
+        "torch.backends.cuda.mem_efficient_sdp_enabled()": torch._C._get_mem_efficient_sdp_enabled(),
+        "torch.backends.cuda.math_sdp_enabled()": torch._C._get_math_sdp_enabled(),
+        "torch.backends.cuda.cudnn_sdp_enabled()": torch._C._get_cudnn_sdp_enabled(),
+    }

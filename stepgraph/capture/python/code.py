@@ -1,6 +1,8 @@
 """What code says: the names that it reads."""
 
+import contextlib
 import dis
+import importlib.util
 import types
 from collections.abc import Iterator
 
@@ -19,6 +21,19 @@ def attributes_read(code: types.CodeType) -> set[str]:
     return (
         set(code.co_names).difference(globals_read(code)).union(_strings(code) if _BY_NAME & {*code.co_names} else ())
     )
+
+
+def modules_imported(code: types.CodeType, package: str | None) -> Iterator[str]:
+    """Full names of the modules that a function of ``package`` imports where it runs."""
+    before: list[dis.Instruction] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level, name = before[-2].argval, instruction.argval
+            with contextlib.suppress(ImportError):
+                yield importlib.util.resolve_name("." * level + name, package) if level else name
+            if not level:  # `import a.b` binds a
+                yield name.partition(".")[0]
+        before = [*before[-1:], instruction]
 
 
 def _strings(code: types.CodeType) -> list[str]:

@@ -14,11 +14,22 @@ _Access = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class HostRandom:
-    """The states of the host's generators at one moment: the global ones, and those that modules of ``model`` hold."""
+    """The states of the host's generators at one moment: the global ones, those that modules of ``model`` hold, and
+    what is added."""
 
     def __init__(self, model: nn.Module | None = None):
         self._accesses = _accesses(model)
+        held = [value for module in (model.modules() if model is not None else ()) for value in vars(module).values()]
+        self._met = {id(value): value for value in held}
         self._states = {name: get() for name, (get, _) in self._accesses.items()}
+
+    def add(self, name: str, value: Any) -> None:
+        """Another generator, from its state of now on."""
+        access = _access(value, sys.modules.get("numpy"))
+        if access is not None and id(value) not in self._met:
+            self._met[id(value)] = value
+            name = f"the generator {name}"
+            self._accesses[name], self._states[name] = access, access[0]()
 
     def moved(self) -> list[str]:
         """Names of the generators that another state has by now."""

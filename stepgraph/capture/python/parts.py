@@ -1,15 +1,28 @@
 """The parts of Python values: what a function, an object or a container may be read for, and how each part is read."""
 
+import collections
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from stepgraph.capture.python.code import all_inside, attributes_read, globals_read
-from stepgraph.capture.python.places import counted_module, is_of_program
-from stepgraph.capture.python.values import ABSENT, CODE, class_of, held_by, is_own, is_slot, keys_of, kind_of, labelled
+from stepgraph.capture.python.code import all_inside, attributes_read, globals_read, modules_imported
+from stepgraph.capture.python.places import counted_module, is_of_program, of_program
+from stepgraph.capture.python.values import (
+    ABSENT,
+    CODE,
+    class_of,
+    elements,
+    held_by,
+    is_own,
+    is_slot,
+    keys_of,
+    kind_of,
+    labelled,
+)
 
 
 class Part(NamedTuple):
@@ -35,6 +48,12 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
     inside = list(all_inside(code))
     names = dict.fromkeys(name for one in inside for name in globals_read(one))
     return tuple(names), frozenset().union(*map(attributes_read, inside))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _imported(code: types.CodeType, package: str | None) -> tuple[str, ...]:
+    """Modules that a function, and those written in it, import."""
+    return tuple(dict.fromkeys(name for one in all_inside(code) for name in modules_imported(one, package)))
 
 
 def attributes_named(function: types.FunctionType) -> frozenset[str]:
@@ -69,6 +88,9 @@ def parts_of_function(function: types.FunctionType) -> Iterator[Part]:
         if name in held:
             where = f"{held.get('__name__')}.{name}"
             yield Part(where, held[name], "item", held, name, absolute=True, deep=deep)
+    for name in _imported(code, held.get("__package__")) if deep else ():
+        if name in sys.modules:
+            yield Part(name, sys.modules[name], "item", sys.modules, name, absolute=True)
 
 
 def parts_of_instance(value: Any, names: Iterable[str] | None) -> Iterator[Part]:
@@ -102,13 +124,27 @@ def _computed(value: Any, name: str) -> Any:
 
 def parts_of_class(cls: type, names: Callable[[str, Any], bool]) -> Iterator[Part]:
     """Methods and values of a class and its bases, by ``names``."""
-    for base in cls.__mro__:
-        if base.__flags__ & 1 << 8 or base is nn.Module:  # what cannot change, and what is of every module
-            continue
+    for base in _bases(cls):
         where = f"{base.__module__}.{base.__qualname__}"
         for name, value in list(vars(base).items()):
             if name != "__getattribute__" and names(name, value) and not is_slot(value):
                 yield Part(f"{where}.{name}", value, "class", base, name, absolute=True)
+
+
+def shadows_of_class(cls: type, names: Iterable[str]) -> Iterator[Part]:
+    """For what was read of objects of a class: the classes of the user's that may get it in front of where it is."""
+    for name in names:
+        for base in _bases(cls):
+            if name in vars(base):
+                break
+            if of_program(base.__module__):
+                where = f"{base.__module__}.{base.__qualname__}.{name}"
+                yield Part(where, ABSENT, "class", base, name, absolute=True)
+
+
+def _bases(cls: type) -> Iterator[type]:
+    """A class and its bases, without what cannot change and what is of every module."""
+    return (base for base in cls.__mro__ if not (base.__flags__ & 1 << 8 or base is nn.Module))
 
 
 def parts_of_namespace(module: types.ModuleType, names: Iterable[str]) -> Iterator[Part]:
@@ -123,6 +159,8 @@ def parts_of_container(value: Any) -> Iterator[Part]:
     """Its elements; of a mapping the keys too that are no plain values."""
     yield from (Part(name, item) for name, item in labelled(value))
     yield from (Part(f"[key {i}]", key) for i, key in enumerate(keys_of(value)))
+    if isinstance(value, collections.defaultdict):
+        yield Part(".default_factory", value.default_factory)
 
 
 def plain_parts(value: Any) -> Iterator[Part]:
@@ -133,6 +171,11 @@ def plain_parts(value: Any) -> Iterator[Part]:
         case "method":
             yield Part("", value.__func__)
             yield Part(".__self__", value.__self__)
+        case "bound":
+            if not isinstance(value.__self__, (types.ModuleType, type, type(None))):
+                yield Part(".__self__", value.__self__)
+        case "reference":
+            yield from (Part("()", target) for target in elements(value))
         case "partial":
             yield from (Part(f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
         case "descriptor":

@@ -8,17 +8,22 @@ What the trace changed there is set back at its end, and `Reads.changes` says wh
 """
 
 import contextlib
+import os
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from stepgraph import compat
 from stepgraph.capture.python import parts, values
-from stepgraph.capture.python.places import of_program
+from stepgraph.capture.python.host_random import HostRandom
+from stepgraph.capture.python.places import is_of_program, of_program
 from stepgraph.capture.python.values import ABSENT, kind_of
-from stepgraph.capture.python.watched import LOSS, Watched, _Walk
+from stepgraph.capture.python.watched import HOOKS, LOSS, Watched, _Walk
 
 #: What torch itself reads of a module to call it.
 _OF_TORCH = frozenset((*dir(nn.Module), *vars(nn.Module()))) - {"training", "forward"}
@@ -61,12 +66,19 @@ class Reads:
         self._named: set[str] = set()
         self._of_model = {id(vars(module)) for module in model.modules()}
         self._is_noted, self._found = False, []
+        self.random = HostRandom(model)
+        self.read: list[torch.Tensor] = []  # tensors from outside the step whose values Python read
+        self._environment: set[str] = set()
         self._classes: list[type] = []
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """Note what is read inside. What it changes of what was met, but for the model's own, is set back."""
         self._is_noted = True
+        environment = type(os.environ)
+        variable = environment.__getitem__
+        environment.__getitem__ = lambda environ, name: self._see_variable(variable, environ, name)
+        torch.Tensor.tolist = lambda tensor: self._see_list(tensor)  # it reads memory: no operator is called
         try:
             for cls in (nn.Module, *self._classes):
                 self._note_class(cls)
@@ -78,10 +90,16 @@ class Reads:
                     self._met[id(held)] = held
             for cls in dict.fromkeys(map(type, self.model.modules())):
                 self._meet("", cls)
+            hooked = [(path, vars(module)[hooks]) for path, module in self.model.named_modules() for hooks in HOOKS]
+            for path, hooks in (*hooked, *(("", hooks) for hooks in compat.hooks_of_every_module())):
+                for hook in hooks.values():
+                    self._meet(path, hook)
             self._meet(LOSS, self.loss_fn)
             yield
         finally:
             self._is_noted = False
+            environment.__getitem__ = variable
+            del torch.Tensor.tolist
             for cls, before in self._noting.items():
                 if before is None:
                     del cls.__getattribute__
@@ -115,7 +133,7 @@ class Reads:
             return found
 
         _Walk(self.model, self.loss_fn, names_of)
-        return Watched(self.model, self.loss_fn, by_path)
+        return Watched(self.model, self.loss_fn, by_path, self._environment, self.read)
 
     # ---- reads ----
 
@@ -158,6 +176,19 @@ class Reads:
             own = type(value) is MethodType and value.__self__ is owner
             self._meet(f"{type(owner).__name__}.{name}", value.__func__ if own else value)
 
+    def _see_variable(self, read: Callable, environ: os._Environ, name: str) -> str:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen"):  # os.getenv and the like
+            frame = frame.f_back
+        if is_of_program(frame.f_code.co_filename):
+            self._environment.add(name)
+        return read(environ, name)
+
+    def _see_list(self, tensor: torch.Tensor) -> list:
+        if not compat.is_fake(tensor):
+            self.read.append(tensor)
+        return super(torch.Tensor, tensor).tolist()
+
     # ---- what is met ----
 
     def _meet(self, path: str, value: Any) -> None:
@@ -165,7 +196,10 @@ class Reads:
         while pending:
             path, value = pending.popleft()
             kind = kind_of(type(value))
+            if kind == "atom" and values.has_more(type(value)):
+                kind = "plain object"
             if kind in ("atom", "tensor", "buffer", "opaque", "moving") or id(value) in self._met or value is ABSENT:
+                self.random.add(path.removesuffix(".__self__"), value)
                 continue
             self._met[id(value)] = value
             if kind == "module":
@@ -180,6 +214,8 @@ class Reads:
                     self._keep_dict(path, held)
                 found = parts.parts_of_instance(value, None) if not self._is_seen(type(value)) else ()
                 found = [*found, *self._of_class(type(value))]
+            elif kind == "plain object":
+                found = [*parts.parts_of_instance(value, None), *self._of_class(type(value))]
             elif kind == "container":
                 if len(value) > values.LARGEST:
                     continue
@@ -190,7 +226,7 @@ class Reads:
                 self._caches.append((value, value.cache_info().currsize))
                 found = list(parts.plain_parts(value))
             elif kind == "class":
-                found = self._of_class(value)
+                found = [*self._of_class(value), *self._of_class(type(value))]
             elif kind == "namespace":
                 found = list(parts.parts_of_namespace(value, self._named))
             else:

@@ -2,6 +2,7 @@
 
 import array
 import collections
+import contextvars
 import ctypes
 import datetime
 import enum
@@ -11,6 +12,7 @@ import numbers
 import pathlib
 import threading
 import types
+import weakref
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stepgraph.capture.python.places import of_library
+from stepgraph.capture.python.places import of_library, of_program
 
 #: What is read where nothing is.
 ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
@@ -30,11 +32,14 @@ _ATOMS = (numbers.Number, str, bytes, enum.Enum, range, slice, type(None), type(
 _ATOMS += (torch.dtype, torch.device, torch.layout, torch.memory_format, pathlib.PurePath)
 _ATOMS += (datetime.date, datetime.time, datetime.timedelta)
 _BUFFERS = (np.ndarray, bytearray, memoryview, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
+_ITEMS = (type({}.items()), type(collections.OrderedDict().items()))
+_VIEWS = tuple(type(view()) for d in ({}, collections.OrderedDict()) for view in (d.keys, d.values)) + _ITEMS
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType, *_VIEWS)
+_REFERENCES = (weakref.ref, contextvars.ContextVar)
 _CACHED = type(functools.lru_cache(len))
 _DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
 #: Python's own classes whose objects hold nothing that a step computes with.
-_SILENT = ("logging", "threading", "_thread", "weakref", "re", "abc", "typing", "contextvars", "warnings")
+_SILENT = ("logging", "_thread", "re", "abc", "typing", "contextvars", "warnings")
 #: Rooms of this package whose objects serve the step itself.
 _OURS = ("capture", "run", "passes", "graph", "step", "compat", "verify", "inductor", "lower", "parallel", "kernels")
 _HEAP = 1 << 9
@@ -46,7 +51,8 @@ CODE = ("function", "class", "namespace", "cached", "method", "opaque")
 def kind_of(cls: type) -> str:
     """How objects of a class are compared.
 
-    ``atom``, ``buffer``: by value. ``container`` and ``instance``, ``function``, ``method``, ``partial``,
+    ``atom``, ``buffer``: by value. ``reference`` (weak ones, context variables): by what it refers to now.
+    ``container`` and ``instance``, ``function``, ``method``, ``bound`` (a method written in C), ``partial``,
     ``descriptor``, ``cached``, ``class``, ``namespace`` (a module of Python): by their parts. ``module`` (of torch) and
     ``tensor``: by identity and state. ``opaque``: by identity. ``moving``: not at all, its state is out of sight.
     """
@@ -57,6 +63,8 @@ def kind_of(cls: type) -> str:
         (_BUFFERS, "buffer"),
         (types.FunctionType, "function"),
         (types.MethodType, "method"),
+        ((types.BuiltinMethodType, types.MethodWrapperType), "bound"),
+        (_REFERENCES, "reference"),
         (functools.partial, "partial"),
         (types.ModuleType, "namespace"),
         (type, "class"),
@@ -73,6 +81,20 @@ def kind_of(cls: type) -> str:
     if cls.__module__.partition(".")[0] in _SILENT or _is_ours(cls.__module__):
         return "opaque"
     return "instance" if cls.__flags__ & _HEAP or getattr(cls, "__dictoffset__", 0) else "opaque"
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def has_more(cls: type) -> bool:
+    """Whether plain values of a class may hold more than their value: of a class of the user's, such as an enum."""
+    return bool(cls.__flags__ & _HEAP) and of_program(cls.__module__)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def is_hidden(cls: type) -> bool:
+    """Whether objects of a class hold what no attribute shows, in fields of C that a base class adds."""
+    slots = sum(isinstance(found, types.MemberDescriptorType) for base in cls.__mro__ for found in vars(base).values())
+    shown = slots + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    return cls.__basicsize__ > object.__basicsize__ + shown * ctypes.sizeof(ctypes.c_void_p)
 
 
 def held_by(value: Any) -> dict[str, Any] | None:
@@ -94,11 +116,17 @@ def is_slot(found: Any) -> bool:
 
 
 def elements(container: Any) -> list[Any]:
-    """What a container holds, keys of mappings first; a class of its own has no say."""
+    """What a container holds, keys of mappings first, or what a reference refers to; a class of its own has no say."""
     if isinstance(container, dict):
         return [*dict.keys(container), *dict.values(container)]
     if isinstance(container, types.MappingProxyType):
         return [*container, *container.values()]
+    if isinstance(container, _ITEMS):
+        return list(chain.from_iterable(container))
+    if isinstance(container, weakref.ref):
+        return [container()]
+    if isinstance(container, contextvars.ContextVar):
+        return [container.get(ABSENT)]
     return list(next(kind for kind in _CONTAINERS if isinstance(container, kind)).__iter__(container))
 
 
@@ -125,7 +153,7 @@ def keys_of(container: Any) -> Iterator[Any]:
 
 def is_flat(container: Any) -> bool:
     """Whether a container holds plain values alone."""
-    return all(kind_of(type(item)) == "atom" for item in elements(container))
+    return all(kind_of(type(item)) == "atom" and not has_more(type(item)) for item in elements(container))
 
 
 def copied(container: Any) -> Any:
@@ -141,7 +169,19 @@ def content(buffer: Any) -> tuple[Any, ...]:
     if isinstance(buffer, np.ndarray):
         value = repr(buffer.tolist()) if buffer.dtype.hasobject else buffer.tobytes()
         return buffer.dtype, buffer.shape, buffer.strides, value
+    if isinstance(buffer, torch.Tensor):
+        return (
+            buffer.dtype,
+            buffer.shape,
+            buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+        )
     return type(buffer), bytes(buffer)
+
+
+def holds_objects(buffer: Any) -> bool:
+    """Whether an array holds objects that are no plain values."""
+    objects = isinstance(buffer, np.ndarray) and buffer.dtype.hasobject
+    return objects and any(kind_of(type(item)) != "atom" for item in buffer.flat)
 
 
 def size_of(value: Any) -> int:

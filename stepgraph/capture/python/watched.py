@@ -5,10 +5,11 @@ again and compared by identity, in loops of the interpreter itself. Only where o
 and values compared: equal values in other objects are no change.
 """
 
-from collections import deque
+import os
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_
 from types import MappingProxyType
 from typing import Any
@@ -55,6 +56,7 @@ class _Walk:
         self._named: set[str] = set()  # attributes that code names
         self._of_class: dict[type, set[str]] = {}
         self._open: dict[int, Any] = {}
+        self._attributed: list[tuple[str, torch.Tensor]] = []  # tensors with attributes of the user's
         self._pending: deque[tuple[str, Any]] = deque()
         own = {id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values())}
         for path, module in model.named_modules():
@@ -62,6 +64,14 @@ class _Walk:
         self._own = own - {id(None)}
         for path, module in model.named_modules():
             self._module(path, module, f"model:{path}")
+            where = f"{path}." if path else ""
+            for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+                if tensor is not None:
+                    self._note_attributes(where + name, tensor)
+            for hooks in HOOKS:
+                self._parts(where + hooks, parts.parts_of_container(vars(module)[hooks]))
+        for hooks in compat.hooks_of_every_module():
+            self._parts("hooks of every module", parts.parts_of_container(hooks))
         self._pending.append((LOSS, loss_fn))
         self._run()
 
@@ -76,8 +86,13 @@ class _Walk:
             seen = now
             for value in list(self._open.values()):
                 self._parts("", parts.parts_of_namespace(value, self._named))
+            for path, tensor in self._attributed:
+                held = values.held_by(tensor)
+                named = [name for name in held if name in self._named]
+                self._parts(path, (Part(f".{name}", held[name], "item", held, name) for name in named))
             for cls, names in list(self._of_class.items()):
                 self._parts("", parts.parts_of_class(cls, partial(self._may_be_read, cls, names)))
+                self._parts("", parts.shadows_of_class(cls, names))
 
     def _may_be_read(self, cls: type, names: set[str], name: str, value: Any) -> bool:
         """Whether what a class has under ``name`` may be read: it was, or it is of the user's and code names it."""
@@ -124,6 +139,10 @@ class _Walk:
         kind = kind_of(type(value))
         if kind == "atom" or value is ABSENT:
             self.found[path] = ("value", value)
+            if values.has_more(type(value)) and self._paths.setdefault(id(value), path) == path:
+                self._kept.append(value)
+                self._class(type(value), values.held_by(value) or ())
+                self._parts(path, parts.parts_of_instance(value, None))
             return
         met = self._paths.setdefault(id(value), path)
         if met != path:
@@ -137,6 +156,7 @@ class _Walk:
                 self.found[path] = ("tensor", (value, *_form(value)) if id(value) not in self._own else (value,))
                 if id(value) not in self._own:
                     self.tensors.append(value)
+                    self._note_attributes(path, value)
             case "buffer":
                 self._buffer(path, value)
             case "container":
@@ -144,7 +164,8 @@ class _Walk:
             case "module":
                 self._outside(path, value)
             case "instance":
-                self.found[path] = ("type", type(value))
+                self.found[path] = ("is", value) if values.is_hidden(type(value)) else ("type", type(value))
+                self._note_class(value)
                 names = self.names_of(path, value)
                 if names is not None and "architectures" in (values.held_by(value) or ()):
                     names = [name for name in names if name not in _OF_CHECKPOINTS]
@@ -160,6 +181,11 @@ class _Walk:
             case "class":
                 self.found[path] = ("is", value)
                 self._class(value, ())
+                self._class(type(value), ())
+            case "reference":
+                self.found[path] = ("type", type(value))
+                self.contents.append((value, values.elements(value)))
+                self._parts(path, parts.plain_parts(value))
             case "namespace":
                 self.found[path] = ("is", value)
                 self._open[id(value)] = value
@@ -174,12 +200,27 @@ class _Walk:
                 self._parts(path, parts.plain_parts(value))
 
     def _class(self, cls: type, names: Iterable[str]) -> None:
+        if cls not in self._of_class and not cls.__flags__ & 1 << 8:
+            path = f"{cls.__module__}.{cls.__qualname__}.__bases__"
+            self.found[f"{path} ({len(self.found)})" if path in self.found else path] = ("value", cls.__mro__)
+            self.attributes.append((cls, "__mro__", cls.__mro__))
         self._of_class.setdefault(cls, set()).update(names)
 
+    def _note_class(self, value: Any) -> None:
+        """Watch which class an object is of."""
+        self.attributes.append((value, "__class__", value.__class__))
+
+    def _note_attributes(self, path: str, tensor: torch.Tensor) -> None:
+        """Watch attributes of a tensor that code names."""
+        if values.held_by(tensor):
+            self._attributed.append((path, tensor))
+
     def _buffer(self, path: str, value: Any) -> None:
-        if values.size_of(value) > values.LARGEST:
+        objects = values.holds_objects(value)
+        if objects or values.size_of(value) > values.LARGEST:
             self.found[path] = ("is", value)
-            self.unseen[path] = f"{type(value).__name__} of {values.size_of(value):,} bytes"
+            what = "objects" if objects else f"{values.size_of(value):,} bytes"
+            self.unseen[path] = f"{type(value).__name__} of {what}"
             return
         self.buffers.append((value, values.content(value)))
         self.found[path] = ("value", self.buffers[-1][1])
@@ -189,11 +230,15 @@ class _Walk:
             self.found[path] = ("is", value)
             self.unseen[path] = f"{type(value).__name__} of {len(value):,} elements"
             return
+        if isinstance(value, defaultdict):
+            self.attributes.append((value, "default_factory", value.default_factory))
         if not isinstance(value, (tuple, frozenset)):
             self.contents.append((value, values.elements(value)))
         held = values.held_by(value)
         if values.is_flat(value):
             self.found[path] = ("flat", (type(value), values.copied(value)))
+            if isinstance(value, defaultdict):
+                self._parts(path, [Part(".default_factory", value.default_factory)])
         else:
             labels = [part.name for part in parts.parts_of_container(value)]
             self.found[path] = ("elements", (type(value), labels))
@@ -206,6 +251,8 @@ class _Walk:
         """What was read of a module of the model, or one outside of it."""
         names = [n for n in self.names_of(key, module) or () if not any(n in d for d in _registered(module))]
         self._class(type(module), names)
+        self.found[f"{key}.__class__"] = ("is", type(module))
+        self._note_class(module)
         held = vars(module)
         where = f"{path}." if path else ""
         for name in names:
@@ -248,16 +295,29 @@ def _form(tensor: torch.Tensor) -> tuple:
 class Watched:
     """What a step read of Python. ``names``: by paths of objects the names that were read of them.
 
-    ``unseen``: by paths what was read and can be compared neither by value nor by its state, in words.
+    ``environment``: its variables, and ``read``: the tensors, whose values were read. ``unseen``: by paths what was
+    read and can be compared neither by value nor by its state, in words.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Any, names: Mapping[str, Iterable[str]]):
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        names: Mapping[str, Iterable[str]],
+        environment: Iterable[str] = (),
+        read: Iterable[torch.Tensor] = (),
+    ):
         self.model, self.loss_fn, self.names = model, loss_fn, names
+        self._environment = {name: os.environ.get(name) for name in environment}
+        self._read = [(tensor, values.content(tensor)) for tensor in read]
         self._walk = walk = _Walk(model, loss_fn, lambda path, _: names.get(path))
         self.unseen = walk.unseen
         self._ready()
-        self._children = [m._modules for m in model.modules() if m._modules]
+        self._children = [m._modules for m in model.modules()]
         self._submodules = [dict(children) for children in self._children]
+        self._registered = [(path, held) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
+        self._counts = [len(held) for _, held in self._registered]
+        self._settings = compat.settings()
         self._handles = RemovableHandle.next_id
         self._hooks = [(path, vars(m)[kind]) for path, m in model.named_modules() for kind in HOOKS]
         self._hooks += [("every module", hooks) for hooks in compat.hooks_of_every_module()]
@@ -286,6 +346,19 @@ class Watched:
             self._ready()
         if self._children != self._submodules:
             return "submodules were replaced"
+        if [len(held) for _, held in self._registered] != self._counts:
+            counted = zip(self._registered, self._counts, strict=True)
+            path = next(path for (path, held), count in counted if len(held) != count)
+            return f"tensors of {path or 'the model'} were added or removed"
+        for name, before in self._environment.items():
+            if os.environ.get(name) != before:
+                return f"os.environ[{name!r}] changed from {before!r} to {os.environ.get(name)!r}"
+        for tensor, before in self._read:
+            if values.content(tensor) != before:
+                return f"a tensor of shape {list(tensor.shape)} changed whose value Python reads"
+        if (settings := compat.settings()) != self._settings:
+            name = next(name for name in settings if settings[name] != self._settings[name])
+            return f"{name} changed from {self._settings[name]} to {settings[name]}"
         if self._hooked or RemovableHandle.next_id != self._handles:
             return self._changed_hooks()
         return None

@@ -2,13 +2,20 @@
 
 import array
 import collections
+import contextvars
 import dataclasses
 import enum
 import functools
 import itertools
+import operator
+import os
+import random
+import sys
+import threading
 import types
 import typing
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -380,7 +387,7 @@ def _some(pairs):
         yield pytest.param(kind, place, marks=[] if quick else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("kind", "place"), _some(itertools.product(KINDS, PLACES)))
+@pytest.mark.parametrize(("kind", "place"), [*_some(itertools.product(KINDS, PLACES))])
 def test_a_value_that_is_replaced(kind, place):
     if place in ("attribute", "submodule", "criterion") and kind == "module":
         pytest.skip("a submodule")
@@ -620,3 +627,327 @@ def test_a_value_that_changes_in_every_step_is_told_with_advice():
             model.held = np.float64(i + 2)
             assert torch.equal(step(x), plain_loss(model, x).detach())
     assert len(told) == 3 and "held has changed 3 times" in str(told[2].message)
+
+
+# ---- kinds of change that no value shows ----
+
+
+class Weak:
+    """A descriptor that keeps its values by weak references to their owners."""
+
+    def __init__(self):
+        self.values = weakref.WeakKeyDictionary()
+
+    def __get__(self, owner, kind=None):
+        return self if owner is None else self.values.get(owner, 1.0)
+
+    def __set__(self, owner, value):
+        self.values[owner] = value
+
+
+class Described:
+    scale = Weak()
+
+
+class Counted(type):
+    @property
+    def scale(cls):
+        return cls.hidden
+
+
+class Base:
+    scale = 1.0
+
+
+class Derived(Base):
+    pass
+
+
+class Other(Base):
+    scale = 4.0
+
+
+class Flag(threading.Event):
+    @property
+    def scale(self):
+        return 2.0 if self.is_set() else 1.0
+
+
+def reading(read, **held):
+    """A model whose factor is ``read(model)``."""
+
+    class Reading(Net):
+        def value(self):
+            return float(read(self))
+
+    model = Reading()
+    for name, value in held.items():
+        setattr(model, name, value)
+    return model
+
+
+def weak_reference():
+    held = Options(1.0)
+    return reading(lambda m: m.at().scale, at=weakref.ref(held)), lambda: setattr(held, "scale", 2.0)
+
+
+def weak_dictionary():
+    held = Options(1.0)
+    model = reading(lambda m: m.by_key["a"].scale, by_key=weakref.WeakValueDictionary(a=held))
+    return model, lambda: setattr(held, "scale", 2.0)
+
+
+def weak_keys():
+    held = Described()
+    return reading(lambda m: m.kept.scale, kept=held), lambda: setattr(held, "scale", 2.0)
+
+
+def context_variable():
+    variable = contextvars.ContextVar("variable", default=1.0)
+    return reading(lambda m: variable.get()), lambda: variable.set(2.0)
+
+
+def view_of_values():
+    held = {"a": 1.0}
+    return reading(lambda m: sum(m.view), view=held.values()), lambda: held.update(b=2.0)
+
+
+def view_of_items():
+    held = {"a": 1.0}
+    return reading(lambda m: sum(v for _, v in m.view), view=held.items()), lambda: held.update(a=2.0)
+
+
+def factory():
+    held = collections.defaultdict(lambda: 1.0)
+    model = reading(lambda m: m.kept.default_factory(), kept=held)
+    return model, lambda: setattr(held, "default_factory", lambda: 2.0)
+
+
+def attribute_of_an_enum():
+    class Kind(enum.Enum):
+        ONE = 1
+
+    Kind.ONE.scale = 1.0
+    return reading(lambda m: m.kind.scale, kind=Kind.ONE), lambda: setattr(Kind.ONE, "scale", 2.0)
+
+
+def attribute_of_a_number():
+    held = Number(1.0)
+    held.scale = 1.0
+    return reading(lambda m: m.number.scale, number=held), lambda: setattr(held, "scale", 2.0)
+
+
+def object_of_c():
+    model = reading(lambda m: m.get((1.0, 2.0)), get=operator.itemgetter(0))
+    return model, lambda: setattr(model, "get", operator.itemgetter(1))
+
+
+def method_of_c():
+    held = [1.0]
+    return reading(lambda m: m.get(0), get=held.__getitem__), lambda: held.__setitem__(0, 2.0)
+
+
+def shadowed_in_a_class():
+    class Own(Derived):
+        pass
+
+    return reading(lambda m: m.kept.scale, kept=Own()), lambda: setattr(Own, "scale", 3.0)
+
+
+def class_of_an_object():
+    held = Derived()
+    return reading(lambda m: m.kept.scale, kept=held), lambda: setattr(held, "__class__", Other)
+
+
+def class_of_the_model():
+    model = reading(lambda m: 1.0)
+    return model, lambda: setattr(model, "__class__", type("Own", (Net,), {"value": lambda self: 2.0}))
+
+
+def bases_of_a_class():
+    class Own(Derived):
+        pass
+
+    return reading(lambda m: m.kept.scale, kept=Own()), lambda: setattr(Own, "__bases__", (Other,))
+
+
+def metaclass():
+    Own = Counted("Own", (), {"hidden": 1.0})
+    return reading(lambda m: Own.scale), lambda: setattr(Own, "hidden", 2.0)
+
+
+def forward_of_a_class():
+    class Own(nn.Linear):
+        pass
+
+    model = Net()
+    model.linear = Own(4, 4)
+    return model, lambda: setattr(Own, "forward", lambda self, x: x @ self.weight)
+
+
+def module_imported_in_forward():
+    module = sys.modules["module_of_a_test"] = types.ModuleType("module_of_a_test")
+    module.settings = types.SimpleNamespace(scale=1.0)
+
+    def read(m):
+        from module_of_a_test import settings
+
+        return settings.scale
+
+    return reading(read), lambda: setattr(module.settings, "scale", 2.0)
+
+
+def environment():
+    os.environ["A_SCALE_OF_A_TEST"] = "1"
+    return reading(lambda m: os.getenv("A_SCALE_OF_A_TEST")), lambda: os.environ.update(A_SCALE_OF_A_TEST="2")
+
+
+def event():
+    held = Flag()
+    return reading(lambda m: m.kept.scale, kept=held), held.set
+
+
+def state_of_a_hook():
+    held, model = Options(1.0), Net()
+    model.linear.register_forward_hook(lambda module, args, y: y * held.scale)
+    return model, lambda: setattr(held, "scale", 2.0)
+
+
+def state_of_a_hook_of_every_module():
+    held, model = Options(1.0), Net()
+    hook = nn.modules.module.register_module_forward_hook(lambda m, a, y: y * held.scale if m is model.linear else None)
+    model.undo = hook.remove
+    return model, lambda: setattr(held, "scale", 2.0)
+
+
+def parameter_added():
+    model = reading(lambda m: len(list(m.parameters())))
+    return model, lambda: model.linear.register_parameter("more", nn.Parameter(torch.ones(1)))
+
+
+def buffer_added():
+    model = reading(lambda m: len(list(m.buffers())) + 1)
+    return model, lambda: model.linear.register_buffer("more", torch.ones(1))
+
+
+def submodule_of_a_leaf():
+    model = reading(lambda m: len(list(m.modules())))
+    return model, lambda: model.sub.add_module("more", nn.Identity())
+
+
+def attribute_of_a_parameter():
+    model = reading(lambda m: m.linear.weight.scale)
+    model.linear.weight.scale = 1.0
+    return model, lambda: setattr(model.linear.weight, "scale", 2.0)
+
+
+def attribute_of_a_tensor():
+    held = torch.ones(2)
+    held.scale = 1.0
+    return reading(lambda m: held.scale), lambda: setattr(held, "scale", 2.0)
+
+
+def value_of_a_tensor():
+    held = torch.tensor(1.0)
+    return reading(lambda m: held.item()), lambda: held.fill_(2.0)
+
+
+def values_of_a_tensor():
+    held = torch.ones(2)
+    return reading(lambda m: held.tolist()[1]), lambda: held.fill_(2.0)
+
+
+def default_dtype():
+    model = reading(lambda m: torch.ones(1).element_size())
+    model.undo = lambda: torch.set_default_dtype(torch.float32)
+    return model, lambda: torch.set_default_dtype(torch.float64)
+
+
+def mode_of_a_new_module():
+    model = reading(lambda m: 1.0 + m.sub.training, sub=nn.Identity())
+    model.sub = nn.Sequential(nn.Identity())
+
+    def change():
+        model.sub = nn.Identity()
+        model.sub.eval()
+
+    return model, change
+
+
+UNSEEN = [
+    weak_reference,
+    weak_dictionary,
+    weak_keys,
+    context_variable,
+    view_of_values,
+    view_of_items,
+    factory,
+    attribute_of_an_enum,
+    attribute_of_a_number,
+    object_of_c,
+    method_of_c,
+    shadowed_in_a_class,
+    class_of_an_object,
+    class_of_the_model,
+    bases_of_a_class,
+    metaclass,
+    forward_of_a_class,
+    module_imported_in_forward,
+    environment,
+    event,
+    state_of_a_hook,
+    state_of_a_hook_of_every_module,
+    parameter_added,
+    buffer_added,
+    submodule_of_a_leaf,
+    attribute_of_a_parameter,
+    attribute_of_a_tensor,
+    value_of_a_tensor,
+    values_of_a_tensor,
+    default_dtype,
+    mode_of_a_new_module,
+]
+#: What people do most; the others are for the long tests.
+USUAL = [context_variable, state_of_a_hook, parameter_added, value_of_a_tensor, forward_of_a_class, environment]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in USUAL else pytest.mark.long) for k in UNSEEN])
+def test_a_change_that_no_value_shows(kind):
+    model, change = kind()
+    try:
+        check_follows(model, plain_loss, [lambda: None, change])
+    finally:
+        vars(model).get("undo", lambda: None)()
+
+
+def test_a_module_that_replaced_another_is_watched_too():
+    model, x = reading(lambda m: 1.0 + m.sub.training), torch.randn(3, 4)
+    step = stepgraph.capture(model, plain_loss, x, passes="exact")
+    for change in (lambda: setattr(model, "sub", nn.Identity()), lambda: model.sub.eval()):
+        change()
+        assert torch.equal(step(x), plain_loss(model, x).detach())
+
+
+def drawing_in_a_closure():
+    numbers = np.random.default_rng(0)
+    return lambda model, x: model(x).square().mean() * numbers.random()
+
+
+def drawing_in_an_object():
+    criterion = PlainCriterion()
+    criterion.held = Options(random.Random(0))
+    return lambda model, x: model(x).square().mean() * criterion.held.scale.random()
+
+
+@pytest.mark.parametrize("kind", [drawing_in_a_closure, drawing_in_an_object])
+def test_generators_of_the_host_outside_of_the_model_are_refused(kind):
+    loss_fn, model, x = kind(), nn.Linear(4, 4), torch.randn(3, 4)
+    with pytest.raises(CaptureError, match=r"test_watched.py:\d+\) draws numbers from the generator") as caught:
+        stepgraph.capture(model, loss_fn, x, passes=stepgraph.StepOptions(inductor="off"))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_array_of_objects_is_refused():
+    held = np.array([Options(1.0)], dtype=object)
+    with pytest.raises(CaptureError, match="ndarray of objects"):
+        stepgraph.capture(reading(lambda m: m.kept[0].scale, kept=held), plain_loss, torch.randn(3, 4), passes="exact")
