@@ -49,7 +49,6 @@ from stepgraph.compat.distributed import (
     with_local,
 )
 from stepgraph.compat.eager import (
-    alike,
     autocast_dtype,
     below_autograd,
     cuda_device_and_stream,

@@ -51,17 +51,6 @@ def in_plain_eager() -> bool:
     return not (_is_traced() or _dispatch_modes() or _function_transforms())
 
 
-def alike(*tensors: torch.Tensor) -> Callable[..., bool]:
-    """A check of as many tensors, each in its place: Python type, dtype, device, size, strides, need of a gradient, and
-    the dispatch keys that it goes through, which autocast and function transforms change.
-
-    It is torch.compile's guard, in C++, and takes a tenth of a microsecond. It keeps no tensor. A tensor in two places
-    is alike to nothing. Whether gradients are enabled, and torch's own dispatch modes (fake tensors), are not seen.
-    """
-    sizes, strides = [list(tensor.size()) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-
-
 def scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.kernels.norm import again, derivatives
+from stepgraph.kernels.norm import derivatives
 from stepgraph.kernels.norm.spec import FP8, Norm, default_eps, described
 
 Tensor = torch.Tensor
@@ -41,10 +41,6 @@ def rms_norm(
     without a residual h is x. Raises ``ValueError`` for shapes, dtypes, devices or strides that are not allowed.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    if weight is not None and residual is None and not prenorm:
-        y = again.norm("rms", x, weight, bias, eps, weight_offset, out_dtype)
-        if y is not None:
-            return y
     norm = described("rms", x, eps, weight_offset, out_dtype)
     y, h, _, _ = derivatives.norm(norm, x, weight, bias, residual, prenorm)
     return (y, x if residual is None else h) if prenorm else y
@@ -66,10 +62,6 @@ def layer_norm(
     As `rms_norm` otherwise; the variance is the biased one.
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
-    if weight is not None and residual is None and not prenorm:
-        y = again.norm("layer", x, weight, bias, eps, weight_offset, out_dtype)
-        if y is not None:
-            return y
     norm = described("layer", x, eps, weight_offset, out_dtype)
     y, h, _, _ = derivatives.norm(norm, x, weight, bias, residual, prenorm)
     return (y, x if residual is None else h) if prenorm else y

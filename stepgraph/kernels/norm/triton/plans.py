@@ -4,7 +4,6 @@ A plan holds the launches of a call with all their numbers and constants, and th
 everything known without reading memory: norm, shapes, strides, dtypes, device.
 """
 
-import functools
 import itertools
 import math
 import operator
@@ -70,15 +69,6 @@ def allocate(forms: Sequence[Form]) -> list[Optional]:
 def scratch(words: int) -> Tensor:
     """Memory for ``words`` of 64 bits, with anything in them."""
     return _empty((words,), (1,), torch.int64)
-
-
-def allocators(forms: Sequence[Form]) -> list[Callable[[], Optional]]:
-    """A function for each form, which allocates it on the current device."""
-    return [functools.partial(_empty, *form) if form is not None else _nothing for form in forms]
-
-
-def _nothing() -> None:
-    return None
 
 
 def dense(weight: Optional) -> Optional:
