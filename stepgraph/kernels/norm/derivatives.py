@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stepgraph.compat import in_function_transform, in_plain_eager
-from stepgraph.kernels.norm import batching, operators, reference, sharding
+from stepgraph.kernels.norm import operators, reference, sharding
 from stepgraph.kernels.norm.spec import Norm
 
 Tensor = torch.Tensor
@@ -43,6 +43,11 @@ def _any_needs_grad(x: Tensor, a: Optional, b: Optional, c: Optional) -> bool:
     )
 
 
+def _rows(x: Tensor) -> Tensor:
+    """``x`` with last stride 1: a batch may have been its last dimension."""
+    return x if x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def _differentiable(name: str, setup_context: Callable, backward: Callable) -> Callable:
     """``torch.ops.stepgraph.<name>`` with gradient and batching rule, also under the transforms of ``torch.func``."""
     operator = getattr(torch.ops.stepgraph, name).default
@@ -50,9 +55,15 @@ def _differentiable(name: str, setup_context: Callable, backward: Callable) -> C
     def call(*arguments: Any) -> Any:
         return (Transformed.apply if in_function_transform() else operator)(*arguments)
 
-    def batch(info: Any, in_dims: Any, *arguments: Any) -> Any:
-        # Not the operator itself: this transform may be nested in another one.
-        return getattr(batching, name)(call, info, in_dims, *arguments)
+    def batch(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """One call for each sample."""
+        samples = [
+            # Not the operator itself: this transform may be nested in another one.
+            call(*(a if dim is None else _rows(a.select(dim, i)) for a, dim in zip(arguments, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        outputs = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*samples, strict=True))
+        return outputs, tuple(None if output is None else 0 for output in outputs)
 
     class Transformed(torch.autograd.Function):
         @staticmethod

@@ -3,8 +3,8 @@
     norm, norm_backward              one tensor: RMS or layer norm, with residual, bias, per-head weight, fp8 output
     norm_pair, norm_pair_backward    q and k in one launch
 
-Outputs that a call does not produce are None, as in ``aten.native_layer_norm_backward``. Gradients are in
-`derivatives`, vmap in `batching`, DTensor in `sharding`, the formulas and the meaning of each tensor in `spec`.
+Outputs that a call does not produce are None, as in ``aten.native_layer_norm_backward``. Gradients
+and vmap are in `derivatives`, DTensor in `sharding`, the formulas and the meaning of each tensor in `spec`.
 """
 
 import functools
