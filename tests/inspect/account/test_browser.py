@@ -13,11 +13,13 @@ import pytest
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.graph.calls import Call, Kind
+from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.command import preset_account
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import page_of
 from stepgraph.inspect.account.pipeline import pipeline_account
-from tests.inspect.account.accounts import GPU, account
+from stepgraph.inspect.forecast.forecast import simulated
+from tests.inspect.account.accounts import GPU, account, config
 from tests.inspect.account.test_page import planted
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -61,7 +63,7 @@ def in_browser(page, script, folder, *, width=1280, hash=""):
     return result
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, 1400, 2560])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_it_loads_and_fits(width, theme, tmp_path):
     script = """
@@ -70,13 +72,16 @@ def test_it_loads_and_fits(width, theme, tmp_path):
       result.parts = [...document.querySelectorAll("section")].map((s) => s.id);
       result.overflow = document.documentElement.scrollWidth - innerWidth;
       const data = (canvas) => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+      const collectives = document.getElementById("collectives"), right = (cell) => cell.getBoundingClientRect().right;
+      result.clipped = collectives.querySelector(".wide").scrollWidth - collectives.querySelector(".wide").clientWidth;
+      result.why = [...collectives.querySelectorAll(".why")].filter((cell) => right(cell) > innerWidth).length;
       await wait(300);
       result.drawn = [...document.querySelectorAll("canvas")].map((canvas) => new Set(data(canvas)).size);
     """.replace("THEME", theme)
     result = in_browser(page_of(account("fsdp=4", inductor="full")[0]), script, tmp_path, width=width)
     assert result["theme"] == theme
     assert result["parts"] == ["summary", "timeline", "memory", "modules", "passes", "collectives", "runs"]
-    assert result["overflow"] <= 0
+    assert result["overflow"] <= 0 and result["clipped"] <= 0 and result["why"] == 0
     assert len(result["drawn"]) == 2 and min(result["drawn"]) > 10
 
 
@@ -167,6 +172,58 @@ def test_regions_have_their_time(tmp_path):
     assert all(text.startswith(time) for (_, text), time in zip(result["rows"], result["expected"], strict=True))
 
 
+def test_a_modules_link_opens_the_module(tmp_path):
+    made, _ = account(inductor="full")
+    nodes, paths = made["graphs"][0]["nodes"], made["graphs"][0]["paths"]
+    script = """
+      const links = (where) => [...document.querySelectorAll(`${where} a.module`)];
+      const link = (where, text) => links(where).find((a) => a.textContent === text);
+      link("#modules", "all 2 blocks").click(); await wait(200);
+      const card = document.getElementById("card");
+      result.hash = location.hash; result.title = card.querySelector("h2").textContent;
+      link("#card", "layers.*.mlp").click(); await wait(200);
+      result.text = card.textContent; result.next = location.hash;
+      result.ns = graphs[0].nodes.ns.filter((_, i) => inside(graphs[0], i, "layers.*.mlp"));
+      result.time = time(sum(result.ns));
+      const lane = () => stretches(graphs[0], xOf(graphs[0], 1400), 1400).map((piece) => piece.path);
+      result.whole = lane(); state.from = 0.1; state.to = 0.15; result.closer = lane();
+    """
+    result = in_browser(page_of(made), script, tmp_path, width=1400)
+    assert (result["hash"], result["title"]) == ("#module/step/layers.*", "layers.*")
+    assert result["next"] == "#module/step/layers.*.mlp" and result["time"] in result["text"]
+    own = [i for i, p in enumerate(nodes["path"]) if re.fullmatch(r"layers\.\d\.mlp(\..*)?", paths[p])]
+    assert result["ns"] == [nodes["ns"][i] for i in own]
+    assert {"layers.0", "layers.1"} < set(result["whole"])
+    assert any(path.startswith(("layers.0.", "layers.1.")) for path in result["closer"]), result["closer"]
+
+
+@pytest.mark.parametrize(("device", "figures"), [
+    ("CPU with 2 threads", ["peak memory", "nodes"]),
+    ("NVIDIA H200", ["step", "tokens/s", "MFU", "peak memory", "exposed communication", "nodes"]),
+])  # fmt: skip
+def test_what_was_measured_comes_first(device, figures, tmp_path):
+    with simulated(config(inductor="full"), GPU) as (program, groups):
+        made = account_of(program, config(inductor="full"), GPU, groups, device=device)
+    made["head"]["measured"] = {"step_ms": 500.0, "mfu": None, "tokens_per_s": 128.0, "loss": 2.5, "val_loss": None,
+                                "bubble": None, "peak_bytes": None}  # fmt: skip
+    made["curves"] = {"loss": [[i, 4 - i / 100] for i in range(1, 101)], "val_loss": [[100, 3.1]],
+                      "tokens_per_s": [[i, 100 + i] for i in range(1, 101)]}  # fmt: skip
+    script = """
+      const summary = document.getElementById("summary");
+      result.titles = [...summary.querySelectorAll("h2")].map((h) => h.textContent);
+      const names = (row) => [...row.querySelectorAll(".figure > small:first-child")].map((s) => s.textContent);
+      result.figures = [...summary.querySelectorAll(".figures")].map(names);
+      result.curves = [...summary.querySelectorAll(".curves h3")].map((h) => h.textContent);
+      result.first = summary.querySelector(".figure b").textContent;
+      result.named = document.body.innerText.match(/Forecast for/g).length;
+    """
+    result = in_browser(page_of(made), script, tmp_path)
+    forecast = "Forecast for H200 SXM" + ("; the run used a CPU" if device.startswith("CPU") else "")
+    assert result["titles"] == [f"Measured on {device}", forecast] and result["named"] == 1
+    assert result["figures"] == [["step", "tokens/s", "training loss"], figures] and result["first"] == "500 ms"
+    assert len(result["curves"]) == 2
+
+
 def test_a_link_to_a_pass_that_did_nothing_opens_it(tmp_path):
     made, _ = account("fsdp=4", inductor="full")
     idle = next(report["name"] for report in made["passes"] if not report["matched"] or report["skipped"])
@@ -188,22 +245,22 @@ def test_the_schedule_leads_to_a_stages_graph(tmp_path):
     made["pipeline"] = pipeline_account(made["graphs"], chosen, GPU)
     # Measured, a step of twice the time, in which the last rank still computes at the end.
     spans = [[3, "backward", 3, 7, 10, 2 * made["pipeline"]["ns"]], [0, "gather", 0, None, 0, 10]]
+    made["head"]["measured"] = {"bubble": 0.5}
     made["pipeline"]["measured"] = {"spans": spans, "ns": 2 * made["pipeline"]["ns"]}
     script = """
       await wait(200);
-      const canvas = document.querySelector("#pipeline canvas"), box = canvas.getBoundingClientRect();
+      const [measured, canvas] = document.querySelectorAll("#pipeline canvas"), box = canvas.getBoundingClientRect();
       const click = (x) => {
         const now = canvas.getBoundingClientRect(); // a click scrolls
         canvas.dispatchEvent(new MouseEvent("click", { clientX: now.left + x, clientY: now.top + 14 }));
       };
       click(box.width - 3); result.last = shown().name;
       click(LABEL + 3); result.first = shown().name;
-      const shades = (y, canvas = document.querySelector("#pipeline canvas")) => {
+      const shades = (y, canvas) => {
         const x = Math.round((box.width - 20) * devicePixelRatio), at = Math.round(y * devicePixelRatio);
         return new Set(new Uint32Array(canvas.getContext("2d").getImageData(x, at, 12, 12).data.buffer)).size;
       };
-      result.bubble = [shades(8), shades(3 * 28 + 8)];
-      const [, measured] = document.querySelectorAll("#pipeline canvas");
+      result.bubble = [shades(8, canvas), shades(3 * 28 + 8, canvas)];
       result.measured = [shades(8, measured), shades(3 * 28 + 8, measured)];
       result.rows = document.querySelectorAll("#pipeline tbody tr").length;
     """
@@ -217,14 +274,19 @@ def test_the_canvas_leads_to_a_node(tmp_path):
     script = """
       await wait(200);
       const canvas = document.querySelector("#timeline canvas"), box = canvas.getBoundingClientRect();
-      const at = { clientX: box.left + box.width * 0.6, clientY: box.top + 15, pointerId: 1, bubbles: true };
+      const at = { clientX: box.left + box.width * 0.6, clientY: box.top + 15 + LANE, pointerId: 1, bubbles: true };
       canvas.setPointerCapture = () => {};
       for (const kind of ["pointerdown", "pointerup"]) canvas.dispatchEvent(new PointerEvent(kind, at));
       await wait(200);
       result.hash = location.hash; result.hidden = document.getElementById("card").hidden;
+      const now = canvas.getBoundingClientRect(); // the card makes it narrower
+      Object.assign(at, { clientX: now.left + now.width * 0.3, clientY: now.top + 15 });
+      for (const kind of ["pointerdown", "pointerup"]) canvas.dispatchEvent(new PointerEvent(kind, at));
+      await wait(200); result.module = location.hash;
     """
-    result = in_browser(page_of(account("fsdp=4", inductor="full")[0]), script, tmp_path)
+    result = in_browser(page_of(account(inductor="full")[0]), script, tmp_path)
     assert result["hash"].startswith("#node/step/") and not result["hidden"]
+    assert result["module"].startswith("#module/step/")
 
 
 def test_a_link_opens_the_node_of_the_other_graph(tmp_path):
@@ -250,8 +312,8 @@ def test_the_comparison_shows_a_planted_difference(tmp_path):
 
 
 def test_llama3_8b_opens_within_two_seconds(tmp_path):
-    config = dataclasses.replace(PRESETS["llama3-8b"](), mesh="fsdp=2", memory="none")
-    page = page_of(preset_account(config, GPU))
+    chosen = dataclasses.replace(PRESETS["llama3-8b"](), mesh="fsdp=2", memory="none")
+    page = page_of(preset_account(chosen, GPU))
     assert len(page.encode()) < 4e6 and page.count("layers.31") > 0
     result = in_browser(page, "result.nodes = graphs[0].size;", tmp_path)
     assert result["nodes"] > 7_200 and result["ms"] < 2_000

@@ -20,7 +20,7 @@ function drawCard(graph, i) {
   if (kernel >= 0) {
     const members = graph.members.get(kernel).filter((j) => j !== i);
     row("kernel", members.length ? ["one with ", links(members)] : "by itself");
-    row("time", `${time(n.ns[kernel])}${members.length ? " for the whole kernel" : ""}, forecast`, n.moved[kernel] ? `; moves ${bytes(n.moved[kernel])}` : "", n.flops[i] ? `; ${big(n.flops[i], "FLOP")}` : "");
+    row("time", `${time(n.ns[kernel])}${members.length ? " for the whole kernel" : ""}${FORECAST}`, n.moved[kernel] ? `; moves ${bytes(n.moved[kernel])}` : "", n.flops[i] ? `; ${big(n.flops[i], "FLOP")}` : "");
   } else if (!input && !c) row("time", "free: a view, or part of another node's result");
   const measured = account.profile && account.profile.nodes[`${graph.name}/${n.name[i]}`];
   if (measured) row("measured", `${time(measured.ns)} per step`, measured.kernels.length ? el("ul.note", {}, measured.kernels.map(([name, ns]) => el("li", {}, el("code", {}, name), ` ${time(ns)}`))) : "", measured.of > 1 ? el("small", {}, ` together with ${measured.of - 1} more nodes of its compiled piece`) : "");

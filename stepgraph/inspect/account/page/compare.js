@@ -2,7 +2,7 @@
 
 function comparePart() {
   if (!difference) return null;
-  const [left, right] = difference.names, d = difference, value = (v) => v === null || v === undefined ? "none" : String(v);
+  const [left, right] = difference.names, d = difference, value = (v) => v === null || v === undefined || v === "" ? "none" : String(v);
   const figure = (name, v) => v === null || v === undefined ? "" : /bytes/i.test(name) ? bytes(v) : name.endsWith("_ms") ? time(v * 1e6) : /(mfu|bubble)$/.test(name) ? percent(v) : /loss$/.test(name) ? v.toFixed(4) : name === "FLOPs" ? big(v, "") : Number(v).toLocaleString("en", { maximumFractionDigits: 1 });
   const change = (a, b) => !a || b === null ? "" : `${b >= a ? "+" : "−"}${percent(Math.abs(b / a - 1))}`;
   const section = part("compare", "Compared", el("p", {}, "This part compares ", el("b", {}, left), " with ", el("b", {}, right), `. The rest of the page shows ${left}.`));

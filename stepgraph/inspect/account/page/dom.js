@@ -32,6 +32,8 @@ function where(graph, i) { return [graph.path(i) || "the model", graph.phase(i),
 function swatch(color, hatched) { return el("i.swatch" + (hatched ? ".hatched" : ""), { style: `--c: var(--${color})` }); }
 function legend(entries) { return el("p.legend", {}, entries.map(([name, color, hatched]) => el("span", {}, swatch(color, hatched), name))); }
 function part(id, title, ...children) { return el("section", { id }, el("h2", {}, el("a", { href: `#${id}` }, title)), ...children); }
+/** Where a run has measured times too, that a time is not one of them. */
+const FORECAST = account.head.device ? `, forecast for ${account.head.gpu}` : "";
 /** A table with numbers aligned to the right: columns are [title, is a number]. */
 function table(columns, rows, attributes = {}) {
   const head = el("tr", {}, columns.map(([title, number]) => el("th" + (number ? ".number" : ""), { scope: "col" }, title)));

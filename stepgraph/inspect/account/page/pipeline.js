@@ -5,7 +5,7 @@ const PIPE_KINDS = { forward: ["forward", "forward"], backward: ["backward", "ba
 function pipelinePart() {
   const p = account.pipeline;
   if (!p) return null;
-  const canvas = lanes(p, p, "Schedule of the pipeline, forecast; the table below has the same figures");
+  const canvas = lanes(p, p, "Schedule of the pipeline by the forecast; the table below has the same figures");
   const chunks = p.stages.length / p.ranks, kinds = Object.keys(PIPE_KINDS).filter((kind) => p.spans.some((s) => s[1] === kind));
   const rows = Array.from({ length: p.ranks }, (_, rank) => {
     const own = p.spans.filter((s) => s[0] === rank), stages = p.stages.flatMap((r, stage) => (r === rank ? [stage] : []));
@@ -14,7 +14,7 @@ function pipelinePart() {
   return part("pipeline", "Pipeline",
     el("p.muted", {}, `${p.stages.length} stages on ${p.ranks} ranks, schedule ${p.schedule}, ${account.head.options.accumulate} microbatches. The bubble is the share of the schedule in which ranks do not compute, averaged over ranks.`),
     p.measured && [el("h3", {}, `Measured: ${time(p.measured.ns)}, bubble ${percent(account.head.measured.bubble)}`), lanes(p, p.measured, "Schedule of the pipeline as measured in the median step")],
-    el("h3", {}, `Forecast for ${account.head.gpu}: ${time(p.ns)}, bubble ${percent(p.bubble)}, then ${time(p.after_ns)} for the update`), canvas,
+    el("h3", {}, `${p.measured ? `Forecast for ${account.head.gpu}` : "Schedule"}: ${time(p.ns)}, bubble ${percent(p.bubble)}, then ${time(p.after_ns)} for the update`), canvas,
     legend([...kinds.map((kind) => PIPE_KINDS[kind]), ["bubble", "bubble", true]]),
     el("p.muted.note", {}, `Numbers are microbatches${chunks > 1 ? "; a rank's later stages are framed" : ""}. ${p.assumed ? "The forecast assumes that stages of other ranks cost as much as this rank's. " : ""}Click a computation of rank ${p.rank} for its graph.`),
     table([["", 0], [chunks > 1 ? "stages" : "stage", 0], ...kinds.map((kind) => [PIPE_KINDS[kind][0], 1]), ["waits", 1], ["most microbatches in flight", 1]], rows));

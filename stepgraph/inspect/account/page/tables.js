@@ -58,7 +58,7 @@ function modulesPart() {
     const holder = [...root.children.values()].find((c) => c.children.has("*"));
     if (holder) [...body.children].find((r) => r !== top && r.querySelector(".tree").textContent.replace("▸", "") === holder.name)?.toggle(true);
   });
-  return part("modules", "Modules", el("p.muted", {}, "Forecast time by module and phase. A kernel of several nodes counts in the module of its last node. Equal blocks share one row. Click a module to open it."),
+  return part("modules", "Modules", el("p.muted", {}, `Time by module and phase${FORECAST}. A kernel of several nodes counts in the module of its last node. Equal blocks share one row. Click a module to open it.`),
     el("div.wide", {}, el("table", {}, el("thead", {}, head), body)), regionsPart(), kernelsPart());
 }
 
@@ -271,7 +271,7 @@ function runsPart() {
     } else parts.push(el("p.muted", {}, "No CUDA graphs: the step runs on a CPU, or with --no-cuda-graph."));
     const groups = new Map();
     graph.pieces.forEach((p) => { if (!groups.has(p.name)) groups.set(p.name, []); groups.get(p.name).push(p); });
-    if (groups.size) parts.push(el("h3", {}, "Pieces compiled by Inductor"), table([["structure", 0], ["uses", 1], ["nodes each", 1], ["from", 0], ["to", 0], ["forecast, all uses", 1]], [...groups].map(([name, uses]) => [el("code", {}, name), uses.length, uses[0].nodes, nodeLink(graph, uses[0].first), nodeLink(graph, uses[0].last),
+    if (groups.size) parts.push(el("h3", {}, "Pieces compiled by Inductor"), table([["structure", 0], ["uses", 1], ["nodes each", 1], ["from", 0], ["to", 0], [`time of all uses${FORECAST}`, 1]], [...groups].map(([name, uses]) => [el("code", {}, name), uses.length, uses[0].nodes, nodeLink(graph, uses[0].first), nodeLink(graph, uses[0].last),
       time(sum(uses.map((u) => { let t = 0; for (let i = u.first; i <= u.last; i++) if (graph.nodes.piece[i] === graph.pieces.indexOf(u)) t += graph.nodes.ns[i]; return t; })))])));
     else parts.push(el("p.muted", {}, account.head.device ? "Inductor compiled nothing." : "The forecast counts nodes that a compiler would fuse as one kernel; a node's card names the others in its kernel."));
     box.replaceChildren(...parts);

@@ -17,7 +17,7 @@ function timelinePart() {
     const used = new Set(graph.nodes[by].filter((_, i) => graph.nodes.ns[i]));
     labels.replaceChildren(legend([...(by === "phase" ? PHASES : WORK).map((name, k) => used.has(k) ? [by === "phase" ? name : WORK_NAMES[name], tone(by, k)] : null).filter(Boolean),
       ...(graph.collectives.length ? [["in flight", "communication"], ["exposed: computation waits", "exposed", true]] : [])]));
-    head.textContent = `${graph.name === "step" ? "One step" : `One call of ${graph.name}`}, forecast for ${account.head.gpu}: ${time(graph.compute_ns)} of computation` +
+    head.textContent = `${graph.name === "step" ? "One step" : `One call of ${graph.name}`}${FORECAST}: ${time(graph.compute_ns)} of computation` +
       (graph.collectives.length ? ` and ${time(sum(graph.collectives.map((c) => c.exposed)))} of waiting for collectives.` : ".") + " Click a bar for its node or module.";
     canvas.redraw();
   };
@@ -79,17 +79,22 @@ function stretches(graph, x, width) {
   const { ns, start } = graph.nodes, seen = [];
   for (let i = 0; i < graph.size; i++) if (ns[i] && x(start[i] + ns[i]) > LABEL && x(start[i]) < width) seen.push(i);
   const name = (i, depth) => graph.path(i).split(".").slice(0, depth).join(".") || (graph.phase(i) === "optimizer" ? "optimizer" : "the model");
-  const cut = (nodes, depth) => {
+  const ends = (nodes) => [x(start[nodes[0]]), x(start[nodes[nodes.length - 1]] + ns[nodes[nodes.length - 1]])];
+  const grouped = (parts) => { // neighbours of one path together
     const groups = [];
-    for (const i of nodes) {
-      const path = name(i, depth), group = groups[groups.length - 1];
-      if (group && (group.path === path || x(start[i] + ns[i]) - x(start[i]) < 1)) group.nodes.push(i); else groups.push({ path, nodes: [i] });
+    for (const [path, nodes] of parts) {
+      const group = groups[groups.length - 1];
+      if (group && group[0] === path) group[1].push(...nodes); else groups.push([path, [...nodes]]);
     }
-    return groups.flatMap(({ path, nodes }) => {
-      const first = nodes[0], last = nodes[nodes.length - 1], a = x(start[first]), b = x(start[last] + ns[last]);
-      const deeper = b - a > 28 && nodes.some((i) => graph.path(i).split(".").length > depth) ? cut(nodes, depth + 1) : [];
-      const needs = sum(deeper.map((piece) => 6 + 7 * shortName(piece.path).length));
-      return deeper.length && needs <= b - a ? deeper : [{ path, a, b, first }];
+    return groups;
+  };
+  const cut = (nodes, depth) => {
+    const wide = grouped(nodes.map((i) => [name(i, depth), [i]])).filter(([, own]) => { const [a, b] = ends(own); return b - a >= 2; });
+    return grouped(wide).flatMap(([path, own]) => {
+      const [a, b] = ends(own), whole = { path, a, b, first: own[0] };
+      if (b - a < 28 || !own.some((i) => graph.path(i).split(".").length > depth)) return [whole];
+      const deeper = cut(own, depth + 1), named = deeper.map((piece) => piece.b - piece.a).filter((w, k) => w >= 6 + 7 * shortName(deeper[k].path).length);
+      return sum(named) >= 0.7 * sum(own.map((i) => x(start[i] + ns[i]) - x(start[i]))) ? deeper : [whole];
     });
   };
   return cut(seen, 1);
