@@ -53,6 +53,7 @@ def capture(
     disable: Sequence[str] = (),
     dump: Path | str | None = None,
     saved: Path | str | None = None,
+    replay: bool = False,
 ) -> "CapturedStep":
     """Capture the training step of ``model`` as one graph and return it as a callable.
 
@@ -78,6 +79,10 @@ def capture(
         saved: after the trace, load the rewritten and compiled step from this folder, or save it there if it is not
             there yet; ``"auto"``: the user's cache. What is loaded is code: name no folder that you do not trust.
             ``step.saved`` says what happened.
+        replay: let ``loss_fn`` read values in Python that it only stores, as ``seen.append(accuracy.item())`` does.
+            While it is captured such reads give made-up numbers; after each call of the step ``step.after()`` runs
+            that Python again with the values of the step, without calling modules. A value that reaches the loss is
+            refused.
 
     Returns:
         A `CapturedStep`.
@@ -102,6 +107,7 @@ def capture(
         placement=placement_of(model),
         passes=passes if isinstance(passes, str | StepOptions) else tuple(passes),
         disable=tuple(disable),
+        replays=replay,
     )
     return CapturedStep(spec, dump, saved)
 
@@ -269,6 +275,12 @@ class CapturedStep:
         bound = self._bound_to(batch, *flatten_batch(batch))
         case = Case(replace(self.spec, batch=batch, accumulate=bound.traced.program.microbatches), bound)
         return verify(case, locate)
+
+    @property
+    def after(self) -> Callable[[], None]:
+        """Of the latest call: what runs the Python of ``loss_fn`` again with the values of the step, once, see
+        ``replay`` of `capture`. It waits for that call's end, and may be kept and called after the next one began."""
+        return (self._current and self._current.after) or (lambda: None)
 
     def release(self) -> None:
         """Drop the step's CUDA graphs, which hold memory, and NCCL's kernels: communicators close only when these are

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -180,11 +180,11 @@ def without_host_random(recorder: Recorder, call: Callable[[], Any], before: Hos
     )
 
 
-def refuse_metrics_of_stages(reported: Collection[str], staged: bool) -> None:
+def refuse_metrics_of_stages(reported: Iterator[str], staged: bool) -> None:
     """Raise for metrics of a model that is cut into the stages of a pipeline."""
-    if reported and staged:
+    if staged and (name := next(reported, "")):
         raise CaptureError(
-            f"metric {next(iter(reported))!r} is reported in a pipeline, whose ranks have parts of the model each; "
+            f"{name} is reported in a pipeline, whose ranks have parts of the model each; "
             "report it from end_of_step, or train without pp"
         )
 

@@ -29,6 +29,7 @@ from stepgraph.capture.python.assigned import write_assigned
 from stepgraph.capture.python.end_of_step import traced_end_of_step
 from stepgraph.capture.python.metrics import collected
 from stepgraph.capture.python.reads import Change, Reads
+from stepgraph.capture.python.replay import FILLS, Replay, ReplayError
 from stepgraph.capture.python.torch_random import checked_generators, refusing_seeds
 from stepgraph.capture.python.watched import Watched
 from stepgraph.capture.recorder import Recorder
@@ -55,6 +56,7 @@ from stepgraph.graph.values import (
     OptimizerState,
     Output,
     Ratio,
+    Read,
     Reported,
 )
 
@@ -68,7 +70,8 @@ class Traced:
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``reads``: what Python
     read, to be compared. ``grow``: by condition, what the host calls before a step that exceeded it is repeated.
     ``generators``: the model's own that operators draw from. ``batch_reads``: what Python read of the batch's values.
-    ``hosts``: what calls do on the host for optimizers.
+    ``hosts``: what calls do on the host for optimizers. ``replay``: the loss function's Python, to run again after
+    each step.
     """
 
     program: StepProgram
@@ -79,6 +82,7 @@ class Traced:
     generators: list[torch.Generator] = field(default_factory=list)
     batch_reads: BatchReads = field(default_factory=lambda: BatchReads({}))
     hosts: list[Host] = field(default_factory=list)
+    replay: Replay | None = None
 
     @property
     def step(self) -> StepGraph:
@@ -102,6 +106,7 @@ def trace_step(
     skip_nonfinite: bool = False,
     share: Share | None = None,
     exact: bool = False,
+    replays: bool = False,
 ) -> Traced:
     """Capture one training step of ``model``.
 
@@ -111,7 +116,8 @@ def trace_step(
 
     ``exact``: whether the step is to be bitwise eager's: what is read and cannot be watched is then refused, else
     warned of. ``share``: this rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut;
-    the graph of the update that of the parameters that are here, with the others on the meta device.
+    the graph of the update that of the parameters that are here, with the others on the meta device. ``replays``:
+    whether what ``loss_fn`` reads of values may be answered after the step, see `stepgraph.capture.python.replay`.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
@@ -122,6 +128,21 @@ def trace_step(
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact
+    failed: ReplayError | None = None
+    for fill in FILLS if replays else ():
+        try:
+            return _traced(*given, fill)
+        except ReplayError as error:
+            failed = failed or error
+    try:
+        return _traced(*given, None)  # the values that the loss depends on may be the batch's, see `KnownValues`
+    except CaptureError as error:
+        raise failed or error from None
+
+
+def _traced(*given: Any) -> Traced:
+    """`trace_step` with the arguments of `StepTrace`."""
+    model, batch, accumulate, exact = given[0], given[2], given[5], given[8]
     trace = StepTrace(*given)
     try:
         while True:  # twice or three times if calls of checkpoint must run twice: some, then all
@@ -129,9 +150,12 @@ def trace_step(
                 program = trace.program()
                 break
             except RunAgain as found:
-                given = *given[:9], found.calls
+                given = *given[:10], found.calls
                 trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
+        moving = trace.replay.prove(model) if trace.replay else []
+        places = {(id(change.holder), change.key) for change in moving}
+        trace.changes = [change for change in trace.changes if (id(change.holder), change.key) not in places]
         if trace.changes:
             with writes.after(trace.changes):
                 later = StepTrace(*given)
@@ -141,12 +165,13 @@ def trace_step(
     except CaptureError:
         trace.drop_state()
         raise
-    watched = trace.reads.watched()
+    watched = trace.reads.watched(moving)
     checks.refuse_unseen(watched.unseen, exact)
     found = program, trace.landing, trace.slots, watched, trace.conditions.grow
     trace.batch_reads.prune()
-    checks.check_alike(trace.batch_reads.hold(leaves, accumulate), accumulate)
-    return Traced(*found, generators, trace.batch_reads, trace.update.hosts if trace.update else [])
+    checks.check_alike(trace.batch_reads.hold(flatten_batch(batch)[0], accumulate), accumulate)
+    replay = trace.replay if trace.replay and (trace.replay.wanted or moving) else None
+    return Traced(*found, generators, trace.batch_reads, trace.update.hosts if trace.update else [], replay)
 
 
 class StepTrace:
@@ -163,6 +188,7 @@ class StepTrace:
         guard: Guard,
         share: Share | None = None,
         exact: bool = False,
+        fill: float | None = None,
         repeated: Collection[int] | None = None,
     ):
         self.guard = guard
@@ -187,6 +213,7 @@ class StepTrace:
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
         self.landing: list[tuple[Slot, Wrapping | None]] = []
         self.reads = Reads(model, loss_fn)
+        self.replay = None if fill is None else Replay(model, loss_fn, self.slots, self.mode, fill)
         self.changes: list[Change] = []
         self.batch_reads = BatchReads({})
 
@@ -215,10 +242,10 @@ class StepTrace:
             loss, grads, held = self._forward_backward(flat, tensors, batch)
             with self._in_optimizer():
                 write_assigned(self.recorder, held, flat)
-                outputs.extend((Loss(), *map(Reported, self.reported)))
+                outputs.extend((Loss(), *self._of_loss()))
                 ratios = self.guard.ratios(self.conditions.combined(), loss)
                 finished = self._finish(flat, tensors, grads, groups, ratios, kept, outputs, inputs)
-                return [loss, *self.reported.values(), *finished]
+                return [loss, *self._of_loss().values(), *finished]
 
         with self._dropping_state():
             return StepProgram.plain(self._graph(traced, inputs, outputs))
@@ -245,8 +272,8 @@ class StepTrace:
                     stated = self.conditions.each() if self.share else self.conditions.combined().items()
                     ratios = [*stated, *self.guard.ratios({}, loss).items()]
             reached.extend(grads)
-            outputs.extend((*map(Reported, self.reported), *(Ratio(name) for name, _ in ratios)))
-            return [loss, *self.reported.values(), *(ratio for _, ratio in ratios)]
+            outputs.extend((*self._of_loss(), *(Ratio(name) for name, _ in ratios)))
+            return [loss, *self._of_loss().values(), *(ratio for _, ratio in ratios)]
 
         with self._dropping_state():
             micro = self._graph(traced, inputs, outputs)
@@ -295,7 +322,7 @@ class StepTrace:
             leaves[i] = torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if i in self.ones else leaf
         return rebuilt(self.batch, leaves, self.spec)
 
-    def _known(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> KnownValues:
+    def _knowing(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> KnownValues:
         """The values that Python may read: in a pipeline, whose ranks trace alike, none of the batch's."""
         places = {
             compat.node_of_trace(flat[where.start]): i
@@ -326,10 +353,10 @@ class StepTrace:
             self.recorder.watch_modules(),
             self.reads.noted(),
             torch.enable_grad(),
-            self._known(flat, batch) as known,
-            recorded_launches(known.note_writes),
-            compat.transformers_sees_values(known.knows),
-            compat.checks_of_known_values(known.knows),
+            self._knowing(flat, batch) as self._known,
+            recorded_launches(self._known.note_writes),
+            compat.transformers_sees_values(self._known.knows),
+            compat.checks_of_known_values(self._known.knows),
             compat.literals_of_fake_tensors(),
             checks.refusing_scalers(self.recorder),
             refusing_seeds(self.recorder),
@@ -342,10 +369,22 @@ class StepTrace:
             checks.refuse_replaced(modules_before, self.model)
             checks.refuse_data_assigned(self.slots, tensors, places)
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
-            self.reads.read += known.outside
+            self.reads.read += self._known.outside
             self.changes = self.reads.changes()
             writes.refuse_kept(self.changes)
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
+
+    def _of_loss(self) -> dict[Output, torch.Tensor]:
+        """What the loss function reported, and what Python read in it."""
+        read = self.replay.wanted if self.replay else {}
+        return {Reported(name): t for name, t in self.reported.items()} | {Read(str(key)): t for key, t in read.items()}
+
+    def _reading(self, tensors: Sequence[torch.Tensor], batch: Any) -> contextlib.AbstractContextManager[Callable]:
+        """Inside, what Python reads outside of modules is noted; give the loss to what this yields."""
+        if self.replay is None:
+            return contextlib.nullcontext(lambda _: None)
+        names = {id(t): slot.name for slot, t in zip(self.slots, tensors, strict=True)}
+        return self.replay.traced(names, batch, self._known.knows)
 
     def _check_repeats(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise `RunAgain` if forward has calls of ``torch.utils.checkpoint`` that must run twice."""
@@ -370,10 +409,11 @@ class StepTrace:
         does not reach has the gradient None. ``frozen``: see `Recorder.watch_backward`.
         """
         call = partial(self.loss_fn, self.model, batch)
-        with collected() as self.reported:
+        with collected() as self.reported, self._reading(tensors, batch) as end:
             loss = checks.without_host_random(self.recorder, call, self.reads.random)
+            end(loss)
         checks.check_loss(loss)
-        checks.refuse_metrics_of_stages(self.reported, self.share is not None)
+        checks.refuse_metrics_of_stages(map(str, self._of_loss()), self.share is not None)
         self._check_repeats(tensors)
         checks.refuse_own_backward(params)
         if self.accumulate > 1:

@@ -175,6 +175,14 @@ class Reported(Named):
 
 
 @dataclass(frozen=True)
+class Read(Named):
+    """What Python in the loss reads of a call's values, after it."""
+
+    kind = "read"
+    key: str
+
+
+@dataclass(frozen=True)
 class Gradient(Named):
     """The gradient of a parameter, which no update in the graph takes."""
 
@@ -203,7 +211,7 @@ Input = (
     | Value
     | Loss
 )
-Output = Loss | TotalLoss | Metric | Reported | Gradient | MadeState | Value | Ratio
+Output = Loss | TotalLoss | Metric | Reported | Read | Gradient | MadeState | Value | Ratio
 
 _CLASSES = {kind.__name__: kind for kind in get_args(Input | Output)}
 

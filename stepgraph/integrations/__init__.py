@@ -5,13 +5,13 @@ from typing import Any
 from stepgraph.integrations.lengths import PadToLengths, choose_lengths
 from stepgraph.integrations.packing import PackToBudget, attend_within_documents
 
-__all__ = ["GraphTrainer", "PackToBudget", "PadToLengths", "attend_within_documents", "choose_lengths"]
+__all__ = ["GraphStep", "GraphTrainer", "PackToBudget", "PadToLengths", "attend_within_documents", "choose_lengths"]
 
 
 def __getattr__(name: str) -> Any:
     # transformers is imported when its Trainer is asked for.
-    if name == "GraphTrainer":
-        from stepgraph.integrations.trainer import GraphTrainer
+    if name in ("GraphStep", "GraphTrainer"):
+        from stepgraph.integrations import trainer
 
-        return GraphTrainer
+        return getattr(trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -5,10 +5,13 @@ the microbatches of a step wait for its last one; that call runs the whole step 
 ``Trainer`` does afterwards changes nothing: an optimizer without gradients has nothing to update.
 """
 
+import contextlib
 import gc
 import logging
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import nn
 
 from stepgraph.capture.batch import flatten_batch, form, rebuilt
 from stepgraph.capture.python.metrics import means, reported
+from stepgraph.capture.python.replay import is_probing
 from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.parallel import Mesh, gloo_group, layouts
 from stepgraph.parallel.ranks import Ranks
@@ -39,7 +43,8 @@ _TARGETS = "num_items_in_batch"
 
 
 class GraphTrainer(Trainer):
-    """As ``transformers.Trainer``, each training step as one graph.
+    """As ``transformers.Trainer``, each training step as one graph. In front of a subclass it does the same for that:
+    ``class Graph(GraphStep, SFTTrainer): pass``.
 
     Args:
         passes: as in `stepgraph.capture`: ``"exact"`` trains bit for bit as ``Trainer``, ``"default"`` is the fast one.
@@ -77,6 +82,9 @@ class GraphTrainer(Trainer):
         self._apart: dict[int, CapturedStep] = {}
         self._waiting: list[dict[str, Any]] = []
         self._reported: dict[str, list[torch.Tensor]] = {}
+        #: What compute_loss stores of the latest step, and the number of that step and its epoch.
+        self._after: tuple[Callable[[], None], tuple[int, float | None]] | None = None
+        self._storing = False
         self._refuse()
         self._shard(self.model)
 
@@ -92,6 +100,11 @@ class GraphTrainer(Trainer):
                 f"{args.n_gpu} GPUs in one process ({args.parallel_mode.value}): start one process for each, with "
                 "torchrun --nproc-per-node, or one alone with CUDA_VISIBLE_DEVICES=0"
             )
+        offloading = getattr(self, "maybe_activation_offload_context", None)
+        if offloading is not None and not isinstance(offloading, contextlib.nullcontext):
+            raise ValueError(
+                "activation_offloading=True is part of TRL's training_step, which a graph replaces; drop it"
+            )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(
                 "the Accelerator wraps models by DeepSpeed or FSDP; ask for shards by TrainingArguments(fsdp=True) or "
@@ -105,7 +118,10 @@ class GraphTrainer(Trainer):
         self._spec = ranks.mesh_spec(self.args, self._asked_mesh)
         with ranks.plain_ranks(self.args):
             super().create_accelerator_and_postprocess()
-        if self._spec is not None:
+        if self._spec is None:
+            gather = self.accelerator.gather_for_metrics
+            self.accelerator.gather_for_metrics = partial(_gathered_for_metrics, gather)
+        else:
             prepare = self.accelerator.prepare_model
             self.accelerator.prepare_model = lambda model, *_, **__: prepare(
                 model, device_placement=False, evaluation_mode=True
@@ -206,6 +222,7 @@ class GraphTrainer(Trainer):
         """As ``Trainer.train``."""
         for of_another_run in (self._steps, self._apart, self._waiting, self._reported):
             of_another_run.clear()
+        self._after = None
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -234,6 +251,10 @@ class GraphTrainer(Trainer):
         microbatches, self._waiting = self._waiting, []
         if self._mesh is not None:
             microbatches = self._alike(microbatches)
+        with _trl_scores_every_position():
+            return self._step(model, microbatches)
+
+    def _step(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
         if self._changes_gradients() or len({_form(batch) for batch in microbatches}) > 1:
             return self._gradients_apart(model, microbatches)
         batch, count = _together(microbatches), len(microbatches)
@@ -242,6 +263,7 @@ class GraphTrainer(Trainer):
         step = self._steps[count]
         loss = step(batch)
         self._keep_metrics(step)
+        self._store(step.after)
         # What is logged: gradients are clipped already, and gone.
         self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: step.metrics["grad_norm"]
         return loss
@@ -270,10 +292,13 @@ class GraphTrainer(Trainer):
         count, total = len(microbatches), 0.0
         if count not in self._apart:
             loss_fn = self._loss_fn(lambda loss, is_part: loss if is_part else loss / count)
-            self._apart[count] = capture(model, loss_fn, microbatches[0], passes=self._passes)
+            self._apart[count] = capture(
+                model, loss_fn, microbatches[0], passes=self._passes, replay=self._mesh is None
+            )
         for batch in microbatches:
             total = total + self._apart[count](batch)
             self._keep_metrics(self._apart[count])
+            self._store(self._apart[count].after)
         return total
 
     def _keep_metrics(self, step: CapturedStep) -> None:
@@ -281,8 +306,30 @@ class GraphTrainer(Trainer):
             if value.ndim == 0:
                 self._reported.setdefault(name, []).append(value)
 
+    def _store(self, following: Callable[[], None] | None = None) -> None:
+        """What ``compute_loss`` stores of the step before, while the GPU runs the ``following`` one."""
+        if self._storing:
+            return  # it logs
+        state, after = self.state, self._after
+        now = state.global_step, state.epoch
+        self._after = following and (following, now)
+        if after is not None:
+            self._storing, (run, (state.global_step, state.epoch)) = True, after
+            try:
+                run()
+            finally:
+                self._storing, (state.global_step, state.epoch) = False, now
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As ``Trainer.evaluate``."""
+        self._store()
+        return super().evaluate(*args, **kwargs)
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As ``Trainer.log``; with a training loss go the means of what `stepgraph.metric` has reported since."""
+        if is_probing():
+            return  # ``compute_loss`` logs, which it does again after the step
+        self._store()
         if "loss" in logs and self._reported:
             found = {
                 name: nested_gather(value, self.args.parallel_mode).mean().item()
@@ -297,9 +344,8 @@ class GraphTrainer(Trainer):
         loss_fn = self._loss_fn(lambda loss, is_part: loss * count if is_part and count > 1 else loss)
         # The norm is logged where nothing is clipped too.
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else float("inf")
-        return capture(
-            model, loss_fn, batch, self.optimizer, max_grad_norm=limit, accumulate=count, passes=self._passes
-        )
+        options = {"accumulate": count, "passes": self._passes, "replay": self._mesh is None}
+        return capture(model, loss_fn, batch, self.optimizer, max_grad_norm=limit, **options)
 
     def _loss_fn(self, scaled: Callable[[torch.Tensor, bool], torch.Tensor]) -> Callable:
         """``compute_loss`` as a function of the model and a batch; ``scaled(loss, is_part)`` is what it returns."""
@@ -319,6 +365,35 @@ class GraphTrainer(Trainer):
         said = self.loss_is_scaled_for_ga if hasattr(Trainer, "loss_is_scaled_for_ga") else None
         counted = self.model_accepts_loss_kwargs and targets is not None
         return counted or self.compute_loss_func is not None if said is None else said
+
+
+#: The same class under the name of a mix-in.
+GraphStep = GraphTrainer
+
+
+def _gathered_for_metrics(gather: Callable, data: Any, *args: Any, **kwargs: Any) -> Any:
+    """accelerate's ``gather_for_metrics`` of one process, which leaves a scalar as it is: here without a look at the
+    data loader, which changes from epoch to epoch."""
+    return data if isinstance(data, torch.Tensor) and data.ndim == 0 else gather(data, *args, **kwargs)
+
+
+def _without_triton(_device: torch.device) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _trl_scores_every_position() -> Iterator[None]:
+    """Inside, TRL's heads score masked positions too, as they do where there is no Triton: on a GPU they would pick the
+    others by a mask, and shapes would depend on values."""
+    utils = sys.modules.get("trl.trainer.utils")
+    if utils is None or not hasattr(utils, "_use_triton"):
+        yield
+        return
+    before, utils._use_triton = utils._use_triton, _without_triton
+    try:
+        yield
+    finally:
+        utils._use_triton = before
 
 
 def _form(microbatch: dict[str, Any]) -> tuple:

@@ -44,6 +44,7 @@ def trace(spec: StepSpec, target: Target | None = None) -> Traced:
         skip_nonfinite=spec.skip_nonfinite,
         share=spec.pipeline and spec.pipeline.share(),
         exact=spec.is_exact,
+        replays=spec.replays,
     )
 
 

@@ -20,7 +20,8 @@ class StepSpec:
     ``batch``: an example of the whole batch, which ``accumulate`` microbatches share. ``skip_nonfinite``: leave the
     update out where loss or gradient norm is not finite. ``placement``: as `parallelize` made it; None for a plain
     model. ``passes``, ``disable``: the passes that rewrite the graphs. ``backward``: False for forward and loss alone,
-    without gradients or an update.
+    without gradients or an update. ``replays``: Python in ``loss_fn`` that reads values to store them runs again after
+    each step.
     """
 
     model: nn.Module
@@ -34,6 +35,7 @@ class StepSpec:
     passes: Passes = "default"
     disable: tuple[str, ...] = ()
     backward: bool = True
+    replays: bool = False
 
     @property
     def pipeline(self) -> Pipeline | None:

@@ -1,6 +1,7 @@
 """A captured step bound to the live tensors that it reads and writes."""
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class BoundStep:
             if isinstance(spec.what, GroupValue)
         }
         self.lr_values: dict[int, float] = {}
+        self.after: Callable[[], None] | None = None
         self.devices = {tensor.device for tensor in traced.state if tensor.device.type == "cuda"}
 
     def fits(self, leaves: Sequence[Any]) -> bool:
@@ -94,7 +96,30 @@ class BoundStep:
         gradients.land(self.traced.landing, results.gradients)
         if self.update:
             self.update.mark_stepped()
+        self.after = self._after(results.read)
         return results.loss, results.metrics | means(results.reported)
+
+    def _after(self, read: Mapping[str, Sequence[torch.Tensor]]) -> Callable[[], None] | None:
+        """What runs the loss function's Python again with what it ``read`` of this call."""
+        replay, calls = self.traced.replay, self.traced.program.microbatches
+        if replay is None:
+            return None
+        streams = [(torch.cuda.Stream(device), torch.cuda.Event()) for device in self.devices]
+        for _, event in streams:
+            event.record()
+
+        def run() -> None:
+            # Streams of their own: to read a number waits for this step, and not for the next one.
+            with contextlib.ExitStack() as inside:
+                for stream, event in streams:
+                    stream.wait_event(event)
+                    inside.enter_context(torch.cuda.stream(stream))
+                for call in range(calls):
+                    replay.after({key: values[call] for key, values in read.items()})
+            for stream, _ in streams:
+                stream.synchronize()  # before its memory is used again
+
+        return run
 
     def _set_rates(self) -> None:
         groups = self.update.groups if self.update else ()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stepgraph.graph.values import Gradient, Loss, MadeState, Metric, Output, Ratio, Reported, TotalLoss
+from stepgraph.graph.values import Gradient, Loss, MadeState, Metric, Output, Ratio, Read, Reported, TotalLoss
 
 Tensor = torch.Tensor
 
@@ -12,12 +12,14 @@ Tensor = torch.Tensor
 @dataclass
 class Results:
     """What a step gave: the loss (the sum of the calls' own), metrics and the highest ratios by name, gradients and new
-    state of the optimizer in order. ``reported``: by name what each call reported."""
+    state of the optimizer in order. ``reported``, ``read``: by name what each call reported,
+    and what Python reads of it."""
 
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
     ratios: dict[str, Tensor] = field(default_factory=dict)
     reported: dict[str, list[Tensor]] = field(default_factory=dict)
+    read: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: list[Tensor] = field(default_factory=list)
     made: list[Tensor] = field(default_factory=list)
 
@@ -32,6 +34,8 @@ class Results:
                 self.metrics[name] = value
             case Reported(name):
                 self.reported.setdefault(name, []).append(value)
+            case Read(key):
+                self.read.setdefault(key, []).append(value)
             case Ratio(condition):
                 highest = self.ratios.get(condition)
                 self.ratios[condition] = value if highest is None else torch.maximum(highest, value)
@@ -43,13 +47,16 @@ class Results:
     def tensors(self) -> list[Tensor]:
         """All of them."""
         loss = [] if self.loss is None else [self.loss]
-        reported = [value for values in self.reported.values() for value in values]
+        reported = [value for found in (self.reported, self.read) for values in found.values() for value in values]
         return [*loss, *self.metrics.values(), *self.ratios.values(), *reported, *self.gradients, *self.made]
 
     def cloned(self) -> "Results":
         """The same in tensors of its own."""
         copies = [{name: value.clone() for name, value in found.items()} for found in (self.metrics, self.ratios)]
         loss = None if self.loss is None else self.loss.clone()
-        reported = {name: [value.clone() for value in values] for name, values in self.reported.items()}
+        of_calls = [
+            {name: [value.clone() for value in values] for name, values in found.items()}
+            for found in (self.reported, self.read)
+        ]
         lists = ([value.clone() for value in found] for found in (self.gradients, self.made))
-        return Results(loss, *copies, reported, *lists)
+        return Results(loss, *copies, *of_calls, *lists)

@@ -280,18 +280,32 @@ def test_a_loss_that_reads_the_trainers_state(tmp_path, recwarn):
     assert "has changed 3 times" in told[2] and "pass it in the batch" in told[2] and len(told) <= 4
 
 
-@pytest.mark.parametrize("kept", ["tensor", "count"])
-def test_a_loss_that_sets_attributes_is_refused(tmp_path, kept):
-    class Keeps:
-        kept = 0
+class Keeps:
+    kept = 0
 
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            self.kept = loss.detach() if kept == "tensor" else self.kept + 1
-            return loss
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.kept = self.keep(loss)
+        return loss
 
-    with pytest.raises(CaptureError, match=r"the loss (sets|keeps a tensor of the step in) loss_fn\.self\.kept"):
-        of_kind(Keeps, output_dir=str(tmp_path))
+    def keep(self, loss):
+        return self.kept + 1
+
+
+class KeepsTensor(Keeps):
+    def keep(self, loss):
+        return loss.detach()
+
+
+def test_a_loss_that_counts(tmp_path):
+    first, second = of_kind(Keeps, output_dir=str(tmp_path))
+    check_same(first, second)
+    assert first[1].kept == second[1].kept > 0
+
+
+def test_a_loss_that_keeps_a_tensor_is_refused(tmp_path):
+    with pytest.raises(CaptureError, match=r"the loss keeps a tensor of the step in loss_fn\.self\.kept"):
+        of_kind(KeepsTensor, output_dir=str(tmp_path))
 
 
 class Clamps(transformers.TrainerCallback):
@@ -351,12 +365,17 @@ def test_a_reference_model_that_is_replaced_loaded_or_cast(tmp_path):
 
 
 class Measuring(GraphTrainer):
+    seen = 0
+
     def compute_loss(self, model, inputs, **options):
-        stepgraph.metric("targets", (inputs["labels"] != -100).sum())
+        targets = (inputs["labels"] != -100).sum()
+        stepgraph.metric("targets", targets)
+        self.seen += targets.item()
+        self.log({"seen": self.seen})
         return super().compute_loss(model, inputs, **options)
 
 
-def test_logs_have_the_means_of_what_the_loss_reported(tmp_path):
+def test_logs_have_what_the_loss_reported_and_read(tmp_path):
     arguments = TrainingArguments(
         str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2, logging_steps=2,
         save_strategy="no", num_train_epochs=1, gradient_accumulation_steps=2, max_steps=4,
@@ -366,3 +385,7 @@ def test_logs_have_the_means_of_what_the_loss_reported(tmp_path):
     targets = sum(int((example["labels"] != -100).sum()) for example in trainer.train_dataset)
     logged = [log["targets"] for log in trainer.state.log_history if "loss" in log]
     assert len(logged) == 2 and sum(logged) * 2 * 2 == targets  # each the mean over 2 steps of 2 microbatches
+    stored = [log for log in trainer.state.log_history if "seen" in log]
+    seen = [log["seen"] for log in stored]
+    assert len(seen) == 8 and seen == sorted(seen) and seen[-1] == trainer.seen == targets
+    assert [log["step"] for log in stored] == [0, 0, 1, 1, 2, 2, 3, 3]  # as compute_loss of Trainer logs them

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -118,22 +118,34 @@ class Reads:
         """What the trace has changed of what was met; only attributes that were read count."""
         return self._changes() if self._is_noted else self._found
 
-    def watched(self) -> Watched:
-        """What was read, to be compared from now on."""
+    def watched(self, moving: Sequence[Change] = ()) -> Watched:
+        """What was read, to be compared from now on, but for what is ``moving``: nothing that the graph has depends on
+        it."""
         by_path: dict[str, list[str]] = {}
+        whole = {id(change.holder) for change in moving if change.key is None}
+        keys = {(id(change.holder), change.key) for change in moving}
+        skipped: set[str] = set()
+
+        def is_moving(path: str, value: Any) -> bool:
+            if id(value) in whole:
+                skipped.add(path)
+            return path in skipped
 
         def names_of(path: str, value: Any) -> list[str] | None:
             if kind_of(type(value)) == "instance" and not self._is_seen(type(value)):
                 return None
             found = sorted(self.names[id(value)]) if id(value) in self.names else None
+            if found is not None and keys:
+                holders = id(value), id(values.held_by(value))
+                found = [name for name in found if not any((holder, name) in keys for holder in holders)]
             if found is None and kind_of(type(value)) == "instance":
                 found = []
             if found is not None:
                 by_path[path] = found
             return found
 
-        _Walk(self.model, self.loss_fn, names_of)
-        return Watched(self.model, self.loss_fn, by_path, self._environment, self.read)
+        _Walk(self.model, self.loss_fn, names_of, is_moving)
+        return Watched(self.model, self.loss_fn, by_path, self._environment, self.read, skipped)
 
     # ---- reads ----
 

@@ -7,7 +7,7 @@ and values compared: equal values in other objects are no change.
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain, repeat
 from operator import is_
@@ -38,10 +38,17 @@ class _Walk:
     """Every value that was read, by its path, and the places to read it at again.
 
     ``names_of(path, value)``: what was read of an object, None for one whose reads were not seen.
+    ``is_moving(path, container)``: whether the content of a container does not count.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Any, names_of: Callable[[str, Any], Iterable[str] | None]):
-        self.names_of = names_of
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        names_of: Callable[[str, Any], Iterable[str] | None],
+        is_moving: Callable[[str, Any], bool],
+    ):
+        self.names_of, self.is_moving = names_of, is_moving
         self.found: dict[str, tuple[str, Any]] = {}
         self.unseen: dict[str, str] = {}
         self.outside: dict[str, nn.Module] = {}
@@ -226,6 +233,9 @@ class _Walk:
         self.found[path] = ("value", self.buffers[-1][1])
 
     def _container(self, path: str, value: Any) -> None:
+        if self.is_moving(path, value):
+            self.found[path] = ("is", value)
+            return
         if len(value) > values.LARGEST:
             self.found[path] = ("is", value)
             self.unseen[path] = f"{type(value).__name__} of {len(value):,} elements"
@@ -293,7 +303,8 @@ def _form(tensor: torch.Tensor) -> tuple:
 
 
 class Watched:
-    """What a step read of Python. ``names``: by paths of objects the names that were read of them.
+    """What a step read of Python. ``names``: by paths of objects the names that were read of them. ``moving``: paths of
+    containers whose content does not count.
 
     ``environment``: its variables, and ``read``: the tensors, whose values were read. ``unseen``: by paths what was
     read and can be compared neither by value nor by its state, in words.
@@ -306,11 +317,12 @@ class Watched:
         names: Mapping[str, Iterable[str]],
         environment: Iterable[str] = (),
         read: Iterable[torch.Tensor] = (),
+        moving: Collection[str] = (),
     ):
-        self.model, self.loss_fn, self.names = model, loss_fn, names
+        self.model, self.loss_fn, self.names, self._moving = model, loss_fn, names, moving
         self._environment = {name: os.environ.get(name) for name in environment}
         self._read = [(tensor, values.content(tensor)) for tensor in read]
-        self._walk = walk = _Walk(model, loss_fn, lambda path, _: names.get(path))
+        self._walk = walk = self._walked()
         self.unseen = walk.unseen
         self._ready()
         self._children = [m._modules for m in model.modules()]
@@ -322,6 +334,11 @@ class Watched:
         self._hooks = [(path, vars(m)[kind]) for path, m in model.named_modules() for kind in HOOKS]
         self._hooks += [("every module", hooks) for hooks in compat.hooks_of_every_module()]
         self._hooked = [(path, hooks, list(hooks)) for path, hooks in self._hooks if hooks]
+
+    def _walked(self) -> _Walk:
+        return _Walk(
+            self.model, self.loss_fn, lambda path, _: self.names.get(path), lambda path, _: path in self._moving
+        )
 
     def _ready(self) -> None:
         walk = self._walk
@@ -338,7 +355,7 @@ class Watched:
     def change(self) -> str | None:
         """What has changed since, in words; None if nothing has."""
         if not self._are_the_same():
-            now = _Walk(self.model, self.loss_fn, lambda path, _: self.names.get(path))
+            now = self._walked()
             change = _difference(self._walk.found, now.found)
             if change:
                 return change

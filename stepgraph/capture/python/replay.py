@@ -1,0 +1,418 @@
+"""Python that reads values of a step to store them: it runs again after the step, with the values.
+
+A loss function such as a Trainer's ``compute_loss`` calls modules and computes a loss, and often reads numbers on the
+way that it only stores or logs: ``self.seen.append(accuracy.item())``. A trace has no values. So what is read becomes
+an output of the graph, and after each step the function runs again as a *rehearsal*: modules are not called but give
+tensors of the shapes that they gave, operators give shapes alone, and a read gets the value of the step. Python then
+does what it does in eager: its branches, its sums, its lists.
+
+That is right only if nothing that is read reaches the loss. Each tensor of a run therefore has a *key*, made of the
+operator that made it, its arguments and their keys, back to the batch, to parameters, and to what modules gave. While
+a step is captured, rehearsals with several made-up values must give the loss the key that the trace gave it; otherwise
+the line that reads is refused. A rehearsal with the values of a step must do so too.
+
+Operators whose shapes depend on values (``x[mask]``) run in a rehearsal on the step's tensors, which become outputs.
+"""
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph import compat
+from stepgraph.capture.python.reads import Change, Reads
+from stepgraph.capture.recorder import user_frame
+from stepgraph.capture.state import Slot
+from stepgraph.errors import CaptureError
+
+aten, pytree = torch.ops.aten, compat.pytree
+#: Python number that every read gives while a step is traced; where other reads depend on it, the second.
+FILLS = (1.0, 0.0)
+#: Further ones, with which the loss must be the same.
+_PROBES = (0.0, 1.0, -1.5, 1e4)
+#: Elements of the largest tensor that is made up.
+_LARGEST = 1 << 24
+#: Elements of the largest tensor from outside that is known by its content: literals.
+_LITERAL = 64
+
+_probing = 0
+
+
+def is_probing() -> bool:
+    """Whether a loss function runs with values that are made up: what it sends elsewhere is to be dropped."""
+    return _probing > 0
+
+
+@contextlib.contextmanager
+def _made_up() -> Iterator[None]:
+    global _probing
+    _probing += 1
+    try:
+        yield
+    finally:
+        _probing -= 1
+
+
+class ReplayError(CaptureError):
+    """Python reads a value in a way that rehearsals cannot serve."""
+
+
+class _UnknownRead(Exception):
+    """A read of what the trace did not see. ``source``: its line."""
+
+    def __init__(self, source: str):
+        super().__init__(source)
+        self.source = source
+
+
+@dataclass
+class _Call:
+    """A call of a module from outside of modules. ``outputs``: the form of each tensor, other leaves as they are."""
+
+    module: nn.Module
+    arguments: int
+    outputs: list[Any]
+    spec: Any
+
+
+@dataclass(frozen=True)
+class _Form:
+    key: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+class Replay:
+    """What one trace of a loss function found: see the module's docstring.
+
+    ``wanted``: tensors of the trace that a rehearsal needs, by their keys, and ``sources``: the lines that read them.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable, slots: Sequence[Slot], mode: compat.FakeTensorMode, fill: float
+    ):
+        self._model, self._loss_fn, self._slots = model, loss_fn, slots
+        self.mode, self.fill = mode, fill
+        self.wanted: dict[int, torch.Tensor] = {}
+        self.sources: dict[int, str] = {}
+        self.constants: dict[int, Any] = {}
+        self.calls: list[_Call] = []
+        self.loss = -1
+        self._table: dict[Any, int] = {}
+
+    def key(self, *of: Any) -> int:
+        """The key of what is made ``of`` these."""
+        return self._table.setdefault(of, len(self._table))
+
+    @contextlib.contextmanager
+    def traced(
+        self, names: Mapping[int, str], batch: Any, knows: Callable[[torch.Tensor], bool]
+    ) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Inside, the trace runs the loss function; give its loss to what this yields. ``names``: of the model's
+        tensors, by their ids. ``knows``: whether a value follows from literals."""
+        self.batch = batch
+        run = _Trace(self, names, knows)
+        try:
+            with _made_up(), run.active():
+                yield run.end
+        except _Parted as parted:
+            raise _reaches_the_loss(parted.source) from None
+
+    def after(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Run the loss function's Python again with the ``values`` of a step, by the names of its outputs."""
+        try:
+            self._rehearse(lambda key, _: values[str(key)])
+        except (_Parted, _UnknownRead) as parted:
+            raise RuntimeError(
+                f"with the values of this step, Python in the loss reads or computes other things ({parted.source}) "
+                "than when the step was captured, and its loss may not be eager's: decide by tensors, not in Python"
+            ) from parted
+
+    def prove(self, model: nn.Module) -> list[Change]:
+        """What rehearsals change outside of the ``model``, all of it set back. Raises `ReplayError` for a value that
+        reaches the loss, and where what is read depends on another value that is read."""
+        reads = Reads(model, self._loss_fn)
+        with reads.noted(), _made_up(), contextlib.redirect_stdout(io.StringIO()):
+            for fill in (self.fill, *_PROBES):
+                if not self._holds(lambda _, fill=fill: fill):
+                    one = (
+                        key
+                        for key in self.wanted
+                        if not self._holds(lambda k, key=key, fill=fill: fill if k == key else self.fill)
+                    )
+                    raise _reaches_the_loss(self.sources[next(one, next(iter(self.wanted)))])
+            found = reads.changes()
+        return [change for change in found if not change.of_model]
+
+    def _holds(self, fill: Callable[[int], float]) -> bool:
+        """Whether the loss is computed in the same way where reads give numbers by ``fill`` of their keys."""
+        try:
+            self._rehearse(lambda key, like: _filled(like, fill(key)))
+        except _Parted:
+            return False
+        except _UnknownRead as read:
+            raise ReplayError(
+                f"{read.source} reads a value of the step in Python that another value decides on, in a way that a "
+                "captured step cannot follow: compute both as tensors, and read them without a condition"
+            ) from None
+        except (ArithmeticError, ValueError, IndexError):  # the function itself takes no such value
+            return True
+        return True
+
+    def _rehearse(self, real: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+        """Run the loss function without its modules. ``real(key, tensor)``: what is read."""
+        run = _Rehearsal(self, {id(slot.tensor): slot.name for slot in self._slots}, real)
+        with compat.without_modes(), self.mode, torch.enable_grad(), run.active():
+            run.end(self._loss_fn(self._model, self.batch))
+
+
+class _Parted(Exception):
+    """The loss, or what modules are given, is not what the trace had. ``source``: of a read that it is made of."""
+
+    def __init__(self, source: str = "the loss"):
+        super().__init__(source)
+        self.source = source
+
+
+class _Run(compat.TorchDispatchMode):
+    """One run of the loss function, which gives keys to its tensors."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, replay: Replay, names: Mapping[int, str]):
+        super().__init__()
+        self.replay, self.depth, self.epoch, self.count = replay, 0, 0, 0
+        self.keys = {of: replay.key("tensor", name) for of, name in names.items()}
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._alive: list[torch.Tensor] = []
+        self.hosted: dict[int, tuple[torch.Tensor, str]] = {}  # made of values, and the line that did so
+        for i, leaf in enumerate(pytree.tree_leaves(replay.batch)):
+            if isinstance(leaf, torch.Tensor):
+                self.name(leaf, replay.key("batch", i))
+
+    def name(self, tensor: torch.Tensor, key: int) -> None:
+        self.keys[id(tensor)], self.tensors[key] = key, tensor
+        self._alive.append(tensor)  # so that no other tensor has its id
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, operators and calls of modules are noted."""
+        plain = nn.Module.__call__
+
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if self.depth:
+                return plain(module, *args, **kwargs)
+            number, self.count = self.count, self.count + 1
+            return self.outermost(number, lambda: plain(module, *args, **kwargs), module, self.of((args, kwargs)))
+
+        nn.Module.__call__ = call
+        try:
+            with self:
+                yield
+        finally:
+            nn.Module.__call__ = plain
+
+    def outermost(self, number: int, run: Callable, module: nn.Module, arguments: int) -> Any:
+        raise NotImplementedError
+
+    def real(self, tensor: torch.Tensor, key: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def of(self, tree: Any) -> int:
+        """The key of what is given to an operator or a module."""
+        leaves, spec = pytree.tree_flatten(tree)
+        return self.replay.key(str(spec), tuple(map(self._leaf, leaves)))
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self._tensor(leaf)
+        plain = isinstance(leaf, bool | int | float | complex | str | torch.dtype | torch.device | None)
+        return repr(leaf) if plain else type(leaf).__qualname__
+
+    def _tensor(self, tensor: torch.Tensor) -> int:
+        if id(tensor) in self.hosted:
+            raise _Parted(self.hosted[id(tensor)][1])
+        if id(tensor) not in self.keys:  # from outside
+            literal = not compat.is_fake(tensor) and tensor.device.type == "cpu" and tensor.numel() <= _LITERAL
+            with compat.without_modes():
+                content = (str(tensor.dtype), repr(tensor.tolist())) if literal else id(tensor)
+            self.name(tensor, self.replay.key("outside", content))
+        return self.keys[id(tensor)]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.depth or func is torch.ops.prim.device.default:
+            return func(*args, **kwargs)
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if _needs_values(func, args) or any(id(tensor) in self.hosted for tensor in given):
+            return self._with_values(func, args, kwargs, given)
+        key = self.replay.key(str(func), self.of((args, kwargs)), self.epoch)
+        made = func(*args, **kwargs)
+        for i, tensor in enumerate(pytree.tree_leaves(made)):
+            if isinstance(tensor, torch.Tensor):
+                self.name(tensor, self.replay.key(key, i))
+        if _has_effects(func):
+            self.epoch = key
+        return made
+
+    def _with_values(self, func: Any, args: tuple, kwargs: Mapping[str, Any], given: list[torch.Tensor]) -> Any:
+        """Run an operator on values."""
+        source = next((self.hosted[id(t)][1] for t in given if id(t) in self.hosted), "") or user_frame(
+            sys._getframe(1)
+        )
+        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            raise _Parted(source)
+        values = {
+            id(t): self.hosted[id(t)][0] if id(t) in self.hosted else self._value(t, func, args, source) for t in given
+        }
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: values[id(t)], (args, kwargs))
+        with compat.without_modes(), torch.no_grad():
+            made = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self.hosted[id(tensor)] = tensor, source
+        return made
+
+    def _value(self, tensor: torch.Tensor, func: Any, args: tuple, source: str) -> torch.Tensor:
+        key = self.replay.key("read", self._tensor(tensor), self.epoch)
+        if not compat.is_fake(tensor):
+            return tensor
+        known = self.known(tensor, key)
+        if known is not None:
+            return known
+        self.replay.sources.setdefault(key, source)
+        return self.real(tensor, key)
+
+    def known(self, tensor: torch.Tensor, key: int) -> torch.Tensor | None:
+        """The value of ``tensor``, if it follows from literals."""
+        return self.replay.constants.get(key)
+
+    def end(self, loss: Any) -> None:
+        """The loss function returned ``loss``."""
+        self.depth += 1
+        if isinstance(loss, torch.Tensor):
+            self.check(self.replay.key("loss", self._tensor(loss), self.epoch))
+
+    def check(self, loss: int) -> None:
+        if loss != self.replay.loss:
+            raise _Parted
+
+
+class _Trace(_Run):
+    """The run that is traced: what is read is noted, and made up."""
+
+    def __init__(self, replay: Replay, names: Mapping[int, str], knows: Callable[[torch.Tensor], bool]):
+        super().__init__(replay, names)
+        self._knows = knows
+
+    def outermost(self, number: int, run: Callable, module: nn.Module, arguments: int) -> Any:
+        self.depth += 1
+        try:
+            result = run()
+        finally:
+            self.depth -= 1
+        leaves, spec = pytree.tree_flatten(result)
+        outputs = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) not in self.keys:
+                    self.name(leaf, self.replay.key("module", number, i))
+                form = leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+                leaf = _Form(self.keys[id(leaf)], *form)
+            outputs.append(leaf)
+        self.replay.calls.append(_Call(module, arguments, outputs, spec))
+        return result
+
+    def known(self, tensor: torch.Tensor, key: int) -> torch.Tensor | None:
+        if self._knows(tensor) and tensor.numel() <= _LITERAL:
+            flat = [tensor.reshape(-1)[i].item() for i in range(tensor.numel())]  # as `KnownValues` gives them
+            with compat.without_modes():
+                self.replay.constants[key] = torch.tensor(flat, dtype=tensor.dtype).reshape(tensor.shape)
+        return self.replay.constants.get(key)
+
+    def real(self, tensor: torch.Tensor, key: int) -> torch.Tensor:
+        if key not in self.replay.wanted:
+            self.replay.wanted[key] = tensor.detach().clone()
+        return _filled(tensor, self.replay.fill)
+
+    def check(self, loss: int) -> None:
+        self.replay.loss = loss
+
+
+class _Rehearsal(_Run):
+    """A run without modules. ``values(key, tensor)``: what is read."""
+
+    def __init__(self, replay: Replay, names: Mapping[int, str], values: Callable[[int, torch.Tensor], torch.Tensor]):
+        super().__init__(replay, names)
+        self._values = values
+
+    def outermost(self, number: int, run: Callable, module: nn.Module, arguments: int) -> Any:
+        call = self.replay.calls[number] if number < len(self.replay.calls) else None
+        if call is None or call.module is not module or call.arguments != arguments:
+            raise _Parted
+        leaves = [self._made(leaf) if isinstance(leaf, _Form) else leaf for leaf in call.outputs]
+        return pytree.tree_unflatten(leaves, call.spec)
+
+    def _made(self, form: _Form) -> torch.Tensor:
+        if form.key not in self.tensors:
+            self.depth += 1
+            made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
+            if form.requires_grad:
+                made = made.requires_grad_().clone()  # no leaf, as what modules give
+            self.depth -= 1
+            self.name(made, form.key)
+        return self.tensors[form.key]
+
+    def real(self, tensor: torch.Tensor, key: int) -> torch.Tensor:
+        if key not in self.replay.wanted:
+            raise _UnknownRead(self.replay.sources[key])
+        return self._values(key, tensor)
+
+
+def _reaches_the_loss(source: str) -> ReplayError:
+    return ReplayError(
+        f"{source} reads a value of the step in Python, and the loss depends on it; a captured step computes the loss "
+        "in one way for all values: use torch.where or masks there, and in Python only store what is read"
+    )
+
+
+def _filled(like: torch.Tensor, fill: float) -> torch.Tensor:
+    if like.numel() > _LARGEST or like.is_complex():
+        raise CaptureError(
+            f"the loss reads values of a {like.dtype} tensor of shape {list(like.shape)} in Python; reduce it to real "
+            "numbers first, or report it by stepgraph.metric"
+        )
+    with compat.without_modes():
+        return torch.full(like.shape, fill if like.is_floating_point() else int(fill)).to(like.dtype)
+
+
+def _needs_values(func: Any, args: tuple) -> bool:
+    """Whether an operator gives Python a value, or a shape that depends on one."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
+    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(
+        func.tags
+    ) and func.overloadpacket not in (aten.index,):
+        return True
+    return func is aten.index.Tensor and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+def _has_effects(func: Any) -> bool:
+    """Whether an operator writes into its arguments or draws random numbers."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return True
+    return func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
