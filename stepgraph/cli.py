@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stepgraph.config.command_line import check_names, options_of, parse, ranks_asked_for, run_of, show_help, value_of
-from stepgraph.config.commands import COMMANDS
+from stepgraph.config.commands import COMMANDS, MORE
 from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning, settings
 from stepgraph.errors import INTERRUPTED, read_json, unknown_name, unknown_option
 from stepgraph.options import StepOptions
@@ -143,7 +143,10 @@ def _tell(error: str) -> None:
 def _dispatch(arguments: list[str]) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     # A command is imported where it is called, so that help and wrong names do not wait for its libraries.
-    if command in COMMANDS and _helped(command, rest):
+    full, options = command, rest
+    if command == "bench" and rest:
+        full, options = f"bench {rest[0]}", rest[1:]
+    if full in COMMANDS and _helped(full, options):
         return 0
     match command:
         case "-h" | "--help":
@@ -206,14 +209,14 @@ def _dispatch(arguments: list[str]) -> int:
 def _helped(command: str, words: list[str]) -> bool:
     """Whether ``words`` ask for help that needs no model, which is printed. Raises ValueError for a wrong option."""
     arguments, kinds = COMMANDS[command]
-    runs, models = command in ("train", "compile"), StepOptions in kinds
+    models = StepOptions in kinds
     options = [option for kind in kinds for option in options_of(kind())]
-    check_names(words, f"stepgraph {command}", options, ["--config"] * runs, models=not models)
+    check_names(words, f"stepgraph {command}", options, MORE.get(command, ()), models=not models)
     if {"-h", "--help"} & set(words):
-        defaults = settings(DEFAULT) if runs else {}
+        defaults = settings(DEFAULT) if command in ("train", "compile") else {}
         shown = [option._replace(value=defaults.get(option.path[-1], option.value)) for option in options]
         text = (_DESCRIPTIONS.get(command) or kinds[-1].__doc__ or "") + f" Presets: {', '.join(PRESETS)}." * models
-        show_help(f"stepgraph {command} {arguments}", text, shown)
+        show_help(f"stepgraph {command} {arguments}".rstrip(), text, shown)
         return True
     _require_compiler_cache()
     return False

@@ -139,20 +139,32 @@ def test_a_short_resumed_run_shortens_its_warmup(tmp_path):
     assert parse_train(["--resume", str(tmp_path), "--steps", "200"]).warmup_steps == 10
 
 
-def test_help_and_wrong_names_answer_before_anything_heavy_is_loaded():
+HELP = (
+    *("--help", "--version", "train --help", "train golf -h", "compile -h", "plan -h", "inspect --help"),
+    *("sample --help", "export -h", "bench --help", "bench step --help", "bench train -h", "bench model -h"),
+    *("bench norm --help", "bench report -h"),
+)
+
+
+def test_help_and_wrong_names_answer_within_a_second_before_anything_heavy_is_loaded():
     code = (
-        "import sys\n"
+        "import sys, time\n"
         "from stepgraph import cli\n"
-        "for words in ['train --lrr 1', 'train --wandb x', 'plan golf --memry 1', 'trian', '--help', '--version',\n"
-        "  'train --help', 'train golf -h', 'plan -h', 'inspect --help', 'sample --help', 'export -h']:\n"
+        "for words in sys.argv[1:]:\n"
+        "    began = time.process_time()\n"
         "    try: cli.main(words.split())\n"
-        "    except SystemExit as stop: print('status', stop.code)\n"
+        "    except SystemExit as stop: print('status', stop.code, time.process_time() - began)\n"
         "print([name for name in ('torch', 'numpy', 'rich', 'matplotlib') if name in sys.modules])\n"
+        "print(time.process_time())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith("status")] == [*["status 2"] * 4, *["status 0"] * 8]
-    assert lines[-1] == "[]"
+    wrong = ["train --lrr 1", "train --wandb x", "plan golf --memry 1", "trian", "bench norm --step 1"]
+    done = subprocess.run([sys.executable, "-c", code, *wrong, *HELP], capture_output=True, text=True, check=True)
+    *lines, loaded, total = done.stdout.splitlines()
+    answers = [line.split() for line in lines if line.startswith("status ")]
+    assert [code for _, code, _ in answers] == ["2"] * len(wrong) + ["0"] * len(HELP)
+    spent = [float(seconds) for *_, seconds in answers]
+    start = float(total) - sum(spent)  # Python's own and the imports, which each command has
+    assert start + max(spent) < 1 and loaded == "[]"
     assert "unknown option --lrr: did you mean --lr?" in done.stderr
 
 
@@ -275,6 +287,8 @@ def test_help_shows_the_first_options_and_help_all_every_one_with_its_text(capsy
     assert "--model.moe.top-k N" in helped(capsys, "train", "deepseek-v3-debug", "--help-all")
     for command in ("plan", "inspect", "sample", "export"):
         assert f"usage: stepgraph {command} " in helped(capsys, command, "--help")
+    step = helped(capsys, "bench", "step", "--help")
+    assert "--providers" in step and "(default: eager,compile," in step and "--norm" not in step
 
 
 def test_compile_help_says_what_it_does_with_the_options_of_train(capsys):

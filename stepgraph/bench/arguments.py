@@ -2,8 +2,6 @@
 
 import dataclasses
 from collections.abc import Collection
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.errors import unknown_name
-from stepgraph.options import BatchOptions, DeviceOptions, StepOptions, values
+from stepgraph.options import StepOptions, values
 
 #: Small and constant: at a preset's own peak rate, without its warm-up, a few steps on one batch are chaotic, and
 #: rounding alone would drive the providers' losses apart.
@@ -25,18 +23,6 @@ MAX_GRAD_NORM = 1.0
 BATCH_SEED = 1
 
 DEFAULT_PRESET = "llama3-debug"
-
-
-#: What the benchmarks of a preset's training step take of a run. The options of the step are for stepgraph's providers.
-SHARED = (BatchOptions, DeviceOptions, StepOptions)
-
-
-@dataclass(frozen=True)
-class RecordFile:
-    """Where the record goes."""
-
-    json: Path | None = None
-    """Write the record to this file as it grows; stepgraph bench report reads it."""
 
 
 def preset(name: str, **changed: Any) -> TrainConfig:

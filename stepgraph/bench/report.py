@@ -1,7 +1,6 @@
 """``stepgraph bench report``: recorded measurements as Markdown tables, and as a chart."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,7 @@ from stepgraph.bench.table import best_compile, section, title, where
 from stepgraph.bench.train.results import OURS, PEER, TrainRow, ratio
 from stepgraph.bench.train.table import train_section, train_title, train_where
 from stepgraph.config.command_line import parse, require_chart
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """Show what stepgraph bench step, train, model or norm recorded with --json."""
-
-    plot: Path | None = None
-    """Also draw them, as a PNG, into this file: step times, tokens or images a second, or percent of copy bandwidth."""
+from stepgraph.config.commands import ReportOptions
 
 
 def main(argv: list[str]) -> int:

@@ -210,7 +210,7 @@ def show_help(usage: str, description: str, options: Iterable[Option], every: bo
         for option in options:
             if every or not (option.owner is StepOptions or option.path[1:]):
                 title = (option.owner.__doc__ or "").partition("\n")[0].partition(". ")[0].rstrip(".")
-                groups.setdefault(title, []).append(option)
+                groups.setdefault("options" if description.startswith(title) else title, []).append(option)
     width = max(60, min(shutil.get_terminal_size().columns, 110))
     form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=width)
     more = (

@@ -3,60 +3,26 @@
 import importlib.metadata
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from stepgraph.bench.arguments import LEARNING_RATE, MAX_GRAD_NORM, RecordFile, provider_names
+from stepgraph.bench.arguments import LEARNING_RATE, MAX_GRAD_NORM, provider_names
 from stepgraph.bench.lane import Lane, measured
 from stepgraph.bench.model.child import FIRST_STEPS
 from stepgraph.bench.model.models import BATCH_SEED, MODELS, WEIGHT_SEED, model_names, require_transformers
-from stepgraph.bench.model.providers import DEFAULT, PROVIDERS
+from stepgraph.bench.model.providers import PROVIDERS
 from stepgraph.bench.model.results import ModelRow
 from stepgraph.bench.model.table import model_section, summary
 from stepgraph.bench.results import check_losses, write
 from stepgraph.config.command_line import parse, require_folder
+from stepgraph.config.commands import ModelBench
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
-from stepgraph.options import DeviceOptions
 
 #: What runs in a provider's process.
 CHILD = [sys.executable, "-m", "stepgraph.bench.model.child"]
-
-
-@dataclass(frozen=True)
-class ModelBench(DeviceOptions, RecordFile):
-    """Measure a training step of unmodified transformers models, built from their configurations, a process each."""
-
-    providers: str = ",".join(DEFAULT)
-    """Names with commas between."""
-
-    steps: int = 10
-    """Steps in a round; its result is their median."""
-
-    rounds: int = 5
-    """Rounds; the result is their median."""
-
-    limit_s: float = 600
-    """Seconds that a provider may take for its first steps, or for a round; then it is ended."""
-
-    together: int = 1
-    """Providers of a model that build and compile at once, all in one GPU's memory; rounds are timed one by one."""
-
-    profile: Path | None = None
-    """Write where stepgraph's step spends its time into this folder, as MODEL.PROVIDER.md."""
-
-    def check(self) -> None:
-        """Raises ValueError, in one line, for an option that cannot be right."""
-        provider_names(self.providers, PROVIDERS)
-        for name in ("steps", "rounds", "limit_s", "together"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        if self.profile is not None and not self.profile.is_dir():
-            raise ValueError(f"profile={self.profile} is no folder; make it first")
-        require_folder(self.json)
 
 
 def main(argv: list[str]) -> int:
@@ -102,8 +68,19 @@ def parse_model(argv: list[str]) -> tuple[list[str], ModelBench]:
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     text = f"{ModelBench.__doc__} Models: {', '.join(MODELS)}. Providers: {', '.join(PROVIDERS)}."
     (options,) = parse(argv[count:], "stepgraph bench model NAME ...", ModelBench(), description=text)
-    options.check()
+    _check(options)
     return model_names(argv[:count]), options
+
+
+def _check(options: ModelBench) -> None:
+    """Raises ValueError, in one line, for an option that cannot be right."""
+    provider_names(options.providers, PROVIDERS)
+    for name in ("steps", "rounds", "limit_s", "together"):
+        if getattr(options, name) <= 0:
+            raise ValueError(f"{name}={getattr(options, name)} must be above 0")
+    if options.profile is not None and not options.profile.is_dir():
+        raise ValueError(f"profile={options.profile} is no folder; make it first")
+    require_folder(options.json)
 
 
 def measure(model: str, options: ModelBench, providers: list[str], device: torch.device) -> Iterator[list[ModelRow]]:

@@ -157,5 +157,3 @@ PROVIDERS: dict[str, Callable[[nn.Module, Batch], Step]] = {
     "stepgraph-exact": lambda model, batch: CapturedStep(model, batch, "exact"),
     "stepgraph-max-autotune": lambda model, batch: CapturedStep(model, batch, max_autotune=True),
 }
-
-DEFAULT = ("eager", "compile", "compile-max-autotune-no-cudagraphs", "liger", "liger-compile", "stepgraph")

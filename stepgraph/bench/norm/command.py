@@ -6,13 +6,12 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from stepgraph.bench.arguments import RecordFile, provider_names
+from stepgraph.bench.arguments import provider_names
 from stepgraph.bench.device import kernels_of
 from stepgraph.bench.norm.check import check_backward, check_forward, make_inputs
 from stepgraph.bench.norm.providers import OPS, PROVIDERS, Provider
@@ -22,9 +21,9 @@ from stepgraph.bench.norm.timing import calls_in_graph, copy_gbps, do_bench_ms, 
 from stepgraph.bench.results import in_one_line, write
 from stepgraph.compat import keep_saved_tensors
 from stepgraph.config.command_line import parse, require_folder
+from stepgraph.config.commands import NormBench
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
-from stepgraph.options import DeviceOptions
 
 Tensor = torch.Tensor
 Shape = tuple[int, int]
@@ -48,34 +47,8 @@ CPU_GRID = ((256, 64), (1024, 256), (512, 1024), (64, 8192))
 HOST_SHAPE = (16, 256)
 
 
-@dataclass(frozen=True)
-class NormOptions(DeviceOptions, RecordFile):
-    """Measure RMS norm and layer norm, forward and backward, next to eager, torch.compile and other packages."""
-
-    op: Literal["rms_norm", "layer_norm", "both"] = "both"
-    """Which norm; layer norm has a bias."""
-
-    direction: Literal["fwd", "bwd", "both"] = "both"
-    """fwd: as in training, storing what backward needs. bwd: the gradients of x, weight and bias."""
-
-    shapes: str = "grid"
-    """Rows x row length with commas between, such as 12288x2880,65536x256. grid: row lengths from 64 to 131072 with 1
-    to 1048576 rows, up to 2 GiB a tensor, in an order of which any first part is a fair sample; few on a CPU. random:
-    120 shapes that are drawn, always the same, with row lengths of any kind, odd ones among them; the small ones on a
-    CPU."""
-
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Of all tensors."""
-
-    timing: Literal["auto", "do_bench", "graph", "both"] = "auto"
-    """do_bench: single calls, launches included. graph: kernel time alone, by a CUDA graph over rotating buffers. auto:
-    both on a GPU, wall clock on a CPU."""
-
-    providers: str = ",".join(PROVIDERS)
-    """Names with commas between. One whose package is not installed is reported as missing."""
-
-    budget: float | None = None
-    """Seconds after which no further shape is begun; those left out are named."""
+class NormOptions(NormBench):
+    """The options, and what they mean on a device."""
 
     def ops(self) -> tuple[str, ...]:
         return OPS if self.op == "both" else (self.op,)

@@ -3,19 +3,18 @@
 import dataclasses
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from stepgraph.bench.arguments import BATCH_SEED, SHARED, RecordFile, described, preset, provider_names, run_of
+from stepgraph.bench.arguments import BATCH_SEED, described, preset, provider_names, run_of
 from stepgraph.bench.lane import Lane, measured
 from stepgraph.bench.results import Row, check_losses, write
 from stepgraph.bench.step.child import FIRST_STEPS
-from stepgraph.bench.step.providers import DEFAULT as PROVIDER_NAMES
 from stepgraph.bench.step.providers import PROVIDERS
 from stepgraph.bench.table import section
 from stepgraph.config.command_line import parse, require_folder
+from stepgraph.config.commands import BENCH, StepBench
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
 from stepgraph.config.presets import DEFAULT
@@ -26,26 +25,6 @@ from stepgraph.options import StepOptions, values
 
 #: What runs in a provider's process.
 CHILD = [sys.executable, "-m", "stepgraph.bench.step.child"]
-
-
-@dataclass(frozen=True)
-class StepBench(RecordFile):
-    """Measure a training step under each provider: same model, weights and batch, a process each.
-
-    --passes to --cuda-graph are for stepgraph's providers; bf16-autocast and bf16 both mean autocast.
-    """
-
-    providers: str = ",".join(PROVIDER_NAMES)
-    """Names with commas between."""
-
-    steps: int = 10
-    """Steps in a repeat; its result is their median."""
-
-    repeats: int = 5
-    """Repeats; providers that live at once take turns, one repeat each."""
-
-    together: int = 1
-    """Providers that build and compile at once in a GPU's memory; repeats are timed one by one. On a CPU: all."""
 
 
 def main(argv: list[str]) -> int:
@@ -90,7 +69,7 @@ def parse_step(argv: list[str]) -> tuple[list[TrainConfig], StepBench]:
             "stepgraph bench step [PRESET ...]",
             preset(name),
             StepBench(),
-            parts=SHARED,
+            parts=BENCH,
             description=described(StepBench, PROVIDERS),
         )
         provider_names(options.providers, PROVIDERS)

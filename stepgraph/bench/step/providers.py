@@ -153,5 +153,3 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     ),
     "stepgraph-max-autotune": lambda parts: CapturedStep(parts, max_autotune=True),
 }
-
-DEFAULT = ("eager", "compile", "compile-max-autotune", "stepgraph", "stepgraph-exact")

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from stepgraph import parallel
-from stepgraph.bench.arguments import BATCH_SEED, SHARED, RecordFile, described, preset, provider_names, run_of
+from stepgraph.bench.arguments import BATCH_SEED, described, preset, provider_names, run_of
 from stepgraph.bench.progress import Progress, note
 from stepgraph.bench.results import write
 from stepgraph.bench.step.command import describe
@@ -23,6 +22,7 @@ from stepgraph.bench.train.rank import TRACED_STEPS, WARMUP_STEPS
 from stepgraph.bench.train.results import TrainRow, check_losses
 from stepgraph.bench.train.table import train_section
 from stepgraph.config.command_line import parse, require_folder
+from stepgraph.config.commands import BENCH, TrainBench
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
 from stepgraph.config.idle import refuse_unused
@@ -36,30 +36,6 @@ RANK = ["-m", "stepgraph.bench.train.rank"]
 
 #: Lines of what a failed provider printed that are shown.
 LAST_LINES = 20
-
-
-@dataclass(frozen=True)
-class TrainBench(RecordFile):
-    """Measure a training step over several devices: same model, mesh, batch and precision, one provider after another.
-
-    --help shows the preset's own sizes as defaults. --memory and --reshard are for every provider (torchtitan has no
-    memory budget); --passes to --cuda-graph besides are for stepgraph's step: torchtitan compiles block by block.
-    """
-
-    balanced_routing: bool = False
-    """Every expert gets as many tokens, whatever the routers say: both providers' speed without imbalance."""
-
-    providers: str = ",".join(PROVIDERS)
-    """Names with commas between. One that is not installed, or cannot do this work, is reported as such."""
-
-    steps: int = 20
-    """Steps that are timed; the result is their median."""
-
-    timeout: float = 600.0
-    """Seconds after which a provider is given up."""
-
-    traces: Path | None = None
-    """Keep rank 0's profiler trace of each provider in this folder, as PROVIDER.json.gz. GPUs only."""
 
 
 def main(argv: list[str]) -> int:
@@ -107,7 +83,7 @@ def parse_train(argv: list[str]) -> tuple[TrainConfig, TrainBench]:
         "stepgraph bench train [PRESET]",
         preset(name, inductor=settings(name).get("inductor", "full") if name in PRESETS else "full", mesh="fsdp=1"),
         TrainBench(),
-        parts=(*SHARED, MeshOptions, "first_step_timeout"),
+        parts=(*BENCH, MeshOptions, "first_step_timeout"),
         description=described(TrainBench, PROVIDERS),
     )
     provider_names(options.providers, PROVIDERS)

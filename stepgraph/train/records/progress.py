@@ -45,9 +45,10 @@ class Progress:
             self._print(line)
             return
         row = Table.grid(padding=(0, 1))
-        bar = ProgressBar(total=self._total, completed=step, width=20)
-        fits = 20 + 1 + len(line) <= self._console.width
-        row.add_row(*([bar] if fits else []), Text(shortened(line, self._console.width)))
+        room = self._console.width
+        width = 20 if 20 + 1 + len(line) <= room else 10 if room >= 60 else 0
+        bar = [ProgressBar(total=self._total, completed=step, width=width)] if width else []
+        row.add_row(*bar, Text(shortened(line, room - width - len(bar))))
         self._live.update(row, refresh=True)
 
     def note(self, text: str) -> None:
@@ -101,7 +102,7 @@ def format_progress(
 
 
 #: Figures that a narrow terminal goes without, the first first; all are in the metrics.
-_LEFT_OUT = (r"mem .*", r".* ms", r"lr .*", r"load .*", r"mfu .*", r"grad_norm .*", r".* tok/s", r"eta .*")
+_LEFT_OUT = (r"mem .*", r".* ms", r"load .*", r"grad_norm .*", r"lr .*", r"mfu .*", r".* tok/s", r"eta .*")
 
 
 def shortened(line: str, width: int) -> str:

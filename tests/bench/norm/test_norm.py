@@ -262,3 +262,7 @@ def test_compile_under_our_rules_is_no_peer_and_is_held_against_the_best_kernel(
         "65536x4096 (0.80)"
     )
     assert tuned_shapes([small]) is None
+
+
+def test_without_an_option_every_provider_is_measured():
+    assert norm.NormOptions().names() == list(norm_providers.PROVIDERS)
