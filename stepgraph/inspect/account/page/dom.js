@@ -34,11 +34,21 @@ function legend(entries) { return el("p.legend", {}, entries.map(([name, color, 
 function part(id, title, ...children) { return el("section", { id }, el("h2", {}, el("a", { href: `#${id}` }, title)), ...children); }
 /** Where a run has measured times too, that a time is not one of them. */
 const FORECAST = account.head.device ? `, forecast for ${account.head.gpu}` : "";
-/** A table with numbers aligned to the right: columns are [title, is a number]. */
-function table(columns, rows, attributes = {}) {
-  const head = el("tr", {}, columns.map(([title, number]) => el("th" + (number ? ".number" : ""), { scope: "col" }, title)));
-  const body = rows.map((cells) => cells instanceof HTMLElement ? cells : el("tr", {}, cells.map((cell, k) => el("td" + (columns[k][1] ? ".number" : ""), {}, cell))));
-  return el("div.wide", {}, el("table", attributes, el("thead", {}, head), el("tbody", {}, body)));
+/** A row of cells, `columns` being [title, is a number, can be left out on a narrow screen]. */
+function cells(columns, values, tag = "td") { return el("tr", {}, values.map((value, k) => el(tag + (columns[k][1] ? ".number" : "") + (columns[k][2] ? ".spare" : ""), tag === "th" ? { scope: "col" } : {}, value))); }
+/** A table of `columns` with numbers aligned to the right; `line` makes a row of each of `rows`, `most` of them at first. */
+function table(columns, rows, line = (values) => cells(columns, values), most = Infinity) {
+  const body = el("tbody"), more = growing(rows, most, line, body);
+  return el("div", {}, el("div.wide", {}, el("table", {}, el("thead", {}, cells(columns, columns.map(([title]) => title), "th")), body)), more);
+}
+/** The button of a row that shows one row for each of its `members`. */
+function folding(members, line) {
+  return el("button.toggle", { type: "button", "aria-label": "each of them", onclick: (event) => {
+    const tr = event.target.closest("tr"), open = tr.classList.toggle("open");
+    event.target.textContent = open ? "▾" : "▸";
+    if (!open) { while (tr.nextSibling?.classList?.contains("folded")) tr.nextSibling.remove(); return; }
+    const each = members.map(line); each.forEach((e) => e.classList.add("folded")); tr.after(...each);
+  } }, "▸");
 }
 /** Append the first `most` of what `make` gives for `items` to `body`; a button for the rest, or nothing. */
 function growing(items, most, make, body) {

@@ -101,28 +101,16 @@ function keptWhy(graph, s, i) {
 function drawMoment(text, list) {
   const graph = shown(), memory = memoryOver(graph), i = moment ?? memory.peak;
   text.replaceChildren(moment === null ? "At the peak, while " : "While ", nodeLink(graph, i), ` runs (${where(graph, i)}), ${bytes(memory.total[i])} are held:`);
-  const rows = liveAt(graph, i), body = el("tbody");
+  const rows = liveAt(graph, i);
+  const columns = [["bytes", 1], ["kind", 0], ["tensor", 0], ["shape", 0, 1], ["made by this line", 0, 1], ["why it is held", 0]];
   if (Object.keys(graph.beside).length) rows.push({ kind: Object.keys(graph.beside).join(", "), beside: true, bytes: sum(Object.values(graph.beside)), members: [] });
   rows.sort((a, b) => b.bytes - a.bytes);
   const line = (row) => {
-    if (row.beside) return el("tr", {}, el("td.number", {}, bytes(row.bytes)), el("td", {}, row.kind), el("td", {}, "state that only the step's other graphs read"), el("td.spare"), el("td.spare"), el("td"));
+    if (row.beside) return cells(columns, [bytes(row.bytes), row.kind, "state that only the step's other graphs read", "", "", ""]);
     const [file, code] = graph.source(row.node), why = keptWhy(graph, row.members[0], i), many = row.members.length > 1;
-    const tr = el("tr", {},
-      el("td.number", {}, bytes(row.bytes)), el("td.kind", {}, swatch(row.kind), row.kind),
-      el("td", {}, many ? el("button.toggle", { type: "button", "aria-label": "each of them", onclick: () => expand(tr, row) }, "▸") : null, nodeLink(graph, row.node, many ? `${row.path || graph.nodes.name[row.node]} × ${row.members.length}` : tensorName(graph, row.node))),
-      el("td.spare", {}, el("code.shape", {}, graph.type(row.node))),
-      el("td.spare", {}, file ? [file, el("code.muted.cut", { title: code }, code)] : ""),
-      el("td", {}, why.parts));
-    return tr;
+    return cells(columns, [bytes(row.bytes), el("span.kind", {}, swatch(row.kind), row.kind),
+      [many && folding(row.members, (s) => line({ ...row, node: graph.storages.node[s], bytes: graph.storages.bytes[s], members: [s] })), nodeLink(graph, row.node, many ? `${row.path || graph.nodes.name[row.node]} × ${row.members.length}` : tensorName(graph, row.node))],
+      el("code.shape", {}, graph.type(row.node)), file ? [file, el("code.muted.cut", { title: code }, code)] : "", why.parts]);
   };
-  const expand = (tr, row) => {
-    const open = tr.classList.toggle("open");
-    tr.querySelector(".toggle").textContent = open ? "▾" : "▸";
-    if (!open) { while (tr.nextSibling?.classList?.contains("folded")) tr.nextSibling.remove(); return; }
-    const each = row.members.map((s) => line({ ...row, node: graph.storages.node[s], bytes: graph.storages.bytes[s], members: [s] }));
-    each.forEach((e) => e.classList.add("folded")); tr.after(...each);
-  };
-  const more = growing(rows, 14, line, body);
-  const head = ["bytes", "kind", "tensor", "shape", "made by this line", "why it is held"].map((title, k) => el(k ? k === 3 || k === 4 ? "th.spare" : "th" : "th.number", { scope: "col" }, title));
-  list.replaceChildren(el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, head)), body)), ...(more ? [more] : []));
+  list.replaceChildren(table(columns, rows, line, 14));
 }

@@ -29,18 +29,17 @@ function moduleTree(graph) {
 
 function modulesPart() {
   const body = el("tbody"), phases = PHASES.slice(0, 4);
-  const head = el("tr", {}, el("th", { scope: "col" }, "module"), ["time", ...phases, "FLOPs", "memory moved", "communicated", "exposed"].map((t, k) => el("th.number" + (k > 5 ? ".spare" : ""), { scope: "col" }, t)));
+  const columns = [["module", 0], ...["time", ...phases, "FLOPs"].map((t) => [t, 1]), ...["memory moved", "communicated", "exposed"].map((t) => [t, 1, 1])];
+  const head = cells(columns, columns.map(([title]) => title), "th");
   follow("graph", () => {
     const graph = shown(), root = moduleTree(graph), whole = sum(root.ns) || 1;
     const row = (node, depth, name, path) => {
-      const more = node.children.size || node.blocks, tr = el("tr");
+      const more = node.children.size || node.blocks, some = (value, text) => (value ? text(value) : "");
       const button = el("button.toggle", { type: "button", "aria-label": `parts of ${name}`, "aria-expanded": "false", onclick: () => toggle() }, more ? "▸" : "");
       const total = sum(node.ns);
-      tr.append(el("td.tree", { style: `padding-left: ${depth * 1.1}rem` }, button, path === null ? name : moduleLink(graph, path, name)),
-        el("td.number", {}, `${time(total)} ${percent(total / whole)}`, el("span.share", { style: `width: ${100 * total / whole}%` })),
-        ...phases.map((_, k) => el("td.number", {}, node.ns[k] ? time(node.ns[k]) : "")),
-        el("td.number", {}, node.flops ? big(node.flops, "") : ""), ...[node.moved, node.sent].map((v) => el("td.number.spare", {}, v ? bytes(v) : "")),
-        el("td.number.spare", {}, node.exposed ? time(node.exposed) : ""));
+      const tr = cells(columns, [[button, path === null ? name : moduleLink(graph, path, name)], [`${time(total)} ${percent(total / whole)}`, el("span.share", { style: `width: ${100 * total / whole}%` })],
+        ...phases.map((_, k) => some(node.ns[k], time)), some(node.flops, (v) => big(v, "")), some(node.moved, bytes), some(node.sent, bytes), some(node.exposed, time)]);
+      tr.firstChild.className = "tree"; tr.firstChild.style.paddingLeft = `${depth * 1.1}rem`;
       const below = [];
       const toggle = (open = !below.length) => {
         button.textContent = open ? "▾" : "▸"; button.setAttribute("aria-expanded", open);
@@ -73,10 +72,10 @@ function regionsPart() {
     const named = rows.filter((r) => r.name && r.first !== null).sort((a, b) => sum(b.ns) - sum(a.ns));
     if (!named.length) { box.replaceChildren(); return; }
     const some = (value, text) => (value ? text(value) : "");
-    const cells = (r) => [nodeLink(graph, r.first, r.name || "outside regions"), el("span", {}, `${time(sum(r.ns))} ${percent(sum(r.ns) / whole)}`, el("span.share", { style: `width: ${100 * sum(r.ns) / whole}%` })),
+    const values = (r) => [nodeLink(graph, r.first, r.name || "outside regions"), el("span", {}, `${time(sum(r.ns))} ${percent(sum(r.ns) / whole)}`, el("span.share", { style: `width: ${100 * sum(r.ns) / whole}%` })),
       ...phases.map((_, k) => some(r.ns[k], time)), some(r.flops, (v) => big(v, "")), some(r.moved, bytes), some(r.sent, bytes), some(r.exposed, time)];
     box.replaceChildren(el("h3", {}, "Regions"), el("p.muted", {}, "Parts that the model names with stepgraph.region, forward and backward."),
-      table([["region", 0], ...["time", ...phases, "FLOPs", "memory moved", "communicated", "exposed"].map((t) => [t, 1])], [...named, ...rows.filter((r) => !r.name && r.first !== null)].map(cells)));
+      table([["region", 0], ...["time", ...phases, "FLOPs", "memory moved", "communicated", "exposed"].map((t) => [t, 1])], [...named, ...rows.filter((r) => !r.name && r.first !== null)].map(values)));
   });
   return box;
 }
@@ -90,17 +89,16 @@ function kernelsPart() {
       if (!groups.has(key)) groups.set(key, { first: i, count: 0, ns: 0 });
       const group = groups.get(key); group.count++; group.ns += ns[i];
     }
-    const body = el("tbody"), rows = [...groups.values()].sort((a, b) => b.ns - a.ns);
-    const more = growing(rows, 12, (g) => {
+    const rows = [...groups.values()].sort((a, b) => b.ns - a.ns);
+    const columns = [["time", 1], ["share", 1], ["calls", 1], ["operator", 0], ["module", 0], ["result", 0], ["each", 1], ["rate", 1]];
+    const line = (g) => {
       const i = g.first, members = graph.members.get(i) || [i], work = sum(members.map((m) => flops[m]));
-      const bound = !work ? "moves memory" : work / ns[i] > 0.9 * Math.max(...rows.slice(0, 40).map((r) => flops[r.first] / ns[r.first])) ? "arithmetic" : "arithmetic or memory";
-      return el("tr", {}, el("td.number", {}, time(g.ns)), el("td.number", {}, percent(g.ns / whole)), el("td.number", {}, g.count),
-        el("td", {}, nodeLink(graph, i, graph.operator(i)), members.length > 1 ? el("small", {}, ` and ${members.length - 1} more in one kernel`) : ""),
-        el("td", {}, moduleLink(graph, graph.fold(graph.path(i))), " ", el("small", {}, graph.phase(i))),
-        el("td", {}, el("code.shape", {}, graph.type(i))), el("td.number", {}, time(ns[i])), el("td.number", {}, work ? `${big(work / ns[i] * 1e9, "FLOP/s")}` : `${big(moved[i] / ns[i] * 1e9, "B/s")}`));
-    }, body);
-    const titles = [["time", 1], ["share", 1], ["calls", 1], ["operator", 0], ["module", 0], ["result", 0], ["each", 1], ["rate", 1]];
-    box.replaceChildren(el("h3", {}, "The most expensive kernels"), el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), ...(more ? [more] : []));
+      return cells(columns, [time(g.ns), percent(g.ns / whole), g.count,
+        [nodeLink(graph, i, graph.operator(i)), members.length > 1 && el("small", {}, ` and ${members.length - 1} more in one kernel`)],
+        [moduleLink(graph, graph.fold(graph.path(i))), " ", el("small", {}, graph.phase(i))],
+        el("code.shape", {}, graph.type(i)), time(ns[i]), work ? big(work / ns[i] * 1e9, "FLOP/s") : big(moved[i] / ns[i] * 1e9, "B/s")]);
+    };
+    box.replaceChildren(el("h3", {}, "The most expensive kernels"), table(columns, rows, line, 12));
   });
   return box;
 }
@@ -117,13 +115,13 @@ function measuredPart() {
     rows.push({ graph, i, ns: found.ns, forecast: graph.calls * sum(inside.map((j) => graph.nodes.ns[j])), of: found.of || 1 });
   }
   rows.sort((a, b) => b.ns - a.ns);
-  const whole = sum(rows.map((r) => r.ns)) || 1, body = el("tbody");
-  const more = growing(rows, 15, (r) => el("tr", {}, el("td.number", {}, time(r.ns)), el("td.number", {}, percent(r.ns / whole)), ...(same ? [el("td.number", {}, time(r.forecast))] : []),
-    el("td", {}, nodeLink(r.graph, r.i), r.of > 1 ? el("small", {}, ` and ${r.of - 1} more, compiled together`) : ""), el("td", {}, el("code", {}, r.graph.operator(r.i))), el("td", {}, moduleLink(r.graph, r.graph.path(r.i)), " ", el("small", {}, r.graph.phase(r.i)))), body);
-  const titles = [["measured", 1], ["share", 1], ...(same ? [["forecast", 1]] : []), ["node", 0], ["operator", 0], ["module", 0]];
+  const whole = sum(rows.map((r) => r.ns)) || 1;
+  const columns = [["measured", 1], ["share", 1], ...(same ? [["forecast", 1]] : []), ["node", 0], ["operator", 0], ["module", 0]];
+  const line = (r) => cells(columns, [time(r.ns), percent(r.ns / whole), ...(same ? [time(r.forecast)] : []),
+    [nodeLink(r.graph, r.i), r.of > 1 && el("small", {}, ` and ${r.of - 1} more, compiled together`)], el("code", {}, r.graph.operator(r.i)),
+    [moduleLink(r.graph, r.graph.path(r.i)), " ", el("small", {}, r.graph.phase(r.i))]]);
   section.append(el("p.muted", {}, `Time per step on the ${profile.on}, in steps ${profile.steps[0]} to ${profile.steps[1] - 1}. Concurrent kernels are each counted in full. The trace next to this page, trace.json.gz, opens in ui.perfetto.dev.`,
-    profile.kernel_ns ? ` Of ${time(profile.kernel_ns)} of kernels, ${percent(profile.named_ns / profile.kernel_ns)} have a node.` : ""),
-    el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), more || "");
+    profile.kernel_ns ? ` ${percent(profile.named_ns / profile.kernel_ns)} of ${time(profile.kernel_ns)} of kernel time belongs to a known node.` : ""), table(columns, rows, line, 15));
   return section;
 }
 
@@ -230,29 +228,22 @@ function collectivesPart() {
     const graph = shown();
     if (!graph.collectives.length) { box.replaceChildren(el("p.muted", {}, account.head.ranks > 1 ? "This graph has none." : "There is one rank, so nothing is communicated.")); return; }
     const rows = alikeCollectives(graph);
-    const titles = [["collective", 0], ["over × ranks", 0], ["bytes", 1], ["takes", 1], ["exposed", 1], ["launch to wait", 1], ["why exposed, hidden by", 0]];
-    const body = el("tbody");
+    const columns = [["collective", 0], ["over × ranks", 0], ["bytes", 1], ["takes", 1], ["exposed", 1], ["launch to wait", 1], ["why exposed, hidden by", 0]];
     const line = (members) => {
-      const worst = members.reduce((a, b) => (b.exposed > a.exposed ? b : a)), many = members.length > 1, by = hiddenBy(graph, worst), role = graph.role(worst.node);
-      const tr = el("tr", {},
-        el("td", {}, many ? el("button.toggle", { type: "button", "aria-label": "each of them", onclick: () => expand(tr, members) }, "▸") : null, nodeLink(graph, worst.node, many ? `${worst.kind} × ${members.length}` : graph.nodes.name[worst.node]),
-          el("small.below", {}, role ? role.replace(/ over .*/, "") : "activation", `, ${graph.phase(worst.node)}${graph.path(worst.node) ? `, ${many ? graph.fold(graph.path(worst.node)) : graph.path(worst.node)}` : ""}`)),
-        el("td.kind", {}, `${worst.axis} × ${worst.ranks}`), el("td.number", {}, bytes(sum(members.map((c) => c.bytes)))), el("td.number", {}, time(sum(members.map((c) => c.ns)))),
-        el("td.number", {}, sum(members.map((c) => c.exposed)) ? time(sum(members.map((c) => c.exposed))) : "hidden"),
-        el("td.number", {}, worst.waited === null ? "never waited for" : time(worst.waited - worst.launched)),
-        el("td.why", {}, worst.exposed ? whyExposed(graph, worst) : "", el("small.below", {}, "hidden by ", by.nodes.length ? by.nodes.slice(0, 2).map(([i, t], k) => [k ? ", " : "", nodeLink(graph, i), ` ${time(t)}`]).flat() : "nothing", by.nodes.length > 2 ? ` and ${by.nodes.length - 2} more` : "")));
-      [...tr.children].forEach((cell, k) => { cell.dataset.title = k && k < 6 ? titles[k][0] : ""; });
+      const worst = members.reduce((a, b) => (b.exposed > a.exposed ? b : a)), many = members.length > 1, by = hiddenBy(graph, worst), role = graph.role(worst.node), path = graph.path(worst.node);
+      const total = (name) => sum(members.map((c) => c[name]));
+      const tr = cells(columns, [
+        [many && folding(members, (c) => line([c])), nodeLink(graph, worst.node, many ? `${worst.kind} × ${members.length}` : null),
+          el("small.below", {}, role ? role.replace(/ over .*/, "") : "activation", `, ${graph.phase(worst.node)}${path && `, ${many ? graph.fold(path) : path}`}`)],
+        el("span.kind", {}, `${worst.axis} × ${worst.ranks}`), bytes(total("bytes")), time(total("ns")), total("exposed") ? time(total("exposed")) : "hidden",
+        worst.waited === null ? "never waited for" : time(worst.waited - worst.launched),
+        [worst.exposed ? whyExposed(graph, worst) : "", el("small.below", {}, "hidden by ", by.nodes.length ? by.nodes.slice(0, 2).map(([i, t], k) => [k ? ", " : "", nodeLink(graph, i), ` ${time(t)}`]).flat() : "nothing", by.nodes.length > 2 ? ` and ${by.nodes.length - 2} more` : "")]]);
+      tr.lastChild.className = "why";
+      [...tr.children].forEach((cell, k) => { cell.dataset.title = k && k < 6 ? columns[k][0] : ""; });
       return tr;
     };
-    const expand = (tr, members) => {
-      const open = tr.classList.toggle("open");
-      tr.querySelector(".toggle").textContent = open ? "▾" : "▸";
-      if (!open) { while (tr.nextSibling?.classList?.contains("folded")) tr.nextSibling.remove(); return; }
-      const each = members.map((c) => line([c])); each.forEach((e) => e.classList.add("folded")); tr.after(...each);
-    };
-    const more = growing(rows, 20, (r) => line(r.members), body);
     box.replaceChildren(el("p.muted", {}, "The longest waits come first. A row of several shows the sums, and the reason of the worst of them. Bytes are of the whole tensor."),
-      el("div.wide", {}, el("table", {}, el("thead", {}, el("tr", {}, titles.map(([t, n]) => el(n ? "th.number" : "th", { scope: "col" }, t)))), body)), ...(more ? [more] : []));
+      table(columns, alikeCollectives(graph).map((row) => row.members), line, 20));
   });
   return section;
 }
