@@ -31,7 +31,7 @@ Capture a transformer's whole training step as one FX graph, rewrite it with exp
 commands:
   train [PRESET] [options]   train a model (default preset: llama3-debug); see stepgraph train --help
   compile [PRESET] [options] save its step in a folder, for train --saved-steps FOLDER; see stepgraph compile --help
-  bench NAME [options]       measure it beside eager and torch.compile; see stepgraph bench --help
+  bench NAME [options]       measure it next to eager and torch.compile; see stepgraph bench --help
   plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
   sample RUN --prompt TEXT   write text with its model; see stepgraph sample --help
   export RUN --out FOLDER    write its model and tokenizer for Hugging Face; see stepgraph export --help

@@ -70,8 +70,8 @@ def capture(
             and gradients are those of their mean. The graph is that of one microbatch, and a second one updates. A
             later batch that it does not divide is split into the fewest microbatches no larger than the first ones.
         on_nonfinite: ``"skip"``: a step whose loss or gradient norm is not finite on any rank changes no parameter,
-            buffer or optimizer state, decided on the device; ``metrics["skipped"]`` tells, a bool scalar. Its batch and
-            random numbers are used up.
+            buffer or optimizer state, decided on the device; ``metrics["skipped"]`` says so, a bool scalar. Its batch
+            and random numbers are used up.
         passes: ``"exact"`` (bitwise equal to eager), ``"default"``, a ``stepgraph.StepOptions``, or a list of names and
             configured passes.
         disable: names of passes to leave out.
@@ -118,7 +118,7 @@ class CapturedStep:
     ``metrics``: tensors of the latest call. ``grad_norm``: when gradients are clipped. ``skipped``: with
     ``on_nonfinite="skip"``. ``repeated``: of models with expert parallelism, how often the step was
     repeated, with larger buffers for experts each time.
-    ``saved``: how the step's latest form came about, where a folder of saved steps was given.
+    ``saved``: whether the step's latest form was loaded or made, where a folder of saved steps was given.
     """
 
     def __init__(self, spec: StepSpec, dump: Path | str | None, saved: Path | str | None):
@@ -245,10 +245,10 @@ class CapturedStep:
             self._current = None  # its memory is free for what is captured next
 
     def verify(self, batch: Any, *, locate: bool = False) -> VerifyReport:
-        """Compare the step with eager on ``batch``, both from the state of now, which is put back afterwards.
+        """Compare the step with eager on ``batch``, both from the current state, which is restored afterwards.
 
         Parameters, buffers, gradients, the optimizer's state and every generator of random numbers are kept on the
-        host meanwhile. With an optimizer in the graph, gradients show in its state and in ``grad_norm``.
+        host until then. With an optimizer in the graph, gradients show in its state and in ``grad_norm``.
 
         Args:
             batch: as for a call of the step; on ranks, each rank's own, and all ranks verify together.

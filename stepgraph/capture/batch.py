@@ -94,7 +94,7 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
 def form(leaf: Any) -> Any:
     """What of a leaf the graph was specialized on: a tensor's form, any other value itself."""
     if not isinstance(leaf, torch.Tensor):
-        # As text a number tells -0.0 from 0.0, and equals itself where it is NaN.
+        # As text -0.0 differs from 0.0, and NaN equals itself.
         return type(leaf), repr(leaf) if isinstance(leaf, Number) else leaf
     inner, wrapping = unwrap(leaf)
     plain = tuple(

@@ -1,4 +1,4 @@
-"""What each collective of a captured step is for, told where it is known: at the end of the trace.
+"""What each collective of a captured step is for, recorded where it is known: at the end of the trace.
 
 A collective that gathers what is made from one parameter alone (and constants) gathers that parameter. One that runs in
 backward where autograd works on what forward made from one parameter alone reduces that parameter's gradient; whatever
@@ -24,7 +24,7 @@ from stepgraph.graph.values import ModelTensor, Parameter
 def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: Iterable[torch.Tensor]) -> None:
     """Name process groups alike on all ranks, and give the collectives of forward, loss and backward their roles.
 
-    ``reducing``: see `Recorder`. ``tensors``: the model's; the meshes of DTensors among them tell the axes.
+    ``reducing``: see `Recorder`. ``tensors``: the model's; the meshes of DTensors among them give the axes.
     """
     found = [node for node in step.graph.nodes if stage_of(node) in ("begin", "end", "joined")]
     if not found:

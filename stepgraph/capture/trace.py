@@ -268,7 +268,7 @@ class StepTrace:
                         flat[sums[i]].add_(grad)
                 with self.recorder.in_phase("optimizer"):
                     write_assigned(self.recorder, held, flat)
-                    # Of a pipeline, each stage joins its own.
+                    # In a pipeline, each stage joins its own.
                     stated = self.conditions.each() if self.share else self.conditions.combined().items()
                     ratios = [*stated, *self.guard.ratios({}, loss).items()]
             reached.extend(grads)

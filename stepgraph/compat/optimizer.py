@@ -31,7 +31,7 @@ def muon_rate(lr: torch.Tensor, group: dict[str, Any], shape: torch.Size) -> tor
 
 
 def accelerated_inside(optimizer: Any) -> Any:
-    """The optimizer inside the one that ``accelerate`` prepared; another one as it is. Of a list, of each.
+    """The optimizer inside the one that ``accelerate`` prepared; another one as it is. A list: each one's.
 
     Raises `ValueError` if a ``GradScaler`` steps it: its scale and skipped steps are no part of a captured step.
     """

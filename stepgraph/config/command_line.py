@@ -281,8 +281,8 @@ def run_of(folder: Path) -> Path:
 
 
 def ranks_asked_for(words: list[str]) -> int | None:
-    """The N of ``--nproc N`` in the ``words`` behind ``stepgraph train``, or of the run that they resume, if so many
-    ranks may be started as they are, to check the options themselves.
+    """The N of ``--nproc N`` in the ``words`` behind ``stepgraph train``, or of the run that they resume, if that
+    many ranks may be started at once and check the options themselves.
 
     None for a process that is a rank, for help, and where the options have to be checked first: without a ``--mesh`` of
     so many ranks, with ``--config``, and with ``--max-restarts``, which would start ranks again that refuse them.

@@ -34,7 +34,7 @@ def read_config(path: Path, preset: str | None, init_from_hf: str | None = None)
         default = fine_tuning(Path(folder)) if tunes else TrainConfig() if name == "custom" else PRESETS[name]()
         base = json.loads(default.to_json())
         if "resume" in values and path.suffix == ".toml":
-            raise ValueError("resume goes on with the options of its run: give --resume RUN alone")
+            raise ValueError("resume continues with the options of its run: give --resume RUN alone")
         if empty := [name for name, value in values.items() if value == "" and base.get(name) != ""]:
             raise ValueError(f"{empty[0]} is empty: give it a value, or leave it out")
         model = values.get("model", {})

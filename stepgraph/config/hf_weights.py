@@ -1,4 +1,4 @@
-"""Weights in and out of the Hugging Face format: safetensors files beside a ``config.json``.
+"""Weights in and out of the Hugging Face format: safetensors files next to a ``config.json``.
 
 Tensors are renamed and never permuted: our models keep the layouts of theirs. Experts, which ours stack, are a tensor
 each (see `stepgraph.models.Piece`).
@@ -36,7 +36,7 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     ``folder`` holds ``config.json`` and ``model.safetensors``, or shards with ``model.safetensors.index.json`` (the
     single file is read where both exist, as transformers does). Buffers that no checkpoint holds, such as RoPE tables,
-    are filled too. Of a parallel model every rank reads only its own part, and all ranks must call.
+    are filled too. With a parallel model every rank reads only its own part, and all ranks must call.
 
     The model must hold real tensors: a meta model is refused, call ``model.to_empty(device=...)`` first. The
     configuration and every tensor's name, shape and dtype are checked before the first one is written: on
@@ -101,8 +101,8 @@ def save_hf(
     another checkpoint; ``config.json`` is written last, so that a folder which has one is complete. ``tokens``: its
     ``bos_token_id`` and ``eos_token_id``, which the tokenizer defines and a model does not know.
 
-    Of a parallel model all ranks must call, and rank 0 writes: each parameter is gathered by itself, and rank 0 holds
-    as many of them as one file takes. An error there is raised on every rank.
+    With a parallel model all ranks must call, and rank 0 writes: parameters are gathered one at a time, and rank 0
+    holds as many of them as one file takes. An error there is raised on every rank.
 
     Raises ``ValueError`` for a folder that is taken and for a model on meta, ``OSError`` where it cannot be written.
     """
@@ -283,7 +283,7 @@ def _check_tensors(
 
 
 def _check_tied_copy(found: dict[str, _Header], head_name: str, embedding_name: str) -> None:
-    """Some writers store a tied head beside its embedding; take it only as an exact copy."""
+    """Some writers store a tied head next to its embedding; take it only as an exact copy."""
     head, embedding = found[head_name], found[embedding_name]
     with (
         safe_open(head.file, framework="pt", device="cpu") as one,

@@ -6,7 +6,7 @@ from stepgraph.models import family_of
 from stepgraph.parallel import SCHEDULES, MeshSpec, check_schedule
 from stepgraph.parallel.pipeline.layout import check_blocks, check_split
 
-#: What options are about, and how a run comes to have it.
+#: What options are about, and how a run gets it.
 _STAGES = "stages and there are none: add pp=2 to --mesh"
 _EXPERTS = "ep and there is none: add ep=2 to the mesh"
 _RANKS = "ranks and there is no mesh: add --mesh"

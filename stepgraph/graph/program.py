@@ -3,8 +3,8 @@
 A plain step is one graph, called once. Accumulation is a schedule over two: the graph of one microbatch, called once
 for each, and the graph of the update. A pipeline is a schedule over the graphs of a rank's stages, with sends and
 receives among the calls. Values flow between calls in inputs that are an `Accumulator`, which graphs share and
-write in place, and in each `Value` that one graph returns and others read in calls for the same microbatch; what a call
-for no microbatch gave, all of them read.
+write in place, and in each `Value` that one graph returns and others read in calls for the same microbatch. The results
+of a call for no microbatch are read by the calls for every microbatch.
 """
 
 import functools
@@ -86,7 +86,7 @@ class StepProgram:
         if len(self.graphs) == 1:
             return self.main.text()
         counts = zip(self.graphs, self.counted(), strict=True)
-        return "\n".join(f"# {name}, called {n} times a step\n{graph.text()}" for name, (graph, n) in counts)
+        return "\n".join(f"# {name}, called {n} times per step\n{graph.text()}" for name, (graph, n) in counts)
 
     def count_by_phase(self) -> dict[str, int]:
         """Number of operator nodes in each phase, of all graphs."""

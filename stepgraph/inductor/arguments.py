@@ -46,7 +46,7 @@ def write_arguments(graph: fx.Graph) -> None:
 
 
 def _cast_first(value: torch.Tensor, name: str, dtype: torch.dtype) -> bool:
-    """Whether the operator casts ``value`` to ``dtype`` before the arithmetic. Of a sum of two, a scalar tensor keeps
+    """Whether the operator casts ``value`` to ``dtype`` before the arithmetic. In a sum of two, a scalar tensor keeps
     its dtype, and so does what is added in place to a tensor of lower precision."""
     widens = value.ndim > 0 and torch.promote_types(value.dtype, dtype) == dtype
     return value.dtype != dtype and (name == "dtype" or widens)

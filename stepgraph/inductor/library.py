@@ -20,7 +20,7 @@ _MOST_FORMS = 2
 
 @dataclass(frozen=True)
 class Use:
-    """How a piece came about. ``reused``: nothing was compiled. ``any_length``: it serves other lengths too. ``note``:
+    """How a piece was made. ``reused``: nothing was compiled. ``any_length``: it serves other lengths too. ``note``:
     why it does not, where that was asked for."""
 
     reused: bool = False
@@ -122,7 +122,7 @@ def _of_length(opened: ForLengths, length: int) -> Function:
 
 
 def _key(config: dict[str, Any]) -> tuple:
-    """Options, and torch's own settings of now, in a form that compares as they compile."""
+    """Options, and torch's own current settings, in a form that compares as they compile."""
     options = (
         (name, value.uuid() if hasattr(value, "uuid") else repr(value)) for name, value in sorted(config.items())
     )

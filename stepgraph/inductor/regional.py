@@ -79,7 +79,7 @@ class Piece:
 @dataclass
 class Compilation:
     """``module``: the graph with calls of compiled pieces. ``compiled``: one for each distinct structure; ``uses``: how
-    each came about."""
+    each was made."""
 
     module: fx.GraphModule
     compiled: list[Compiled]
@@ -109,8 +109,8 @@ def compile_pieces(
 
     The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
     ``any_length``: compile pieces of which another length was compiled or noted so that they serve any. ``beside``:
-    called once a piece had to be compiled, to start what can run concurrently. ``helpers``: compile some of them
-    meanwhile, for one length.
+    called when a piece had to be compiled, to start what can run concurrently. ``helpers``: compile some of them
+    at the same time, for one length.
     Raises ``ValueError`` for an option that Inductor does not have.
     """
     known = compat.inductor_options()

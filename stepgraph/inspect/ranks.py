@@ -1,8 +1,8 @@
 """``stepgraph inspect PRESET|RUN --ranks``: whether all ranks of a mesh have one graph, and what differs where not.
 
 Ranks of one graph share what one of them rewrites and compiles, and collectives that all launch in one order cannot
-wait for each other forever. No rank needs to be there: one process after the other stands for each, in a world of which
-only it exists.
+wait for each other forever. No rank needs to exist: this process plays each of them in turn, in a world of which only
+it exists.
 """
 
 import difflib
@@ -93,7 +93,7 @@ def report(spec: MeshSpec, graphs: Sequence[RankGraph]) -> list[str]:
     lines += [f"  {_listed(same)}: {n:,} lines" for same, n in zip(ranks.values(), nodes, strict=True)]
     lines.append(f"why: {_reason(spec, list(ranks.values()))}")
     for same in others:
-        lines.append(f"{_listed(same)} beside {_listed(first)}:")
+        lines.append(f"{_listed(same)} compared with {_listed(first)}:")
         lines += _difference(graphs[first[0]].text, graphs[same[0]].text)
     return lines
 
@@ -109,7 +109,7 @@ def places(spec: MeshSpec) -> list[Mapping[str, int]]:
 
 
 def _reason(spec: MeshSpec, classes: Sequence[Sequence[int]]) -> str:
-    """The fewest axes of the mesh whose places tell which graph a rank has, and how that comes about."""
+    """The fewest axes of the mesh whose places decide which graph a rank has, and why."""
     found = places(spec)
     of = {rank: i for i, ranks in enumerate(classes) for rank in ranks}
     axes = list(found[0])
@@ -121,7 +121,7 @@ def _reason(spec: MeshSpec, classes: Sequence[Sequence[int]]) -> str:
             what = f"the graph follows from the place along {' and '.join(chosen)}"
             break
     else:
-        what = "no axis alone tells the graphs apart, but the rank does"
+        what = "no axis alone separates the graphs, but the rank does"
     return f"{what}: the capture computed with it in Python, where a tensor would have been an input of the graph"
 
 

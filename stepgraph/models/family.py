@@ -25,7 +25,7 @@ class Piece:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor in the checkpoint."""
+        """The shape of the tensor in the checkpoint."""
         return torch.Size(stop - start for start, stop in self.region[self.stacked :])
 
 

@@ -9,7 +9,8 @@ from stepgraph.models.cache import LayerCache
 
 #: Logits (V,) fp32 on the CPU -> the next token.
 Choose = Callable[[torch.Tensor], int]
-#: Below this temperature only the likeliest token has a share that fp32 distinguishes from 0, and logits may overflow.
+#: Below this temperature only the most likely token has a share that fp32 distinguishes from 0, and logits may
+#: overflow.
 _GREEDY = 1e-30
 
 
@@ -35,10 +36,11 @@ def generate(model: nn.Module, prompt: list[int], n: int, choose: Choose, stop: 
 
 
 def sampler(temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> Choose:
-    """Draws from the softmax of ``logits / temperature``, out of the fewest likeliest tokens that hold ``top_p`` of it.
+    """Draws from the softmax of ``logits / temperature``, restricted to the most likely tokens that together have
+    probability ``top_p``.
 
-    With temperature 0, or next to nothing, the likeliest token. The numbers are drawn on the CPU: a seed gives the same
-    ones everywhere.
+    With temperature 0, or next to nothing, the most likely token. The numbers are drawn on the CPU: a seed gives the
+    same ones everywhere.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1 (nucleus sampling).
     """

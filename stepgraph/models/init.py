@@ -91,7 +91,7 @@ class _Staging:
 
     def copy(self, values: torch.Tensor, target: torch.Tensor, columns: tuple[slice, ...]) -> None:
         """Copies the columns of ``values``, in the buffer that `take` gave last, to ``target``. A GPU gets whole rows:
-        it slices and rounds them faster than the host, which meanwhile draws the next."""
+        it slices and rounds them faster than the host, which draws the next in that time."""
         there = values.to(target.device, non_blocking=True)
         target.copy_(there[(slice(None), *columns)])
         if target.is_cuda:
@@ -122,7 +122,7 @@ def _draw(drawn: torch.Tensor, start: int, end: int, std: float, key: str, pool:
         place = drawn[low - start : high - start]
         # A chunk needed only in part is drawn whole, in memory of its own.
         whole = place if high - low == size else torch.empty(size, dtype=torch.float32, device="cpu")
-        # torch's CPU generator uses 32 bits of a seed. Of a 405B model's million chunks, a few hundred share a seed.
+        # torch's CPU generator uses 32 bits of a seed. A few hundred of a 405B model's million chunks share a seed.
         digest = hashlib.blake2b(f"{key}/{chunk}".encode(), digest_size=4).digest()
         whole.normal_(0.0, std, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
         if whole is not place:

@@ -5,7 +5,7 @@
 
 All parts have one size, `Capacity`, so that shapes are static and counts stay on the device. A step whose routing needs
 larger parts is left out and repeated with them (see `stepgraph.capture.guard`): no token is dropped. Rows of an expert
-stand in the order of ranks, then of tokens: that of one rank that has the whole batch.
+are in the order of ranks, then of tokens: the order of one rank that has the whole batch.
 
 A layer of experts is a module with the submodule ``experts``, whose parameters have one row for each of ``n_experts``
 in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe.exchange`), which is replaced; or the experts
@@ -31,8 +31,8 @@ from stepgraph.parallel.routed_experts import check_routed, is_routed
 
 
 class Capacity:
-    """How many rows a rank can send to another, as a multiple of those that it sends when load is balanced. One for
-    all layers of a model; the same on all ranks."""
+    """How many rows a rank can send to another, as a multiple of the balanced load. One for all layers
+    of a model; the same on all ranks."""
 
     def __init__(self, multiple: float):
         if not 0 < multiple < math.inf:
@@ -85,7 +85,7 @@ class ExpertExchange:
         sent = counts.sum(1)  # (P,)
         room = self._room(*chosen.shape, here, sent.amax())
         first = sent.cumsum(0) - sent  # of each rank's rows among all, which are sorted
-        # Where each slot's row stands in the parts, and which slot stands at each place.
+        # Where each slot's row is in the parts, and which slot is at each place.
         rank = (chosen // here).long()
         place = places - first[rank]
         places = torch.where((places >= 0) & (place < room), rank * room + place, -1).int()  # (N, K)

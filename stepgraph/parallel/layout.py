@@ -148,5 +148,5 @@ class Layout:
         return DTensor.from_local(local, self.mesh.devices, placements, run_check=False, shape=size, stride=stride)
 
     def own(self, local: torch.Tensor) -> torch.Tensor:
-        """The part of this rank's tensor that is not padding: what ``region`` tells of."""
+        """The part of this rank's tensor that is not padding: what ``region`` describes."""
         return local[tuple(slice(stop - start) for start, stop in self.region)] if self.padded else local

@@ -73,7 +73,7 @@ class Style:
 
 def _rows(module: nn.Linear, base: Callable, tp: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     y = scatter_sequence(F.linear(x, module.weight), tp)
-    return y if module.bias is None else y + module.bias  # once, not once a rank
+    return y if module.bias is None else y + module.bias  # once, not once per rank
 
 
 def _embedding(module: nn.Embedding, base: Callable, tp: DeviceMesh, tokens: torch.Tensor) -> torch.Tensor:

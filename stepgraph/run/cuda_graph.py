@@ -158,7 +158,7 @@ def recording_stream(device: int) -> torch.cuda.Stream:
 def run_watched(module: fx.GraphModule, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], set[str]]:
     """Run ``module`` node by node: (its results, names of the nodes that made the host wait for the GPU).
 
-    torch's own check (``torch.cuda.set_sync_debug_mode``) tells, as a warning.
+    torch's own check (``torch.cuda.set_sync_debug_mode``) reports them, as warnings.
     """
     waiting: set[str] = set()
     current = ""

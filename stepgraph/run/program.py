@@ -113,7 +113,7 @@ class ProgramRunner:
         #: Graphs that end when another stage's message is there.
         self.receiving = {name for name, call in program.calls().items() if call.kind.receives and boxes[name]}
         shares = program.graphs.get(Kind.SHARE_LOSS)
-        #: Of a pipeline, whose moments are noted.
+        #: Where the moments of a pipeline's calls are noted.
         self.device = shares and shares.placeholders(Loss)[0].meta["val"].device
         self._choose_runners()
         self.waits = Waits()

@@ -1,6 +1,6 @@
 """Records all calls of a pipeline's step on one rank as one CUDA graph and replays it.
 
-The calls stand in the graph as the schedule has them, with sends, receives and the update. What lies between them is in
+The graph has the calls in the order of the schedule, with sends, receives and the update. Values between calls are in
 the memory of the graph, which reuses it from call to call as a step without recording would.
 """
 

@@ -66,7 +66,7 @@ def check_export(folder: Path, option: str = "export_hf", run: Path | None = Non
 def export(model: nn.Module, folder: Path, tokenizer: str, run: Path) -> None:
     """Write ``model`` of ``run`` and the tokenizer that ``--tokenizer`` names to ``folder``, as `check_export` allows.
     All ranks of a parallel model call this function. A failure leaves no file there. `CLAIM` stays in the folder until
-    the caller removes it, so that a run killed meanwhile writes its export again.
+    the caller removes it, so that a run killed before then writes its export again.
 
     Raises as `save_hf` does, and OSError for tokenizer files that cannot be copied.
     """

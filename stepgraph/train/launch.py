@@ -23,9 +23,9 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
     """Run ``stepgraph train ARGUMENTS`` in ``nproc`` processes on this machine; the exit status of the run.
 
     If one fails, the others are ended and all start again, at most ``max_restarts`` times. The error names the rank
-    whose failure was the last; an error of use, status 2, has been told by the first rank that made it.
+    whose failure was the last; an error of use, status 2, was reported by the first rank that made it.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it is told in one line below
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # one line below reports it
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     os.environ[LAUNCHER] = str(os.getpid())
     # This process and the ranks share the store, and the agent, which runs in this process too, its server.

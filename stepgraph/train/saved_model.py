@@ -57,7 +57,7 @@ def load_trained(folder: Path, config: TrainConfig, device: str = "cpu") -> tupl
             break
         except (ValueError, OSError):
             if path.is_dir() or not left:
-                raise  # else the run, which still trains, has deleted this checkpoint meanwhile, and has a newer one
+                raise  # otherwise the run, which still trains, has deleted this checkpoint and has a newer one
     if bf16 and on_ranks:  # its shards are fp32, gathered in bf16
         for param in model.parameters():
             param.data = param.data.to(torch.bfloat16)

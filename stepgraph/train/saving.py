@@ -83,7 +83,7 @@ class Saving:
             raise
 
     def finish(self) -> None:
-        """Wait for the save that goes on. One that fails has left the checkpoints before it as they were."""
+        """Wait for the save in progress. If it fails, earlier checkpoints are unchanged."""
         if self.background:
             try:
                 self.background.finish()

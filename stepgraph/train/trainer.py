@@ -80,7 +80,7 @@ def run(config: TrainConfig) -> int:
         try:
             status = run.train()
         except ValueError:
-            raise  # an error of use, the same on every rank: told in one line
+            raise  # an error of use, the same on every rank: reported in one line
         except KeyboardInterrupt:
             if not several:
                 raise

@@ -34,7 +34,7 @@ class Validation:
 
     @property
     def batches(self) -> Sequence[Batch]:
-        """Of the first set."""
+        """The batches of the first set."""
         return self.sets[0].batches
 
     @torch.no_grad()

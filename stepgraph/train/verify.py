@@ -1,4 +1,4 @@
-"""``stepgraph train --verify``: the captured step beside eager, before the first step."""
+"""``stepgraph train --verify``: the captured step compared with eager, before the first step."""
 
 import itertools
 from collections.abc import Callable, Sequence

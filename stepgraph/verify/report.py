@@ -6,7 +6,7 @@ import torch
 
 from stepgraph.verify.state import Key
 
-#: Kinds of results, in the order in which a report tells of them.
+#: Kinds of results, in the order of a report.
 KINDS = ("loss", "metric", "gradient", "parameter", "buffer", "optimizer", "batch", "random state")
 
 

@@ -11,7 +11,7 @@ from stepgraph.verify.state import Snapshot
 def verify(case: Case, locate: bool) -> VerifyReport:
     """Compare the step of ``case`` with eager; everything that they change is as before afterwards.
 
-    ``locate``: if they differ, also look for the first node, or the pass, where they part: captures the step again, up
+    ``locate``: if they differ, also look for the first node, or the pass, that differs: captures the step again, up
     to once for each pass.
     """
     snapshot = Snapshot(case.state)

@@ -72,7 +72,7 @@ def test_the_config_of_a_run_starts_another_one_like_it(tmp_path):
         ("a.toml", "betas = [0.9]", r"betas=\[0.9\] in a run's configuration must be a list of 2"),
         ("a.toml", "out = ''", "--config .*a.toml: out is empty: give it a value, or leave it out"),
         ("a.toml", "val-data = ''", "--config .*a.toml: val_data is empty: give it a value, or leave it out"),
-        ("a.toml", "resume = 'there'", "--config .*a.toml: resume goes on with the options of its run: give --resume"),
+        ("a.toml", "resume = 'there'", "--config .*a.toml: resume continues with the options of its run: give "),
         ("a.toml", "data = ['a.txt', 'b.txt']", "data=.* in a run's configuration must be str"),
         (
             "a.toml",

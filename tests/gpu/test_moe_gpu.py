@@ -237,7 +237,7 @@ def test_a_step_with_other_products(grouped):
     expected, none, _ = trained("torch")
     losses, report, recording = trained(grouped)
     assert none is None and recording.summary == "1 CUDA graph, 0 nodes on the host", recording.notes
-    # 8,192 tokens of 3 of 16 experts each: 1,536 rows an expert.
+    # 8,192 tokens of 3 of 16 experts each: 1,536 rows per expert.
     assert report.changed == report.matched > 0 or torch.cuda.get_device_capability() != (9, 0), report.notes
     assert losses[4] < losses[0]
     # bf16 rounds to 2^-9; a token near the border of two experts may go to another, which moves the loss by as little.

@@ -55,7 +55,7 @@ def test_a_difference_is_laid_to_the_axes_that_it_follows(axes, of):
 
 def test_what_follows_from_no_axis_and_what_the_text_leaves_out():
     odd = report(SPEC, planted(lambda rank: TEXT if rank != 3 else TEXT + "c = three()\n"))
-    assert "why: no axis alone tells the graphs apart" in odd[3] and odd[-1] == "  +c = three()"
+    assert "why: no axis alone separates the graphs" in odd[3] and odd[-1] == "  +c = three()"
     graphs = planted(lambda rank: TEXT)
     graphs[5] = dataclasses.replace(graphs[5], digest="another")
     assert "the texts are equal: a constant differs" in report(SPEC, graphs)[-1]

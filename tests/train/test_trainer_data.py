@@ -50,8 +50,8 @@ def test_a_streamed_data_set_goes_on_bitwise(trainer, tmp_path, monkeypatch, cap
         (folder / f"train-{number}.jsonl").write_text("".join(lines))
     assert trainer.here(*WORDS, "--data", f"hf-stream:{folder}", "--out", tmp_path / "whole") == 0
     said = capsys.readouterr().out
-    assert f"data hf-stream:{folder}: 4 files, read as the run goes on" in said
-    assert "tokens: read as the run goes on, 4 files side by side, rows shuffled in buffers of 4,096 tokens" in said
+    assert f"data hf-stream:{folder}: 4 files, read during the run" in said
+    assert "tokens: read during the run, 4 files in parallel, rows shuffled in buffers of 4,096 tokens" in said
     losses, (tensors, texts) = trainer.metrics(tmp_path / "whole", "loss"), trainer.saved(tmp_path / "whole", 6)
     assert trainer.resume(tmp_path / "whole/checkpoints/step-00000003") == 0
     assert trainer.metrics(tmp_path / "whole", "loss") == losses

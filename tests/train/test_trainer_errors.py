@@ -265,7 +265,7 @@ def test_steps_that_are_not_finite_are_left_out_until_too_many_come_in_a_row(tra
 
     modulus = 1
     assert trainer.here(*ONE_LAYER, *skip, "--steps", 9, "--out", tmp_path / "all") == 1
-    assert "the loss of step 5 (5 steps in a row left out) is inf; its batch is kept" in one_line(capsys)
+    assert "the loss of step 5 (5 consecutive steps left out) is inf; its batch is kept" in one_line(capsys)
 
 
 def test_a_batch_that_cannot_be_kept_does_not_hide_why_the_run_ends(tmp_path):

@@ -64,7 +64,7 @@ class EagerStep:
         return loss.detach()
 
     def figures(self) -> dict[str, Any]:
-        """Nothing: a compiler's time cannot be told from the first step's."""
+        """Nothing: a compiler's time cannot be separated from the first step's."""
         return {}
 
 

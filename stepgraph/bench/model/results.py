@@ -41,8 +41,8 @@ class Ratios:
 
 
 def ratios(model: str, rows: Sequence[ModelRow]) -> Ratios:
-    """Of one model's ``rows``: speed over the fastest other provider, memory over the least of any other, and the first
-    step over that of ``torch.compile`` by default. A provider with wrong losses counts for nothing."""
+    """For one model's ``rows``: speed over the fastest other provider, memory over the least of any other, and the
+    first step over that of ``torch.compile`` by default. A provider with wrong losses counts for nothing."""
     usable = [row for row in rows if row.step_ms and not row.error and not row.disagreement]
     ours = next((row for row in usable if row.provider == OURS), None)
     others = [row for row in usable if not row.provider.startswith(OURS)]
@@ -61,6 +61,6 @@ def ratios(model: str, rows: Sequence[ModelRow]) -> Ratios:
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """Of those ``values`` that there are; None if there is none."""
+    """The geometric mean of the ``values`` that are not None; None if there is none."""
     found = [value for value in values if value is not None]
     return exp(sum(map(log, found)) / len(found)) if found else None

@@ -148,7 +148,7 @@ def large_shapes(shapes: Sequence[Comparison]) -> str | None:
 
 
 def tuned_shapes(shapes: Sequence[Comparison]) -> str | None:
-    """One line: how near torch.compile under our rules comes to the best kernel; None where it was not measured."""
+    """One line: how close torch.compile under our rules is to the best kernel; None where it was not measured."""
     found = sorted((shape.tuned, shape.shape) for shape in shapes if shape.tuned)
     if not found:
         return None

@@ -33,7 +33,7 @@ class Parts:
 
 
 class Step(Protocol):
-    """A training step. ``capture_s`` and ``compile_s``: seconds spent so far, None where they cannot be told apart."""
+    """A training step. ``capture_s`` and ``compile_s``: seconds spent so far, None where they cannot be separated."""
 
     capture_s: float | None
     compile_s: float | None
@@ -110,7 +110,7 @@ class CapturedStep:
         self.step = stepgraph.capture(
             parts.model, parts.loss_fn, parts.batch, parts.optimizer, max_grad_norm=MAX_GRAD_NORM, passes=chosen
         )
-        # Tracing and passes. CUDA graphs are recorded later, so this is the time to tell the compilers apart.
+        # Tracing and passes. CUDA graphs are recorded later, so the compilers' time is separated here.
         self.capture_s = time.perf_counter() - start - self.compile_s
 
     @property

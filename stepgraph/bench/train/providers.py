@@ -28,7 +28,7 @@ from stepgraph.models.moe.router import Router
 
 class Training(Protocol):
     """A training that is ready to step. ``build_s``, ``capture_s``, ``compile_s``: seconds spent so far on model and
-    optimizer, on tracing and passes, and in compilers; None where they cannot be told apart. ``passes``: what passes
+    optimizer, on tracing and passes, and in compilers; None where they cannot be separated. ``passes``: what passes
     did so far, line by line; None where there are none."""
 
     build_s: float

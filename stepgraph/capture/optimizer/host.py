@@ -11,7 +11,7 @@ from stepgraph import compat
 from stepgraph.capture.optimizer.tape import Tape, alike
 
 Tensor = torch.Tensor
-#: What gives the dictionary or list of now, and a key in it.
+#: What gives the current dictionary or list, and a key in it.
 Place = tuple[Callable[[], Any], Any]
 
 
@@ -48,7 +48,7 @@ class Host:
     _now: list | None = None
 
     def holds(self) -> bool:
-        """Whether the graph is right for the numbers and options of now; the numbers are computed."""
+        """Whether the graph is right for the current numbers and options; the numbers are computed."""
         self._now = None
         with contextlib.suppress(KeyError, IndexError):  # what it reads is no longer there
             self._now = self._numbers()
@@ -62,7 +62,7 @@ class Host:
         return None
 
     def begin(self) -> None:
-        """Fill the graph's inputs with the numbers of now."""
+        """Fill the graph's inputs with the current numbers."""
         if self._now is None and not self.holds():
             raise RuntimeError("the optimizer's numbers changed between the choice of a graph and its run")
         for place, tensor in self.values:

@@ -1,7 +1,7 @@
 """The state that an optimizer's own ``step`` makes in its first step, made before that step.
 
-A first trace of ``step``, by itself, notes what it puts into ``optimizer.state``: what follows from shapes, parameters
-and options alone can be made before. A second trace, with that state, must give the same operators: only then is the
+A first trace of ``step`` alone notes what it puts into ``optimizer.state``: what follows from shapes, parameters and
+options alone can be made before. A second trace, with that state, must give the same operators: only then is the
 first step a step like all others. An optimizer that fills its momentum with the first gradient, say, gets a graph for
 its first step, which gives its state.
 """
@@ -93,7 +93,7 @@ class Made:
 
 
 def _computed(nodes: Mapping[fx.Node, Tensor | None]) -> Tensor:
-    """The value of the last node. Of a parameter, its local tensor."""
+    """The value of the last node; for a parameter, its local tensor."""
     env: dict[fx.Node, Any] = {}
     with torch.no_grad():
         for node, live in nodes.items():
@@ -143,7 +143,7 @@ class Fresh:
             self._own.optimizer.state.pop(live, None)
 
     def settle(self) -> bool:
-        """Make tensors again from the parameters of now, right before the first step. Where a learning rate that they
+        """Make tensors again from the current parameters, right before the first step. Where a learning rate that they
         are made of has changed, they are removed: False."""
         state = self._own.optimizer.state
         entries = [(live, key, value) for live, by in self._entries for key, value in by.items()]

@@ -98,7 +98,7 @@ class Tape:
         return f"{type(value).__name__}:{value!r}"
 
     def run(self) -> list[Any] | None:
-        """The values of all lines for the live values of now; None if a decision falls otherwise."""
+        """The values of all lines for the current live values; None if a decision differs."""
         values: list[Any] = []
         for place, entry in enumerate(self.entries):
             if entry.is_decision:

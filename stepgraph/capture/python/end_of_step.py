@@ -1,4 +1,4 @@
-"""What modules do once a step, behind the optimizer's update: a method ``end_of_step(self)``.
+"""What modules do once per step, after the optimizer's update: a method ``end_of_step(self)``.
 
 It changes the module's buffers, in place or by assignment, from what forward and backward left in them, and returns
 metrics by name, or None. A captured step with an optimizer has it in its graph: with accumulation once for all
@@ -37,8 +37,8 @@ def _run(path: str, module: nn.Module) -> dict[str, torch.Tensor]:
 def end_of_step(model: nn.Module) -> dict[str, torch.Tensor]:
     """Call ``end_of_step()`` of every module of ``model`` that has one; their metrics, by module path and name.
 
-    For loops that step the optimizer themselves: call it once a step, behind ``optimizer.step()``. A step captured with
-    an optimizer does the same in its graph, and has the metrics in ``step.metrics``.
+    For loops that step the optimizer themselves: call it once per step, after ``optimizer.step()``. A step captured
+    with an optimizer does the same in its graph, and has the metrics in ``step.metrics``.
     """
     metrics: dict[str, torch.Tensor] = {}
     for path, module in _declared(model):

@@ -59,7 +59,7 @@ def collected() -> Iterator[dict[str, torch.Tensor]]:
 
 
 def reported(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a step's metrics the scalars and vectors that its model or loss reported."""
+    """The scalars and vectors among a step's metrics that its model or loss reported."""
     return {name: value for name, value in metrics.items() if name not in _OWN and value.ndim <= 1}
 
 

@@ -1,7 +1,7 @@
 """What Python reads while a step is traced: the objects that it meets, and the attributes that it reads of them.
 
-What a graph is specialized on is found where it is read: every class of an object that the trace may reach notes the
-reads of its attributes meanwhile. The trace begins at the model and the loss function; what a read gives, what a
+What a graph is specialized on is found where it is read: during the trace, every class of an object that it may
+reach notes the reads of its attributes. The trace begins at the model and the loss function; what a read gives, what a
 container holds, and what the code of a function names is met in turn.
 
 What the trace changed there is set back at its end, and `Reads.changes` says what that was.

@@ -106,7 +106,7 @@ def held_by(value: Any) -> dict[str, Any] | None:
 
 
 def class_of(cls: type, name: str) -> Any:
-    """What a class or one that it inherits from has under ``name``, as it lies there; `ABSENT` for nothing."""
+    """What a class or one that it inherits from has under ``name``, unbound; `ABSENT` for nothing."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), ABSENT)
 
 

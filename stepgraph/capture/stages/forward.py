@@ -1,4 +1,4 @@
-"""The graph of forward and loss alone: what validation runs, and what tells which block reads which parameter."""
+"""The graph of forward and loss alone: what validation runs, and what shows which block reads which parameter."""
 
 from typing import Any
 

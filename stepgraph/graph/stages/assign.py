@@ -93,7 +93,7 @@ class Cut:
                 self.stage[node] = now
 
     def _separate_tied(self) -> None:
-        """Of an addition of several stages' parts to an accumulator, one for each part."""
+        """Split an addition of several stages' parts to an accumulator into one addition per part."""
         for accumulator in self.step.placeholders(Accumulator):
             for add in [u for u in accumulator.users if u.target is aten.add_.Tensor and phase_of(u) == "backward"]:
                 parts = list(self._parts(add.args[1]))

@@ -20,8 +20,8 @@ def extract(
     """The graph of ``nodes`` of ``step``, in their order, which returns ``outputs``.
 
     It has the inputs of ``step`` that its nodes read. What they read of other nodes becomes the
-    input ``value_of(node)``; but nodes in ``free`` are computed again, with what they need. What is given
-    out is what stands in ``step``: neither graph sees changes of the other.
+    input ``value_of(node)``; but nodes in ``free`` are computed again, with what they need. The outputs
+    are copies of the nodes of ``step``: neither graph sees changes of the other.
     """
     specs = dict(zip(step.placeholders(), step.inputs, strict=True))
     wanted, queue = set(nodes), [*nodes, *(node for _, node in outputs)]

@@ -60,7 +60,7 @@ def graph_account(
     ran: bool,
     routed: StepGraph | None = None,
 ) -> dict[str, Any]:
-    """The account of ``step``, which ``call`` and its like run ``calls`` times a step, forecast for ``gpu``.
+    """The account of ``step``, which ``call`` and its like run ``calls`` times per step, forecast for ``gpu``.
 
     ``groups``: see `links.groups`. ``fused``: whether a compiler makes kernels of several nodes. ``ran``: the graph is
     the one that runs here; False: it represents one on ``gpu``. ``routed``: of a stage's backward, the graph in which

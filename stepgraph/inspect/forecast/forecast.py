@@ -61,7 +61,7 @@ class Forecast:
 
     @property
     def overlapped_seconds(self) -> float:
-        """Seconds of the step if every collective ran beside computation: the longest of computation and of each
+        """Seconds of the step if every collective overlapped computation: the longest of computation and of each
         process group's collectives."""
         by_axis: dict[str, float] = defaultdict(float)
         for collective in self.timeline.collectives:

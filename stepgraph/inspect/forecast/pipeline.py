@@ -56,10 +56,10 @@ _STATE = (Parameter, Buffer, Accumulator)
 @dataclass(frozen=True)
 class StageCost:
     """One stage. ``seconds``: of each kind of call. ``state``: bytes of parameters, their gradients and optimizer
-    state, and of parameters that are gathered and gradients that are reduced once a step. ``kept``: bytes that forward
-    keeps for one microbatch's backward. ``between``: bytes kept between its two halves, where a schedule cuts it.
-    ``working``: bytes of the fullest call beside state. ``message``: bytes to the next stage, forward. ``regions``:
-    seconds of computing for one microbatch, by the user's regions and phase."""
+    state, and of parameters that are gathered and gradients that are reduced once per step. ``kept``: bytes that
+    forward keeps for one microbatch's backward. ``between``: bytes kept between its two halves, where a schedule cuts
+    it. ``working``: bytes of the fullest call in addition to state. ``message``: bytes to the next stage, forward.
+    ``regions``: seconds of computing for one microbatch, by the user's regions and phase."""
 
     blocks: tuple[int, int]
     seconds: dict[Kind, float]

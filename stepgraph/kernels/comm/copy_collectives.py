@@ -7,8 +7,8 @@
 
 NCCL's kernels take multiprocessors from concurrent matrix products; here the copy engines move the data (see
 `exchange`), and what begins and ends a collective runs between two products. Gradients travel in their own dtype from
-where they lie, which they do until the end, and are added in float32 or wider. Of one kind and group, those that begin
-first end first.
+where they lie, which they do until the end, and are added in float32 or wider. Collectives of one kind and group
+end in the order in which they begin.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class _Begun(NamedTuple):
     serial: int
     """Unlike any other's of this process."""
     number: int
-    """Where its parts go: unlike those of others of the kind that are under way at the same time."""
+    """Where its parts go: another place than for collectives of the kind that are under way at the same time."""
     ranks: Any
     """What ``begin`` of `start` gave; its ``join`` makes the current stream wait for the copies."""
 
@@ -60,7 +60,7 @@ def start(kind: str, group_name: str, begin: Callable[[dist.ProcessGroup, Place]
 
 
 def oldest(kind: str, group_name: str) -> Any:
-    """Of the collectives under way, the one that began first, which now ends."""
+    """Remove and return the oldest collective under way."""
     return current().under_way[kind, compat.process_group(group_name).group_name].pop(0).ranks
 
 
@@ -119,7 +119,7 @@ def _gather_end(token: Tensor, sizes: list[int], dtype: torch.dtype, group_size:
 
 
 def _rows(grads: list[Tensor], group_size: int) -> list[Tensor]:
-    """Of each gradient, a row for each rank."""
+    """Each gradient as a matrix with a row per rank."""
     return [grad.view(group_size, -1) for grad in grads]
 
 

@@ -81,8 +81,8 @@ def _take_kernel(written, came, out, n, D, ZERO_REST: tl.constexpr, TOKENS: tl.c
 
 @triton.jit
 def _segments_kernel(counts, place, ends, begins, offsets, P, E, room, SEGMENTS: tl.constexpr):
-    """Of the segments of rows that the tokens have (program 0) and that the experts have (program 1): where each ends,
-    and where it begins at the other side. Of the experts' also where each expert's end."""
+    """Where each segment of rows ends, and where it begins on the other side: the tokens' segments (program 0) and the
+    experts' (program 1), with the end of each expert's rows."""
     rank, here = tl.load(place), E // P
     segment = tl.arange(0, SEGMENTS)
     inside = segment < E

@@ -7,13 +7,13 @@ Each receiver has a *box* for each kind of message from each other rank: places 
 where a step begins. ``box`` is (the number of its first place, how many it has, how many all boxes of a rank have, the
 bytes of a place), the same at both ends. Memory travels as it lies: dense tensors, in the strides that both ends know.
 
-On CUDA the sender waits until the place is free, and its copy engine writes the message and a flag on a stream beside
+On CUDA the sender waits until the place is free, and its copy engine writes the message and a flag on a stream next to
 the current one. The receiver's stream waits for that flag where the message is read, copies it out, and says that the
 place is free: no result lies in memory that a later message overwrites. After a step all flags are as before it, so a
 CUDA graph that recorded one may run again and again.
 
 No schedule can end in a deadlock. A receive waits for one send alone, as it does over NCCL. A send waits until a former
-message has left its place, and a box has so many places (see `stepgraph.parallel.pipeline.boxes`) that the sender knows
+message has left its place, and a box has enough places (see `stepgraph.parallel.pipeline.boxes`) that the sender knows
 this already by a message that it got since: the wait adds no new reason to wait within a step. For the first messages
 of a step it is for the receives of the step before, which wait for nothing of this one.
 
@@ -60,7 +60,7 @@ class Mail:
         self._turns: Counter[tuple[str, int, int]] = Counter()
 
     def check(self, places: int) -> None:
-        """``ValueError`` unless there are flags for so many ``places`` of a rank."""
+        """``ValueError`` unless there are flags for ``places`` places of a rank."""
         if places > (most := (self.channels - STEP - 1) // 2):
             raise ValueError(
                 f"stage_sends=symmetric: the messages that a rank receives need {places} places and there are flags "
@@ -78,7 +78,7 @@ class Mail:
         return self.memory.get_buffer(holder, like.shape, like.dtype, place * nbytes // like.element_size())
 
     def put(self, flat: Tensor, peer: int, box: Sequence[int]) -> None:
-        """``flat`` (n,) goes to ``peer``, beside what the current stream does next."""
+        """Send ``flat`` (n,) to ``peer``, concurrently with what the current stream does next."""
         place, side = self._place("to", peer, box), self.workspace.stream
         self.join()  # the former message, sent a computation ago, has left by now: its memory is free
         self.memory.wait_signal(peer, self.channels - 1 - place)
@@ -103,8 +103,8 @@ class Mail:
 
 
 def open_boxes(session: Session, group_name: str, places: int, nbytes: int, device: torch.device) -> None:
-    """Where a step begins, on all ranks of the group at the same time: memory for so many ``places`` of ``nbytes`` on
-    each rank, made where it is not there yet.
+    """Where a step begins, on all ranks of the group at the same time: memory for ``places`` places of ``nbytes`` on
+    each rank, made where it does not exist yet.
 
     Raises ``ValueError`` for more places than there are flags for, and ``RuntimeError`` if a rank cannot reach
     another's memory.

@@ -3,10 +3,10 @@
 A column's scale is known once all rows are read, so a matrix that is cast by its columns is read twice: once for the
 largest magnitudes, once for both copies. Rows alone are read once.
 
-A tile is transposed in shared memory, as it was read or as the fp8 that it becomes: Triton chooses. Of bytes, ptxas of
-CUDA 12.8, which Triton 3.6 and 3.7 bring, puts a fourth to a half in wrong places, in tiles of any size; that of CUDA
-13.0 does not (one kernel, PTX and all, on an H100). Where it would come to that, a copy is transposed before and cast
-by its rows.
+A tile is transposed in shared memory, as it was read or as the fp8 that it becomes: Triton chooses. The ptxas of
+CUDA 12.8, shipped with Triton 3.6 and 3.7, puts a fourth to a half of the bytes in wrong places, in tiles of any size;
+that of CUDA 13.0 does not (one kernel, PTX and all, on an H100). Where this would happen, a copy is transposed before
+and cast by its rows.
 
 Magnitudes are compared as the integers that their bits are. These are in the order of the numbers, with every NaN above
 infinity, and a maximum of integers is the same in whatever order programs contribute to it.

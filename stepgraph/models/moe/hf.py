@@ -63,7 +63,7 @@ def rope_from_hf(raw: dict[str, Any], *, scales_scores: bool) -> dict[str, Any]:
 
 
 def yarn_to_hf(yarn: YarnScaling | None, *, scales_scores: bool) -> dict[str, Any] | None:
-    """``rope_scaling`` of a ``config.json``. ``ValueError`` for what transformers' model cannot be told."""
+    """``rope_scaling`` of a ``config.json``. ``ValueError`` for settings that transformers' model does not have."""
     if yarn is None:
         return None
     values = {key: getattr(yarn, field) for key, field in _YARN.items()}

@@ -1,10 +1,10 @@
 """The messages between the ranks of a pipeline: when each rank posts them, and the check that they complete.
 
-A computation's message is sent right behind it. Its receive is posted before the next computation that begins when the
-message has been sent: earlier, it would wait for the sender and hold processors of the GPU meanwhile; later, the sender
-would. When that is, the schedule tells on paper (see `on_paper`).
+A computation's message is sent right after it. Its receive is posted before the next computation that begins when the
+message has been sent: earlier, it would hold processors of the GPU while it waits for the sender; later, the sender
+would. `on_paper` finds that moment from the schedule.
 
-An order of messages is right only if it ends under these rules, which are those of NCCL without buffers:
+An order of messages is right only if it ends under these rules, NCCL's without buffers:
 
 - A send ends no sooner than its receive is posted, and a receive no sooner than its send.
 - The messages that one rank sends to another have a communicator of their own, which runs them in order.
@@ -146,7 +146,7 @@ def check_messages(
 
 
 def _deliver(ranks: list[_Rank], one: int, other: int, on: Hashable) -> set[int]:
-    """End what both ranks have come to on the communicator ``on``: the ranks that wait for nothing any more."""
+    """End what both ranks have reached on the communicator ``on``; the ranks that no longer wait."""
     mine, theirs = ranks[one].posted[on], ranks[other].posted[on]
     while mine and theirs:
         (call, message), (their_call, their_message) = mine[0], theirs[0]
@@ -170,7 +170,7 @@ def _cycle(ranks: list[_Rank]) -> str:
     lines: dict[int, str] = {}
     while number not in lines and ranks[number].pending:
         posted = ranks[number].posted
-        if not posted[on]:  # it has not come to the message: it waits for what it posted before
+        if not posted[on]:  # it has not reached the message: it waits for what it posted before
             on = next(on for on, queue in posted.items() if queue)
         call, message = posted[on][0]
         lines[number] = f"rank {number} waits in {ranks[number].now} until rank {message.peer} meets its {call}"

@@ -99,7 +99,7 @@ class StageGraphs:
         return every[pipeline.rank], self._boxes(every) if pipeline.symmetric else None
 
     def _boxes(self, calls: list[list[Call]]) -> dict[Channel, list[int]]:
-        """Of each channel the box of its messages, as `symmetric_sends` has it. ``calls``: of every rank."""
+        """The box of each channel's messages, as `symmetric_sends` has it. ``calls``: those of every rank."""
         stages = range(len(self.pipeline.ranks_of))
         messages = [self.cut.message(stage, forward) for stage in stages for forward in (True, False)]
         most = max(map(len, messages))

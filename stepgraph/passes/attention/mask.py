@@ -18,7 +18,7 @@ aten = torch.ops.aten
 #: Next to a key that is seen, which each query of a band has, its weight is 0 in fp32 either way.
 HIDDEN = -30_000.0
 
-#: The least number that can be added to a score and still tells those of a query that sees no key apart, roughly: that
+#: The least number that can be added to the scores of a query that sees no key so that they still differ, roughly: that
 #: of fp16, which torch adds for cuDNN.
 _LEAST = torch.finfo(torch.float16).min
 
@@ -64,8 +64,8 @@ class Masks:
         self._bands: dict[fx.Node, Band | str] = {}
 
     def seen(self, attention: fx.Node) -> "Band | Pairs | str":
-        """The keys that each query of the node ``attention`` sees, by its mask or ``is_causal``, or why they cannot be
-        told."""
+        """The keys that each query of the node ``attention`` sees, by its mask or ``is_causal``, or why they are not
+        known."""
         mask, causal = mask_of(attention), bool(argument(attention, "is_causal"))
         if mask is None:
             return Band(None, 0 if causal else None)

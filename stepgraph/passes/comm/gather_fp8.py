@@ -107,7 +107,7 @@ def _reduced(weights: list[_Weight], group: str) -> list[fx.Node]:
 
 
 def largest(magnitudes: fx.Node, build: Builder, axis: str, group: str) -> fx.Node:
-    """Of each of ``magnitudes`` (fp32, not negative) the largest on all ranks of ``group``, NaN where one has that.
+    """The largest of each of ``magnitudes`` (fp32, not negative) over the ranks of ``group``; NaN where one is.
 
     Compared as the integers that their bits are, in whose order every NaN is above infinity: maxima of floats may drop
     it. The sign of a NaN says nothing, and goes.

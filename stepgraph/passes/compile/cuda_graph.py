@@ -6,7 +6,7 @@ graph's static memory; the batch is copied into static buffers. A node that need
 starts another around it; the report names it. Collectives are recorded too: each waits for what it reads and is waited
 for by streams' events, and the first step, which is not recorded, opens their communicators and workspaces.
 
-Of a pipeline's step all calls of a rank become one CUDA graph where none needs the host (`record_whole`). A graph that
+All calls of a rank of a pipeline become one CUDA graph where none needs the host (`record_whole`). A graph that
 keeps values for another is recorded in no other way: where they lie changes from call to call.
 
 The pass says where the graphs begin and end; `stepgraph.run.cuda_graph` and `stepgraph.run.whole` record and replay

@@ -36,7 +36,7 @@ _LIMIT_S = 120
 
 class Request(NamedTuple):
     """Compile ``pieces``, as `pack` gives them, for the GPU number ``device`` (None: for CPUs), under Inductor's
-    ``settings``, of a process that compiles with so many ``threads``."""
+    ``settings``, of a process that compiles with ``threads`` threads."""
 
     settings: tuple[Any, ...]
     threads: int
@@ -94,7 +94,7 @@ _started: list[_Helper] = []
 
 
 def start_helpers() -> None:
-    """Start as many as Inductor may use cores for, none beside other ranks. They import what they need meanwhile."""
+    """Start as many as Inductor may use cores for, none where there are other ranks. They begin by importing."""
     count = 0 if dist.is_initialized() else min(_MOST, compat.compile_threads() // _CORES_OF_EACH)
     _started.extend(_Helper() for _ in range(count - len(_started)))
 

@@ -44,7 +44,7 @@ class Cast:
 
     @property
     def elements(self) -> int:
-        """Of the matrix."""
+        """The number of elements of the matrix."""
         return math.prod(self.side.node.meta["val"].shape)
 
     def seconds(self, recipe: Recipe) -> float:

@@ -151,7 +151,7 @@ def _give_input_gradient(product: Product, layers: list[Layer]) -> bool:
 
 
 def _give_weight_gradient(product: Product, by_input: dict[tuple, list[Layer]]) -> bool:
-    """Whether a layer has ``product`` as the gradient of its weight now. Of the layers with the same input it is the
+    """Whether a layer has ``product`` as the gradient of its weight now. Among layers with the same input it is the
     one whose output's gradient is multiplied, or where none shows that, the one of the same module."""
     M, N, K = product.sizes
     path = provenance(product.node).path

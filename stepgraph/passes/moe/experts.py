@@ -10,7 +10,7 @@ backward. Before -> after, for K experts a token:
 
 so that no gradient is added up by ``index_put``, and nothing of N * K rows is written that is read only to be added up.
 Each line is independent: where one does not match, what is left reads the permutation of ours.
-Tier numerics: rows of an expert may stand in another order than by an unstable sort; weighted rows are added up in fp32
+Tier numerics: rows of an expert may be in another order than by an unstable sort; weighted rows are added up in fp32
 without a rounding in between. Preconditions: the experts come from a ``topk`` over as many as are counted, so that each
 slot is one's; offsets from ``histc`` and ``cumsum``; grouped products whose results are contiguous.
 Source: own kernels, see `stepgraph.kernels.moe`.

@@ -2,8 +2,8 @@
 
 Matches: `grouped_mm` and `grouped_mm_weight` in bf16 on a GPU. Before -> after: the product by torch -> the same by
 QuACK. ``auto`` takes QuACK's where the package is installed and its products were measured to be faster: on one H200,
-from 1,024 rows an expert on, up to 19% faster in 22 of 24 products of DeepSeek-V3's and Qwen3's shapes, 3 and 7% slower
-in two (`benchmarks/h200_grouped.json`).
+from 1,024 rows per expert on, up to 19% faster in 22 of 24 products of DeepSeek-V3's and Qwen3's shapes, 3 and 7%
+slower in two (`benchmarks/h200_grouped.json`).
 Tier numerics: the inner dimension is added up in blocks of another size.
 """
 
@@ -20,7 +20,7 @@ from stepgraph.passes.contract import PassReport, register
 ours = torch.ops.stepgraph
 _PRODUCTS = (ours.grouped_mm.default, ours.grouped_mm_weight.default)
 
-#: What was measured: the GPU's compute capability, and the fewest rows an expert.
+#: What was measured: the GPU's compute capability, and the fewest rows per expert.
 _CAPABILITY, _ROWS = (9, 0), 1024
 
 
@@ -68,7 +68,7 @@ def _faster(products: list[fx.Node], options: ProductOptions, notes: list[str]) 
     large = [n for n in products if n.args[0].meta["val"].shape[0] >= _ROWS * n.args[2].meta["val"].shape[0]]
     why = None
     if not large:
-        why = f"none is in bf16 with {_ROWS:,} rows an expert or more, and smaller ones were not measured"
+        why = f"none is in bf16 with {_ROWS:,} rows per expert or more, and smaller ones were not measured"
     elif options.capability != _CAPABILITY:
         why = "QuACK's were measured on compute capability {}.{} alone".format(*_CAPABILITY)
     else:
@@ -78,5 +78,5 @@ def _faster(products: list[fx.Node], options: ProductOptions, notes: list[str]) 
         return []
     notes.append("QuACK's were faster for such products on one H200 (benchmarks/h200_grouped.json)")
     if len(large) < len(products):
-        notes.append(f"{len(products) - len(large)} of fewer than {_ROWS:,} rows an expert stay torch's")
+        notes.append(f"{len(products) - len(large)} of fewer than {_ROWS:,} rows per expert stay torch's")
     return large

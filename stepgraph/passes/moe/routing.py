@@ -15,7 +15,7 @@ INDEXINGS = (aten.index_put.default, aten._index_put_impl.default)
 
 @dataclass
 class Routing:
-    """One sort of slots by expert. Of the graph before: ``sort``, and by name what is made of it. Of ours: ``order``
+    """One sort of slots by expert. ``sort``: the graph's own node, and by name what is made of it. Our nodes: ``order``
     (R,), ``places`` (N, K) and ``counts`` (E,), each int32."""
 
     sort: fx.Node

@@ -33,7 +33,7 @@ _COMPARED = 16
 
 @dataclass
 class Outcome:
-    """How a step came about. ``loaded``: after its trace, its passes and compiled code were loaded. ``kept``: the entry
+    """How a step was made. ``loaded``: after its trace, its passes and compiled code were loaded. ``kept``: the entry
     that holds it, None where it is not saved. ``seconds``: time spent on the key and on loading. ``notes``: what a user
     should know, each in one line."""
 

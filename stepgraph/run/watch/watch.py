@@ -135,7 +135,7 @@ class Watch:
         self._began = {step - 1: self._began.get(step - 1, 0), step: time.time_ns()}
         self.waits_for(step)
         if first and self.world > 1:
-            os.write(self._write, b"\0")  # told at once: many steps may pass until the next time
+            os.write(self._write, b"\0")  # reported at once: many steps may pass until the next time
 
     def waits_for(self, step: int) -> None:
         """From now on the rank waits for the results of ``step``, launched before."""
@@ -208,7 +208,7 @@ class Watch:
                 limit = f"--comm-timeout {self.timeout_s:g}, and the slowest step took {self._slowest_s:.1f} s"
                 self._end(f"{place.what} made no progress for {now - place.since:.0f} s ({limit})", place)
 
-        self._tell()  # that this rank has come to its end
+        self._tell()  # that this rank has ended
 
     @property
     def _first_limit_s(self) -> float:
@@ -273,7 +273,7 @@ class Watch:
         try:
             error = "; ".join([f"{why}: {self._waits_in(place)}", *self._others(place, everyone)])
         except Exception as failure:  # the rank ends all the same
-            error = f"{why}: where it waits cannot be told, {type(failure).__name__}: {failure}"
+            error = f"{why}: where it waits is not known, {type(failure).__name__}: {failure}"
         report(error)
         self.on_end(error)
         os._exit(1)
@@ -287,10 +287,10 @@ class Watch:
         if waiting := first_in_flight(compat.flight_records(self.device_type), self._order, sorted(started)):
             return f"it waits in {waiting}{where}"
         main: FrameType = sys._current_frames()[threading.main_thread().ident]
-        replay = " outside the CUDA graph, which does not tell where it is" if self._replays else ""
+        replay = " outside the CUDA graph, which does not say where it is" if self._replays else ""
         return f"no collective is in flight{replay}{where}, and the process is at {user_frame(main)}"
 
-    # ---- what ranks tell each other ----
+    # ---- messages between ranks ----
 
     def _tell(self) -> None:
         if self._store is not None:

@@ -1,4 +1,5 @@
-"""Checkpoints that are written while the run goes on: the state is copied to the host, and a thread writes the copy."""
+"""Checkpoints that are written while the run continues: the state is copied to the host, and a thread writes the
+copy."""
 
 import os
 import re
@@ -91,7 +92,7 @@ class BackgroundSaves:
         return told
 
     def finish(self) -> None:
-        """Wait for the save that is going on. Raises what it raised. Memory that is not there yet is not taken."""
+        """Wait for the save in progress, and raise what it raised. Memory that was not taken yet is no longer taken."""
         if self._preparing is not None:
             self._enough.set()
             self._preparing.join()

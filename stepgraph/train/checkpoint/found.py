@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a run, and tells whole ones from damaged ones."""
+"""Finds the checkpoints of a run, and distinguishes whole ones from damaged ones."""
 
 import binascii
 import contextlib
@@ -115,7 +115,7 @@ def newest(folder: Path) -> Path | None:
 
 
 def advice(damaged: Path) -> str:
-    """What to load instead of ``damaged``: the newest earlier checkpoint beside it that passes every check."""
+    """What to load instead of ``damaged``: the newest earlier checkpoint in the same folder that passes every check."""
     siblings = checkpoints(damaged.parent)
     for path in siblings[siblings.index(damaged) + 1 :] if damaged in siblings else ():
         with contextlib.suppress(DamagedError):

@@ -23,10 +23,10 @@ class DataBundle:
     tokenizer: Tokenizer
     description: str
     parts: tuple[Part, ...] = ()
-    """Of a mixture, of which ``source`` is the first part; empty without one."""
+    """The parts of a mixture, the first of which is ``source``; empty without one."""
 
     def unigram_entropy(self) -> float:
-        """That of the tokens' frequencies in the data, of a mixture with its parts' shares, in nats."""
+        """The entropy of the tokens' frequencies in the data, in nats; a mixture's parts count by their shares."""
         parts = self.parts or (Part(self.source, "", 1.0),)
         return entropy(sum(part.share * unigram(part.source, self.tokenizer) for part in parts))
 

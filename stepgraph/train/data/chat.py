@@ -63,7 +63,8 @@ class ChatTemplate:
         """The text of ``messages``, and the (start, end) of all that the assistant says, its ends of turns included.
 
         As ``{% generation %}`` marks it; in a template without these, what each of the assistant's messages adds to the
-        text up to there. Raises ``ValueError`` where a template rewrites earlier messages, so that nothing tells.
+        text up to there. Raises ``ValueError`` where a template rewrites earlier messages, so that this cannot be
+        known.
         """
         if self._marks:
             text, spans = _without_marks(self._render(messages, False))
@@ -71,7 +72,7 @@ class ChatTemplate:
             if not all(learned) and len(learned) != len(spans):
                 raise ValueError(
                     f"the chat template marks {len(spans)} generations of {len(learned)} assistant messages, so those "
-                    "with weight 0 or without content cannot be told apart: leave such conversations out"
+                    "with weight 0 or without content cannot be identified: leave such conversations out"
                 )
             return text, spans if all(learned) else [span for span, on in zip(spans, learned, strict=True) if on]
         text, spans = self.render(messages), []
@@ -82,14 +83,14 @@ class ChatTemplate:
             before = self.render(messages[:place], prompt=True) if place else self._before_first(message, after)
             if not (text.startswith(after) and after.startswith(before)):
                 raise ValueError(
-                    "the chat template rewrites earlier messages, so it does not tell what the assistant says: put "
-                    "{% generation %} ... {% endgeneration %} around that in the template"
+                    "the chat template rewrites earlier messages, so the assistant's words cannot be found: put "
+                    "{% generation %} ... {% endgeneration %} around them in the template"
                 )
             spans.append((len(before), len(after)))
         return text, spans
 
     def _before_first(self, message: Message, text: str) -> str:
-        """What stands in ``text``, that of ``message`` alone, before what the assistant says in it."""
+        """The part of ``text``, the rendering of ``message`` alone, before the assistant's words."""
         try:
             return self.render([], prompt=True)
         except ValueError:  # many templates look at the first message, whatever it is
@@ -109,12 +110,12 @@ class ChatTemplate:
             reason = error if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             said = " / ".join(str(message.get("content"))[:40] for message in messages[:2])
             raise ValueError(
-                f"the chat template refuses a conversation ({reason}): {said!r}; leave it out, or mend the template"
+                f"the chat template refuses a conversation ({reason}): {said!r}; leave it out, or fix the template"
             ) from error
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with limits: loops and texts of a template that go on for ever end in an error.
+    """Jinja's sandbox, with limits: endless loops and texts of a template end in an error.
 
     Jinja compiles loops to Python's, so each loop's body is made to begin with a call that counts, and each assignment
     and product to pass a call that looks at the size.
@@ -208,12 +209,12 @@ def _refuse(message: str) -> None:
 
 
 class ChatTokenizer(JsonTokenizer):
-    """A ``tokenizer.json`` with its chat template, which lies beside it; a document is the JSON of a list of messages.
+    """A ``tokenizer.json`` with the chat template next to it; a document is the JSON of a list of messages.
 
     The template is ``chat_template.jinja`` or the entry of that name in ``tokenizer_config.json``. Special tokens that
     the template writes are encoded as such, those that a message spells too, as transformers does.
 
-    ``row``: conversations are cut to so many tokens, so that of a longer one only ``row + 1`` are given. The last of
+    ``row``: conversations are cut to this many tokens; a longer one gives only ``row + 1``. The last of
     these has the sign of the assistant's where any of the rest is the assistant's.
 
     Raises ``ValueError``, in one line, as `JsonTokenizer` does, and where there is no template.
@@ -226,7 +227,7 @@ class ChatTokenizer(JsonTokenizer):
         text = files.chat_template
         if text is None:
             raise ValueError(
-                f"{path} has no chat template beside it (chat_template.jinja, or chat_template in "
+                f"{path} has no chat template next to it (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json), which conversations need: take the tokenizer of an instruct model"
             )
         self.template = ChatTemplate(text, files.special_tokens)

@@ -89,7 +89,7 @@ class Lane:
                 if place[0] > filled + 1:
                     raise ValueError(f"{self._source.name}: nothing of an epoch is to be learned in {self._where}")
             if stream.told:
-                warnings.warn(self._left_out, stacklevel=2)  # told once
+                warnings.warn(self._left_out, stacklevel=2)  # warned of once
             if stream.there <= size:
                 continue
             tokens = np.concatenate(pieces)

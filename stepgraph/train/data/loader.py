@@ -168,7 +168,7 @@ class PackedLoader:
         self.epoch, self._row = epoch, row
 
     def _digest(self, epoch: int, row: int) -> str:
-        """Of the row before ``row``."""
+        """The digest of the row before ``row``."""
         if not row:
             return ""
         count = self._count(row - 1)

@@ -18,7 +18,7 @@ class MixedLoader:
 
     Row g of all ranks together is the next row of the part that is furthest behind its share of the g + 1 rows so far,
     the first of equals. So after any number of rows each part has its share to within a row, the order depends on
-    shares and seed alone, and it goes on at any row on any number of ranks. Each part has epochs of its own.
+    shares and seed alone, and it continues at any row on any number of ranks. Each part has epochs of its own.
 
     Args: as of `PackedLoader`.
     """
@@ -49,7 +49,7 @@ class MixedLoader:
 
     @property
     def epoch(self) -> int:
-        """Of the part that is furthest."""
+        """The epoch of the part that is furthest."""
         return max(loader.epoch for loader in self._loaders)
 
     def __iter__(self) -> "MixedLoader":
@@ -116,7 +116,7 @@ class Caches:
         self._caches = caches
 
     def start(self, say: Callable[[str], None] | None = None) -> None:
-        """Of each, as `TokenCache.start`."""
+        """Start each part, as `TokenCache.start` does."""
         for cache in self._caches:
             cache.start(say)
 

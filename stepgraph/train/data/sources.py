@@ -52,7 +52,7 @@ class Corpus(ABC):
         """One line for people: how much there is and how it is split."""
 
     def stamp(self) -> str:
-        """What changes when the data is written again in place: times of its files. Empty where nothing tells."""
+        """Text that changes when the data is rewritten in place: times of its files. Empty where there is none."""
         return ""
 
 

@@ -15,7 +15,7 @@ from stepgraph.models.loss import IGNORE
 class Stream(Protocol):
     """Lays out documents one after the other; ``there``: how many tokens there are so far; ``begins``: the places in
     the stream of the first tokens of the documents that this object laid out; ``counts``: how many were changed or left
-    out, by why; ``told``: what people should know of these, or nothing."""
+    out, by why; ``told``: what a user should know of these, or empty."""
 
     there: int
     begins: list[int]
@@ -127,7 +127,7 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def begun(begins: np.ndarray | list[int], start: int, stop: int) -> np.ndarray:
-    """Of the places ``start`` to ``stop`` of a stream, whether each is one of ``begins``, which ascend: bool."""
+    """Whether each place from ``start`` to ``stop`` of a stream is one of ``begins``, which ascend: bool."""
     first, last = np.searchsorted(begins, (start, stop))
     found = np.zeros(stop - start, dtype=bool)
     found[np.asarray(begins[first:last], dtype=np.int64) - start] = True

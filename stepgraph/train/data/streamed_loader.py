@@ -1,4 +1,4 @@
-"""Batches of a data set that is read as training goes on."""
+"""Batches of a data set that is read during training."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from stepgraph.train.data.stream import positions_in_documents
 from stepgraph.train.data.tokenizer import Tokenizer
 
 MOST_LANES = 64
-#: Of each lane that was read, of its buffers by number: where it begins, and its digest.
+#: By lane that was read, then by number of its buffer: where the buffer begins, and its digest.
 Marks = dict[int, dict[int, tuple[Mark, str]]]
 
 
@@ -99,7 +99,7 @@ class StreamedLoader:
 
     @property
     def epoch(self) -> int:
-        """Of the lane that is furthest."""
+        """The epoch of the lane that is furthest."""
         return max((self._marks[lane][self._newest(lane)][0].epoch for lane in self._marks), default=0)
 
     def _own(self, batch: int = 0) -> list[int]:
@@ -117,7 +117,7 @@ class StreamedLoader:
         return lane, *divmod(row, self._rows)
 
     def _newest(self, lane: int) -> int:
-        """Of the buffers of a lane with a mark, the number of the newest that is not behind the lane's next row."""
+        """The number of the lane's newest buffer with a mark that does not lie after the lane's next row."""
         number = (self._given - lane + self.lanes - 1) // self.lanes // self._rows
         return max(one for one in self._marks[lane] if one <= number)
 
@@ -178,7 +178,7 @@ class StreamedLoader:
     # -- what of `TokenCache` the trainer needs
 
     def start(self, say: Callable[[str], None] | None = None) -> None:
-        """Begin to read, the lanes that this rank needs by turns in their order; ``say`` is told of long waits."""
+        """Begin to read the lanes that this rank needs, in turn; ``say`` gets a line about long waits."""
         self._say = say or self._say
         batches = range(self.lanes // math.gcd(self.lanes, self._world_size * self._batch_size))
         firsts: dict[int, int] = {}  # by lane
@@ -202,7 +202,7 @@ class StreamedLoader:
     def describe(self) -> str:
         """How it is read, for people."""
         size = self._rows * self.lanes * self._seq_len
-        return f"read as the run goes on, {self.lanes} files side by side, rows shuffled in buffers of {size:,} tokens"
+        return f"read during the run, {self.lanes} files in parallel, rows shuffled in buffers of {size:,} tokens"
 
 
 def open_loader(

@@ -8,7 +8,7 @@ and split, holds
     progress.json   how many documents, tokens and beginnings are there, and whether that is all
     lock            held by the process that writes; every other one reads what is there and waits for more
 
-Whoever finds the lock free goes on where the last writer stopped, so a killed run leaves nothing to clean up. The
+Whoever finds the lock free continues where the last writer stopped, so a killed run leaves nothing to clean up. The
 tokens reach the disk before the record that counts them.
 """
 
@@ -48,7 +48,7 @@ class TokenCache:
     Args:
         documents: indices into ``source``, in the stream's order.
         folder: where caches lie; None writes to a temporary file instead, which ends with this object.
-        row: conversations lie within rows of so many tokens, see `Rows`; None: documents of text.
+        row: conversations are packed whole into rows of this length, see `Rows`; None: documents of text.
 
     The thread starts at the first :meth:`wait` or :meth:`start`, and from then on it alone reads ``source``.
 
@@ -83,7 +83,7 @@ class TokenCache:
         except OSError as error:
             raise ValueError(self._cannot_write(error)) from error
         self._mapped = np.empty(0, self._dtype)
-        self._begins, self._begins_of = np.empty(0, np.int64), 0  # of so many tokens
+        self._begins, self._begins_of = np.empty(0, np.int64), 0  # up to this token
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._stop, self._grown = threading.Event(), threading.Event()
@@ -98,7 +98,7 @@ class TokenCache:
         return digest.hexdigest()
 
     def start(self, say: Callable[[str], None] | None = None) -> None:
-        """Begin to tokenize what is not there yet; ``say`` is told every ``NEWS_S`` seconds how far that is."""
+        """Begin to tokenize what is not there yet; ``say`` gets the progress every ``NEWS_S`` seconds."""
         self._say = say or self._say
         if self._thread is None and not self._progress()["whole"]:
             self._thread = threading.Thread(target=self._write, name="tokenizer", daemon=True)
@@ -122,7 +122,7 @@ class TokenCache:
                 return found["tokens"], found["whole"]
             if self._failure is not None:
                 raise self._failure
-            self._grown.wait(_POLL_S)  # another process tells nothing
+            self._grown.wait(_POLL_S)  # another process does not notify
             self._grown.clear()
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -157,7 +157,7 @@ class TokenCache:
 
     def _progress(self) -> dict[str, Any]:
         """How many ``documents``, ``tokens`` and ``begins`` are in the files, whether that is the ``whole``, and what
-        is ``told`` of it if anything."""
+        a user should know of it (``told``)."""
         try:
             return json.loads((self.folder / "progress.json").read_text())
         except FileNotFoundError:
@@ -225,8 +225,8 @@ class TokenCache:
 
     @contextlib.contextmanager
     def _writing(self, *files: BinaryIO) -> Iterator[None]:
-        """Inside, an OSError becomes the line about this cache. ``files`` are closed first: what they hold fails again,
-        and would be told in place of it."""
+        """Inside, an OSError becomes the line about this cache. ``files`` are closed first: writing what
+        they hold fails again, and would be reported instead."""
         try:
             yield
         except OSError as error:
@@ -250,7 +250,7 @@ class TokenCache:
         return texts
 
     def _opened(self, name: str, size: int) -> BinaryIO:
-        """A file of the cache to go on writing behind its first ``size`` bytes: the rest came after the last record."""
+        """A file of the cache, opened to write after its first ``size`` bytes: the rest came after the last record."""
         file = (self.folder / name).open("r+b" if size else "wb")
         file.seek(size)
         file.truncate()

@@ -19,13 +19,13 @@ BESIDE = (SETTINGS, SPECIAL, "chat_template.jinja", GENERATION)
 
 
 class TokenizerFiles:
-    """The tokenizer that ``--tokenizer`` names, with the files beside it.
+    """The tokenizer that ``--tokenizer`` names, with the files next to it.
 
     ``bos_id``, ``eos_id``: ids of the tokens that tokenizer_config.json calls ``bos_token`` and ``eos_token``. Where it
     names none: a token by one of the usual names, or None; and the token behind each document of the training data.
     ``ends``: ids that end what a model writes, those in generation_config.json and ``eos_id``.
 
-    Raises ``ValueError``, in one line, as `open_tokenizer` does, and for a file beside it that should hold an object.
+    Raises ``ValueError``, in one line, as `open_tokenizer` does, and for a file next to it that should hold an object.
     """
 
     def __init__(self, name: str):
@@ -48,7 +48,7 @@ class TokenizerFiles:
         self.ends = given if self.eos_id in given else [*given, self.eos_id]
 
     def _beside(self, name: str) -> dict[str, Any]:
-        """What the file of that name beside the tokenizer holds; nothing where there is none."""
+        """The content of the file of that name next to the tokenizer; empty where there is none."""
         file = None if self._path is None else self._path.parent / name
         return {} if file is None or not file.exists() else read_json(file)
 
@@ -72,7 +72,7 @@ class TokenizerFiles:
 
     @property
     def chat_template(self) -> str | None:
-        """The template beside the tokenizer, the one called default where there are several; None: there is none."""
+        """The template next to the tokenizer, the one called default where there are several; None if there is none."""
         beside = None if self._path is None else self._path.parent / "chat_template.jinja"
         if beside is not None and beside.is_file():
             try:
@@ -117,7 +117,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter that stands for each byte in GPT-2's vocabulary: itself if it prints, else one from 256 on.
+    """The letter of each byte in GPT-2's vocabulary: itself if it prints, else one from 256 on.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.2, and its code.
     """

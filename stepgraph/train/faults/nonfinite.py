@@ -32,7 +32,7 @@ class Finite:
         self.skipped, self.in_a_row = self.skipped + skips, self.in_a_row + skips
         if skips and self.in_a_row < self.config.max_skipped:
             return False
-        row = f" ({self.in_a_row} steps in a row left out)" if skips else ""
+        row = f" ({self.in_a_row} consecutive steps left out)" if skips else ""
         updated = step > max(1, self.in_a_row)
         self.require(f"the loss of step {step}{row}", loss, step, batch, updated=updated)
         self.require(f"the gradient norm of step {step}{row}", grad_norm, step, batch, updated=updated)
@@ -66,8 +66,8 @@ class Finite:
         return f"{self._again(step)} with a lower --lr"
 
     def _again(self, step: int) -> str:
-        """How to go on: from the newest checkpoint whose weights have given a finite loss in a step since. Steps left
-        out have not, nor have they changed these."""
+        """How to continue: from the newest checkpoint whose weights gave a finite loss in a later step. Skipped steps
+        gave none and changed no weights."""
         step -= max(0, self.in_a_row - 1)
         saved = {step_of(path): path for path in checkpoints(self.folder / "checkpoints") if not path.suffix}
         sound = [at for at in saved if at < step - 1]

@@ -1,5 +1,5 @@
 """A rank ends when the launcher that started it is gone: killed with -9, it can neither end its ranks nor start others,
-and they would train on beside the run that is resumed, or wait for its store for ever."""
+and they would train on next to the run that is resumed, or wait for its store forever."""
 
 import os
 import sys

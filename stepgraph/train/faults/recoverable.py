@@ -26,8 +26,8 @@ class RecoverableErrors:
 
     @contextlib.contextmanager
     def noted(self, *kinds: type[Exception], what: str = "the records cannot be written") -> Iterator[None]:
-        """Keep an OSError, or one of ``kinds``, that is raised inside, and go on behind the block. ``what``: said of an
-        error of the system that names no file."""
+        """Keep an OSError, or one of ``kinds``, that is raised inside, and continue after the block. ``what``: the
+        words for an error of the system that names no file."""
         try:
             yield
         except BrokenPipeError:

@@ -146,8 +146,8 @@ class RunFolder:
         write_text(self.path / "config.json", config.to_json())
 
     def check_there(self, config: TrainConfig) -> None:
-        """Raises OSError where the folder was removed while the run goes on; what is saved there since can be resumed
-        all the same."""
+        """Raises OSError where the folder was removed during the run; what was saved there since can still be
+        resumed."""
         if not (self.path / "config.json").exists():
             self.path.mkdir(parents=True, exist_ok=True)
             self.write_config(config)

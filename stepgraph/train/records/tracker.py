@@ -17,7 +17,7 @@ from stepgraph.train.records.files import write_json
 class Wandb:
     """The run of ``config`` in Weights & Biases; what is set up for it (``WANDB_MODE``, ``WANDB_PROJECT``, ...) holds.
 
-    The run folder keeps its id in ``wandb.json``, so that a resumed run goes on in the same one.
+    The run folder keeps its id in ``wandb.json``, so that a resumed run continues the same one.
 
     Raises ValueError, in one line, where the package is missing or does not start.
     """
@@ -58,7 +58,7 @@ def _failing() -> Iterator[None]:
         yield
     except Exception as failure:
         raise OSError(
-            f"wandb failed ({_told(failure)}): go on without --log wandb, or with WANDB_MODE=offline"
+            f"wandb failed ({_told(failure)}): continue without --log wandb, or with WANDB_MODE=offline"
         ) from failure
 
 

@@ -1,6 +1,6 @@
 """Names the kernels of a trace by the node and module that launched them.
 
-A CUDA graph launches its kernels without telling for which node. One step before it is recorded runs node by node
+A CUDA graph does not say for which node it launches a kernel. One step before it is recorded runs node by node
 instead, each node inside a range of its own: the k-th kernel of a name in a replay is for the node that launched the
 k-th kernel of that name then.
 """

@@ -115,7 +115,7 @@ def test_the_page_of_a_preset_shows_a_stage_and_what_every_stage_costs(tmp_path)
     assert not any(name.endswith(".0") for name in names)
     text = files["text"].read_text().splitlines()
     assert [line for line in text if line.startswith("# ")] == [
-        f"# {graph['name']}, called {graph['calls']} times a step" for graph in made["graphs"]
+        f"# {graph['name']}, called {graph['calls']} times per step" for graph in made["graphs"]
     ]
     assert {report["graph"] for report in made["passes"]} >= {"stage 1", "forward.1", "gather.1", "update"}
     # What the stage's forward leaves for its backward, which is another graph, are activations.

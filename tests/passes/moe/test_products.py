@@ -78,8 +78,8 @@ def test_auto_takes_the_package_where_it_was_measured_faster(package):
 @pytest.mark.parametrize(
     ("sizes", "capability", "why"),
     [
-        ({"R": 4095}, (9, 0), "none is in bf16 with 1,024 rows an expert or more, and smaller ones were not measured"),
-        ({"R": 4096, "dtype": torch.float32}, (9, 0), "none is in bf16 with 1,024 rows an expert or more, and "),
+        ({"R": 4095}, (9, 0), "none is in bf16 with 1,024 rows per expert or more, and smaller ones were not measured"),
+        ({"R": 4096, "dtype": torch.float32}, (9, 0), "none is in bf16 with 1,024 rows per expert or more, and "),
         ({"R": 4096}, (10, 0), "QuACK's were measured on compute capability 9.0 alone"),
         ({"R": 4096}, (9, 0), "quack-kernels is not installed"),
     ],

@@ -261,7 +261,7 @@ def test_conversations_need_a_template_and_more_than_one(folder, tmp_path):
     plain = tokenizers.Tokenizer(models.WordLevel({"</s>": 0, "Hi": 1}, "Hi"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
     plain.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="has no chat template beside it"):
+    with pytest.raises(ValueError, match="has no chat template next to it"):
         open_data(data, str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="holds one conversation: give two or more"):
         open_data(write(tmp_path / "b.jsonl", [good]), str(folder / "tokenizer.json"))

@@ -51,7 +51,7 @@ def test_a_package_that_fails_in_the_middle_ends_the_run_after_a_save(wandb, tra
     wandb.init = init
     assert trainer.here(*WORDS, "--out", tmp_path / "run") == 1
     error = capsys.readouterr().err
-    assert error.startswith(r"error: wandb failed (KeyError: 'no\nsuch service'): go on without --log wandb")
+    assert error.startswith(r"error: wandb failed (KeyError: 'no\nsuch service'): continue without --log wandb")
     assert "; step 3 is saved: --resume" in error and error.count("\n") == 1
     assert trainer.resume(tmp_path / "run", "--log", "tensorboard") == 0
 

@@ -1,4 +1,4 @@
-"""torchtitan as a provider of ``stepgraph bench train``: its public ``Trainer``, told to do our work.
+"""torchtitan as a provider of ``stepgraph bench train``: its public ``Trainer``, configured for our work.
 
 torchtitan is imported where it is used, so that everything else works without it. What it is given: a job
 configuration, model arguments with the preset's dimensions, our tokens and our initial weights, and a metrics processor

@@ -112,7 +112,7 @@ def shifted(start, shift, SHIFT: tl.constexpr):
 
 @triton.jit
 def inside(at, shift, N: tl.constexpr, SHIFT: tl.constexpr):
-    """Which elements ``at``, counted from where the row is read, are the row's: told for as many at a time as divide
+    """Which elements ``at``, counted from where the row is read, are the row's: decided for as many at a time as divide
     the length of rows and what is read before them."""
     if SHIFT == 1:
         return at < N
@@ -124,8 +124,8 @@ def inside(at, shift, N: tl.constexpr, SHIFT: tl.constexpr):
 
 @triton.jit
 def tile_mask(valid, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.constexpr):
-    """Mask of a tile to be read: valid rows, and valid columns unless the tile is known to be full. Of a shifted row
-    whole vectors are read, with what lies before and behind it: see `trimmed`."""
+    """Mask of a tile to be read: valid rows, and valid columns unless the tile is known to be full. A shifted row is
+    read in whole vectors, with the elements before and after it: see `trimmed`."""
     if FULL:
         return valid[:, None]
     elif SHIFT == 1:

@@ -2,8 +2,8 @@
 
 A row of more than about 16,384 elements does not fit the registers of one program. Instead of reading it twice,
 ``SPLIT`` programs, which run at the same time on different processors (a cooperative launch), hold one slice each for
-the whole pass over memory, publish their share of a sum over the row, and wait for the others'. Loads of the rows to
-come are in flight meanwhile.
+the whole pass over memory, publish their share of a sum over the row, and wait for the others'. Loads of the next rows
+are in flight during this wait.
 
 A share is one 64-bit word, its float32 value in the lower half and the number of its step in the upper, written and
 read whole: no fence, and no separate flag to read. Words for four steps suffice even if a tile is finished a step late:

@@ -10,7 +10,7 @@ from stepgraph.train.data.formats.streamed import Streamed
 from stepgraph.train.data.sources import Corpus, Sections, Source, Stdlib
 
 FORMS = "stdlib, FILE.jsonl or FILE.txt (or with .gz), FILE.parquet, hf:NAME or hf-stream:NAME"
-#: In front of the name of a data set: read whole, or as training goes on.
+#: Prefixes of the name of a data set: read whole, or during training.
 WHOLE, STREAMED = "hf:", "hf-stream:"
 
 

@@ -43,7 +43,7 @@ class HuggingFace(Source):
             self.split_by_index(self._train_rows)
 
     def stamp(self) -> str:
-        """Of the files that the library maps: it writes others where the data is another."""
+        """The times of the files that the library maps: it writes others where the data is another."""
         files = [file["filename"] for part in self._parts for file in part.cache_files]
         facts = [f"{file} {os.stat(file).st_mtime_ns}" for file in files]
         return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()

@@ -11,7 +11,7 @@ from stepgraph.train.data.token_cache import default_folder
 
 
 def unpacked(path: Path) -> Path:
-    """A copy of ``path`` without its ``.gz``, kept beside the token caches and made anew when ``path`` is written to.
+    """A copy of ``path`` without its ``.gz``, kept next to the token caches and made again when ``path`` is written to.
 
     Raises:
         ValueError: one line; it is no such file, or there is no room for the copy.

@@ -1,4 +1,4 @@
-"""Data sets of the ``datasets`` library, read as training goes on: nothing is downloaded whole or written to disk."""
+"""Data sets of the ``datasets`` library, read during training: nothing is downloaded whole or written to disk."""
 
 import hashlib
 import os
@@ -81,7 +81,7 @@ class Streamed(Corpus):
 
     def describe(self) -> str:
         own = "its own validation split" if self._validation is not None else "5% of rows for validation"
-        return f"{self.name}: {self.files:,} files, read as the run goes on; {own}"
+        return f"{self.name}: {self.files:,} files, read during the run; {own}"
 
     @property
     def fingerprint(self) -> str:

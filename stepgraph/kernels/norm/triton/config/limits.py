@@ -166,7 +166,7 @@ def register_estimate(problem: Problem, config: Config) -> float:
         # The ends of rows are handled separately.
         extra += elements * (1.9 if not problem.layer else 1.2 if config.split == 1 else 0.3 + 0.1 / at_once)
     every = 18 + pointers + held + weights + sums + along + extra
-    # Of a single tile, products are summed as they are made.
+    # Products of a single tile are summed as they are made.
     return 0.8 * every if problem.backward and config.split > 1 and config.pieces(problem.span) == 1 else every
 
 
