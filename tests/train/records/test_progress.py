@@ -61,7 +61,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal():
     [
         (101, "step 20/1000 | loss 4.1234 | lr 2.0e-03 | grad_norm 0.97 | 118 ms | 139k tok/s | mfu 41% | eta 1.9m"),
         (80, "step 20/1000 | loss 4.1234 | lr 2.0e-03 | 139k tok/s | mfu 41% | eta 1.9m"),
-        (60, "step 20/1000 | loss 4.1234 | 139k tok/s | eta 1.9m"),
+        (60, "step 20/1000 | loss 4.1234 | 139k tok/s | mfu 41% | eta 1.9m"),
         (40, "step 20/1000 | loss 4.1234 | eta 1.9m"),
         (20, "step 20/1000 | loss "),
     ],
