@@ -10,8 +10,10 @@ import errno
 import io
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -44,6 +46,9 @@ options:
 
 #: The exit status of a program that the signal of a broken pipe ends.
 _READER_GONE = 141
+
+#: Seconds after which a command that still imports says so.
+_SPEAKS_AFTER_S = 5
 
 #: What a disk or device without room for the output says.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -148,6 +153,8 @@ def _dispatch(arguments: list[str]) -> int:
         full, options = f"bench {rest[0]}", rest[1:]
     if full in COMMANDS and _helped(full, options):
         return 0
+    if full in COMMANDS:
+        _load_torch()
     match command:
         case "-h" | "--help":
             print(USAGE, end="")
@@ -204,6 +211,17 @@ def _dispatch(arguments: list[str]) -> int:
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
     raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect", "sample", "export"])
+
+
+def _load_torch() -> None:
+    """Import torch, which a slow disk makes long: then a line says so."""
+    timer = threading.Timer(_SPEAKS_AFTER_S, partial(print, "loading torch", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        import torch  # noqa: F401
+    finally:
+        timer.cancel()
 
 
 def _helped(command: str, words: list[str]) -> bool:

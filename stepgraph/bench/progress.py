@@ -16,35 +16,39 @@ from typing import Any
 #: The environment's name for the file of a provider's phases, a line each: ``[name, seconds since the epoch]``.
 VARIABLE = "STEPGRAPH_BENCH_PHASES"
 
+#: Who says which pass runs, and which piece is compiled.
+PASSES, PIECES = "stepgraph.passes", "stepgraph.compile"
+
 #: The phase of a process that has nothing to do until the next request.
 WAITING = ""
 
 #: A phase that lasts longer is printed again, with the seconds so far.
-SPEAKS_EVERY_S = 10.0
+SPEAKS_EVERY_S = 5.0
 
 _POLL_S = 0.25
 
 
-def phase(name: str) -> None:
-    """In a provider's process, on rank 0: from now on it is in the phase ``name``."""
+def phase(name: str, part: str = "") -> None:
+    """In a provider's process, on rank 0: from now on it is in the phase ``name``, and in that in ``part``."""
     if VARIABLE in os.environ and os.environ.get("RANK", "0") == "0":
         with open(os.environ[VARIABLE], "a", encoding="utf-8") as file:
-            file.write(json.dumps([name, time.time()]) + "\n")
+            file.write(json.dumps([name, time.time(), part]) + "\n")
 
 
 class _Passes(logging.Handler):
     """Takes the passes of a capture for phases."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        phase("compile" if record.args == ("inductor",) else "capture")
+        compiles = record.name == PIECES or record.args == ("inductor",)
+        phase("compile" if compiles else "capture", record.getMessage())
 
 
 def phases_of_passes() -> None:
     """In a provider's process: a capture reports when it compiles."""
-    log = logging.getLogger("stepgraph.passes")
-    log.setLevel(logging.INFO)
-    log.addHandler(_Passes())
-    log.propagate = False
+    for log in map(logging.getLogger, (PASSES, PIECES)):
+        log.setLevel(logging.INFO)
+        log.addHandler(_Passes())
+        log.propagate = False
 
 
 def note(row: Any, text: str) -> None:
@@ -66,7 +70,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._done = threading.Event()
-        self._name, self._since = "start", time.time()
+        self._name, self._part, self._since = "start", "", time.time()
         self._spoke = self._since
         self.row.phases_s = {"start": 0.0}
         note(self.row, "start")
@@ -82,7 +86,8 @@ class Progress:
 
     def __str__(self) -> str:
         """The phase, and how long it has lasted."""
-        return f"{self._name or 'waiting'}, {time.time() - self._since:.0f} s"
+        part = f" ({self._part})" if self._part else ""
+        return f"{self._name or 'waiting'}{part}, {time.time() - self._since:.0f} s"
 
     def _watch(self) -> None:
         while not self._done.wait(_POLL_S):
@@ -93,7 +98,7 @@ class Progress:
     def _look(self) -> None:
         lines = self.path.read_text(encoding="utf-8").split("\n")[:-1] if self.path.exists() else []
         for line in lines[self._read :]:
-            name, at = json.loads(line)
+            name, at, self._part = json.loads(line)
             if name == self._name:
                 continue
             left = self._leave(at)

@@ -1,5 +1,6 @@
 """What a provider's process says of itself while it is waited for."""
 
+import logging
 import types
 
 import pytest
@@ -34,15 +35,24 @@ def test_a_long_phase_is_not_silent(row, tmp_path, monkeypatch, capsys):
         while said.count("m | p | start, 0 s") < 2:
             said += capsys.readouterr().err
         assert str(watched).startswith("start, 0 s")
+        monkeypatch.setenv(progress.VARIABLE, watched.environment[progress.VARIABLE])
+        progress.phase("compile", "compiling piece 2 of 3")
+        while "m | p | compile (compiling piece 2 of 3), 0 s" not in said:
+            said += capsys.readouterr().err
     assert row.phases_s["start"] > 0.1
 
 
 def test_the_compiler_is_a_phase_of_a_capture(tmp_path, monkeypatch):
     found = []
-    monkeypatch.setattr(progress, "phase", found.append)
-    monkeypatch.setattr(runner.log, "handlers", [])
+    pieces = logging.getLogger("stepgraph.compile")
+    monkeypatch.setattr(progress, "phase", lambda *words: found.append(words))
+    for log in (runner.log, pieces):
+        for name in ("handlers", "level", "propagate"):
+            monkeypatch.setattr(log, name, [] if name == "handlers" else getattr(log, name))
     progress.phases_of_passes()
     for name in ("bucket_collectives", "inductor", "cuda_graph"):
         assert name in passes.order.ORDER
         runner.log.info("pass %s", name)
-    assert found == ["capture", "compile", "capture"]
+    pieces.info("compiling piece %d of %d", 1, 3)
+    assert [phase for phase, _ in found] == ["capture", "compile", "capture", "compile"]
+    assert found[1][1] == "pass inductor" and found[3][1] == "compiling piece 1 of 3"
