@@ -1,10 +1,13 @@
 """A pass of your own, out of tree: registered by public names, checked and reported like the built-in ones.
 
-CPU, a few seconds:  python examples/custom_pass.py
+CPU, a few seconds:    python examples/custom_pass.py
+GPU, the same script:  python examples/custom_pass.py --device cuda
 
 The pass replaces `x * 2` by `x + x`, which has the same bits. Its tier is therefore `exact`: `step.verify` must find no
 difference, and the runner checks that every node's recorded shape, dtype and strides still follow from its inputs.
 """
+
+import argparse
 
 import torch
 from torch import nn
@@ -36,8 +39,12 @@ class Model(nn.Module):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+
     torch.manual_seed(0)
-    model, batch = Model(), torch.randn(4, 8)
+    model, batch = Model().to(args.device), torch.randn(4, 8, device=args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     passes = ["double_by_addition", *[p for p in default() if p.tier == "exact"]]
     step = stepgraph.capture(model, lambda model, x: model(x).square().mean(), batch, optimizer, passes=passes)

@@ -1,42 +1,61 @@
-"""Every example runs in seconds on a CPU, and every recipe is a configuration that the trainer takes."""
+"""Every example runs in seconds on a CPU by the command it states, and every recipe is a valid run."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from stepgraph import cli
 from stepgraph.config.files import read_config
+from stepgraph.passes import PASSES
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
+COMMAND = re.compile(r"^CPU, a few seconds: +(python|torchrun --nproc-per-node \d+) examples/(\w+)\.py$", re.MULTILINE)
 #: What a run of each example must print.
 PRINTS = {
+    "custom_optimizer": r"step 20: loss.*bitwise equal to eager",
     "custom_pass": r"2 of 3 products became sums.*bitwise equal to eager",
     "distillation": r"step 1: KL 0\.0.*step 10: KL 0\.0",
     "graph_trainer": r"train_loss",
     "lora": r"adapter_model\.safetensors",
+    "moe_ranks": r"step 1: loss 5\.\d+, repeated 0\nstep 5: loss",
     "packing": r"200 examples in \d+ rows of 256 tokens.*train_loss",
+    "pipeline": r"rank 1: 147,776 parameters.*step 5: loss 4\.",
     "own_loop": r"step 20: loss.*bitwise equal to eager",
     "verify_change": r"passes=exact:\nverify: bitwise.*the pass fuse_norm",
 }
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_an_example_runs(script):
-    assert "CPU, a few seconds:" in script.read_text(), "its docstring names the command"
-    run = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert run.returncode == 0, run.stderr
-    assert re.search(PRINTS[script.stem], run.stdout, re.DOTALL), run.stdout
+def test_an_example_runs(script, monkeypatch, capsys):
+    text = script.read_text()
+    launcher, named = COMMAND.search(text).groups()
+    assert named == script.stem
+    assert re.search(rf"^(Two )?GPUs?\b.* examples/{named}\.py", text, re.MULTILINE), "it states its GPU command"
+    if launcher == "python":
+        monkeypatch.setattr(sys, "argv", [str(script)])
+        registered = dict(PASSES)
+        runpy.run_path(str(script), run_name="__main__")
+        for name in set(PASSES) - set(registered):
+            del PASSES[name]
+        printed = capsys.readouterr().out
+    else:
+        run = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *launcher.split()[1:], script],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+        assert run.returncode == 0, run.stderr
+        printed = run.stdout
+    assert re.search(PRINTS[script.stem], printed, re.DOTALL), printed
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
@@ -45,3 +64,14 @@ def test_a_recipe_is_a_valid_run(recipe):
     config, given = read_config(recipe, None)
     config.validate()
     assert given
+
+
+def test_a_recipe_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("A recipe is a run's options in a file, and the command line overrides it. " * 200)
+    recipe = ROOT / "examples" / "recipes" / "pretrain-debug.toml"
+    small = ["--steps=2", "--seq-len=32", "--model.dim=48", "--model.n-layers=1", "--data=text.txt", "--out=run"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--config", str(recipe), *small])
+    assert stop.value.code == 0, capsys.readouterr().err
+    assert (tmp_path / "run" / "summary.json").exists()

@@ -39,7 +39,7 @@ GRID_N = (
 GRID_M = tuple(4**power for power in range(11))
 GRID_BYTES = 2 * 2**30
 RANDOM_SHAPES = 120
-#: Of a drawn tensor on a CPU, at most.
+#: The most bytes of a drawn tensor on a CPU.
 CPU_BYTES = 2**19
 CPU_GRID = ((256, 64), (1024, 256), (512, 1024), (64, 8192))
 
