@@ -1,8 +1,7 @@
-"""``stepgraph inspect PRESET|RUN --ranks``: whether all ranks of a mesh have one graph, and what differs where not.
+"""``stepgraph inspect PRESET|RUN --ranks``: whether all ranks of a mesh have the same graph, and what differs if not.
 
-Ranks of one graph share what one of them rewrites and compiles, and collectives that all launch in one order cannot
-wait for each other forever. No rank needs to exist: this process plays each of them in turn, in a world of which only
-it exists.
+Ranks with the same graph share the rewritten and compiled code of one of them, and collectives that all ranks launch in
+the same order cannot deadlock. No rank needs to exist: one process after the other simulates each rank in a fake world.
 """
 
 import difflib
@@ -32,8 +31,8 @@ _MOST_LINES = 8
 
 @dataclass(frozen=True)
 class RankGraph:
-    """The graphs of one rank's step after all passes. ``digest``: a hash of all that they hold, constants and forms of
-    values included. ``text``: as `StepProgram.text` gives it."""
+    """The graphs of one rank's step after all passes. ``digest``: a hash of everything in them, constants and shapes
+    included. ``text``: see `StepProgram.text`."""
 
     digest: str
     text: str
@@ -79,7 +78,7 @@ def _rank(rank: int, config: TrainConfig, gpu: str, file: Path) -> None:
 
 
 def report(spec: MeshSpec, graphs: Sequence[RankGraph]) -> list[str]:
-    """What the ranks' graphs have in common, and what differs and why, in lines for a terminal. ``graphs``: by rank."""
+    """Whether the ranks' graphs agree, what differs and why, as lines for a terminal. ``graphs``: by rank."""
     ranks: dict[str, list[int]] = {}
     for rank, graph in enumerate(graphs):
         ranks.setdefault(graph.digest, []).append(rank)
@@ -89,7 +88,7 @@ def report(spec: MeshSpec, graphs: Sequence[RankGraph]) -> list[str]:
         return [
             f"mesh {spec}: all {len(graphs)} ranks have one graph of {nodes[0]:,} lines, which one of them compiles"
         ]
-    lines = [f"mesh {spec}: {len(graphs)} ranks have {len(ranks)} graphs, each of which is compiled by itself"]
+    lines = [f"mesh {spec}: {len(graphs)} ranks have {len(ranks)} graphs, each compiled separately"]
     lines += [f"  {_listed(same)}: {n:,} lines" for same, n in zip(ranks.values(), nodes, strict=True)]
     lines.append(f"why: {_reason(spec, list(ranks.values()))}")
     for same in others:
@@ -103,13 +102,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def places(spec: MeshSpec) -> list[Mapping[str, int]]:
-    """The place of each rank along each axis above 1, by rank: the last axis counts fastest."""
+    """The coordinates of each rank along each axis above 1, by rank: the last axis varies fastest."""
     every = itertools.product(*(range(size) for size in spec.sizes.values()))
     return [{a: p for a, p in zip(spec.sizes, place, strict=True) if spec.sizes[a] > 1} for place in every]
 
 
 def _reason(spec: MeshSpec, classes: Sequence[Sequence[int]]) -> str:
-    """The fewest axes of the mesh whose places decide which graph a rank has, and why."""
+    """The fewest axes of the mesh whose coordinates determine the graph of a rank, and the cause."""
     found = places(spec)
     of = {rank: i for i, ranks in enumerate(classes) for rank in ranks}
     axes = list(found[0])
@@ -118,17 +117,17 @@ def _reason(spec: MeshSpec, classes: Sequence[Sequence[int]]) -> str:
         if len({(of[rank], *(place[axis] for axis in chosen)) for rank, place in enumerate(found)}) == math.prod(
             spec.sizes[axis] for axis in chosen
         ):
-            what = f"the graph follows from the place along {' and '.join(chosen)}"
+            what = f"the graph depends on the coordinate along {' and '.join(chosen)}"
             break
     else:
-        what = "no axis alone separates the graphs, but the rank does"
-    return f"{what}: the capture computed with it in Python, where a tensor would have been an input of the graph"
+        what = "the graph depends on the rank, not on the coordinate along any one axis"
+    return f"{what}: the model computed with it in Python during capture; as a tensor it would be an input of the graph"
 
 
 def _difference(a: str, b: str) -> Iterator[str]:
-    """The lines that only one text has, the first of them, with how many more there are."""
+    """The first lines that only one text has, and the number of the rest."""
     one, other = a.splitlines(), b.splitlines()
-    if len(one) == len(other):  # node by node: a search for the longest match takes minutes for long graphs
+    if len(one) == len(other):  # line by line: a search for the longest match takes minutes for long graphs
         pairs = [(x, y) for x, y in zip(one, other, strict=True) if x != y]
         changed = [line for x, y in pairs for line in (f"- {x.strip()}", f"+ {y.strip()}")]
     else:
@@ -136,7 +135,7 @@ def _difference(a: str, b: str) -> Iterator[str]:
             line for line in difflib.unified_diff(one, other, n=0, lineterm="") if line[:2] not in ("--", "++", "@@")
         ]
     if not changed:
-        yield "  the texts are equal: a constant differs, or a form that the text leaves out, such as strides"
+        yield "  the texts are equal: a constant differs, or something that the text leaves out, such as strides"
     yield from (f"  {line[:300]}" for line in changed[:_MOST_LINES])
     if len(changed) > _MOST_LINES:
         yield f"  and {len(changed) - _MOST_LINES:,} more lines"

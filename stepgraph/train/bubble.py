@@ -35,11 +35,11 @@ class Bubble:
         if not self._steps:
             return ""
         pipeline = step.pipeline
-        told = ranks.gather(lambda: [[Span(pipeline.rank, *timed) for timed in spans] for spans in self._steps])
-        alike = len(told) // pipeline.ranks  # ranks that share a stage
+        gathered = ranks.gather(lambda: [[Span(pipeline.rank, *timed) for timed in spans] for spans in self._steps])
+        replicas = len(gathered) // pipeline.ranks  # ranks that share a stage
         times = [
             PipelineTime([span for own in spans for span in own], pipeline.ranks)
-            for spans in zip(*told[::alike], strict=True)
+            for spans in zip(*gathered[::replicas], strict=True)
         ]
         # Ranks do not begin a step at one time.
         times = sorted((aligned(time, pipeline.ranks_of) for time in times), key=lambda time: time.bubble)

@@ -112,7 +112,7 @@ def test_products_in_a_pipeline_expose_copies_and_barriers():
     assert after["all_gather + mm", "tp", "backward"] == (blocks, blocks * stream)
     assert after["mm + reduce_scatter", "tp", "backward"] == (blocks + 1, (blocks + 1) * stream)
     # Before gate and up: a flag travels once, a kernel waits for it, and each product is two; the other half, copied
-    # beside them, travels for a tenth of the products' time.
+    # next to them, travels for a tenth of the products' time.
     gather = next(c for c in joined.timeline.collectives if c.kind == "all_gather + mm" and c.path == "layers.0.mlp")
     expected = 5e-6 + 3 * 4e-6
     assert gather.exposed_seconds == pytest.approx(expected)
@@ -204,7 +204,7 @@ def test_time_is_summed_by_region(monkeypatch, capsys):
     assert timeline.regions["mlp", "backward"] > timeline.regions["mlp", "forward"]
     show(result, Console(width=200))
     shown = capsys.readouterr().out
-    assert "a rank's time by region" in shown and "elsewhere" in shown
+    assert "time of a rank by region" in shown and "elsewhere" in shown
 
 
 def test_a_table_in_a_pipe_is_as_wide_as_it_is(monkeypatch, capsys):

@@ -168,5 +168,5 @@ def test_errors_of_use_are_one_line(words, message, capsys):
 def test_what_is_shown(balanced, capsys):
     show(balanced, Console(width=200))
     shown = capsys.readouterr().out
-    assert "the most loaded rank at 1 times the mean" in shown and "0.0B of them active a token" in shown
+    assert "the most loaded rank at 1 times the mean" in shown and "0.0B of them active per token" in shown
     assert "ep x 4" in shown and "combine" in shown

@@ -46,7 +46,7 @@ def test_a_difference_is_laid_to_the_axes_that_it_follows(axes, of):
     said = report(SPEC, planted(lambda rank: TEXT.replace("two", f"two{of(rank)}")))
     count = len({of(rank) for rank in range(8)})
     assert f"8 ranks have {count} graphs" in said[0]
-    assert said[count + 1].startswith(f"why: the graph follows from the place along {axes}:")
+    assert said[count + 1].startswith(f"why: the graph depends on the coordinate along {axes}:")
     assert said[count + 3 : count + 5] == [
         "  - b = two0(a)  # forward, layers.0",
         "  + b = two1(a)  # forward, layers.0",
@@ -55,7 +55,7 @@ def test_a_difference_is_laid_to_the_axes_that_it_follows(axes, of):
 
 def test_what_follows_from_no_axis_and_what_the_text_leaves_out():
     odd = report(SPEC, planted(lambda rank: TEXT if rank != 3 else TEXT + "c = three()\n"))
-    assert "why: no axis alone separates the graphs" in odd[3] and odd[-1] == "  +c = three()"
+    assert "why: the graph depends on the rank" in odd[3] and odd[-1] == "  +c = three()"
     graphs = planted(lambda rank: TEXT)
     graphs[5] = dataclasses.replace(graphs[5], digest="another")
     assert "the texts are equal: a constant differs" in report(SPEC, graphs)[-1]

@@ -4,6 +4,7 @@ The page shows nothing else: ``json.loads`` of the block ``account`` in a page r
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from stepgraph.passes import PASSES, PassReport
 
 #: Version of the account's format. A page of another version is not read.
 FORMAT = 2
-#: Options that a step's graphs depend on: those of a forecast, and those that only a run has.
+#: Options that a step's graphs depend on: the options of a forecast and some that only a run has.
 _OPTIONS = (
     *SETTINGS,
     *("document_mask", "on_nonfinite", "max_grad_norm", "optimizer", "betas", "eps", "weight_decay"),
@@ -113,36 +114,29 @@ def _routed(program: StepProgram, call: Call) -> StepGraph | None:
 
 
 def peak_of(graph: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes by kind at the fullest moment of a graph's account."""
-    _, sizes = fullest(graph)
-    return sizes
+    """Bytes by kind at the peak of a graph's account."""
+    return fullest(graph)[1]
 
 
 def fullest(graph: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
-    """(the node at which most memory is taken, the bytes by kind then) of a graph's account."""
+    """(the node at the memory peak, the bytes by kind there) of a graph's account."""
     storages, n = graph["storages"], len(graph["nodes"]["name"])
-    born: list[list[int]] = [[] for _ in range(n)]
-    dead: list[list[int]] = [[] for _ in range(n + 1)]
-    sizes = dict.fromkeys(KINDS, 0) | dict(graph["beside"])
-    for i, (node, last) in enumerate(zip(storages["node"], storages["last"], strict=True)):
-        if last == n:  # an input, held throughout
-            sizes[KINDS[storages["kind"][i]]] += storages["bytes"][i]
-        else:
-            born[node].append(i)
-            dead[last].append(i)
-    best, found = sum(sizes.values()), (0, dict(sizes))
-    for node in range(n):
-        for i in born[node]:
-            sizes[KINDS[storages["kind"][i]]] += storages["bytes"][i]
-        if sum(sizes.values()) > best:
-            best, found = sum(sizes.values()), (node, dict(sizes))
-        for i in dead[node]:
-            sizes[KINDS[storages["kind"][i]]] -= storages["bytes"][i]
-    return found
+    rows = list(zip(*(storages[key] for key in ("node", "bytes", "kind", "last")), strict=True))
+    change = [0] * (n + 1)
+    for node, size, _, last in rows:
+        if last < n:  # the others are inputs, held throughout
+            change[node] += size
+            change[last + 1] -= size
+    alive = list(itertools.accumulate(change[:n]))
+    peak, sizes = alive.index(max(alive)), dict.fromkeys(KINDS, 0) | dict(graph["beside"])
+    for node, size, kind, last in rows:
+        if last == n or node <= peak <= last:
+            sizes[KINDS[kind]] += size
+    return peak, sizes
 
 
 def _state_beside(graphs: Sequence[dict[str, Any]]) -> None:
-    """Note for each graph the bytes of the state that others take and it does not, by kind."""
+    """Note for each graph the bytes of state, by kind, that only other graphs read."""
     taken = []
     for graph in graphs:
         size = dict(zip(graph["storages"]["node"], graph["storages"]["bytes"], strict=True))
@@ -152,7 +146,7 @@ def _state_beside(graphs: Sequence[dict[str, Any]]) -> None:
         for state in taken:
             for (kind, name), size in state.items():
                 if (kind, name) not in own:
-                    own[kind, name] = 0  # counted once
+                    own[kind, name] = 0  # so that it is counted once
                     held = HELD.get(kind, "inputs")
                     beside[held] = beside.get(held, 0) + size
         graph["beside"] = beside

@@ -1,7 +1,8 @@
 """What differs between two accounts: options, costs, passes, and nodes, module by module.
 
-Nodes are matched within each module and phase, in order, by what they call and what they give: names count up through a
-whole graph, so that one node more would rename all that follow. Repeated blocks that differ alike are shown once.
+Nodes are matched within each module and phase, in order, by what they call and return. Their names are not compared:
+numbers in names run through the whole graph, so one more node renames all later ones. Repeated blocks with the same
+difference are shown once.
 """
 
 import difflib
@@ -24,7 +25,7 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: 
       for what the steps cost.
     - ``modules``: [path, phase, ns in a, ns in b], equal blocks together. ``passes``: [name, line in a, line in b].
     - ``nodes``: ``a``, ``b``: lines that only one has of the graphs' texts, ``more``: how many are left out of each;
-      ``graph``, ``path``, ``phase``: where; ``count``: modules that differ so; ``node``: the first of them in ``a``.
+      ``graph``, ``path``, ``phase``: where; ``count``: modules with this difference; ``node``: the first node in ``a``.
     - ``left_out``: forms of such a difference that are not listed.
     """
     forms = [form for name in {g["name"]: None for g in (*a["graphs"], *b["graphs"])} for form in _graphs(a, b, name)]
@@ -114,7 +115,7 @@ def _passes(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> l
 
 
 def _graphs(a: Mapping[str, Any], b: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """The differences between the graphs ``name`` of two accounts; those of equal text together."""
+    """The differences between the graphs ``name`` of two accounts; equal differences of repeated blocks are one."""
     sides = [next((graph for graph in account["graphs"] if graph["name"] == name), None) for account in (a, b)]
     blocks = {block for graph in sides if graph for block in graph["blocks"]}
     x, y = (_by_module(graph) if graph else {} for graph in sides)
@@ -143,7 +144,7 @@ def _by_module(graph: Mapping[str, Any]) -> dict[tuple[str, int], list[tuple[str
 
 
 def _unmatched(old: list[tuple[str, int]], new: list[tuple[str, int]]) -> tuple[list[str], list[str], int | None]:
-    """(texts that only ``old`` has, those that only ``new`` has, the first such node of ``old``)."""
+    """(texts that only ``old`` has, texts that only ``new`` has, the first such node of ``old``)."""
     x, y = [text for text, _ in old], [text for text, _ in new]
     if x == y:
         return [], [], None

@@ -1,4 +1,4 @@
-"""The page: one HTML file that holds an account, what draws it, and nothing from elsewhere."""
+"""The page: one HTML file with an account and the code that draws it. It loads nothing."""
 
 import contextlib
 import html
@@ -12,7 +12,7 @@ from stepgraph.inspect.account.account import FORMAT
 #: The name of the page in a run folder.
 PAGE = "page.html"
 _PARTS = Path(__file__).parent / "page"
-#: In the order in which they are loaded: each uses those before it.
+#: In the order of loading: each uses the ones before it.
 _SCRIPTS = (
     "data.js",
     "dom.js",
@@ -29,7 +29,7 @@ _BLOCK = re.compile(r'<script type="application/json" id="account">(.*?)</script
 
 
 def page_of(account: dict[str, Any], difference: dict[str, Any] | None = None) -> str:
-    """The page of ``account``, with what differs from another one (see `compare.difference`) if that is given."""
+    """The page of ``account``, compared with another one if ``difference`` is given (see `compare.difference`)."""
     title = " ".join(filter(None, [account["head"]["title"], account["head"]["mesh"], "stepgraph"]))
     return _part("page.html").format(
         title=html.escape(title),
@@ -41,19 +41,19 @@ def page_of(account: dict[str, Any], difference: dict[str, Any] | None = None) -
 
 
 def write_page(path: Path, account: dict[str, Any], difference: dict[str, Any] | None = None) -> None:
-    """Write the page to ``path``, in one step: a crash leaves the old file or the new one, whole."""
+    """Write the page to ``path`` atomically: a crash leaves the old file or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(page_of(account, difference), encoding="utf-8")
         temporary.replace(path)
-    except OSError:  # a full disk has room for other files again
+    except OSError:  # free the space of a full disk
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
 
 
 def read_page(path: Path) -> dict[str, Any]:
-    """The account that the page ``path`` shows. Raises ``ValueError`` for another file and another version's page."""
+    """The account that the page ``path`` shows. Raises ``ValueError`` for any other file or version."""
     found = _BLOCK.search(path.read_text(encoding="utf-8", errors="replace"))
     if found is None:
         raise ValueError(f"{path} is no page of stepgraph inspect: give a run folder, a preset or such a page")

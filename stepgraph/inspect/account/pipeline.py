@@ -1,4 +1,4 @@
-"""The schedule of a pipeline on paper: when each of its ranks computes, from the forecast of one rank's stages."""
+"""The forecast schedule of a pipeline: when each of its ranks computes, from the forecast of one rank's stages."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ from stepgraph.parallel.pipeline.timeline import PipelineTime, simulate_schedule
 def pipeline_account(
     graphs: Sequence[Mapping[str, Any]], config: TrainConfig, gpu: Gpu, costs: Sequence[StageCost] = ()
 ) -> dict[str, Any] | None:
-    """The pipeline that a rank with ``graphs`` (accounts, see `graph_account`) is part of; None where there is none.
+    """The pipeline of a rank with ``graphs`` (accounts, see `graph_account`); None without one.
 
-    ``costs``: of every stage. A running rank knows what its own stages cost alone: without ``costs`` the others are
-    taken to cost the mean of these, as the cut makes them even, and ``assumed`` is true.
+    ``costs``: of every stage. A running rank knows only the costs of its own stages. Without ``costs``, the other
+    stages get the mean of these, as the cut makes stages even, and ``assumed`` is true.
 
-    ``schedule``: its name. ``ranks``: of the pipeline; ``rank``: this one among them. ``stages``: the rank of each.
-    ``spans``: [rank, kind, stage, microbatch, start, end] of every computation, ns; the microbatch is None for what is
-    done once for all of them. ``ns``: until the last ends; ``after_ns``: of the update and what else follows.
-    ``bubble``: the share of ``ns`` that ranks wait, on average; ``waiting``: of each rank. ``in_flight``: most
-    microbatches that each stage keeps values of at a time. ``kept``: bytes that this rank keeps, for all of its stages'
-    microbatches but the one that it computes. ``measured``: ``spans`` and ``ns`` of a step that ran, None before.
+    ``schedule``: its name. ``ranks``: their number; ``rank``: this rank. ``stages``: the rank of each stage.
+    ``spans``: [rank, kind, stage, microbatch, start, end] of every computation, ns; the microbatch is None for work
+    done once for all microbatches. ``ns``: the end of the last one; ``after_ns``: time of the update and the rest.
+    ``bubble``: see `PipelineTime.bubble`; ``waiting``: each rank's share. ``in_flight``: the most microbatches that
+    each stage keeps values of at a time. ``kept``: bytes that this rank keeps for all microbatches of its stages except
+    the current one. ``measured``: ``spans`` and ``ns`` of a step that ran, None before.
     """
     spec = config.mesh_spec
     if spec is None or spec.pp == 1:
@@ -35,7 +35,7 @@ def pipeline_account(
     stages = [rank_of(schedule, spec.pp, stage) for stage in range(spec.pp * schedule.chunks)]
     seconds = {(kind, i): time for i, cost in enumerate(costs) for kind, time in cost.seconds.items()}
     seconds = seconds or _seconds(graphs, len(stages))
-    # Neighbours of a pipeline are as far apart as the ranks of a stage are many.
+    # Neighbours in a pipeline are one stage's number of ranks apart.
     link = gpu.nvlink if spec.size <= GPUS_PER_NODE else gpu.network
     sent = max((sum(graph["storages"]["bytes"]) for graph in graphs if Kind(graph["kind"]).sends), default=0)
     sends = {(forward, stage): sent / link for forward in (True, False) for stage in range(len(stages))}
@@ -85,7 +85,7 @@ def _seconds(graphs: Sequence[Mapping[str, Any]], stages: int) -> dict[tuple[str
 
 
 def _kept(graphs: Sequence[Mapping[str, Any]], stage: int) -> tuple[int, int]:
-    """Bytes that ``stage`` keeps of one microbatch for its backward, and between the halves of that, if it has two."""
+    """Bytes that ``stage`` keeps for the backward of one microbatch, and between its halves where it has two."""
     own = {graph["kind"]: graph for graph in graphs if graph["stage"] == stage and _call(graph).computes}
     late = {name for _, _, name in own[Kind.BACKWARD_WEIGHT]["inputs"]} if Kind.BACKWARD_WEIGHT in own else set()
     kept = between = 0

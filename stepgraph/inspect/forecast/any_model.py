@@ -1,4 +1,4 @@
-"""`forecast`: memory and time of any model's training step on a GPU that is not there, from traces without values."""
+"""`forecast`: memory and time of any model's training step on a GPU you do not have, from traces without values."""
 
 import contextlib
 import dataclasses
@@ -49,10 +49,10 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Held:
-    """Tensors that are in memory at the peak and alike: ``count`` of them, ``bytes`` of all. ``type``: of each, as in
-    ``bfloat16[8, 16]``. ``what``: the operator that makes them, or their name in the module that holds them.
-    ``module``: its path, with ``*`` for the numbers of several. ``source``: ``file:line`` that makes them, ``""`` for
-    parameters, optimizer state and the batch."""
+    """A group of similar tensors in memory at the peak: their ``count``, and total ``bytes``. ``type``: of each, as
+    in ``bfloat16[8, 16]``. ``what``: the operator that makes them, or their name in the module that holds them.
+    ``module``: its path, with ``*`` for the numbers of several blocks. ``source``: the ``file:line`` that makes them,
+    ``""`` for parameters, optimizer state and the batch."""
 
     bytes: int
     count: int
@@ -78,8 +78,8 @@ class StepForecast:
     """The forecast of a training step on one GPU. As text, one screen.
 
     ``memory_bytes``: of the GPU. ``peak_phase``, ``peak_module``, ``peak_source``: where the step needs ``peak_bytes``.
-    ``by_kind``: bytes at the peak by kind (see `costs.memory.KINDS`); ``largest``: tensors at the peak, those that take
-    most first. ``step_s``: seconds of a step. ``products_share``: the share of the published FLOP/s that the model's
+    ``by_kind``: bytes at the peak by kind (see `costs.memory.KINDS`); ``largest``: tensors at the peak, the
+    largest first. ``step_s``: seconds of a step. ``products_share``: the share of the published FLOP/s that the model's
     products and attention reach, recomputation not counted, in [0, 1].
 
     ``largest_batch``: estimate of the largest batch that fits with these options, 0 where none does, None where it is
@@ -255,7 +255,7 @@ def _peak(cost: StepCost) -> Moment:
 
 
 def _at_peak(program: StepProgram, spec: StepSpec) -> tuple[fx.Node, tuple[Held, ...]]:
-    """(the node at which most is in memory, what is there, largest first)."""
+    """(the node at the memory peak, the tensors held there, largest first)."""
     state = {what: node for step in program.graphs.values() for node, what in step.bound() if not _is_passing(what)}
     found = []
     for step in program.graphs.values():
@@ -273,11 +273,11 @@ def _at_peak(program: StepProgram, spec: StepSpec) -> tuple[fx.Node, tuple[Held,
 
 
 def _is_passing(what: Input) -> bool:
-    """Whether it is there for some calls of a step only."""
+    """Whether only some calls of a step have it."""
     return not isinstance(what, ModelTensor | OptimizerState | Accumulator)
 
 
-#: What tensors of one group share, but for the numbers in their modules' paths: the fields of `Held` from `kind` on.
+#: What tensors of one group share, numbers in module paths aside: the fields of `Held` from `kind` on.
 _Key = tuple[str, str, str, str, str]
 
 
@@ -299,7 +299,7 @@ def _entry(node: fx.Node, kind: str, what: Input | None) -> tuple[int, _Key, str
 
 
 def _grouped(entries: Sequence[tuple[int, _Key, str]]) -> tuple[Held, ...]:
-    """Tensors alike in one: those of a model's repeated blocks, for example."""
+    """Similar tensors as one group, such as the tensors of a model's repeated blocks."""
     groups: dict[_Key, list[tuple[int, str]]] = defaultdict(list)
     for size, key, path in entries:
         groups[key].append((size, path))
@@ -353,7 +353,8 @@ def _largest_batch(spec: StepSpec, cost: StepCost, gpu: Gpu) -> tuple[int | None
 
 
 def _guess(cost: StepCost, rows: int, memory: float) -> int | None:
-    """The rows of a microbatch that would fill the memory if all but state grew with them; None where nothing grows."""
+    """The rows of a microbatch that would fill the memory if everything except state grew with them; None if nothing
+    grows."""
     found = []
     for moment in cost.moments:
         fixed = sum(moment.bytes[kind] for kind in _FIXED)
@@ -404,7 +405,7 @@ def _stand_in(mode: compat.FakeTensorMode, slot: Slot, home: torch.device) -> to
 
 
 def _with_parameters(optimizer: Optimizers | None, stand_ins: Mapping[int, torch.Tensor]) -> Optimizers | None:
-    """``optimizer`` as before its first step, of ``stand_ins`` by what they are in the place of."""
+    """``optimizer`` as before its first step, its parameters replaced by ``stand_ins`` (by id)."""
     if optimizer is None or isinstance(optimizer, list | tuple):
         return optimizer and [_with_parameters(one, stand_ins) for one in optimizer]
     made = object.__new__(type(optimizer))
@@ -436,7 +437,7 @@ def _resized(batch: Any, rows: int) -> Any:
 
 @contextlib.contextmanager
 def _cuda_autocast_on_cpu() -> Iterator[None]:
-    """Inside, ``torch.autocast("cuda")`` of a loss is a CPU's, as the tensors that are traced are."""
+    """Inside, ``torch.autocast("cuda")`` of a loss acts on the CPU, where the traced tensors are."""
     init = torch.autocast.__init__
 
     def on_cpu(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -453,7 +454,7 @@ def _cuda_autocast_on_cpu() -> Iterator[None]:
 
 
 def _times(held: Held) -> str:
-    """How many tensors, and the type of each with torch's dtypes by their short names."""
+    """The number of tensors and their type, with short names of dtypes."""
     kind = held.type.replace("bfloat16", "bf16").replace("float32", "fp32").replace("float16", "fp16")
     return f"{held.count} x {kind}" if held.count > 1 else kind
 

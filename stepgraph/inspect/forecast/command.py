@@ -83,7 +83,7 @@ def show(result: Forecast, console: Console) -> None:
     )
     if hasattr(config.model, "moe"):
         parameters, active = config.model.num_params(), config.model.num_params(active=True)
-        console.print(f"{parameters / 1e9:,.1f}B parameters, {active / 1e9:,.1f}B of them active a token")
+        console.print(f"{parameters / 1e9:,.1f}B parameters, {active / 1e9:,.1f}B of them active per token")
     console.print(f"{result.nodes:,} nodes captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
     console.print(_memory_table(result))
     left = gpu.memory - result.peak.total
@@ -96,13 +96,13 @@ def show(result: Forecast, console: Console) -> None:
     if any(region for region, _ in timeline.regions):
         console.print(_region_table(timeline))
     console.print(
-        f"step {time_text(timeline.step_seconds)}: computing {time_text(timeline.compute_seconds)}, "
+        f"step {time_text(timeline.step_seconds)}: computation {time_text(timeline.compute_seconds)}, "
         f"exposed communication {time_text(timeline.exposed_seconds)} "
         f"({timeline.exposed_seconds / timeline.step_seconds:.1%} of the step)"
     )
     console.print(
         f"{result.tokens / timeline.step_seconds:,.0f} tokens/s in all, "
-        f"{result.tokens / timeline.step_seconds / config.mesh_spec.size:,.0f} a GPU, MFU {result.mfu:.1%}; "
+        f"{result.tokens / timeline.step_seconds / config.mesh_spec.size:,.0f} per GPU, MFU {result.mfu:.1%}; "
         f"{time_text(result.overlapped_seconds)} if all communication were overlapped"
     )
     console.print(assumed_rates(gpu))
@@ -111,7 +111,7 @@ def show(result: Forecast, console: Console) -> None:
 def _memory_table(result: Forecast) -> Table:
     phases = list(dict.fromkeys(moment.phase for moment in result.moments))
     fullest = [max((m for m in result.moments if m.phase == phase), key=lambda m: m.total) for phase in phases]
-    table = new_table("a rank's memory, when it is fullest in each phase", ["kind"], phases)
+    table = new_table("memory of a rank at the peak of each phase", ["kind"], phases)
     for kind in KINDS:
         table.add_row(kind, *(size_text(m.bytes[kind]) if m.bytes[kind] else "" for m in fullest))
     table.add_row("total", *(size_text(m.total) for m in fullest))
@@ -120,7 +120,7 @@ def _memory_table(result: Forecast) -> Table:
 
 def _collective_table(collectives: Iterable[Collective]) -> Table:
     columns = ["count", "bytes", "time", "exposed"]
-    table = new_table("a rank's collectives", ["phase", "collective", "role", "axis x ranks", "dtype"], columns)
+    table = new_table("collectives of a rank", ["phase", "collective", "role", "axis x ranks", "dtype"], columns)
     kinds: dict[tuple[str, ...], list[Collective]] = {}
     for c in collectives:
         kinds.setdefault((c.phase, c.kind, c.role, f"{c.axis} x {c.ranks}", c.dtype), []).append(c)
@@ -136,7 +136,7 @@ def _collective_table(collectives: Iterable[Collective]) -> Table:
 
 
 def _region_table(timeline: Timeline) -> Table:
-    table = new_table("a rank's time by region", ["region", "phase"], ["computing", "communication", "exposed"])
+    table = new_table("time of a rank by region", ["region", "phase"], ["computation", "communication", "exposed"])
     found: dict[tuple[str, str], list[float]] = {key: [s, 0.0, 0.0] for key, s in timeline.regions.items()}
     for c in timeline.collectives:
         sums = found.setdefault((c.region, c.phase), [0.0] * 3)

@@ -1,4 +1,4 @@
-"""The forecast of a training step on a cluster that is not there: capture under a fake world, memory, time."""
+"""The forecast of a training step on a cluster you do not have: capture in a fake world, memory, time."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ from stepgraph.passes import Target
 @dataclass(frozen=True)
 class Forecast:
     """The forecast of one rank's step. ``moments``: memory over the step. ``model_flops``: FLOPs of the step that the
-    MFU counts, this rank's share; ``flops``: those that the graph runs. ``tokens``: of the step on all ranks.
+    MFU counts, this rank's share; ``flops``: the FLOPs that the graph runs. ``tokens``: of the step on all ranks.
     ``imbalance``: rows that this rank's experts receive over the mean of all ranks."""
 
     config: TrainConfig
@@ -96,7 +96,7 @@ class Forecast:
         }
 
 
-#: Options of a run that a forecast depends on, but for its mesh and stages.
+#: Options of a run that a forecast depends on, except its mesh and stages.
 SETTINGS = tuple(name for name in names(*FORECAST) if name not in ("mesh", "pipeline", "split"))
 
 
@@ -104,11 +104,11 @@ def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
     """The forecast of ``config``'s step, with its mesh, on ``gpu``.
 
     Rank 0's step is captured as the CPU runs it: its collectives and shapes are the GPU's, and the pass ``attention``
-    puts the GPU's operators in the place of the CPU's. The passes are those of a run. Where ``config`` compiles, nodes
-    between matrix products count as fused. Nothing is computed or allocated, and no rank but this process exists.
+    replaces the CPU's operators with the GPU's. The passes are the same as in a run. Where ``config`` compiles, nodes
+    between matrix products count as fused. Nothing is computed or allocated, and this process is the only rank.
 
     ``imbalance``: with ``ep``, rows that the most loaded rank's experts receive over the mean of all ranks, in every
-    layer: that rank's step is forecast, as all others wait for it, with the capacity that training would have grown to.
+    layer: that rank's step is forecast, because all others wait for it, with the capacity that training would reach.
 
     Raises ``ValueError`` for a configuration that has no mesh or cannot be right, and inside a process group.
     """
@@ -160,7 +160,7 @@ def with_microbatches(config: TrainConfig, words: list[str]) -> TrainConfig:
 
 
 def with_room(config: TrainConfig, imbalance: float) -> TrainConfig:
-    """``config`` with the capacity for ``imbalance`` that training would have grown to: doubled until it fits."""
+    """``config`` with the expert capacity that training would reach at ``imbalance``: doubled until it fits."""
     while config.expert_capacity < imbalance:
         config = dataclasses.replace(config, expert_capacity=2 * config.expert_capacity)
     return config
@@ -170,7 +170,7 @@ def with_room(config: TrainConfig, imbalance: float) -> TrainConfig:
 def simulated(config: TrainConfig, gpu: Gpu, rank: int = 0) -> Iterator[tuple[StepProgram, dict[str, links.Group]]]:
     """The program of one ``rank`` of ``config``'s step on ``gpu``, rewritten, and its process groups, open inside.
 
-    A cluster is not there, nor is the GPU; without a mesh there is one rank. Raises ``ValueError`` for a configuration
+    Needs neither the cluster nor the GPU; without a mesh there is one rank. Raises ``ValueError`` for a configuration
     that cannot be right, and inside a process group.
     """
     with fake_world(config, rank) as mesh:
@@ -182,7 +182,7 @@ def simulated(config: TrainConfig, gpu: Gpu, rank: int = 0) -> Iterator[tuple[St
 
 @contextlib.contextmanager
 def fake_world(config: TrainConfig, rank: int = 0) -> Iterator[parallel.Mesh | None]:
-    """The mesh of ``config`` as its ``rank`` sees it, though no other rank exists; None where it has none.
+    """The mesh of ``config`` as its ``rank`` sees it, although no other rank exists; None without a mesh.
 
     Raises ``ValueError`` for a configuration that cannot be right, and inside a process group.
     """
@@ -210,7 +210,7 @@ def fake_world(config: TrainConfig, rank: int = 0) -> Iterator[parallel.Mesh | N
 
 
 def region_rows(regions: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
-    """Seconds of computing by region and phase, as JSON has them."""
+    """Seconds of computation by region and phase, as plain values."""
     return [{"region": region, "phase": phase, "compute_s": s} for (region, phase), s in regions.items()]
 
 
@@ -221,7 +221,7 @@ def model_flops(config: TrainConfig) -> float:
 
 
 def simulated_spec(config: TrainConfig, mesh: parallel.Mesh | None) -> StepSpec:
-    """What the step of ``config`` is on a simulated rank: its tensors have no values."""
+    """The step of ``config`` on a simulated rank; its tensors have no values."""
     device = torch.device("cpu")
     with fake_mode():
         model = _one_rank(config, device) if mesh is None else build.empty_model(config, device, mesh)
@@ -231,8 +231,8 @@ def simulated_spec(config: TrainConfig, mesh: parallel.Mesh | None) -> StepSpec:
 
 
 def _one_rank(config: TrainConfig, device: torch.device) -> nn.Module:
-    """The model that `build.empty_model` gives without a mesh. ``to_empty`` cannot swap the tensors of the meta device
-    for fake ones."""
+    """The model that `build.empty_model` returns without a mesh. ``to_empty`` cannot replace meta tensors by fake
+    ones."""
     with torch.device("meta"):
         model = family_of(config.model).model(config.model)
     made: dict[int, torch.Tensor] = {}  # tied tensors stay one

@@ -1,7 +1,7 @@
-"""The forecast of a pipeline: what each stage costs, and every schedule that its model allows, on paper.
+"""The forecast of a pipeline: the cost of each stage, and the simulated time of every schedule that its model allows.
 
-The microbatch of the whole model is captured once, as a run captures it. It is cut as each schedule cuts it; each
-stage is rewritten by the passes of a run, costed call by call, and the schedule is run on these times. Stages of one
+The microbatch of the whole model is captured once, as in a run, and cut as each schedule requires. Each stage is
+rewritten by the passes of a run and costed call by call; these times go into the simulated schedule. Stages of equal
 form are rewritten and costed once.
 """
 
@@ -91,7 +91,7 @@ class ScheduleForecast:
 
 @dataclass(frozen=True)
 class PipelineForecast:
-    """``schedules``: those that the model's blocks and microbatches allow, by name; ``chosen`` is the run's.
+    """``schedules``: by name, the ones that the model's blocks and microbatches allow; ``chosen`` is the run's.
     ``imbalance``: rows that the experts of this rank of each stage receive over the mean of the stage's ranks."""
 
     config: TrainConfig
@@ -105,7 +105,7 @@ class PipelineForecast:
 
     @property
     def best(self) -> ScheduleForecast:
-        """The fastest of those that fit the GPU's memory, else of all."""
+        """The fastest schedule that fits the GPU's memory, or the fastest of all if none fits."""
         fitting = [found for found in self.schedules.values() if self.fits(found)]
         return min(fitting or self.schedules.values(), key=lambda found: found.step_s)
 
@@ -306,7 +306,7 @@ def _run(
     gathered, reduced = ([i for i, s in enumerate(stages) if kind in s.seconds] for kind in (Kind.GATHER, Kind.REDUCE))
     orders = with_once(work_of(name, ranks, config.accumulate), gathered, reduced)
     seconds = {(kind, i): s for i, stage in enumerate(stages) for kind, s in stage.seconds.items()}
-    # Neighbours of a pipeline are as far apart as the ranks of a stage are many.
+    # Neighbours in a pipeline are one stage's number of ranks apart.
     link = gpu.nvlink if config.mesh_spec.size <= GPUS_PER_NODE else gpu.network
     sends: dict[tuple[bool, int], float] = {}
     for i, stage in enumerate(stages):

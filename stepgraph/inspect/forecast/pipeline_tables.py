@@ -27,7 +27,7 @@ def show_pipeline(result: PipelineForecast, console: Console) -> None:
     best, tokens = result.best, config.tokens_per_step / result.best.step_s
     console.print(
         f"{'best' if result.fits(best) else 'none fits; the fastest'}: --pipeline {best.name}, "
-        f"step {time_text(best.step_s)}, {tokens:,.0f} tokens/s in all, {tokens / config.mesh_spec.size:,.0f} a GPU, "
+        f"step {time_text(best.step_s)}, {tokens:,.0f} tokens/s in all, {tokens / config.mesh_spec.size:,.0f} per GPU, "
         f"MFU {result.mfu(best):.1%}"
     )
     console.print(assumed_rates(gpu))
@@ -37,7 +37,7 @@ def _stage_table(result: PipelineForecast, chosen: ScheduleForecast) -> Table:
     schedule = SCHEDULES[chosen.name]
     halves = ["between halves"] if schedule.halves else []
     columns = ["blocks", "forward", "backward", "state", "kept", *halves, "in flight", "sends"]
-    table = new_table(f"stages of {chosen.name}: time and what is kept for each microbatch", ["stage", "rank"], columns)
+    table = new_table(f"stages of {chosen.name}: time and kept bytes per microbatch", ["stage", "rank"], columns)
     for number, stage in enumerate(chosen.stages):
         first, end = stage.blocks
         table.add_row(
@@ -58,7 +58,7 @@ def _stage_table(result: PipelineForecast, chosen: ScheduleForecast) -> Table:
 def _region_table(chosen: ScheduleForecast) -> Table:
     slowest = max(chosen.stages, key=lambda stage: stage.seconds["forward"] + stage.seconds["backward"])
     columns = [f"stage {chosen.stages.index(slowest)}, the slowest"]
-    table = new_table("computing for a microbatch, by region", ["region", "phase"], columns)
+    table = new_table("computation of a microbatch by region", ["region", "phase"], columns)
     for (region, phase), seconds in sorted(slowest.regions.items(), key=lambda item: item[0][0] == ""):
         table.add_row(region or "elsewhere", phase, time_text(seconds))
     return table

@@ -58,8 +58,8 @@ def measured_chart(config: TrainConfig, times: Mapping[str, PipelineTime], path:
 
 
 def measured_figure(config: TrainConfig, times: Mapping[str, PipelineTime]) -> Figure:
-    """The schedule of ``config``'s pipeline as it ran, below its forecast: ``times`` by what each is. Each has a time
-    axis of its own. The bubble is that of the drawn part of the step, behind which the update follows."""
+    """The schedule of ``config``'s pipeline as it ran, below its forecast: ``times`` by label, each with its own time
+    axis. The bubble is `PipelineTime.bubble`; the update, which is not drawn, follows."""
     shares = ", ".join(f"{time.bubble:.1%} {what.partition(' ')[0]}" for what, time in times.items())
     below = f"{config.preset} on {config.mesh_spec.size:,} ranks ({config.mesh_spec}), {_tokens(config)}"
     return _figure(config.pipeline_schedule, f"{config.pipeline_schedule}: bubble {shares}", below, times)
@@ -82,7 +82,7 @@ def _figure(schedule: str, title: str, below: str, times: Mapping[str, PipelineT
     for axes, (what, time) in zip(panels, times.items(), strict=True):
         _dress(axes, schedule, time, what)
         narrowest = min(span.end - span.start for span in time.spans) / time.seconds * width
-        chunks |= _boxes(axes, time, border=0.8 if narrowest > 0.05 else 0.0)  # which would hide narrower boxes
+        chunks |= _boxes(axes, time, border=0.8 if narrowest > 0.05 else 0.0)  # a border would hide narrower boxes
     _entitle(panels[0], title, below)
     _legend(panels[0], chunks)
     figure.draw_without_rendering()  # only then do the axes have their width
@@ -106,7 +106,7 @@ def _legend(axes: Axes, chunks: Mapping[str, set[int]]) -> None:
 
 
 def _boxes(axes: Axes, time: PipelineTime, border: float) -> dict[str, set[int]]:
-    """Draw every computation; for each kind that is there, which of a rank's stages, 0 or 1, have it."""
+    """Draw every computation. Returns the stages of a rank, 0 or 1, that have each kind."""
     places: dict[tuple[int, str, int], list[tuple[float, float]]] = defaultdict(list)
     for span in time.spans:
         kind, stage, _ = span.work
@@ -121,7 +121,7 @@ def _boxes(axes: Axes, time: PipelineTime, border: float) -> dict[str, set[int]]
 
 
 def _numbers(axes: Axes, time: PipelineTime, points_per_second: float, *, high: bool) -> None:
-    """Write the microbatch on each box that has room for any of them; none where rows are not ``high`` enough."""
+    """Write the microbatch on each box that is wide enough; on none where rows are not ``high`` enough."""
     if not high:
         return
     of_microbatches = [span for span in time.spans if span.work[2] is not None]

@@ -23,8 +23,8 @@ FILE = "trace.json.gz"
 
 
 class StepProfile:
-    """Profiles ``steps`` of a run, counted as the run counts them (see `config.train.parse_steps`). Every rank has one,
-    and those that do not write a trace run the same steps node by node. ``noted``: keeps an error of writing it."""
+    """Profiles ``steps`` of a run, counted as the run counts them (see `config.train.parse_steps`). Every rank has one;
+    ranks that write no trace run the same steps node by node. ``noted``: keeps an error of writing it."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StepProfile:
         self._launched = 0
 
     def disturbs(self, step: int) -> bool:
-        """Whether the time of ``step`` says more of the profile than of the step."""
+        """Whether profiling changes the time of ``step``."""
         return self.first - 1 <= step <= self.end
 
     @contextlib.contextmanager
