@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgraph.bench.model.results import ModelRow, ratios
+from stepgraph.bench.model.results import ratios
 from stepgraph.bench.model.table import model_section, model_title, model_where, summary
 from stepgraph.bench.norm.table import norm_section
-from stepgraph.bench.results import Row, kind_of, read
+from stepgraph.bench.results import kind_of, read
+from stepgraph.bench.rows import Row
 from stepgraph.bench.table import best_compile, section, title, where
 from stepgraph.bench.train.results import OURS, PEER, TrainRow, ratio
 from stepgraph.bench.train.table import train_section, train_title, train_where
@@ -75,7 +76,7 @@ def _train_text(row: TrainRow, rows: Sequence[TrainRow]) -> str:
     return f"{row.tokens_per_s_per_gpu:,.0f}{used}" + ("" if times is None else f"   {times:.2f}x {PEER}")
 
 
-def _model_text(row: ModelRow, rows: Sequence[ModelRow]) -> str:
+def _model_text(row: Row, rows: Sequence[Row]) -> str:
     against = ratios(row.model, rows)
     times = against.speed if row.provider == OURS else None
     return f"{row.per_s:,.0f}" + ("" if times is None else f"   {times:.2f}x {against.best}")

@@ -4,13 +4,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepgraph.bench.model.results import ModelRow
 from stepgraph.bench.norm.results import NormRow
-from stepgraph.bench.rows import ProviderRow
+from stepgraph.bench.rows import Row
 from stepgraph.bench.train.results import TrainRow
 
 #: Relative difference of two providers' losses over the first steps that is never too large, by the parameters' dtype.
@@ -31,32 +29,7 @@ SPREADS = 2
 FP8_TOLERANCE = 0.15
 
 
-@dataclass(kw_only=True)
-class Row(ProviderRow):
-    """One model under one provider. What was not or cannot be measured is null."""
-
-    fwd_ms: float | None = None
-    """Forward and loss, ms, timed apart from ``step_ms``; null for stepgraph, whose one graph has no such boundary."""
-    bwd_ms: float | None = None
-    """Backward, likewise."""
-    host_ms: float | None = None
-    """CUDA: time until the call of a step returns, ms, from an idle device."""
-    tokens_per_s: float | None = None
-    """Tokens per second at ``step_ms``."""
-    peak_mem_gib: float | None = None
-    """CUDA: most memory that torch's allocator reserved, GiB. CPU: growth of the process's peak resident memory since
-    its imports; for compilers it holds what compiling took, their own modules included."""
-    step_mem_gib: float | None = None
-    """CPU: most bytes of tensors that a step has alive beyond those alive between steps, GiB."""
-    loss: float | None = None
-    """Loss of the first step, nats per token."""
-    spread: list[float] | None = None
-    """eager: how far each of ``losses`` moves, as a share of it, by rounding alone; the most of a few trials."""
-    rms_norm_kernels: list[str] | None = None
-    """CUDA, eager: the kernels behind the model's RMSNorm, forward and backward."""
-
-
-def check_losses(rows: Sequence[Row | ModelRow], precision: str) -> str:
+def check_losses(rows: Sequence[Row], precision: str) -> str:
     """Compares every provider's first losses with eager's (without eager: the first provider's), one model's ``rows``.
 
     Sets ``disagreement`` where they differ by more than the tolerance, or are not finite. The tolerance is that of the
@@ -66,7 +39,7 @@ def check_losses(rows: Sequence[Row | ModelRow], precision: str) -> str:
     ran = [row for row in rows if row.losses]
     usable = [row for row in ran if None not in row.losses]
     reference = next((row for row in usable if row.provider == "eager"), usable[0] if usable else None)
-    spread = (isinstance(reference, Row) and reference.spread) or []
+    spread = (reference and reference.spread) or []
     beyond = f", {SPREADS} times the spread of eager's by rounding alone"
     worst, where = 0.0, ""
     for row in ran:
@@ -119,7 +92,7 @@ def write(
     path: Path,
     environment: dict[str, Any],
     settings: dict[str, Any],
-    rows: Sequence[Row | TrainRow | NormRow | ModelRow],
+    rows: Sequence[Row | TrainRow | NormRow],
 ) -> None:
     """Writes the record to ``path``."""
     record = {"environment": environment, "settings": settings, "rows": [dataclasses.asdict(row) for row in rows]}
@@ -137,7 +110,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings = record["settings"]
-        kind = {"step": Row, "train": TrainRow, "norm": NormRow, "model": ModelRow}[kind_of(settings)]
+        kind = {"step": Row, "train": TrainRow, "norm": NormRow, "model": Row}[kind_of(settings)]
         return record["environment"], settings, [kind(**row) for row in record["rows"]]
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error

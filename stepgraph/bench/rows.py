@@ -1,6 +1,8 @@
 """What every benchmark of a training step finds of a provider, and its end in one line."""
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,9 @@ class ProviderRow:
     step_ms_all: list[float] = dataclasses.field(default_factory=list)
     """What that is the median of, ms: the median step of each repeat, or each step, on its slowest rank."""
     peak_mem_gib: float | None = None
-    """Peak memory, GiB; of what, the benchmark says."""
+    """CUDA: most memory that torch's allocator reserved, GiB; of ``bench model`` since the model was built. CPU: growth
+    of the process's peak resident memory since then, or since its imports; compilers included. ``bench train``: see
+    `TrainRow`."""
     losses: list[float | None] = dataclasses.field(default_factory=list)
     """Losses that are compared, nats per token; null where not finite."""
     first_step_s: float | None = None
@@ -40,3 +44,41 @@ class ProviderRow:
     """Why it failed, in one line. Figures taken before are kept."""
     disagreement: str | None = None
     """Which loss is not that of the provider compared with, in one line."""
+
+
+@dataclass(kw_only=True)
+class Row(ProviderRow):
+    """One model under one provider of ``bench step`` or ``bench model``. What was not or cannot be measured is null."""
+
+    fwd_ms: float | None = None
+    """Forward and loss, ms, timed apart from ``step_ms``; null for stepgraph, whose one graph has no such boundary."""
+    bwd_ms: float | None = None
+    """Backward, likewise."""
+    host_ms: float | None = None
+    """CUDA: time until the call of a step returns, ms, from an idle device."""
+    tokens_per_s: float | None = None
+    """``bench step``: tokens per second at ``step_ms``."""
+    step_mem_gib: float | None = None
+    """CPU: most bytes of tensors that a step has alive beyond those alive between steps, GiB."""
+    loss: float | None = None
+    """Loss of the first step, nats per token."""
+    spread: list[float] | None = None
+    """eager: how far each of ``losses`` moves, as a share of it, by rounding alone; the most of a few trials."""
+    rms_norm_kernels: list[str] | None = None
+    """CUDA, eager: the kernels behind the model's RMSNorm, forward and backward."""
+    per_s: float | None = None
+    """``bench model``: tokens, of ViT images, per second at ``step_ms``."""
+    peak_allocated_gib: float | None = None
+    """CUDA: the same as ``peak_mem_gib``, of tensors alive."""
+    params: int | None = None
+    """Parameters of the model, tied ones once."""
+    cuda_graphs: str | None = None
+    """stepgraph on CUDA: how many CUDA graphs the step is, and how many nodes stay on the host."""
+    notes: list[str] | None = None
+    """stepgraph: what else passes noted, at most 20 lines."""
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of the ``values`` that are not None; None if there is none."""
+    found = [value for value in values if value is not None]
+    return math.exp(sum(map(math.log, found)) / len(found)) if found else None

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stepgraph.bench.results import Row
+from stepgraph.bench.rows import Row
 
 
 def in_markdown(

@@ -43,8 +43,7 @@ class HuggingFace:
     ``name``. ``read_config``: a folder -> our configuration; raises ``ValueError`` for another model.
     ``write_config``: configuration and dtype -> their ``config.json``; raises ``ValueError`` for a model that the
     format cannot express. ``free``: fields of the configuration that weights do not depend on, those of a configuration
-    in it as ``moe.balance_rate``. ``tied``: our (head, embedding) where the model ties the two, else None: some
-    checkpoints hold the head all the same.
+    in it as ``moe.balance_rate``.
     """
 
     title: str
@@ -53,8 +52,12 @@ class HuggingFace:
     write_config: Callable[[Any, torch.dtype], dict[str, Any]]
     model_types: tuple[str, ...]
     free: tuple[str, ...] = ()
-    tied: Callable[[Any], tuple[str, str] | None] = lambda config: None
     pieces: Callable[[str, Sequence[int]], list[Piece]] | None = None
+
+    def tied(self, config: Any) -> tuple[str, str] | None:
+        """Our (head, embedding) where the model ties the two, else None: some checkpoints hold the head all the
+        same."""
+        return ("head.weight", "embed.weight") if config.tie_embeddings else None
 
     def pieces_of(self, name: str, shape: Sequence[int]) -> list[Piece]:
         """The tensors of a checkpoint that make up our tensor ``name``."""

@@ -1,13 +1,75 @@
 """The JSON files of a Hugging Face checkpoint, and what all families read from ``config.json`` alike."""
 
+import contextlib
 import json
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from stepgraph import errors
 from stepgraph.errors import require_file
 
 CONFIG = "config.json"
+
+# Ours -> Hugging Face's, part by part of a path, in every family.
+_OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_INNER = {"attn_norm": "input_layernorm", "attn": "self_attn", "mlp_norm": "post_attention_layernorm"}
+#: Their key -> our field, where the value is the same, in every family.
+PLAIN = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+}
+
+
+def names(inner: Mapping[str, str]) -> Callable[[str], str]:
+    """Our name of a tensor, such as ``layers.7.attn.q_proj.weight``, -> Hugging Face's. ``inner``: a family's own parts
+    of a path inside a block."""
+    inside = _INNER | dict(inner)
+
+    def hf_name(name: str) -> str:
+        parts = name.split(".")
+        if parts[0] == "layers":
+            return ".".join(["model", "layers", *(inside.get(part, part) for part in parts[1:])])
+        return ".".join([_OUTER[parts[0]], *parts[1:]])
+
+    return hf_name
+
+
+@contextlib.contextmanager
+def read_config(folder: str | os.PathLike[str], title: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The path and the values of ``folder/config.json``. ``ValueError``, one line, where it is missing or unreadable,
+    and for what is missing in it, or wrong, inside."""
+    path = Path(folder) / CONFIG
+    raw = read_json(path)
+    try:
+        yield path, raw
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}; give the config.json of a {title} checkpoint") from None
+    except (TypeError, ValueError) as error:
+        told = str(error)
+        raise ValueError(told if told.startswith(str(path)) else f"{path}: {told}") from None
+
+
+def to_hf(config: Any, plain: Mapping[str, str], dtype: torch.dtype) -> dict[str, Any]:
+    """What every family writes into ``config.json``, in the keys that transformers 4 and 5 both read."""
+    return {
+        **{key: getattr(config, field) for key, field in plain.items()},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_embeddings,
+        # The tokenizer defines which ids begin and end a text; the defaults would be another model's.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from stepgraph.bench.lane import Lane, rotated
-from stepgraph.bench.model.results import ModelRow
+from stepgraph.bench.rows import Row
 
 #: Echoes its requests, but sleeps, fails or ends where one says so.
 CHILD = """
@@ -28,7 +28,7 @@ for request in requests():
 
 @pytest.fixture
 def lane():
-    row = ModelRow(model="m", provider="p")
+    row = Row(model="m", provider="p")
     with Lane(row, [sys.executable, "-c", CHILD.replace("\\\\", "\\")]) as lane:
         assert lane.ask({"name": "x"}) == {"job": {"name": "x"}}
         yield lane

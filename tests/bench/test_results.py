@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from stepgraph.bench import results
-from stepgraph.bench.results import Row, check_losses, in_one_line
+from stepgraph.bench.results import check_losses, in_one_line
+from stepgraph.bench.rows import Row
 from stepgraph.bench.table import section
 
 ENVIRONMENT = {

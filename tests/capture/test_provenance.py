@@ -165,7 +165,7 @@ def test_text_reads_line_by_line():
     assert len(lines) == len(graph.graph.nodes)
     product = next(line for line in lines if line.startswith("mm: "))
     assert product.startswith("mm: float32[32, 32] = aten.mm(")
-    assert "# forward layers.0.attn.q_proj llama3.py:" in product
+    assert "# forward layers.0.attn.q_proj decoder.py:" in product
     assert lines[-1].startswith("return ")
     assert lines[-1].endswith("# loss:loss")
     assert captured("llama-fused", "update")[1].text().splitlines()[-1].endswith("# metric:grad_norm")

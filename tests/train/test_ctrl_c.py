@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepgraph.bench.lane import Lane
-from stepgraph.bench.results import Row
+from stepgraph.bench.rows import Row
 from stepgraph.passes.compile import inductor
 from stepgraph.run.watch.signals import StopSignals
 

@@ -4,80 +4,45 @@ Its requests and answers: `stepgraph.bench.lane`.
 """
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stepgraph.bench.harness import Parts, Run
 from stepgraph.bench.lane import serve, take_job
 from stepgraph.bench.model import models
 from stepgraph.bench.model.profile import kernel_table
-from stepgraph.bench.model.providers import PROVIDERS, Step, UnavailableError
-from stepgraph.bench.progress import phase
-from stepgraph.bench.results import finite
-from stepgraph.config.device import peak_mem_gib
-from stepgraph.config.environment import package_version, package_versions
-
-#: Steps whose losses are compared, before anything is timed. They also warm up: CUDA graphs are recorded by the third.
-FIRST_STEPS = 5
+from stepgraph.bench.model.providers import PROVIDERS, parts_of
+from stepgraph.config.environment import package_version
 
 
 def main() -> None:
     """Answers requests until stdin ends."""
     job, answer = take_job()
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
-    run = Run(job["model"], job["provider"], torch.device(job["device"]))
+    run = ModelRun(job["model"], job["provider"], torch.device(job["device"]))
     serve(run, answer)
 
 
-class Run:
-    """The measurements of one provider, in the order of the methods."""
+class ModelRun(Run):
+    """The measurements of an unmodified model's step."""
 
     def __init__(self, model: str, provider: str, device: torch.device):
-        self.model, self.provider, self.device = model, provider, device
-        self.memory_before = 0.0
-        self.step: Step
+        super().__init__(PROVIDERS, provider, device)
+        self.model = model
+
+    def parts(self) -> Parts:
+        """The model as its library makes it; what building it took is not the step's memory."""
+        parts = parts_of(models.build(self.model, self.device), models.batch_of(self.model, self.device))
+        self.forget_peak()
+        return parts
 
     def first_steps(self) -> dict[str, Any]:
-        """Builds the step and runs ``FIRST_STEPS`` of it; or says why the provider cannot do this model."""
-        phase("build")
-        model, batch = models.build(self.model, self.device), models.batch_of(self.model, self.device)
-        params = sum(parameter.numel() for parameter in model.parameters())
-        self._forget_peak()
-        start = time.perf_counter()
-        try:
-            self.step = PROVIDERS[self.provider](model, batch)
-        except UnavailableError as error:
-            return {"unavailable": str(error)}
-        phase("warm up")
-        losses = [self.step().item()]
-        first_step_s = time.perf_counter() - start
-        losses += [self.step().item() for _ in range(FIRST_STEPS - 1)]
+        """As in `Run`, with the packages that providers come from."""
+        found = super().first_steps()
         packages = {name: package_version(name) for name in ("transformers", "liger-kernel")}
-        return {
-            "params": params,
-            "losses": [finite(loss) for loss in losses],
-            "first_step_s": first_step_s,
-            "versions": package_versions() | packages | {"cuda": torch.version.cuda},
-            **self.step.figures(),
-        }
-
-    def _forget_peak(self) -> None:
-        """What building the model took is not the step's."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self.memory_before = peak_mem_gib(self.device)
-
-    def finish(self, _: dict[str, Any]) -> dict[str, Any]:
-        """Peak memory so far, GiB."""
-        if self.device.type != "cuda":
-            return {"peak_mem_gib": peak_mem_gib(self.device) - self.memory_before}
-        reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-        return {"peak_mem_gib": reserved / 2**30, "peak_allocated_gib": allocated / 2**30}
+        return found if "unavailable" in found else found | {"versions": found["versions"] | packages}
 
     def profile(self, request: dict[str, Any]) -> dict[str, Any]:
         """Writes where a step spends its time."""

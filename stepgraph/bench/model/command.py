@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from stepgraph.bench.arguments import LEARNING_RATE, MAX_GRAD_NORM, provider_names
+from stepgraph.bench.harness import FIRST_STEPS
 from stepgraph.bench.lane import Lane, measured
-from stepgraph.bench.model.child import FIRST_STEPS
 from stepgraph.bench.model.models import BATCH_SEED, MODELS, WEIGHT_SEED, model_names, require_transformers
 from stepgraph.bench.model.providers import PROVIDERS
-from stepgraph.bench.model.results import ModelRow
 from stepgraph.bench.model.table import model_section, summary
 from stepgraph.bench.results import check_losses, write
+from stepgraph.bench.rows import Row
 from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.commands import ModelBench
 from stepgraph.config.device import pick_device
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         "precision": "bf16-parameters",
         "models": {},
     }
-    rows: dict[str, list[ModelRow]] = {}
+    rows: dict[str, list[Row]] = {}
     for name in names:
         found = rows[name] = []
         for some in measure(name, options, settings["providers"], device):
@@ -83,7 +83,7 @@ def _check(options: ModelBench) -> None:
     require_folder(options.json)
 
 
-def measure(model: str, options: ModelBench, providers: list[str], device: torch.device) -> Iterator[list[ModelRow]]:
+def measure(model: str, options: ModelBench, providers: list[str], device: torch.device) -> Iterator[list[Row]]:
     """Rows of the providers, ``together`` of them at a time, as they are done."""
 
     def conclude(lane: Lane) -> None:
@@ -93,6 +93,6 @@ def measure(model: str, options: ModelBench, providers: list[str], device: torch
             path = options.profile.resolve() / f"{model}.{lane.row.provider}.md"
             lane.ask({"do": "profile", "path": str(path)})
 
-    lanes = [Lane(ModelRow(model=model, provider=name), CHILD, options.limit_s) for name in providers]
+    lanes = [Lane(Row(model=model, provider=name), CHILD, options.limit_s) for name in providers]
     job = {"model": model, "device": str(device)}
     return measured(lanes, job, options.together, options.rounds, options.steps, conclude)

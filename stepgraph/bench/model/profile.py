@@ -6,7 +6,7 @@ from collections import defaultdict
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from stepgraph.bench.model.providers import Step
+from stepgraph.bench.harness import Step
 from stepgraph.bench.table import align
 
 STEPS, MOST = 3, 40

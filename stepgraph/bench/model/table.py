@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from stepgraph.bench.model.results import OURS, ModelRow, geometric_mean, ratios
+from stepgraph.bench.model.results import OURS, ratios
+from stepgraph.bench.rows import Row, geometric_mean
 from stepgraph.bench.table import align, in_markdown, of_eager, shown, step_ms, times_faster, troubles, where
 
 
@@ -18,7 +19,7 @@ def model_where(env: dict[str, Any], settings: dict[str, Any]) -> str:
     return f"{where(env, settings)}, transformers {settings['transformers']}"
 
 
-def model_section(model: str, env: dict[str, Any], settings: dict[str, Any], rows: Sequence[ModelRow]) -> str:
+def model_section(model: str, env: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row]) -> str:
     """Everything about one model in Markdown. ``rows``: that model's."""
     columns = {
         "provider": lambda row: row.provider,
@@ -37,7 +38,7 @@ def model_section(model: str, env: dict[str, Any], settings: dict[str, Any], row
     return in_markdown(model_title(model, settings), model_where(env, settings), columns, rows, notes)
 
 
-def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[ModelRow]) -> list[str]:
+def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     notes = [
         f"step ms: median of {settings['rounds']} rounds, each the median of {settings['steps']} steps; a process each",
         "every provider: bf16 parameters, SDPA attention, no dropout, clipping, torch's fused AdamW",
@@ -56,7 +57,7 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Mode
     )
 
 
-def summary(records: Sequence[tuple[str, Sequence[ModelRow]]]) -> str:
+def summary(records: Sequence[tuple[str, Sequence[Row]]]) -> str:
     """Over all models: ours against the best of the others, model by model, and geometric means. ``records``: (model,
     its rows)."""
     found = [ratios(model, rows) for model, rows in records]

@@ -1,9 +1,10 @@
 """What ``stepgraph bench norm`` found: its rows, and ours compared with the others."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from stepgraph.bench.rows import geometric_mean
 
 #: Ours is slow where it takes more than this times the best peer's time.
 SLOWER = 1.02
@@ -110,11 +111,6 @@ def comparisons(rows: Sequence[NormRow]) -> dict[tuple[str, str], list[Compariso
     for row in rows:
         found.setdefault((row.op, row.timing), {}).setdefault((row.n, row.m), []).append(row)
     return {key: [Comparison(tuple(shapes[at])) for at in sorted(shapes)] for key, shapes in found.items()}
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """Of at least one positive value."""
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def geometric_means(shapes: Sequence[Comparison]) -> str:

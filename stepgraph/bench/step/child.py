@@ -19,19 +19,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from stepgraph.bench.arguments import fused_adamw, random_batch
 from stepgraph.bench.device import kernels_of, times
+from stepgraph.bench.harness import FIRST_STEPS, EagerStep, Parts, Run
 from stepgraph.bench.lane import serve, take_job
-from stepgraph.bench.progress import phase
 from stepgraph.bench.results import finite
-from stepgraph.bench.step.providers import PROVIDERS, EagerStep, Parts, Step
+from stepgraph.bench.step.providers import PROVIDERS
 from stepgraph.config.build import build_model
 from stepgraph.config.device import peak_mem_gib
-from stepgraph.config.environment import package_versions
 from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import next_token_loss
 
-#: Steps whose losses are compared, before anything is timed. They also warm up: CUDA graphs are recorded by the third.
-FIRST_STEPS = 5
 #: Runs of these steps that measure how far rounding alone moves their losses.
 TRIALS = 2
 
@@ -39,7 +36,7 @@ TRIALS = 2
 def main() -> None:
     """Answers requests until stdin ends."""
     job, answer = take_job()
-    run = Run(TrainConfig.from_json(job["config"]), job["provider"], torch.device(job["device"]))
+    run = StepRun(TrainConfig.from_json(job["config"]), job["provider"], torch.device(job["device"]))
     serve(run, answer)
 
 
@@ -56,42 +53,25 @@ def make_parts(config: TrainConfig, device: torch.device) -> Parts:
     return Parts(model, loss_fn, batch, fused_adamw(config, model), config)
 
 
-class Run:
-    """The measurements of one provider, in the order of the methods."""
+class StepRun(Run):
+    """The measurements of a preset's step."""
 
     def __init__(self, config: TrainConfig, provider: str, device: torch.device):
-        self.config, self.provider, self.device = config, provider, device
+        super().__init__(PROVIDERS, provider, device)
+        self.config = config
         if device.type == "cpu":
             keep_freed_memory()  # as `stepgraph train` does; for every provider alike
-        # VmHWM counts from the process's start: what the imports took is not the step's.
-        self.memory_before = 0.0 if device.type == "cuda" else peak_mem_gib(device)
+            self.memory_before = peak_mem_gib(device)  # what the imports took is not the step's
 
-    def first_steps(self) -> dict[str, Any]:
-        """Builds the step and runs ``FIRST_STEPS`` of it."""
-        phase("build")
-        self.parts = make_parts(self.config, self.device)
-        self._wait()
-        start = time.perf_counter()
-        self.step: Step = PROVIDERS[self.provider](self.parts)
-        phase("warm up")
-        losses = [self.step().item()]
-        first_step_s = time.perf_counter() - start
-        losses += [self.step().item() for _ in range(FIRST_STEPS - 1)]
-        self.losses = losses
-        cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        return {
-            "loss": finite(losses[0]),
-            "losses": [finite(loss) for loss in losses],
-            "first_step_s": first_step_s,
-            "capture_s": self.step.capture_s,
-            "compile_s": self.step.compile_s,
-            "versions": package_versions() | (cuda if self.device.type == "cuda" else {}),
-        }
+    def parts(self) -> Parts:
+        """See `make_parts`."""
+        self.made = make_parts(self.config, self.device)
+        return self.made
 
     def finish(self, request: dict[str, Any]) -> dict[str, Any]:
         """Peak memory so far, then what would disturb the steps if it were measured among them."""
         steps = request["steps"]
-        answer: dict[str, Any] = {"peak_mem_gib": self._peak_memory()}
+        answer: dict[str, Any] = super().finish(request) | {"loss": finite(self.losses[0])}
         if self.device.type == "cuda":
             answer["host_ms"] = median(self._host_times(steps))
         else:
@@ -103,10 +83,6 @@ class Run:
         if self.provider == "eager":
             answer["spread"] = self._spread()
         return answer
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def _host_times(self, steps: int) -> list[float]:
         """Milliseconds until the call returns, each from an idle device."""
@@ -124,11 +100,6 @@ class Run:
         forward, backward, _ = times(self.device, parts, steps)
         return {"fwd_ms": median(forward), "bwd_ms": median(backward)}
 
-    def _peak_memory(self) -> float:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_reserved() / 2**30
-        return peak_mem_gib(self.device) - self.memory_before
-
     def _step_memory(self) -> float:
         """GiB of tensors that one step has alive at its peak, beyond those alive between steps."""
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -143,7 +114,7 @@ class Run:
         """How far each loss of the first steps moves, as a share of it, where nothing but rounding is another: the most
         of ``TRIALS``, in which each initial weight is off by a random part of a unit in the last place of the dtype
         that computes with it. It ends this provider's own step, whose memory it takes."""
-        del self.step, self.parts
+        del self.step, self.made
         unit = torch.finfo(torch.float32 if self.config.precision == "fp32" else torch.bfloat16).eps
         found = [0.0] * FIRST_STEPS
         for trial in range(TRIALS):
@@ -161,7 +132,7 @@ class Run:
 
     def _rms_norm_kernels(self) -> list[str]:
         """The CUDA kernels behind the model's first RMSNorm, forward and backward: torch may come with several."""
-        norm = next(module for module in self.parts.model.modules() if isinstance(module, nn.RMSNorm))
+        norm = next(module for module in self.made.model.modules() if isinstance(module, nn.RMSNorm))
         dtype = torch.float32 if self.config.precision == "fp32" else torch.bfloat16
         x = torch.randn(4096, *norm.normalized_shape, dtype=dtype, device=self.device, requires_grad=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not torch.float32):

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from stepgraph.bench.arguments import BATCH_SEED, described, preset, provider_names, run_of
+from stepgraph.bench.harness import FIRST_STEPS
 from stepgraph.bench.lane import Lane, measured
-from stepgraph.bench.results import Row, check_losses, write
-from stepgraph.bench.step.child import FIRST_STEPS
+from stepgraph.bench.results import check_losses, write
+from stepgraph.bench.rows import Row
 from stepgraph.bench.step.providers import PROVIDERS
 from stepgraph.bench.table import section
 from stepgraph.config.command_line import parse, require_folder

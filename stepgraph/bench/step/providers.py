@@ -3,71 +3,14 @@
 All do the same: loss, backward, clip the gradients' total norm, update with torch's fused AdamW.
 """
 
-import dataclasses
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-import stepgraph
-from stepgraph import passes
-from stepgraph.bench.arguments import MAX_GRAD_NORM
-from stepgraph.bench.progress import phase
+from stepgraph.bench.harness import CapturedStep, EagerStep, Parts, Step
 from stepgraph.inductor import fusion_guard, tuned_reductions
-from stepgraph.passes import StepOptions
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a step is made of, the same for every provider. ``loss_fn(model, batch)`` gives an fp32 scalar;
-    ``options``: of stepgraph's step."""
-
-    model: nn.Module
-    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
-    batch: dict[str, torch.Tensor]
-    optimizer: torch.optim.Optimizer
-    options: StepOptions
-
-
-class Step(Protocol):
-    """A training step. ``capture_s`` and ``compile_s``: seconds spent so far, None where they cannot be separated."""
-
-    capture_s: float | None
-    compile_s: float | None
-
-    def __call__(self) -> torch.Tensor:
-        """One step; the loss, detached."""
-        ...
-
-
-class EagerStep:
-    """The loop that everyone writes. Its forward and backward can be timed apart."""
-
-    capture_s: float | None = None
-    compile_s: float | None = None
-
-    def __init__(self, parts: Parts):
-        self.parts = parts
-        self.params = list(parts.model.parameters())
-        self.forward = self._loss
-
-    def _loss(self) -> torch.Tensor:
-        return self.parts.loss_fn(self.parts.model, self.parts.batch)
-
-    def update(self) -> None:
-        """Clip, update, forget the gradients."""
-        nn.utils.clip_grad_norm_(self.params, MAX_GRAD_NORM)
-        self.parts.optimizer.step()
-        self.parts.optimizer.zero_grad(set_to_none=True)
-
-    def __call__(self) -> torch.Tensor:
-        loss = self.forward()
-        loss.backward()
-        self.update()
-        return loss.detach()
 
 
 class CompiledStep(EagerStep):
@@ -95,31 +38,6 @@ class TorchaoStep(CompiledStep):
             parts.model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=wanted
         )
         super().__init__(parts)
-
-
-class CapturedStep:
-    """``stepgraph.capture`` of the whole step."""
-
-    def __init__(self, parts: Parts, max_autotune: bool = False, **options: Any):
-        chosen = passes.chosen(dataclasses.replace(parts.options, **options))
-        if max_autotune:
-            chosen = [p.with_options(max_autotune=True) if p.name == "inductor" else p for p in chosen]
-        self.batch = parts.batch
-        phase("capture")
-        start = time.perf_counter()
-        self.step = stepgraph.capture(
-            parts.model, parts.loss_fn, parts.batch, parts.optimizer, max_grad_norm=MAX_GRAD_NORM, passes=chosen
-        )
-        # Tracing and passes. CUDA graphs are recorded later, so the compilers' time is separated here.
-        self.capture_s = time.perf_counter() - start - self.compile_s
-
-    @property
-    def compile_s(self) -> float:
-        """Seconds in compilers and in recording CUDA graphs."""
-        return sum(report.compile_s for report in self.step.report)
-
-    def __call__(self) -> torch.Tensor:
-        return self.step(self.batch)
 
 
 #: Name -> the step made of the parts. `stepgraph` is `stepgraph.capture` with the options given, the others of its

@@ -12,6 +12,7 @@ from torch import nn
 
 from stepgraph.models.cache import LayerCache
 from stepgraph.models.checks import check_positive
+from stepgraph.models.decoder import Block
 from stepgraph.models.documents import attend_within
 from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.decoder import MoEDecoder
@@ -114,8 +115,8 @@ class LatentAttention(nn.Module):
         x: torch.Tensor,  # (B, T, D)
         cos: torch.Tensor,  # (T, 1, qk_rope_head_dim) or, with positions, (B, T, 1, qk_rope_head_dim)
         signed_sin: torch.Tensor,  # the same
+        mask: torch.Tensor | None,  # of `document_mask`; None: causal
         cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
-        mask: torch.Tensor | None = None,  # of `document_mask`; None: causal
     ) -> torch.Tensor:  # (B, T, D)
         config = self.config
         nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -146,33 +147,20 @@ class LatentAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale)[..., :width]
 
 
-class Block(nn.Module):
-    """Pre-norm attention and feed-forward, dense or of experts, each added to the residual stream."""
-
-    def __init__(self, config: DeepSeekV3Config, *, dense: bool):
-        super().__init__()
-        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attn = LatentAttention(config)
-        self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.dim, config.ffn_dim) if dense else MoE(config.dim, config.moe)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
-        cache: LayerCache | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, cache=cache, mask=mask)
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class DeepSeekV3(MoEDecoder):
     """DeepSeek-V3: see `MoEDecoder`."""
 
     def __init__(self, config: DeepSeekV3Config):
-        blocks = (Block(config, dense=i < config.n_dense_layers) for i in range(config.n_layers))
+        c = config
+        blocks = (
+            Block(
+                c.dim,
+                c.norm_eps,
+                LatentAttention(c),
+                SwiGLU(c.dim, c.ffn_dim) if i < c.n_dense_layers else MoE(c.dim, c.moe),
+            )
+            for i in range(c.n_layers)
+        )
         super().__init__(config, blocks, config.qk_rope_head_dim, config.rope_scaling)
 
 

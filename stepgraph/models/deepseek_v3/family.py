@@ -21,7 +21,6 @@ DEEPSEEK_V3 = Family(
         config_to_hf,
         ("deepseek_v3", "deepseek_v2"),
         free=("max_seq_len", "moe.balance_rate", "moe.balance_loss"),
-        tied=lambda config: ("head.weight", "embed.weight") if config.tie_embeddings else None,
         pieces=pieces,
     ),
 )

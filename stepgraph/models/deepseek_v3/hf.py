@@ -5,47 +5,27 @@ A DeepSeek-V2 checkpoint is of the same model, with softmax scores and without s
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from stepgraph.models.deepseek_v3.deepseek_v3 import DeepSeekV3Config
 from stepgraph.models.family import Piece
-from stepgraph.models.hf_files import CONFIG, read_json, require
+from stepgraph.models.hf_files import PLAIN, names, read_config, require, to_hf
 from stepgraph.models.moe import hf as moe_hf
 from stepgraph.models.moe.config import MoEConfig
 
 _TITLE = "DeepSeek-V3"
 
-# Ours -> Hugging Face's, part by part of a path.
-_OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_INNER = {
-    "attn_norm": "input_layernorm",
-    "attn": "self_attn",
-    "mlp_norm": "post_attention_layernorm",
-    "q_a_norm": "q_a_layernorm",
-    "kv_a_proj": "kv_a_proj_with_mqa",
-    "kv_a_norm": "kv_a_layernorm",
-    "router": "gate",
-    "expert_bias": "e_score_correction_bias",
-    "shared": "shared_experts",
-}
 # Their key -> our field, where the value is the same.
-_PLAIN = {
-    "hidden_size": "dim",
-    "num_hidden_layers": "n_layers",
+_PLAIN = PLAIN | {
     "first_k_dense_replace": "n_dense_layers",
-    "num_attention_heads": "n_heads",
     "intermediate_size": "ffn_dim",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_seq_len",
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
     "qk_nope_head_dim": "qk_nope_head_dim",
     "qk_rope_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
-    "rms_norm_eps": "norm_eps",
 }
 _PLAIN_MOE = {
     "n_routed_experts": "n_experts",
@@ -56,12 +36,17 @@ _PLAIN_MOE = {
 }
 
 
-def hf_name(name: str) -> str:
-    """Hugging Face's name for our tensor, such as ``layers.7.attn.kv_a_norm.weight``."""
-    parts = name.split(".")
-    if parts[0] == "layers":
-        return ".".join(["model", "layers", *(_INNER.get(part, part) for part in parts[1:])])
-    return ".".join([_OUTER[parts[0]], *parts[1:]])
+#: Hugging Face's name for our tensor, such as ``layers.7.attn.kv_a_norm.weight``.
+hf_name = names(
+    {
+        "q_a_norm": "q_a_layernorm",
+        "kv_a_proj": "kv_a_proj_with_mqa",
+        "kv_a_norm": "kv_a_layernorm",
+        "router": "gate",
+        "expert_bias": "e_score_correction_bias",
+        "shared": "shared_experts",
+    }
+)
 
 
 def pieces(name: str, shape: Sequence[int]) -> list[Piece]:
@@ -74,13 +59,15 @@ def config_from_hf(folder: str | os.PathLike[str]) -> DeepSeekV3Config:
 
     Raises ``ValueError`` where the file is missing or unreadable, or describes a model that `DeepSeekV3` is not.
     """
-    path = Path(folder) / CONFIG
-    raw = read_json(path)
-    second = raw.get("model_type") == "deepseek_v2"
-    needed = {"model_type": "deepseek_v2" if second else "deepseek_v3", "hidden_act": "silu", "attention_bias": False}
-    needed |= {"moe_layer_freq": 1, "scoring_func": "softmax" if second else "sigmoid", "rope_interleave": True}
-    require(raw, path, _TITLE, needed)
-    try:
+    with read_config(folder, _TITLE) as (path, raw):
+        second = raw.get("model_type") == "deepseek_v2"
+        needed = {
+            "model_type": "deepseek_v2" if second else "deepseek_v3",
+            "hidden_act": "silu",
+            "attention_bias": False,
+        }
+        needed |= {"moe_layer_freq": 1, "scoring_func": "softmax" if second else "sigmoid", "rope_interleave": True}
+        require(raw, path, _TITLE, needed)
         grouped = not second or raw.get("topk_method", "greedy") != "greedy"
         moe = MoEConfig(
             **{field: raw[key] for key, field in _PLAIN_MOE.items()},
@@ -96,10 +83,6 @@ def config_from_hf(folder: str | os.PathLike[str]) -> DeepSeekV3Config:
             tie_embeddings=raw.get("tie_word_embeddings", False),
             **moe_hf.rope_from_hf(raw, scales_scores=True),
         )
-    except KeyError as error:
-        raise ValueError(f"{path} lacks {error}; give the config.json of a {_TITLE} checkpoint") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def config_to_hf(config: DeepSeekV3Config, dtype: torch.dtype) -> dict[str, Any]:
@@ -116,12 +99,10 @@ def config_to_hf(config: DeepSeekV3Config, dtype: torch.dtype) -> dict[str, Any]
             "DeepSeek-V2 'softmax' without it and without normalize, both with shared experts; give one of these"
         )
     kind = "deepseek_v2" if second else "deepseek_v3"
-    values = {key: getattr(config, field) for key, field in _PLAIN.items()}
-    values |= {key: getattr(moe, field) for key, field in _PLAIN_MOE.items()}
-    return {
+    return to_hf(config, _PLAIN, dtype) | {
         "architectures": [f"Deepseek{kind[-2:].upper()}ForCausalLM"],
         "model_type": kind,
-        **values,
+        **{key: getattr(moe, field) for key, field in _PLAIN_MOE.items()},
         "n_group": moe.n_groups,
         "topk_group": moe.top_groups,
         "topk_method": ("group_limited_greedy" if moe.n_groups > 1 else "greedy") if second else "noaux_tc",
@@ -130,14 +111,6 @@ def config_to_hf(config: DeepSeekV3Config, dtype: torch.dtype) -> dict[str, Any]
         "moe_layer_freq": 1,
         "num_nextn_predict_layers": 0,
         "num_key_value_heads": config.n_heads,
-        "hidden_act": "silu",
-        "attention_bias": False,
         "rope_interleave": True,
-        "rope_theta": config.rope_theta,
         "rope_scaling": moe_hf.yarn_to_hf(config.rope_scaling, scales_scores=True),
-        "tie_word_embeddings": config.tie_embeddings,
-        # The tokenizer defines which ids begin and end a text.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
     }

@@ -18,6 +18,5 @@ LLAMA3 = Family(
         config_to_hf,
         ("llama",),
         free=("max_seq_len", "attention"),
-        tied=lambda config: ("head.weight", "embed.weight") if config.tie_embeddings else None,
     ),
 )

@@ -3,21 +3,17 @@
 Source: "The Llama 3 Herd of Models", 2024, section 3.2; Hugging Face's ``LlamaForCausalLM`` for the RoPE layout.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from stepgraph.errors import unknown_name
-from stepgraph.models.cache import Cache, LayerCache, tokens_in
+from stepgraph.models.cache import Cache
 from stepgraph.models.checks import check_heads, check_positive
-from stepgraph.models.documents import attend_within, check_positions, document_mask
-from stepgraph.models.init import Part, init_parameters
-from stepgraph.models.rope import RopeScaling, apply_rope, rope_tables
+from stepgraph.models.decoder import Attention, Block, Decoder
+from stepgraph.models.rope import RopeScaling
 from stepgraph.models.swiglu import SwiGLU
 
 AttentionName = Literal["sdpa", "flex"]
@@ -84,129 +80,31 @@ class Llama3Config:
         return self.n_layers * block + self.dim + tables * table
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention with RoPE."""
+class Llama3(Decoder):
+    """Llama 3: see `Decoder`."""
 
     def __init__(self, config: Llama3Config):
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.gqa = config.n_kv_heads != config.n_heads
-        kv_dim = config.n_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        c = config
+        blocks = (
+            Block(
+                c.dim,
+                c.norm_eps,
+                Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim),
+                SwiGLU(c.dim, c.ffn_dim),
+            )
+            for _ in range(c.n_layers)
+        )
+        super().__init__(config, blocks, config.head_dim, config.rope_scaling)
 
-    def forward(
-        self,
-        x: torch.Tensor,  # (B, T, D)
-        cos: torch.Tensor,  # (T, 1, head_dim) or, with positions, (B, T, 1, head_dim)
-        signed_sin: torch.Tensor,  # the same
-        mask: BlockMask | torch.Tensor | None,  # None: causal; BlockMask: by FlexAttention; else of `document_mask`
-        cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
-    ) -> torch.Tensor:  # (B, T, D)
-        B, T, _ = x.shape
-        # The head count is left to view (-1), so that projections split over tensor-parallel ranks work unchanged.
-        q = apply_rope(self.q_proj(x).view(B, T, -1, self.head_dim), cos, signed_sin)  # (B, T, H, head_dim)
-        k = apply_rope(self.k_proj(x).view(B, T, -1, self.head_dim), cos, signed_sin)  # (B, T, H_kv, head_dim)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H_kv, head_dim)
-        # Views, not copies: the attention kernels read any strides, and their output has the layout of q.
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        if mask is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
-        elif isinstance(mask, BlockMask):
-            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.gqa)
-        else:
-            y = attend_within(q, k, v, mask)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
-
-
-class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
-
-    def __init__(self, config: Llama3Config):
-        super().__init__()
-        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attn = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.dim, config.ffn_dim)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
-        mask: BlockMask | torch.Tensor | None,
-        cache: LayerCache | None = None,
-    ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, mask, cache=cache)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Llama3(nn.Module):
-    """Llama 3: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the tokens
-    that follow those in it; with ``positions`` (B, T), of packed documents that do not see each other (see
-    `stepgraph.models.documents`).
-
-    Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
-    then :meth:`init_weights`. With tied embeddings there is no ``head`` module, so the tie survives both.
-    """
-
-    rope_cos: torch.Tensor  # (max_seq_len, 1, head_dim) fp32, not in the state dict
-    rope_sin: torch.Tensor  # the same, its first half negated: see rope_tables
-
-    def __init__(self, config: Llama3Config):
-        super().__init__()
-        self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        for name in ("rope_cos", "rope_sin"):
-            table = torch.empty(config.max_seq_len, 1, config.head_dim, dtype=torch.float32)
-            self.register_buffer(name, table, persistent=False)
-        self.init_weights()
-
-    def init_weights(self, seed: int | None = None, parts: Mapping[str, Part] | None = None) -> None:
-        """Fill parameters and RoPE tables in place; ``seed`` and ``parts`` as in `init_parameters`."""
-        init_parameters(self, self.config.n_layers, seed, parts)
-        self.init_buffers()
-
-    def init_buffers(self) -> None:
-        """Fill only the RoPE tables: for a model built on meta whose weights come from a checkpoint."""
-        if self.rope_cos.is_meta:
-            return
-        config = self.config
-        cos, signed_sin = rope_tables(config.max_seq_len, config.head_dim, config.rope_theta, config.rope_scaling)
-        self.rope_cos.copy_(cos)
-        self.rope_sin.copy_(signed_sin)
-
-    def forward(
-        self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
-        limit, start = self.config.max_seq_len, tokens_in(cache)
-        T = start + tokens.shape[1]
-        if limit < T:
-            raise ValueError(f"sequence length {T} is above max_seq_len={limit}; shorten it or raise max_seq_len")
+    def mask(
+        self, x: torch.Tensor, positions: torch.Tensor | None, cache: Cache | None
+    ) -> BlockMask | torch.Tensor | None:
+        """As in `Decoder`, or FlexAttention's."""
+        if self.config.attention != "flex" or (positions is None and cache is not None):
+            return super().mask(x, positions, cache)
         if positions is not None:
-            check_positions(positions, tokens, cache)
-            if self.config.attention == "flex":
-                raise ValueError("documents are kept apart by attention='sdpa', not by 'flex'; choose sdpa")
-        x = self.embed(tokens)  # (B, T, D)
-        # Tables in the residual stream's dtype, as in Hugging Face: a bf16 model rotates in bf16, with a rounding that
-        # existing checkpoints were trained and served with; under autocast the stream, and so the rotation, is fp32.
-        rows = slice(start, T) if positions is None else positions
-        cos, signed_sin = self.rope_cos[rows].to(x.dtype), self.rope_sin[rows].to(x.dtype)
-        flex = self.config.attention == "flex" and cache is None
-        mask = causal_block_mask(T, x.device) if flex else None
-        if positions is not None:
-            mask = document_mask(positions, x.dtype)
-        for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            x = block(x, cos, signed_sin, mask, kept)
-        x = self.norm(x)
-        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)  # (B, T, V)
+            raise ValueError("documents are kept apart by attention='sdpa', not by 'flex'; choose sdpa")
+        return causal_block_mask(x.shape[1], x.device)
 
 
 def causal_block_mask(seq_len: int, device: torch.device, block: int = 128) -> BlockMask:

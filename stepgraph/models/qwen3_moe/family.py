@@ -34,7 +34,6 @@ QWEN3_MOE = Family(
         config_to_hf,
         ("qwen3_moe",),
         free=("max_seq_len", "moe.balance_rate", "moe.balance_loss"),
-        tied=lambda config: ("head.weight", "embed.weight") if config.tie_embeddings else None,
         pieces=pieces,
     ),
 )

@@ -6,17 +6,12 @@ the weights. Every block has experts, none is shared.
 
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from stepgraph.models.cache import LayerCache
 from stepgraph.models.checks import check_heads, check_positive
-from stepgraph.models.documents import attend_within
+from stepgraph.models.decoder import Attention, Block
 from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.decoder import MoEDecoder
 from stepgraph.models.moe.layer import MoE
-from stepgraph.models.rope import YarnScaling, apply_rope
+from stepgraph.models.rope import YarnScaling
 
 
 @dataclass(frozen=True)
@@ -58,74 +53,22 @@ class Qwen3MoEConfig:
         return self.n_layers * block + self.dim + tables * self.vocab_size * self.dim
 
 
-class Attention(nn.Module):
-    """Causal grouped-query attention with RoPE, whose queries and keys are normalized per head."""
-
-    def __init__(self, config: Qwen3MoEConfig):
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.gqa = config.n_kv_heads != config.n_heads
-        self.q_proj = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
-        yarn = config.rope_scaling
-        self.scale = None if yarn is None else config.head_dim**-0.5 * yarn.score_scale
-
-    def forward(
-        self,
-        x: torch.Tensor,  # (B, T, D)
-        cos: torch.Tensor,  # (T, 1, head_dim) or, with positions, (B, T, 1, head_dim)
-        signed_sin: torch.Tensor,  # the same
-        cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
-        mask: torch.Tensor | None = None,  # of `document_mask`; None: causal
-    ) -> torch.Tensor:  # (B, T, D)
-        B, T, _ = x.shape
-        # The head count is left to view (-1), so that projections split over tensor-parallel ranks work unchanged.
-        q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim))  # (B, T, H, head_dim)
-        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim))  # (B, T, H_kv, head_dim)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H_kv, head_dim)
-        q, k = apply_rope(q, cos, signed_sin), apply_rope(k, cos, signed_sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        if mask is None:
-            causal = cache is None or T > 1
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.gqa, scale=self.scale)
-        else:
-            y = attend_within(q, k, v, mask, self.scale)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
-
-
-class Block(nn.Module):
-    """Pre-norm attention and experts, each added to the residual stream."""
-
-    def __init__(self, config: Qwen3MoEConfig):
-        super().__init__()
-        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attn = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = MoE(config.dim, config.moe)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
-        cache: LayerCache | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, cache=cache, mask=mask)
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class Qwen3MoE(MoEDecoder):
-    """Qwen3-MoE: see `MoEDecoder`."""
+    """Qwen3-MoE: see `MoEDecoder`. Queries and keys are normalized per head."""
 
     def __init__(self, config: Qwen3MoEConfig):
-        super().__init__(config, (Block(config) for _ in range(config.n_layers)), config.head_dim, config.rope_scaling)
+        c, yarn = config, config.rope_scaling
+        scale = None if yarn is None else c.head_dim**-0.5 * yarn.score_scale
+        blocks = (
+            Block(
+                c.dim,
+                c.norm_eps,
+                Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps, scale),
+                MoE(c.dim, c.moe),
+            )
+            for _ in range(c.n_layers)
+        )
+        super().__init__(config, blocks, config.head_dim, yarn)
 
 
 def qwen3_30b_a3b() -> Qwen3MoEConfig:

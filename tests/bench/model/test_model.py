@@ -15,8 +15,9 @@ from stepgraph import bench
 from stepgraph.bench.model import command, models, providers
 from stepgraph.bench.model.models import MODELS, TASKS
 from stepgraph.bench.model.profile import group_of, kind_of
-from stepgraph.bench.model.results import ModelRow, geometric_mean, ratios
+from stepgraph.bench.model.results import ratios
 from stepgraph.bench.model.table import summary
+from stepgraph.bench.rows import Row, geometric_mean
 
 CPU = torch.device("cpu")
 
@@ -82,7 +83,7 @@ def test_the_report_prints_and_draws_the_record(record, capsys, tmp_path):
 @pytest.mark.parametrize("name", [name for name in MODELS if name.endswith("-debug")])
 def test_every_kind_of_model_learns(name):
     """Loss and gradients come from transformers alone."""
-    step = providers.EagerStep(models.build(name, CPU), models.batch_of(name, CPU))
+    step = providers.ModelStep(providers.parts_of(models.build(name, CPU), models.batch_of(name, CPU)))
     losses = [step().item() for _ in range(4)]
     assert losses[-1] < losses[0]
     assert {p.dtype for p in step.params} == {torch.bfloat16}
@@ -125,7 +126,7 @@ def test_weights_and_batch_are_the_same_in_every_process():
 
 
 def row(provider, step_ms, memory=10.0, first=10.0, **more):
-    return ModelRow(
+    return Row(
         model="m", provider=provider, step_ms=step_ms, step_ms_all=[step_ms], peak_mem_gib=memory, first_step_s=first,
         **more,
     )  # fmt: skip

@@ -1,10 +1,10 @@
 """The child process with a provider more, whose update is wrong: it goes uphill."""
 
 from stepgraph.bench.model import child
-from stepgraph.bench.model.providers import PROVIDERS, EagerStep
+from stepgraph.bench.model.providers import PROVIDERS, ModelStep
 
 
-class Wrong(EagerStep):
+class Wrong(ModelStep):
     def update(self):
         for param in self.params:
             param.grad.neg_()

@@ -13,7 +13,8 @@ import torch
 from stepgraph import bench
 from stepgraph.bench import results
 from stepgraph.bench.arguments import LEARNING_RATE
-from stepgraph.bench.results import Row
+from stepgraph.bench.harness import EagerStep
+from stepgraph.bench.rows import Row
 from stepgraph.bench.step import child, providers
 from stepgraph.bench.step import command as step
 from stepgraph.passes import StepOptions
@@ -165,7 +166,7 @@ def test_every_process_has_the_same_weights_and_batch():
 def test_the_eager_step_is_the_textbook_loop():
     (config,), _ = step.parse_step(TINY)
     parts, reference = (child.make_parts(config, torch.device("cpu")) for _ in range(2))
-    one_step = providers.EagerStep(parts)
+    one_step = EagerStep(parts)
     optimizer = torch.optim.AdamW(reference.model.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0.1)
     for _ in range(3):
         logits = reference.model(reference.batch["tokens"])

@@ -1,7 +1,8 @@
 """The child process with a provider more, whose update is wrong: it forgets the first parameter's gradient."""
 
+from stepgraph.bench.harness import EagerStep
 from stepgraph.bench.step import child
-from stepgraph.bench.step.providers import PROVIDERS, EagerStep
+from stepgraph.bench.step.providers import PROVIDERS
 
 
 class Wrong(EagerStep):

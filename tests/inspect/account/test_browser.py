@@ -99,7 +99,7 @@ def test_search_finds_a_node_and_a_click_opens_its_card(tmp_path):
       result.card = card.textContent; result.hidden = card.hidden; result.hash = location.hash;
       card.querySelector("dl a.node").click(); await wait(200);
       result.next = card.querySelector("h2").textContent; result.nextHash = location.hash;
-      search.value = "llama3.py"; search.dispatchEvent(new Event("input"));
+      search.value = "decoder.py"; search.dispatchEvent(new Event("input"));
       result.lines = document.querySelectorAll("#found li").length;
     """.replace("NAME", name)
     result = in_browser(page_of(made), script, tmp_path)

@@ -1,0 +1,166 @@
+"""What the benchmarks of one process measure: a training step made of its parts, and its figures in order."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph.bench.arguments import MAX_GRAD_NORM
+from stepgraph.bench.progress import phase
+from stepgraph.bench.results import finite
+from stepgraph.config.device import peak_mem_gib
+from stepgraph.config.environment import package_versions
+from stepgraph.passes import StepOptions, chosen
+
+#: Steps whose losses are compared, before anything is timed. They also warm up: CUDA graphs are recorded by the third.
+FIRST_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step is made of, the same for every provider. ``loss_fn(model, batch)`` gives an fp32 scalar;
+    ``options``: of stepgraph's step."""
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor]
+    batch: dict[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    options: StepOptions
+
+
+class UnavailableError(ValueError):
+    """The provider cannot do this model, or is not installed: no failure."""
+
+
+class Step(Protocol):
+    """A training step. ``figures()``: fields of a `Row` that are known once it has run."""
+
+    def __call__(self) -> torch.Tensor:
+        """One step; the loss, detached."""
+        ...
+
+    def figures(self) -> dict[str, Any]: ...
+
+
+class EagerStep:
+    """The loop that everyone writes. Its forward and backward can be timed apart."""
+
+    def __init__(self, parts: Parts):
+        self.parts = parts
+        self.params = list(parts.model.parameters())
+        self.forward = self._loss
+
+    def _loss(self) -> torch.Tensor:
+        return self.parts.loss_fn(self.parts.model, self.parts.batch)
+
+    def update(self) -> None:
+        """Clip and update."""
+        nn.utils.clip_grad_norm_(self.params, MAX_GRAD_NORM)
+        self.parts.optimizer.step()
+
+    def finish(self) -> None:
+        """`update`, and forget the gradients."""
+        self.update()
+        self.parts.optimizer.zero_grad(set_to_none=True)
+
+    def __call__(self) -> torch.Tensor:
+        loss = self.forward()
+        loss.backward()
+        self.finish()
+        return loss.detach()
+
+    def figures(self) -> dict[str, Any]:
+        """Nothing: a compiler's time cannot be told from the first step's."""
+        return {}
+
+
+class CapturedStep:
+    """``stepgraph.capture`` of the whole step."""
+
+    def __init__(self, parts: Parts, max_autotune: bool = False, **options: Any):
+        passes = chosen(replace(parts.options, **options))
+        if max_autotune:
+            passes = [p.with_options(max_autotune=True) if p.name == "inductor" else p for p in passes]
+        self.batch = parts.batch
+        phase("capture")
+        start = time.perf_counter()
+        self.step = stepgraph.capture(
+            parts.model, parts.loss_fn, parts.batch, parts.optimizer, max_grad_norm=MAX_GRAD_NORM, passes=passes
+        )
+        # Tracing and passes. CUDA graphs are recorded later, so this is the time to tell the compilers apart.
+        self.capture_s = time.perf_counter() - start - self._compile_s()
+
+    def _compile_s(self) -> float:
+        """Seconds in compilers and in recording CUDA graphs."""
+        return sum(report.compile_s for report in self.step.report)
+
+    def __call__(self) -> torch.Tensor:
+        return self.step(self.batch)
+
+    def figures(self) -> dict[str, Any]:
+        """Capture, compilers and CUDA graphs, and what each pass did."""
+        recording = self.step.graph.recording
+        return {
+            "capture_s": self.capture_s,
+            "compile_s": self._compile_s(),
+            "cuda_graphs": recording.summary if recording is not None else None,
+            "passes": [report.line() for report in self.step.report],
+            "notes": [f"{report.name}: {note}" for report in self.step.report for note in report.notes][:20],
+        }
+
+
+class Run:
+    """The measurements of one provider, in the order of the methods; its benchmark's child process says what of."""
+
+    def __init__(self, providers: Mapping[str, Callable[[Parts], Step]], provider: str, device: torch.device):
+        self.providers, self.provider, self.device = providers, provider, device
+        self.memory_before = 0.0
+        """On a CPU: GiB that are not the step's."""
+        self.step: Step
+
+    def parts(self) -> Parts:
+        """The measured job. Weights and batch are the same in every process."""
+        raise NotImplementedError
+
+    def forget_peak(self) -> None:
+        """What was taken so far is not the step's memory."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.memory_before = peak_mem_gib(self.device)
+
+    def first_steps(self) -> dict[str, Any]:
+        """Builds the step and runs ``FIRST_STEPS`` of it; or says why the provider cannot do this model."""
+        phase("build")
+        parts = self.parts()
+        start = time.perf_counter()
+        try:
+            self.step = self.providers[self.provider](parts)
+        except UnavailableError as error:
+            return {"unavailable": str(error)}
+        phase("warm up")
+        losses = [self.step().item()]
+        first_step_s = time.perf_counter() - start
+        losses += [self.step().item() for _ in range(FIRST_STEPS - 1)]
+        self.losses = losses
+        cuda = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        return {
+            "params": sum(parameter.numel() for parameter in parts.model.parameters()),
+            "losses": [finite(loss) for loss in losses],
+            "first_step_s": first_step_s,
+            "versions": package_versions() | (cuda if self.device.type == "cuda" else {}),
+            **self.step.figures(),
+        }
+
+    def finish(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Peak memory so far, GiB."""
+        if self.device.type != "cuda":
+            return {"peak_mem_gib": peak_mem_gib(self.device) - self.memory_before}
+        reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+        return {"peak_mem_gib": reserved / 2**30, "peak_allocated_gib": allocated / 2**30}

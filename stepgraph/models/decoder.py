@@ -1,0 +1,155 @@
+"""What the decoders with RoPE share: embedding, pre-norm blocks, grouped-query attention, head, RoPE tables."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from stepgraph.models.cache import Cache, LayerCache, tokens_in
+from stepgraph.models.documents import attend_within, check_positions, document_mask
+from stepgraph.models.init import Part, init_parameters
+from stepgraph.models.rope import RopeScaling, YarnScaling, apply_rope, rope_tables
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with RoPE; with ``norm_eps``, queries and keys are normalized per head."""
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        norm_eps: float | None = None,
+        scale: float | None = None,
+    ):
+        super().__init__()
+        self.head_dim, self.gqa, self.scale = head_dim, n_kv_heads != n_heads, scale
+        self.q_proj = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.q_norm = self.k_norm = None
+        if norm_eps is not None:
+            self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,  # (B, T, D)
+        cos: torch.Tensor,  # (T, 1, head_dim) or, with positions, (B, T, 1, head_dim)
+        signed_sin: torch.Tensor,  # the same
+        mask: BlockMask | torch.Tensor | None,  # None: causal; BlockMask: by FlexAttention; else of `document_mask`
+        cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
+    ) -> torch.Tensor:  # (B, T, D)
+        B, T, _ = x.shape
+        # The head count is left to view (-1), so that projections split over tensor-parallel ranks work unchanged.
+        q = self.q_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H, head_dim)
+        k = self.k_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H_kv, head_dim)
+        v = self.v_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H_kv, head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, cos, signed_sin), apply_rope(k, cos, signed_sin)
+        # Views, not copies: the attention kernels read any strides, and their output has the layout of q.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        if mask is None:
+            causal = cache is None or T > 1
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.gqa, scale=self.scale)
+        elif isinstance(mask, BlockMask):
+            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.gqa)
+        else:
+            y = attend_within(q, k, v, mask, self.scale)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, dim: int, norm_eps: float, attn: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attn = attn
+        self.mlp_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        signed_sin: torch.Tensor,
+        mask: BlockMask | torch.Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
+        x = x + self.attn(self.attn_norm(x), cos, signed_sin, mask, cache=cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """A decoder: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the tokens
+    that follow those in it; with ``positions`` (B, T), of packed documents that do not see each other (see
+    `stepgraph.models.documents`).
+
+    Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
+    then :meth:`init_weights`. With tied embeddings there is no ``head`` module, so the tie survives both.
+    """
+
+    rope_cos: torch.Tensor  # (max_seq_len, 1, rope_dim) fp32, not in the state dict
+    rope_sin: torch.Tensor  # the same, its first half negated: see rope_tables
+
+    def __init__(
+        self, config: Any, blocks: Iterable[nn.Module], rope_dim: int, scaling: RopeScaling | YarnScaling | None
+    ):
+        super().__init__()
+        self.config, self._rope = config, (rope_dim, config.rope_theta, scaling)
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        for name in ("rope_cos", "rope_sin"):
+            table = torch.empty(config.max_seq_len, 1, rope_dim, dtype=torch.float32)
+            self.register_buffer(name, table, persistent=False)
+        self.init_weights()
+
+    def init_weights(self, seed: int | None = None, parts: Mapping[str, Part] | None = None) -> None:
+        """Fill parameters and buffers in place; ``seed`` and ``parts`` as in `init_parameters`."""
+        init_parameters(self, self.config.n_layers, seed, parts)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Fill only the buffers, the RoPE tables: for a model built on meta whose weights come from a checkpoint."""
+        if self.rope_cos.is_meta:
+            return
+        cos, signed_sin = rope_tables(self.config.max_seq_len, *self._rope)
+        self.rope_cos.copy_(cos)
+        self.rope_sin.copy_(signed_sin)
+
+    def mask(
+        self, x: torch.Tensor, positions: torch.Tensor | None, cache: Cache | None
+    ) -> BlockMask | torch.Tensor | None:
+        """The mask that the blocks attend with; None: causal."""
+        return None if positions is None else document_mask(positions, x.dtype)
+
+    def forward(
+        self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
+        limit, start = self.config.max_seq_len, tokens_in(cache)
+        T = start + tokens.shape[1]
+        if limit < T:
+            raise ValueError(f"sequence length {T} is above max_seq_len={limit}; shorten it or raise max_seq_len")
+        if positions is not None:
+            check_positions(positions, tokens, cache)
+        x = self.embed(tokens)  # (B, T, D)
+        # Tables in the residual stream's dtype, as in Hugging Face: a bf16 model rotates in bf16, with a rounding that
+        # existing checkpoints were trained and served with; under autocast the stream, and so the rotation, is fp32.
+        rows = slice(start, T) if positions is None else positions
+        cos, signed_sin = self.rope_cos[rows].to(x.dtype), self.rope_sin[rows].to(x.dtype)
+        mask = self.mask(x, positions, cache)
+        for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = block(x, cos, signed_sin, mask, kept)
+        x = self.norm(x)
+        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)  # (B, T, V)
