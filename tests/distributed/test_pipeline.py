@@ -14,7 +14,7 @@ from torch import nn
 import stepgraph
 from stepgraph import parallel
 from stepgraph.graph.collectives import PUT, RECV, SEND, TAKE
-from stepgraph.models import DeepSeekV3Config, Llama3Config, MoEConfig, family_of
+from stepgraph.models import Llama3Config, MoEConfig, family_of
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.models.llama3.llama3 import TP_PLAN
 from stepgraph.parallel import next_token_loss
@@ -23,23 +23,14 @@ from stepgraph.passes import configured
 from stepgraph.run.spans import Waits
 from stepgraph.train.pipelined_loss import PipelinedLoss
 from tests.distributed.ranks import TINY, global_batch, make_mesh, on_ranks, own_batch, whole_model
+from tests.models.moe_models import DEEPSEEK
 
 DEEP = dataclasses.replace(TINY, n_layers=4)
 # One dense block, then two with experts: both stages have some, whose selection biases move every step.
-EXPERTS = DeepSeekV3Config(
-    dim=48,
-    n_layers=3,
-    n_dense_layers=1,
-    n_heads=4,
-    ffn_dim=80,
+EXPERTS = dataclasses.replace(
+    DEEPSEEK,
     moe=MoEConfig(4, 2, 24, n_shared=1, scoring="sigmoid", selection_bias=True, balance_rate=0.1),
     vocab_size=TINY.vocab_size,
-    max_seq_len=64,
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_nope_head_dim=12,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
 )
 BALANCED = dataclasses.replace(EXPERTS, moe=dataclasses.replace(EXPERTS.moe, balance_loss=0.5))
 STEPS, CLIP = 2, 0.5
