@@ -18,8 +18,10 @@ from statistics import median
 from typing import Any, TypeVar
 
 from stepgraph.bench.device import times
+from stepgraph.bench.harness import Run
 from stepgraph.bench.progress import WAITING, Progress, note, phase, phases_of_passes
 from stepgraph.bench.results import in_one_line
+from stepgraph.bench.rows import Row
 
 Item = TypeVar("Item")
 
@@ -30,7 +32,7 @@ class Lane:
     ``limit_s``: seconds that an answer may take; None: no limit. What takes longer is a failure.
     """
 
-    def __init__(self, row: Any, command: Sequence[str], limit_s: float | None = None):
+    def __init__(self, row: Row, command: Sequence[str], limit_s: float | None = None):
         self.row, self.command, self.limit_s = row, command, limit_s
         self.process: subprocess.Popen[str] | None = None
 
@@ -126,7 +128,7 @@ def measured(
     conclude: Callable[[Lane], None],
     *,
     build_apart: bool = False,
-) -> Iterator[list[Any]]:
+) -> Iterator[list[Row]]:
     """Rows of the providers, ``together`` of them at a time, as they are done.
 
     They live at once and take turns, each time beginning with another one, so that what else the machine does falls on
@@ -158,7 +160,7 @@ def measured(
         yield [lane.row for lane in some]
 
 
-def _conclude(row: Any) -> None:
+def _conclude(row: Row) -> None:
     """A provider that failed has no step time."""
     if row.error or not row.step_ms_all:
         row.step_ms_all = []
@@ -194,7 +196,7 @@ def requests() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def serve(run: Any, answer: Callable[[dict[str, Any]], None]) -> None:
+def serve(run: Run, answer: Callable[[dict[str, Any]], None]) -> None:
     """In the child: ``run.first_steps()``, then the rounds of `measured`, and other requests by methods of ``run`` of
     their names."""
     answer(run.first_steps())

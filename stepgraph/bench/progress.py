@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+
+from stepgraph.bench.rows import ProviderRow
 
 #: The environment's name for the file of a provider's phases, a line each: ``[name, seconds since the epoch]``.
 VARIABLE = "STEPGRAPH_BENCH_PHASES"
@@ -51,7 +52,7 @@ def phases_of_passes() -> None:
         log.propagate = False
 
 
-def note(row: Any, text: str) -> None:
+def note(row: ProviderRow, text: str) -> None:
     """Print how far the provider of ``row`` is; on stderr, so that stdout holds the result alone."""
     print(f"{row.model} | {row.provider} | {text}", file=sys.stderr, flush=True)
 
@@ -63,7 +64,7 @@ class Progress:
     ``path``: the file that `phase` writes, which ``environment`` names.
     """
 
-    def __init__(self, row: Any, path: Path):
+    def __init__(self, row: ProviderRow, path: Path):
         self.row, self.path = row, path
         self.environment = {VARIABLE: str(path)}
         self._read = 0

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stepgraph.bench.rows import Row
+from stepgraph.bench.rows import ProviderRow, Row
 
 
 def in_markdown(
     heading: str,
     place: str,
     columns: Mapping[str, Callable[[Any], str]],
-    rows: Sequence[Any],
+    rows: Sequence[ProviderRow],
     notes: Sequence[str],
     last: str | None = None,
 ) -> str:
@@ -21,32 +21,32 @@ def in_markdown(
     return "\n".join(lines + ([] if last is None else ["", last])) + "\n"
 
 
-def shown(name: str, form: str, scale: float = 1) -> Callable[[Any], str]:
+def shown(name: str, form: str, scale: float = 1) -> Callable[[ProviderRow], str]:
     """What a column shows: the figure ``name`` of a row, nothing where the row has none."""
 
-    def show(row: Any) -> str:
+    def show(row: ProviderRow) -> str:
         value = getattr(row, name)
         return "" if value is None else format(scale * value, form)
 
     return show
 
 
-def step_ms(row: Any) -> str:
+def step_ms(row: ProviderRow) -> str:
     """The step's time, or why there is none, in a word."""
     return f"{row.step_ms:.4g}" if row.step_ms else "unavailable" if row.unavailable else "failed"
 
 
-def times_faster(than: Any | None) -> Callable[[Any], str]:
+def times_faster(than: ProviderRow | None) -> Callable[[ProviderRow], str]:
     """What a column shows: how many times as fast as the row ``than`` each is."""
     return lambda row: f"{than.step_ms / row.step_ms:.2f}x" if than and row.step_ms else ""
 
 
-def of_eager(rows: Sequence[Any]) -> Any | None:
+def of_eager(rows: Sequence[Row]) -> Row | None:
     """Eager's row, where it has a time."""
     return next((row for row in rows if row.provider == "eager" and row.step_ms), None)
 
 
-def troubles(rows: Sequence[Any]) -> list[str]:
+def troubles(rows: Sequence[ProviderRow]) -> list[str]:
     """Why providers have no figures."""
     found = [f"{row.provider}: {row.unavailable}" for row in rows if row.unavailable]
     return found + [f"{row.provider} failed: {row.error}" for row in rows if row.error]
