@@ -245,7 +245,7 @@ def parse_steps(text: str) -> tuple[int, int]:
     return first, end
 
 
-#: What options are about, and how a run comes to have it.
+#: What options are about, and how a run gets it.
 _STAGES = "stages and there are none: add pp=2 to --mesh"
 _EXPERTS = "ep and there is none: add ep=2 to the mesh"
 _RANKS = "ranks and there is no mesh: add --mesh"

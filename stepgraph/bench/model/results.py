@@ -21,8 +21,8 @@ class Ratios:
 
 
 def ratios(model: str, rows: Sequence[Row]) -> Ratios:
-    """For one model's ``rows``: speed over the fastest other provider, memory over the least of any other, and the first
-    step over that of ``torch.compile`` by default. A provider with wrong losses counts for nothing."""
+    """For one model's ``rows``: speed over the fastest other provider, memory over the least of any other, and the
+    first step over that of ``torch.compile`` by default. A provider with wrong losses counts for nothing."""
     usable = [row for row in rows if row.step_ms and not row.error and not row.disagreement]
     ours = next((row for row in usable if row.provider == OURS), None)
     others = [row for row in usable if not row.provider.startswith(OURS)]
