@@ -64,13 +64,14 @@ def masks_of_ones(batch: Any) -> tuple[int, ...]:
 
 
 def _is_mask(key: Any, leaf: Any) -> bool:
-    return str(getattr(key, "key", "")).endswith("attention_mask") and holds_integers(leaf)
+    named = str(getattr(key, "key", "")).endswith("attention_mask")
+    return named and has_values(leaf) and not (leaf.is_floating_point() or leaf.is_complex())
 
 
-def holds_integers(leaf: Any) -> bool:
-    """Whether a leaf of a batch is a tensor of integers, or of truth values, that has values."""
+def has_values(leaf: Any) -> bool:
+    """Whether a leaf of a batch is a plain tensor with values."""
     plain = isinstance(leaf, torch.Tensor) and not (compat.is_traceable_wrapper_subclass(leaf) or leaf.is_meta)
-    return plain and not (leaf.is_floating_point() or leaf.is_complex() or compat.is_fake(leaf))
+    return plain and not compat.is_fake(leaf)
 
 
 def rebuilt(batch: Any, leaves: Sequence[Any], spec: Any) -> Any:

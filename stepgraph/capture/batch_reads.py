@@ -5,6 +5,8 @@ computation from the batch to each value is kept and runs on the host again befo
 runs the same graph, another one is captured again.
 """
 
+import bisect
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from stepgraph.capture.batch import microbatch
 
 
 class BatchReads:
-    """Values that follow from those of a batch, in the order in which Python asked for them.
+    """Values that follow from those of a batch: the computation of each, in the order of the trace.
 
     ``places``: for each placeholder of the trace whose values are known, the place of its leaf in the batch.
     """
@@ -26,31 +28,28 @@ class BatchReads:
         self._copies = {node: self._graph.placeholder(node.name) for node in places}
         self._leaves = {self._copies[node]: place for node, place in places.items()}
         self._constants: dict[fx.Node, torch.Tensor] = {}
-        self._of_batch = set(self._leaves)
-        self._equal: dict[tuple, fx.Node] = {}
         self._answers: dict[fx.Node, Any] = {}
+        self._order: list[tuple[fx.Node, int]] = []  # a node of the trace and the number of questions so far, by which
+        self._calls: list[fx.Node] = []  # the calls are ordered
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def copy(self, node: fx.Node, constant: torch.Tensor | None) -> None:
-        """Keep what a node of the trace computes, after what it needs. ``constant``: the value of a literal."""
-        if node in self._copies:
-            return
-        if node.op == "get_attr":
-            made = self._graph.placeholder(node.name)
-            self._constants[made] = constant
-        else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), self._copy_of)
-            made = self._call(node.target, args, kwargs)
-        self._copies[node] = made
+    def note(
+        self, history: Mapping[fx.Node, torch.Tensor | None], function: Callable, args: Any, kwargs: Any, answer: Any
+    ) -> None:
+        """Python has learned ``answer``, which ``function`` gives; nodes of the trace are among its arguments.
 
-    def note(self, function: Callable, args: Any, kwargs: Any, answer: Any) -> None:
-        """Python has learned ``answer``, which ``function`` gives; nodes of the trace are among its arguments."""
-        args, kwargs = fx.map_arg((tuple(args), dict(kwargs)), self._copies.__getitem__)
-        made = self._call(function, args, kwargs)
-        if made in self._of_batch:
-            self._answers[made] = answer
+        ``history``: the nodes that lead to these, and the tensors of literals among them.
+        """
+        for node in sorted(history.keys() - self._copies.keys()):
+            if node.op == "get_attr":
+                self._copies[node] = self._placeholder(node)
+                self._constants[self._copies[node]] = history[node]
+            else:
+                self._copies[node] = self._call((node, 0), node.target, node.args, node.kwargs)
+        latest = next(reversed(max(history).graph.nodes))
+        self._answers[self._call((latest, 1 + len(self)), function, tuple(args), dict(kwargs))] = answer
 
     def hold(self, leaves: Sequence[Any], microbatches: int) -> bool:
         """Whether every microbatch of a batch of the same form gives the same answers. It waits for tensors on a GPU,
@@ -64,13 +63,19 @@ class BatchReads:
                 for k in range(microbatches)
             )
 
-    def prune(self) -> None:
-        """After the trace: drop what no answer needs."""
-        for node in reversed(self._graph.nodes):
-            if not node.users and node not in self._answers and node not in self._leaves:
-                self._constants.pop(node, None)
+    def close(self) -> None:
+        """After the trace: forget it. Where nothing is written in place, equal calls become one."""
+        self._copies, self._order, self._calls = {}, [], []
+        if any(node.target._schema.is_mutable for node in self._graph.nodes if packet(node)):
+            return
+        equal: dict[tuple, fx.Node] = {}
+        for node in self._graph.nodes:
+            first = equal.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+            if first is not node and node.op != "placeholder":
+                node.replace_all_uses_with(first)
+                if node in self._answers:
+                    self._answers[first] = self._answers.pop(node)
                 self._graph.erase_node(node)
-        self._copies, self._equal, self._of_batch = {}, {}, set()
 
     def _holds(self, values: dict[fx.Node, Any]) -> bool:
         values |= self._constants
@@ -87,18 +92,24 @@ class BatchReads:
 
     def _copy_of(self, node: fx.Node) -> fx.Node:
         if node not in self._copies:  # only its shape matters
-            self._copies[node] = made = self._graph.placeholder(node.name)
-            made.meta["val"] = node.meta["val"]
+            self._copies[node] = self._placeholder(node)
+            self._copies[node].meta["val"] = node.meta["val"]
         return self._copies[node]
 
-    def _call(self, target: Callable, args: tuple, kwargs: dict) -> fx.Node:
-        """A node that calls ``target``; the one that does so already, if any."""
-        key = target, repr(args), repr(kwargs)
-        if key not in self._equal:
-            self._equal[key] = made = self._graph.call_function(target, args, kwargs)
-            if self._of_batch.intersection(sources(made)):
-                self._of_batch.add(made)
-        return self._equal[key]
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        with self._graph.inserting_before(next(iter(self._graph.nodes))):
+            return self._graph.placeholder(node.name)
+
+    def _call(self, key: tuple[fx.Node, int], target: Callable, args: tuple, kwargs: dict) -> fx.Node:
+        """A call of ``target`` at the place of ``key``."""
+        args, kwargs = fx.map_arg((args, kwargs), self._copy_of)
+        place = bisect.bisect(self._order, key)
+        behind = self._calls[place : place + 1]
+        with self._graph.inserting_before(behind[0]) if behind else contextlib.nullcontext():
+            made = self._graph.call_function(target, args, kwargs)
+        self._order.insert(place, key)
+        self._calls.insert(place, made)
+        return made
 
 
 #: These read only the shape of their tensor argument.

@@ -82,8 +82,6 @@ def _needs_value(model: nn.Module, path: str, operator: str, in_backward: bool) 
             f"{operator} asks which experts have tokens, to call them one by one",
             'set model.set_experts_implementation("grouped_mm")',
         )
-    if hasattr(module, "get_rope_index"):  # it builds positions by writing to tensors that it then reads
-        return needs, "pass position_ids in the batch, as this module's get_rope_index(...) gives them outside the step"
     if getattr(module, "momentum", 0.1) is None:
         return needs, "momentum=None averages by a count that the host reads: give a number, such as momentum=0.1"
     if name := _layerdrop(model, path):

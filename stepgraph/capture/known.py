@@ -5,21 +5,23 @@ tensor depends on no input of the step: its nodes are then computed on the CPU w
 so takes the same branch as in eager: Hugging Face models, for example, leave out an attention mask that says no more
 than "causal".
 
-In a training step the integers of the batch are known as well. What Python learns from them, such as grids of images,
-lengths, and how many elements a mask selects, holds for this form of the step: see `BatchReads`.
+In a training step the integers of the batch are known as well, and how its other numbers compare. What Python learns
+from them, such as grids of images, lengths, and how many elements a mask selects, holds for this form of the step: see
+`BatchReads`.
 
-Unknown are the values of random and uninitialized tensors, of those that an operator wrote to in place, of those that
-exist outside the step and may change there, and of those larger than `LARGEST`.
+An operator that writes known values in place into a tensor that the trace made is computed again with all that led to
+it. Unknown are the values of random and uninitialized tensors, of the ones that other operators wrote to, of the ones
+that exist outside the step and may change there, and of the ones larger than `LARGEST`.
 """
 
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture.batch_reads import BatchReads, computed, packet, sources
@@ -34,8 +36,8 @@ LARGEST = 1 << 24
 #: Elements of the largest tensor that is kept for the next value.
 _KEPT = 1 << 16
 
-#: Elements of the largest tensor that is computed before each call, for what Python reads of the batch.
-LARGEST_OF_BATCH = 1 << 20
+#: Elements that are computed before each call, for one value that Python reads of the batch.
+LARGEST_OF_BATCH = 1 << 25
 
 #: Elements of the results that become literals of a graph.
 LARGEST_LITERAL = 1 << 12
@@ -45,20 +47,13 @@ _SIZED = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interlea
 
 #: On floating-point numbers, these give the same bits on a CPU and on a GPU.
 _SAME_ANYWHERE = (
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "neg",
-    "abs",
-    "floor",
-    "ceil",
-    "round",
-    "trunc",
-    "clamp",
-    "where",
-    "_to_copy",
+    *("add", "sub", "mul", "div", "neg", "abs", "floor", "ceil", "round", "trunc", "clamp", "where", "masked_fill"),
+    *("_to_copy", "clone", "lift_fresh_copy", "scalar_tensor", "zeros", "ones", "full", "cat", "index", "gather"),
+    *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
 )
+
+#: These give truth values of floating-point numbers, the same ones everywhere.
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "signbit", "any", "all")
 
 _UNINITIALIZED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
@@ -70,7 +65,7 @@ class KnownValues(compat.TorchDispatchMode):
     """While active inside a trace, operators that give Python a value (``.item()``, ``if tensor:``) give known values;
     for others they fail as before. One per trace.
 
-    ``batch``: integers of the batch, on the CPU, by the placeholders of the trace; Python's reads go to ``reads``.
+    ``batch``: tensors of the batch, on the CPU, by the placeholders of the trace; Python's reads go to ``reads``.
     ``outside``: tensors from outside the step that gave such a value.
     """
 
@@ -79,9 +74,10 @@ class KnownValues(compat.TorchDispatchMode):
     def __init__(self, batch: Mapping[fx.Node, torch.Tensor] | None = None, reads: BatchReads | None = None) -> None:
         super().__init__()
         self._batch, self._reads = batch or {}, reads
-        self._values: dict[fx.Node, Any] = {}
-        self._of_batch: set[fx.Node] = set()  # among the nodes of `_values`
-        self._written: set[int] = set()  # storages
+        self._values: dict[fx.Node, Any] = {}  # what was computed and lies in storages that nothing has written to
+        self._led: dict[fx.Node, set[fx.Node]] = {}  # the history of each of these
+        self._fits: dict[fx.Node, bool] = {}
+        self._writes: dict[int, list[fx.Node] | None] = {}  # storage -> its known writes; None: others too
         self.outside: list[torch.Tensor] = []
 
     def __torch_dispatch__(
@@ -103,7 +99,10 @@ class KnownValues(compat.TorchDispatchMode):
         elif func._schema.is_mutable:
             arguments = func._schema.arguments
             given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
-            self.note_writes([given.get(a.name) for a in arguments if a.is_write])
+            written = [given.get(a.name) for a in arguments if a.is_write]
+            if _is_write(func) and self._knows_all((args, kwargs)):
+                return self._write(written[0], func(*args, **kwargs))
+            self.note_writes(written)
         elif torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default:
             decided = _decided(compat.node_of_trace(args[0])) if isinstance(args[0], torch.Tensor) else None
             if decided is not None:
@@ -133,8 +132,11 @@ class KnownValues(compat.TorchDispatchMode):
         values, keywords = compat.pytree.tree_map(value, given)
         with compat.without_modes(), torch.no_grad():
             answer = function(*values, **keywords)
-        if self._reads is not None:
-            self._reads.note(function, *compat.pytree.tree_map(node, given), answer)
+        given = compat.pytree.tree_map(node, given)
+        asked = [leaf for leaf in compat.pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
+        history = set().union(*(self._history(node) or () for node in asked))
+        if self._reads is not None and not history.isdisjoint(self._batch):
+            self._reads.note({node: _literal(node) for node in history}, function, *given, answer)
         return answer
 
     def _sized(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,7 +185,29 @@ class KnownValues(compat.TorchDispatchMode):
         """Whether the values of a tensor of the running trace follow from literals."""
         node = compat.node_of_trace(tensor)
         history = None if node is None else self._history(node)
-        return history is not None and not self._of_batch.union(self._batch).intersection(history)
+        return history is not None and self._batch.keys().isdisjoint(history)
+
+    def settle(self, model: nn.Module) -> None:
+        """Give attributes of modules in which forward keeps tensors of the trace their values, where these are known,
+        as of a number that it keeps: whether a later call depends on them is then seen by a second trace."""
+        for module in model.modules():
+            for key, kept in vars(module).items():
+                if isinstance(kept, torch.Tensor) and compat.is_fake(kept) and self._knows_all(kept):
+                    value = self._value(kept)
+                    with compat.without_modes():
+                        vars(module)[key] = value.clone()
+
+    def _write(self, tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Note that the node of ``result`` has written known values into ``tensor``."""
+        storage = compat.storage_key(tensor)
+        is_batch = any(storage in _storages(node) for node in self._batch)
+        writes = self._writes.get(storage, [])
+        self._forget(storage)
+        self._writes[storage] = None if is_batch or writes is None else [*writes, compat.node_of_trace(result)]
+        return result
+
+    def _forget(self, storage: int) -> None:
+        self._values = {node: value for node, value in self._values.items() if storage not in _storages(node)}
 
     def note_writes(self, arguments: Any) -> None:
         """The values of the tensors among ``arguments`` are not known from here on."""
@@ -192,51 +216,90 @@ class KnownValues(compat.TorchDispatchMode):
             if compat.is_traceable_wrapper_subclass(tensor):
                 pending += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             else:
-                self._written.add(compat.storage_key(tensor))
+                self._forget(storage := compat.storage_key(tensor))
+                self._writes[storage] = None
 
     def _history(self, node: fx.Node) -> list[fx.Node] | None:
-        """The nodes to compute for the value of ``node``, in order; None if it is not known."""
+        """The nodes that lead to the value of ``node``, in order; None if it is not known."""
+        found = self._closure(node)
+        if found is None or not (found.isdisjoint(self._batch) or _is_exact(node, found, self._batch)):
+            return None
+        return sorted(found)
+
+    def _closure(self, node: fx.Node) -> set[fx.Node] | None:
+        """``node`` and all that it is computed from; None if that is not possible."""
         found: set[fx.Node] = set()
         pending = [node]
         while pending:
-            node = pending.pop()
-            if node in found:
-                continue
-            made = node.meta.get("val")  # for a list: its elements are nodes of their own
-            if isinstance(made, torch.Tensor) and compat.storage_key(made) in self._written:
-                return None
-            if node not in self._values and node not in self._batch:
-                if not _computable(node):
+            source = pending.pop()
+            if source in self._values:
+                found |= self._led[source]
+            elif source not in found:
+                needed = self._needed(source)
+                if needed is None:
                     return None
-                pending += sources(node)
-            found.add(node)
-        if not found.isdisjoint(self._batch) and not all(node in self._batch or _is_small(node) for node in found):
+                pending += needed
+                found.add(source)
+        return found
+
+    def _needed(self, node: fx.Node) -> list[fx.Node] | None:
+        """The nodes that ``node`` is computed from, and that write to its storage; None if it cannot be computed."""
+        writes = [self._writes.get(storage, ()) for storage in _storages(node)]
+        if any(nodes is None for nodes in writes):
             return None
-        return sorted(found)
+        needed = [write for nodes in writes for write in nodes or () if write is not node]
+        if node in self._batch:
+            return needed
+        if node.op == "get_attr" or node not in self._fits:
+            self._fits[node] = _computable(node)
+        return [*sources(node), *needed] if self._fits[node] else None
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         """The value of a known ``tensor``, on the CPU."""
         wanted = compat.node_of_trace(tensor)
-        history = self._history(wanted)
+        needed, pending = set(), [wanted]
+        while pending:
+            if (node := pending.pop()) not in needed:
+                needed.add(node)
+                pending += () if node in self._values else self._needed(node)
+        history = sorted(needed)
         values = {node: self._values[node] for node in history if node in self._values}
-        values |= {node: compat.constant_of_trace(node.target) for node in history if node.op == "get_attr"}
+        values |= {node: _literal(node) for node in history if node.op == "get_attr"}
         values |= {node: self._batch[node] for node in history if node in self._batch}
         uses = Counter(source for node in history if node not in values for source in sources(node))
+        uses[wanted] += 1
+        kept: dict[fx.Node, Any] = {}
         with compat.without_modes(), torch.no_grad():
             for node in history:
-                if self._reads is not None:
-                    self._reads.copy(node, values.get(node))
                 if node not in values:
                     values[node] = made = computed(node, values)
-                    if not (self._of_batch.union(self._batch)).isdisjoint(sources(node)):
-                        self._of_batch.add(node)
-                    if sum(t.numel() for t in compat.pytree.tree_leaves(made)) <= _KEPT:
-                        self._values[node] = made
+                    few = sum(t.numel() for t in compat.pytree.tree_leaves(made)) <= _KEPT
+                    if few and not any(self._writes.get(storage) for storage in _storages(node)):
+                        kept[node] = made
                     for source in sources(node):
                         uses[source] -= 1
                         if not uses[source]:
                             del values[source]
+        for node, made in kept.items():
+            self._led[node] = self._closure(node)
+            self._values[node] = made
         return values[wanted]
+
+
+def _literal(node: fx.Node) -> torch.Tensor | None:
+    return compat.constant_of_trace(node.target) if node.op == "get_attr" else None
+
+
+def _storages(node: fx.Node) -> set[int]:
+    """The storages in which the results of ``node`` lie."""
+    return {compat.storage_key(value) for value in _results(node)}
+
+
+def _is_write(func: Any) -> bool:
+    """Whether ``func`` writes to one tensor, which it returns, and draws no random numbers."""
+    returns = func._schema.returns
+    one = sum(a.is_write for a in func._schema.arguments) == len(returns) == 1 and returns[0].alias_info is not None
+    return one and func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def _decided(node: fx.Node | None) -> bool | None:
@@ -279,21 +342,43 @@ def _computable(node: fx.Node) -> bool:
     target, values = node.target, compat.pytree.tree_leaves(node.meta.get("val"))
     return (
         target.namespace in ("aten", "prims")
-        and not target._schema.is_mutable
+        and (not target._schema.is_mutable or _is_write(target))
         and torch.Tag.nondeterministic_seeded not in target.tags
         and packet(node) not in _UNINITIALIZED
         and all(isinstance(v, torch.Tensor) and _elements(v) <= LARGEST and v.device.type != "meta" for v in values)
     )
 
 
-def _is_small(node: fx.Node) -> bool:
-    """Whether a node's values may be computed before each call, on the CPU."""
-    values = [v for v in compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
-    same = packet(node) in _SAME_ANYWHERE or is_view(node)
-    return all(
-        _elements(v) <= LARGEST_OF_BATCH and (same or v.device.type == "cpu" or not v.is_floating_point())
-        for v in values
-    )
+def _is_exact(node: fx.Node, history: set[fx.Node], batch: Collection[fx.Node]) -> bool:
+    """Whether the value of ``node``, which follows from the batch by ``history``, may be computed on the CPU before
+    each call: with the same bits, and without much work.
+
+    The batch's numbers of floating point change in every step, and so may only be compared.
+    """
+    compared = any(map(_is_floating, history.intersection(batch)))
+    if compared and _is_floating(node):
+        return False
+    elements = 0
+    for made in history.difference(batch):
+        if is_view(made):
+            continue
+        if compared and not _is_floating(made) and any(map(_is_floating, sources(made))):
+            exact = packet(made) in _COMPARISONS
+        else:
+            here = not compared and all(v.device.type == "cpu" for v in _results(made))
+            exact = here or not _is_floating(made) or made.op == "get_attr" or packet(made) in _SAME_ANYWHERE
+        if not exact:
+            return False
+        elements += sum(map(_elements, _results(made)))
+    return elements <= LARGEST_OF_BATCH
+
+
+def _results(node: fx.Node) -> list[torch.Tensor]:
+    return [v for v in compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return any(v.is_floating_point() or v.is_complex() for v in _results(node))
 
 
 def _elements(tensor: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
-from stepgraph.capture.batch import first_places, flatten_batch, holds_integers, masks_of_ones, microbatch, rebuilt
+from stepgraph.capture.batch import first_places, flatten_batch, has_values, masks_of_ones, microbatch, rebuilt
 from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.explain import explained
 from stepgraph.capture.fake import fake_mode
@@ -168,7 +168,7 @@ def _traced(*given: Any) -> Traced:
     watched = trace.reads.watched(moving)
     checks.refuse_unseen(watched.unseen, exact)
     found = program, trace.landing, trace.slots, watched, trace.conditions.grow
-    trace.batch_reads.prune()
+    trace.batch_reads.close()
     checks.check_alike(trace.batch_reads.hold(flatten_batch(batch)[0], accumulate), accumulate)
     replay = trace.replay if trace.replay and (trace.replay.wanted or moving) else None
     return Traced(*found, generators, trace.batch_reads, trace.update.hosts if trace.update else [], replay)
@@ -327,7 +327,7 @@ class StepTrace:
         places = {
             compat.node_of_trace(flat[where.start]): i
             for i, (where, _) in inputs.items()
-            if self.share is None and holds_integers(self.leaves[i])
+            if self.share is None and has_values(self.leaves[i]) and not self.leaves[i].requires_grad
         }
         self.batch_reads = BatchReads(places)
         return KnownValues({node: self.leaves[i].cpu() for node, i in places.items()}, self.batch_reads)
@@ -368,6 +368,7 @@ class StepTrace:
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             checks.refuse_replaced(modules_before, self.model)
             checks.refuse_data_assigned(self.slots, tensors, places)
+            self._known.settle(self.model)
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
             self.reads.read += self._known.outside
             self.changes = self.reads.changes()

@@ -40,6 +40,19 @@ def batches():
     return [{"x": torch.randn(6, 6), "n": torch.tensor(n), "m": torch.tensor(m) == 1} for n, m in VALUES]
 
 
+def written(y, b):
+    """Values of the batch that are written into literals, by views, and read before and after."""
+    places = torch.zeros(2, 6, dtype=torch.int64)
+    row, twice = places[1], torch.zeros(2, 6, dtype=torch.int64)
+    before = places.sum()
+    row[b["m"]] = 3
+    row[:3] += b["n"]
+    between = places.sum()
+    row.mul_(2)
+    twice += 1
+    return y * places.max().item() + before.item() - between.item() + row[1:].sum().item() * twice.sum().item()
+
+
 #: How Python reads the batch, and how many forms the batches have.
 LOOKS = {
     "item": (lambda y, b: y * b["n"].sum().item(), 1),
@@ -59,6 +72,9 @@ LOOKS = {
     "unique_consecutive": (lambda y, b: y * torch.unique_consecutive(b["n"], return_counts=True)[1].max(), 3),
     "bincount": (lambda y, b: y[:, :2] * torch.bincount(b["n"], minlength=9)[:2], 2),
     "one_hot": (lambda y, b: y[:3] * F.one_hot(b["n"])[:, 1:2], 2),
+    "written": (written, 4),
+    "padding": (lambda y, b: y[(b["x"] * b["m"][:, None] == 0).sum(-1) != 6], 2),
+    "infinite": (lambda y, b: y * 2 if b["x"].isinf().any() else y, 1),
     "list of tensors": (lambda y, b: y * torch.tensor([b["n"].max(), b["n"].min()]).sum(), 2),
 }
 
@@ -86,6 +102,9 @@ def test_only_what_is_read_is_compared():
 
 REFUSED = {
     "floating point": lambda y, b: y * b["x"].sum().item(),
+    "a number": lambda y, b: y * b["x"][0, 0].item(),
+    "a conversion": lambda y, b: y * b["x"].long().max().item(),
+    "of a sum": lambda y, b: y if b["x"].sum() > 0 else y * 2,
     "parameter": lambda y, b: y[y > 0],
     "written": lambda y, b: y * b["n"].mul_(2).sum().item() * b["n"].view(3, 1).sum().item() * b["x"].max().item(),
     "batch and parameter": lambda y, b: y * (b["n"] + y.argmax()).sum().item(),
@@ -184,6 +203,35 @@ def test_grids_of_qwen2_vl(check_training):
     check_training(model, lambda m, b: m(**b).loss, found, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3))
 
 
-def test_positions_of_qwen2_vl_belong_into_the_batch():
-    with pytest.raises(CaptureError, match="pass position_ids in the batch"):
-        stepgraph.capture(qwen2_vl(), lambda m, b: m(**b).loss, pictures((1, 4, 4), (1, 4, 4)), passes="exact")
+def test_positions_of_qwen2_vl_and_what_it_keeps_of_them(check_training):
+    """Without positions in the batch the model makes them by writes in place, and keeps their offsets."""
+    model = qwen2_vl()
+    grids = [((1, 4, 4), (1, 4, 4)), ((1, 2, 8), (1, 4, 4)), ((1, 4, 4), (1, 4, 4))]
+    found = [pictures(*of) for of in grids]
+    check_training(model, lambda m, b: m(**b).loss, found, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3))
+
+
+class Remembers(nn.Module):
+    """Keeps what ``made(batch)`` gives, and reads what it kept before."""
+
+    def __init__(self, made, reads):
+        super().__init__()
+        self.linear, self.made, self.reads, self.kept = nn.Linear(6, 6), made, reads, None
+
+    def forward(self, batch):
+        before, self.kept = self.kept, self.made(batch)
+        return self.linear(batch["x"]) * (before.sum() if self.reads and before is not None else 1)
+
+
+def test_a_tensor_that_forward_keeps_and_never_reads():
+    step = stepgraph.capture(model := Remembers(lambda b: b["n"] * 2, False), loss_fn, batches()[0], passes="exact")
+    assert all(step.verify(batch).bitwise for batch in batches()) and model.kept is None
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [(lambda b: b["n"] * 2, "its next call differs"), (lambda b: b["x"] * 2, "keeps a tensor of the step in kept")],
+)
+def test_a_tensor_that_forward_keeps_and_reads_is_refused(made, message):
+    with pytest.raises(CaptureError, match=message):
+        stepgraph.capture(Remembers(made, True), loss_fn, batches()[0], passes="exact")

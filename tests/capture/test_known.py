@@ -45,7 +45,7 @@ def a_literal(x):
 
 
 def a_list(x):
-    return float(sum(torch.arange(1000, device=x.device).tolist()))
+    return float(sum(torch.arange(100, device=x.device).tolist()))
 
 
 def a_shape(x):
@@ -74,7 +74,7 @@ def on_another_device(x):
         (a_branch, 2.0),
         (an_item, 4.0),
         (a_literal, 12.0),
-        (a_list, 499500.0),
+        (a_list, 4950.0),
         (a_shape, 9.0),
         (before_it_is_written, 12.0),
         (equality, 5.0),
@@ -94,7 +94,7 @@ def test_values_that_follow_from_literals(look, value):
 
 
 def of_the_batch(x):
-    return 2.0 if (x > 0).any() else 3.0
+    return 2.0 if x.sum() > 0 else 3.0
 
 
 def of_chance(x):

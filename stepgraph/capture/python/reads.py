@@ -272,7 +272,7 @@ class Reads:
                 owners[id(held)] = id(value)
         found = []
         for (holder_id, _), (where, holder, key, old) in self._before.items():
-            new = holder.get(key, ABSENT) if isinstance(holder, dict) else getattr(holder, key, ABSENT)
+            new = dict.get(holder, key, ABSENT) if isinstance(holder, dict) else getattr(holder, key, ABSENT)
             if new is not old and not _same(old, new):
                 found.append(Change(where, holder, key, old, new, holder_id in self._of_model))
         for holder_id, (where, holder, before) in self._whole.items():
@@ -306,7 +306,8 @@ def parts_registered(held: dict) -> tuple[dict, ...]:
 
 
 def _content(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
+    held = values.elements(container)  # what its class gives out may be another thing
+    return dict(zip(held, held[len(container) :], strict=False)) if isinstance(container, dict) else held
 
 
 def _same_content(before: Any, now: Any) -> bool:

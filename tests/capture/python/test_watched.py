@@ -592,6 +592,20 @@ def test_what_the_loss_changes_outside_of_the_model_is_refused(kind):
     criterion(model(x))  # no fake tensor is left
 
 
+class Registry(collections.OrderedDict):
+    """Gives out an object of the class that it holds, as the activations of transformers do."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+def test_a_registry_that_makes_what_it_gives_out_is_left_as_it_was():
+    registry = Registry(silu=nn.SiLU)
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    step = stepgraph.capture(model, lambda m, b: registry["silu"](m(b)).square().mean(), x, passes="exact")
+    assert step.verify(x).bitwise and list(dict.values(registry)) == [nn.SiLU]
+
+
 def test_a_cache_is_left_without_fake_tensors():
     @functools.lru_cache
     def mask(n):
