@@ -77,11 +77,11 @@ def _needs_value(model: nn.Module, path: str, operator: str, in_backward: bool) 
             "not Triton's",
             "make the launch an operator by torch.library.custom_op",
         )
-    if _loops_over_experts(module):
-        return (
-            f"{operator} asks which experts have tokens, to call them one by one",
-            'set model.set_experts_implementation("grouped_mm")',
-        )
+    if "expert" in f"{path}.{type(module).__name__}".lower():
+        asks = f"{operator} asks which experts have tokens, to call them one by one"
+        if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
+            return asks, 'set model.set_experts_implementation("grouped_mm")'
+        return asks, f"write {type(module).__name__}.forward by stepgraph.kernels.moe, as docs/capture.md shows"
     if getattr(module, "momentum", 0.1) is None:
         return needs, "momentum=None averages by a count that the host reads: give a number, such as momentum=0.1"
     if name := _layerdrop(model, path):
@@ -102,10 +102,3 @@ def _layerdrop(model: nn.Module, path: str) -> str | None:
                 if getattr(owner, name, 0):
                     return f"{kind}{name} = 0 of {outer or 'the model'}"
     return None
-
-
-def _loops_over_experts(module: nn.Module) -> bool:
-    """Whether ``module`` holds experts of transformers that are called one after the other."""
-    config = getattr(module, "config", None)
-    experts = "expert" in type(module).__name__.lower()
-    return experts and getattr(config, "_experts_implementation", None) == "eager"
