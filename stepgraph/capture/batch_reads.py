@@ -64,18 +64,8 @@ class BatchReads:
             )
 
     def close(self) -> None:
-        """After the trace: forget it. Where nothing is written in place, equal calls become one."""
+        """After the trace: forget it."""
         self._copies, self._order, self._calls = {}, [], []
-        if any(node.target._schema.is_mutable for node in self._graph.nodes if packet(node)):
-            return
-        equal: dict[tuple, fx.Node] = {}
-        for node in self._graph.nodes:
-            first = equal.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
-            if first is not node and node.op != "placeholder":
-                node.replace_all_uses_with(first)
-                if node in self._answers:
-                    self._answers[first] = self._answers.pop(node)
-                self._graph.erase_node(node)
 
     def _holds(self, values: dict[fx.Node, Any]) -> bool:
         values |= self._constants

@@ -33,14 +33,13 @@ aten = torch.ops.aten
 #: Elements of the largest tensor that is computed for a value.
 LARGEST = 1 << 24
 
-#: Elements of the largest tensor that is kept for the next value.
-_KEPT = 1 << 16
-
 #: Elements that are computed before each call, for one value that Python reads of the batch.
 LARGEST_OF_BATCH = 1 << 25
 
 #: Elements of the results that become literals of a graph.
 LARGEST_LITERAL = 1 << 12
+
+_TOLIST = torch.Tensor.tolist
 
 #: Operators that are captured with the sizes of their results, and not with their values.
 _SIZED = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor, aten._ctc_loss.Tensor)
@@ -73,9 +72,7 @@ class KnownValues(compat.TorchDispatchMode):
 
     def __init__(self, batch: Mapping[fx.Node, torch.Tensor] | None = None, reads: BatchReads | None = None) -> None:
         super().__init__()
-        self._batch, self._reads = batch or {}, reads
-        self._values: dict[fx.Node, Any] = {}  # what was computed and lies in storages that nothing has written to
-        self._led: dict[fx.Node, set[fx.Node]] = {}  # the history of each of these
+        self._batch, self._reads = dict(batch or {}), reads
         self._fits: dict[fx.Node, bool] = {}
         self._writes: dict[int, list[fx.Node] | None] = {}  # storage -> its known writes; None: others too
         self.outside: list[torch.Tensor] = []
@@ -187,6 +184,10 @@ class KnownValues(compat.TorchDispatchMode):
         history = None if node is None else self._history(node)
         return history is not None and self._batch.keys().isdisjoint(history)
 
+    def listed(self, tensor: torch.Tensor) -> list | None:
+        """What a known ``tensor`` holds; None for others."""
+        return self._ask(_TOLIST, (tensor,)) if self._knows_all(tensor) else None
+
     def settle(self, model: nn.Module) -> None:
         """Give attributes of modules in which forward keeps tensors of the trace their values, where these are known,
         as of a number that it keeps: whether a later call depends on them is then seen by a second trace."""
@@ -202,12 +203,8 @@ class KnownValues(compat.TorchDispatchMode):
         storage = compat.storage_key(tensor)
         is_batch = any(storage in _storages(node) for node in self._batch)
         writes = self._writes.get(storage, [])
-        self._forget(storage)
         self._writes[storage] = None if is_batch or writes is None else [*writes, compat.node_of_trace(result)]
         return result
-
-    def _forget(self, storage: int) -> None:
-        self._values = {node: value for node, value in self._values.items() if storage not in _storages(node)}
 
     def note_writes(self, arguments: Any) -> None:
         """The values of the tensors among ``arguments`` are not known from here on."""
@@ -216,31 +213,20 @@ class KnownValues(compat.TorchDispatchMode):
             if compat.is_traceable_wrapper_subclass(tensor):
                 pending += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             else:
-                self._forget(storage := compat.storage_key(tensor))
-                self._writes[storage] = None
+                self._writes[compat.storage_key(tensor)] = None
 
     def _history(self, node: fx.Node) -> list[fx.Node] | None:
         """The nodes that lead to the value of ``node``, in order; None if it is not known."""
-        found = self._closure(node)
-        if found is None or not (found.isdisjoint(self._batch) or _is_exact(node, found, self._batch)):
-            return None
-        return sorted(found)
-
-    def _closure(self, node: fx.Node) -> set[fx.Node] | None:
-        """``node`` and all that it is computed from; None if that is not possible."""
         found: set[fx.Node] = set()
         pending = [node]
         while pending:
-            source = pending.pop()
-            if source in self._values:
-                found |= self._led[source]
-            elif source not in found:
+            if (source := pending.pop()) not in found:
                 needed = self._needed(source)
                 if needed is None:
                     return None
                 pending += needed
                 found.add(source)
-        return found
+        return sorted(found) if found.isdisjoint(self._batch) or _is_exact(node, found, self._batch) else None
 
     def _needed(self, node: fx.Node) -> list[fx.Node] | None:
         """The nodes that ``node`` is computed from, and that write to its storage; None if it cannot be computed."""
@@ -257,32 +243,17 @@ class KnownValues(compat.TorchDispatchMode):
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         """The value of a known ``tensor``, on the CPU."""
         wanted = compat.node_of_trace(tensor)
-        needed, pending = set(), [wanted]
-        while pending:
-            if (node := pending.pop()) not in needed:
-                needed.add(node)
-                pending += () if node in self._values else self._needed(node)
-        history = sorted(needed)
-        values = {node: self._values[node] for node in history if node in self._values}
-        values |= {node: _literal(node) for node in history if node.op == "get_attr"}
-        values |= {node: self._batch[node] for node in history if node in self._batch}
-        uses = Counter(source for node in history if node not in values for source in sources(node))
-        uses[wanted] += 1
-        kept: dict[fx.Node, Any] = {}
+        history = self._history(wanted)
+        values = self._batch | {node: _literal(node) for node in history if node.op == "get_attr"}
+        uses = Counter(source for node in history for source in sources(node))
         with compat.without_modes(), torch.no_grad():
             for node in history:
                 if node not in values:
-                    values[node] = made = computed(node, values)
-                    few = sum(t.numel() for t in compat.pytree.tree_leaves(made)) <= _KEPT
-                    if few and not any(self._writes.get(storage) for storage in _storages(node)):
-                        kept[node] = made
-                    for source in sources(node):
-                        uses[source] -= 1
-                        if not uses[source]:
+                    values[node] = computed(node, values)
+                    uses.subtract(done := sources(node))
+                    for source in done:
+                        if not uses[source] and source is not wanted:
                             del values[source]
-        for node, made in kept.items():
-            self._led[node] = self._closure(node)
-            self._values[node] = made
         return values[wanted]
 
 

@@ -357,7 +357,7 @@ class StepTrace:
             recorded_launches(self._known.note_writes),
             compat.transformers_sees_values(self._known.knows),
             compat.checks_of_known_values(self._known.knows),
-            compat.literals_of_fake_tensors(),
+            compat.lists_of_fake_tensors(self._known.listed),
             checks.refusing_scalers(self.recorder),
             refusing_seeds(self.recorder),
             conditions.collected() as self.conditions,

@@ -65,7 +65,7 @@ from stepgraph.compat.fake import (
     checks_of_known_values,
     fake_storage,
     fake_tensor,
-    literals_of_fake_tensors,
+    lists_of_fake_tensors,
     negative_view,
     operator_needing_values,
     refuse_data_pointers,

@@ -91,9 +91,14 @@ def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def literals_of_fake_tensors() -> Iterator[None]:
-    """Inside, ``torch.tensor([a, b])`` of fake tensors, whose memory torch would read, calls their ``.item()``."""
-    make = torch.tensor
+def lists_of_fake_tensors(listed: Callable[[torch.Tensor], list | None]) -> Iterator[None]:
+    """Inside, ``torch.tensor([a, b])`` of fake tensors, whose memory torch would read, calls their ``.item()``, and
+    ``.tolist()``, which calls it for each element, asks ``listed`` for all at once, unless that gives None."""
+    make, to_list = torch.tensor, FakeTensor.tolist
+
+    def tolist(tensor: FakeTensor) -> Any:
+        found = listed(tensor)
+        return to_list(tensor) if found is None else found
 
     def tensor(data: Any, **options: Any) -> torch.Tensor:
         leaves = pytree.tree_leaves(data) if isinstance(data, list | tuple) else ()
@@ -103,7 +108,7 @@ def literals_of_fake_tensors() -> Iterator[None]:
             options["dtype"] = functools.reduce(torch.promote_types, map(_dtype_in_list, leaves))
         return make(pytree.tree_map_only(FakeTensor, FakeTensor.item, data), **options)
 
-    with replaced_functions(torch, tensor=tensor):
+    with replaced_functions(torch, tensor=tensor), replaced(FakeTensor, tolist=tolist):
         yield
 
 
