@@ -188,12 +188,12 @@ class Reads:
             own = type(value) is MethodType and value.__self__ is owner
             self._meet(f"{type(owner).__name__}.{name}", value.__func__ if own else value)
 
-    def _see_variable(self, read: Callable, environ: os._Environ, name: str) -> str:
+    def _see_variable(self, read: Callable, environ: os._Environ, name: str | bytes) -> str | bytes:
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen"):  # os.getenv and the like
             frame = frame.f_back
         if is_of_program(frame.f_code.co_filename):
-            self._environment.add(name)
+            self._environment.add(os.fsdecode(name))  # those of os.environb are bytes
         return read(environ, name)
 
     def _see_list(self, tensor: torch.Tensor) -> list:
