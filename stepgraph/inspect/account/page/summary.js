@@ -39,12 +39,15 @@ function curve(title, series, text, lowest = Infinity) {
   const low = Math.min(lowest, ...ys), high = Math.max(...ys), extra = (high - low) * 0.05 || 1;
   const canvas = chart(170, (context, width, height) => {
     const left = 44, base = height - 20, x = (step) => left + step / last * (width - left - 8), y = (v) => base - (v - low) / (high - low + extra) * (base - 8);
-    const each = niceStep((high - low + extra) / 4), steps = niceStep(last / 5);
+    const each = niceStep((high - low + extra) / 5), steps = niceStep(last / 5);
     context.fillStyle = color("muted"); context.strokeStyle = color("line");
     context.textBaseline = "middle"; context.textAlign = "right";
     for (let v = Math.ceil(low / each) * each; v <= high + extra; v += each) { context.beginPath(); context.moveTo(left, y(v)); context.lineTo(width, y(v)); context.stroke(); context.fillText(text(v), left - 6, y(v)); }
     context.textAlign = "center";
-    for (let step = 0; step <= last; step += Math.max(1, steps)) context.fillText(step ? step.toLocaleString("en") : "step 0", Math.max(x(step), left), height - 8);
+    for (let step = 0; step <= last; step += Math.max(1, steps)) {
+      const words = step ? step.toLocaleString("en") : "step 0";
+      context.fillText(words, Math.min(Math.max(x(step), left), width - context.measureText(words).width / 2), height - 8);
+    }
     for (const [line, tone, dots] of series) {
       context.strokeStyle = context.fillStyle = color(tone); context.lineWidth = 2; context.beginPath();
       for (const [step, v] of line) dots ? (context.moveTo(x(step), y(v)), context.arc(x(step), y(v), 3.5, 0, 7)) : context.lineTo(x(step), y(v));
