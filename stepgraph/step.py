@@ -343,7 +343,7 @@ class CapturedStep:
             return self._captured(batch, signature)
 
     def _captured(self, batch: Any, signature: tuple) -> BoundStep:
-        self._forms.make_room()
+        self._forms.make_room(batch, signature)
         spec = replace(self.spec, batch=batch, accumulate=self._microbatches(batch))
         if not self._forms:
             learn_lengths(spec)

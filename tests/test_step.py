@@ -131,6 +131,17 @@ def test_many_captures_are_told_once_and_kept(traces, monkeypatch):
     assert len(traces) == 4
 
 
+def test_a_value_of_the_batch_that_is_another_one_in_each_form_is_named():
+    x = torch.randn(2, 4)
+    step = stepgraph.capture(nn.Linear(4, 4), lambda m, b: m(b["x"]).sum(), {"x": x, "of": {"id": 0}}, passes="exact")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i in range(1, 5):
+            step({"x": x, "of": {"id": i}})
+    (message,) = [str(one.message) for one in told]
+    assert message.startswith("batch['of']['id'] has another value in each of 4 forms")
+
+
 def test_few_captures_with_cuda_graphs_are_kept(traces, monkeypatch):
     monkeypatch.setattr(forms, "FEW_CAPTURES", 2)
     both = Pair(nn.Linear(6, 6), pair(1))

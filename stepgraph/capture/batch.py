@@ -74,6 +74,13 @@ def has_values(leaf: Any) -> bool:
     return plain and not compat.is_fake(leaf)
 
 
+def leaf_names(batch: Any) -> list[str]:
+    """What each leaf of ``batch`` is called, such as ``batch['id']``."""
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        batch = dict(batch)
+    return [f"batch{compat.pytree.keystr(path)}" for path, _ in compat.pytree.tree_flatten_with_path(batch)[0]]
+
+
 def rebuilt(batch: Any, leaves: Sequence[Any], spec: Any) -> Any:
     """A batch like ``batch`` with other ``leaves``, and one of them where it has one tensor in several places. A batch
     of transformers' classes keeps its class, whose attributes are its keys; other mappings become dicts."""

@@ -15,7 +15,11 @@ from stepgraph.errors import CaptureError, TraceError, first_line
 
 #: What torch says, or which of its operators fails -> what to do.
 _FIXES = (
-    (r"[Nn]ested", "keep rows of unequal length in one padded tensor with a mask, or in one flat tensor with offsets"),
+    (
+        r"[Nn]ested|jagged",
+        "keep rows of unequal length in one padded tensor with a mask, or in one flat tensor with offsets",
+    ),
+    (r"[Qq]uantized", "give a graph what dequantize() gives, or the integers, scales and zero points as tensors"),
     (r"[Ss]parse", "give a graph dense tensors: to_dense(), or index_add and scatter for the values of a sparse one"),
     (r"meta and cpu|hessian|jacfwd|jvp", "write it by reverse mode alone: jacrev(jacrev(f)) in place of hessian(f)"),
     (r"pack_padded_sequence", "packed sequences take lengths on the host: run the padded rows and mask what is behind"),

@@ -44,6 +44,9 @@ _SAVED = os.path.join(os.path.dirname(_STEP), "run", "saved", "")
 _SKIPPED = (_TORCH, _HERE, _STEP, _LOWER, _SAVED, _COMPAT, contextlib.__file__)
 
 
+#: Operators that eager calls to compute values alone, or also vectors where gradients need them.
+_BY_GRADIENTS = (torch.ops.aten._linalg_svd.default, torch.ops.aten._linalg_eigh.default)
+
 _TRITON = os.path.join("triton", "runtime", "")  # launches a model's kernels
 
 
@@ -83,6 +86,7 @@ class Recorder:
         self._repeats = Repeats(repeated, self._where)
         self._open: int | None = None  # the outermost open call of checkpoint
         self._again = False
+        self._reentrant = 0  # open re-entrant checkpoints
         self._draws_anew = 0  # open checkpoints with preserve_rng_state=False
         self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
         self._forward: dict[int, Provenance] = {}
@@ -107,6 +111,8 @@ class Recorder:
             _refuse_written_constants(node)
             if self._draws_anew and is_random(node):
                 _refuse_drawing_anew(node)
+            if self._reentrant and node.target in _BY_GRADIENTS:
+                _refuse_by_gradients(node)
             return node
 
         graph.create_node = create_attributed
@@ -173,10 +179,11 @@ class Recorder:
                 handle.remove()
 
     @contextlib.contextmanager
-    def _in_checkpoint(self, same_random: bool) -> Iterator[compat.Again | None]:
+    def _in_checkpoint(self, same_random: bool, reentrant: bool) -> Iterator[compat.Again | None]:
         """A call of ``torch.utils.checkpoint``; one inside another belongs to the outer one."""
-        outer, draws_anew = self._open, self._draws_anew
+        outer, draws_anew, before = self._open, self._draws_anew, self._reentrant
         self._draws_anew += not same_random
+        self._reentrant += reentrant
         if outer is None:
             self._open = self.checkpoints
             self.checkpoints += 1
@@ -187,7 +194,7 @@ class Recorder:
                 with self._repeats.first() as drawn:
                     yield functools.partial(self._run_again, self._open, list(self.stack), drawn)
         finally:
-            self._open, self._draws_anew = outer, draws_anew
+            self._open, self._draws_anew, self._reentrant = outer, draws_anew, before
 
     @contextlib.contextmanager
     def _run_again(self, call: int, stack: list[str], drawn: list[torch.Tensor]) -> Iterator[None]:
@@ -281,6 +288,15 @@ def _refuse_written_constants(node: fx.Node) -> None:
             f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
             "its buffer; register it as a buffer"
         )
+
+
+def _refuse_by_gradients(node: fx.Node) -> None:
+    """Eager's first run of a re-entrant checkpoint needs no gradient, and computes values by another algorithm."""
+    where = provenance(node)
+    raise CaptureError(
+        f"{where.path or 'the model'} ({where.source}) computes singular values or eigenvalues under re-entrant "
+        "torch.utils.checkpoint, whose two runs differ in eager; use use_reentrant=False"
+    )
 
 
 def _refuse_drawing_anew(node: fx.Node) -> None:

@@ -520,6 +520,7 @@ class StepTrace:
         checks.refuse_fake_constants(step)
         checks.refuse_layouts(step)
         _keep_workspaces(step)
+        _compute_values_alone(step)
         _name_numbers(step)
         _name_inputs(step)
         record_roles(step, self.recorder.reducing, [slot.tensor for slot in self.slots])
@@ -536,6 +537,23 @@ def _keep_workspaces(step: StepGraph) -> None:
         if any(user.args[1] == 3 and user.users for user in node.users):
             node.target = torch.ops.stepgraph.rnn_layer.default
             node.args = (node.args[0], list(node.args[1:5]), *node.args[5:])
+
+
+def _compute_values_alone(step: StepGraph) -> None:
+    """Eager computes singular values and eigenvalues alone, by another algorithm, where no gradient needs the vectors;
+    torch traces the whole decomposition."""
+    aten = torch.ops.aten
+    for target, values, whole in (
+        (aten._linalg_svd.default, 1, (False, True)),
+        (aten._linalg_eigh.default, 0, ("L", True)),
+    ):
+        for node in step.graph.find_nodes(op="call_function", target=target):
+            given = (*node.args[1:], *whole[len(node.args) - 1 :])
+            if given[0] is not True and all(user.args[1] == values for user in node.users if user.users):
+                node.args, node.kwargs = (node.args[0], given[0], False), {}
+                for user in [user for user in node.users if user.args[1] != values]:
+                    step.graph.erase_node(user)
+                node.meta["val"] = fake_value(node)
 
 
 def _name_numbers(step: StepGraph) -> None:

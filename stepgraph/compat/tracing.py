@@ -172,11 +172,12 @@ def _saved_last(function: Callable) -> Callable:
 
 @contextlib.contextmanager
 def intercept_checkpoint(
-    region: Callable[[bool], contextlib.AbstractContextManager[Again | None]],
+    region: Callable[[bool, bool], contextlib.AbstractContextManager[Again | None]],
 ) -> Iterator[None]:
     """Inside, ``torch.utils.checkpoint`` runs its function in the context ``region``, which receives whether it is to
-    draw the same random numbers when it runs again. If that gives None, the function does not run again, and backward
-    has the values of forward; else it runs again in backward, in the context that this gives.
+    draw the same random numbers when it runs again, and whether eager's first run is one without gradients. If that
+    gives None, the function does not run again, and backward has the values of forward; else it runs again in
+    backward, in the context that this gives.
 
     A trace records the second run, and wrongly if the function draws random numbers: eager restores the generator's
     state on the host, which no graph node does. Both variants of checkpoint look up the two replaced names in their
@@ -201,7 +202,7 @@ def intercept_checkpoint(
 
     def run(function: Callable, preserve_rng_state: bool, start: Callable) -> Iterator[None]:
         nonlocal repeated
-        with region(preserve_rng_state) as again:
+        with region(preserve_rng_state, False) as again:
             if again is None:
                 yield
                 return
@@ -237,7 +238,7 @@ def intercept_checkpoint(
         def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
             # The re-entrant variant has no backward unless one of its own arguments needs one.
             needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args) and torch.is_grad_enabled()
-            with region(preserve_rng_state) as again:
+            with region(preserve_rng_state, needed) as again:
                 if needed and again is not None:
                     # It runs again as a whole, once the gradients of all its results are there.
                     with torch_checkpoint.set_checkpoint_early_stop(False):

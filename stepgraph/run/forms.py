@@ -4,6 +4,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from stepgraph.capture.batch import leaf_names
 from stepgraph.errors import warn_caller
 from stepgraph.run.bound import BoundStep
 
@@ -11,6 +12,8 @@ from stepgraph.run.bound import BoundStep
 MAX_CAPTURES = 64
 #: More than this many are a cause for a warning. With CUDA graphs, each with memory of its own, no more are kept.
 FEW_CAPTURES = 8
+#: After this many, a value of the batch that is another one in each is named.
+_NAMED = 3
 
 
 class Forms:
@@ -66,9 +69,15 @@ class Forms:
         if times <= 3 or str(times).strip("0") == "1":
             warn_caller(f"{change}: the step is captured again{advice}")
 
-    def make_room(self) -> None:
-        """Before another form is captured: drop one if no more are kept, and say what many forms cost."""
+    def make_room(self, batch: Any, signature: tuple) -> None:
+        """Before the form of ``batch``, which has this signature, is captured: drop one if no more are kept, and say
+        what many forms cost."""
         captured = len(self._bound)
+        if captured == _NAMED and (name := self._varying(batch, signature)) is not None:
+            warn_caller(
+                f"{name} has another value in each of {captured + 1} forms of the step, and each form is captured: "
+                "leave it out of the batch, or pass it as a tensor"
+            )
         recorded = captured and any(graph.recording is not None for graph in self.latest.traced.program.graphs.values())
         most = FEW_CAPTURES if recorded else MAX_CAPTURES
         if captured in (FEW_CAPTURES, most):
@@ -82,6 +91,16 @@ class Forms:
             )
         if captured == most:
             self._drop(next(iter(self._bound)))
+
+    def _varying(self, batch: Any, signature: tuple) -> str | None:
+        """The name of a value of the batch, no tensor, that is another one in each form."""
+        forms = [form for form, *_ in (*self._bound.values(), signature)]
+        for i, name in enumerate(leaf_names(batch), start=1):
+            of_leaf = [form[i] if i < len(form) else None for form in forms]
+            plain = isinstance(of_leaf[-1], tuple) and of_leaf[-1] and isinstance(of_leaf[-1][0], type)
+            if plain and len(set(of_leaf)) == len(forms):
+                return name
+        return None
 
     def keep(self, signature: tuple, bound: BoundStep) -> None:
         """Keep a form, as the one used last."""

@@ -331,6 +331,17 @@ def nested(self, x):
     return torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([x[:1], x[1:]]), 0.0)
 
 
+def nested_of_rows(self, x):
+    return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged).values()
+
+
+QUANTIZED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+
+def quantized(self, x):
+    return x * QUANTIZED.dequantize()
+
+
 def sparse(self, x):
     return torch.sparse.mm(torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 2]]), x[0, :2], (3, 3)), x)
 
@@ -359,6 +370,8 @@ class WrongGradient(torch.autograd.Function):
         (split_by_tensor, "in the batch as a number"),
         (jagged, "one padded tensor with a mask"),
         (nested, "one padded tensor with a mask"),
+        (nested_of_rows, "one padded tensor with a mask"),
+        (quantized, "what dequantize"),
         (sparse, "dense"),
         (compressed, "dense"),
         (curvature, r"jacrev\(jacrev"),
@@ -457,3 +470,5 @@ def test_a_pass_that_fails():
     wrong = Pass("wrong", "numerics", fail, "fails", NoOptions())
     message = refuse(same, passes=[wrong], error=CaptureError)
     assert "pass wrong fails on this step: IndexError: first line; leave it out by disable=('wrong',)" in message
+    compiler = Pass("inductor", "numerics", fail, "fails", NoOptions())  # as for GPT-NeoX in bf16 on a CPU
+    assert 'or StepOptions(inductor="off")' in refuse(same, passes=[compiler], error=CaptureError)

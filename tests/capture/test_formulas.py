@@ -9,6 +9,7 @@ import unittest
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph import CaptureError
@@ -72,6 +73,36 @@ def test_formulas_of_eager(name, seed):
         return (y * torch.linspace(0.3, 1.1, y.numel()).view(y.shape)).sum().float()
 
     compare(loss_fn, model, x)
+
+
+VALUES = {
+    "svdvals": lambda y: torch.linalg.svdvals(y),
+    "norm": lambda y: torch.linalg.matrix_norm(y, 2),
+    "eigvalsh": lambda y: torch.linalg.eigvalsh(y.T @ y),
+    "vectors": lambda y: torch.linalg.svd(y, full_matrices=False)[0].abs(),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_alone_where_no_gradient_needs_vectors(name):
+    """Eager takes another algorithm for values alone, and looks whether gradients need vectors."""
+
+    def loss_fn(model, x):
+        y = model(x)
+        with torch.no_grad():
+            factor = VALUES[name](y).sum()
+        return y.sum() * factor + VALUES[name](y).sum()
+
+    torch.manual_seed(0)
+    compare(loss_fn, nn.Linear(3, 5), torch.randn(8, 3))
+
+
+def test_values_under_a_re_entrant_checkpoint_are_refused():
+    def loss_fn(model, x):
+        return checkpoint(torch.linalg.svdvals, model(x), use_reentrant=True).sum()
+
+    with pytest.raises(CaptureError, match="use_reentrant=False"):
+        stepgraph.capture(nn.Linear(3, 5), loss_fn, torch.randn(8, 3), passes="exact")
 
 
 def operators() -> list:

@@ -69,12 +69,16 @@ def test_texts_that_are_refused(text, message):
         (
             "fsdp=4,tp=2",
             6,
-            "fsdp=4,tp=2 has 8 ranks and there are 6 processes: try --mesh fsdp=3,tp=2, or start 8",
+            "fsdp=4,tp=2 has 8 ranks and there are 6 processes: try --mesh fsdp=3,tp=2, or start 8 (--nproc 8)",
         ),
-        ("fsdp=4,tp=2", 1, "fsdp=4,tp=2 has 8 ranks and there is 1 process: try --mesh fsdp=1, or start 8"),
-        ("tp=4", 6, "fsdp=1,tp=4 has 4 ranks and there are 6 processes: try --mesh fsdp=2,tp=3, or start 4"),
-        ("hsdp=2x4", 4, "hsdp=2x4 has 8 ranks and there are 4 processes: try --mesh hsdp=2x2, or start 8"),
-        ("ddp=2", 3, "ddp=2 has 2 ranks and there are 3 processes: try --mesh ddp=3, or start 2"),
+        ("fsdp=4,tp=2", 1, "fsdp=4,tp=2 has 8 ranks and there is 1 process: try --mesh fsdp=1, or start 8 (--nproc 8)"),
+        (
+            "tp=4",
+            6,
+            "fsdp=1,tp=4 has 4 ranks and there are 6 processes: try --mesh fsdp=2,tp=3, or start 4 (--nproc 4)",
+        ),
+        ("hsdp=2x4", 4, "hsdp=2x4 has 8 ranks and there are 4 processes: try --mesh hsdp=2x2, or start 8 (--nproc 8)"),
+        ("ddp=2", 3, "ddp=2 has 2 ranks and there are 3 processes: try --mesh ddp=3, or start 2 (--nproc 2)"),
     ],
 )
 def test_worlds_that_do_not_fit(text, world, message):

@@ -106,7 +106,8 @@ PRODUCTS = {
     "inverse": lambda m, h, k: torch.linalg.inv(_square(h)) if k % 2 else torch.linalg.solve(_square(h), h.float()),
     "cholesky": lambda m, h, k: torch.linalg.cholesky(_square(h)).diagonal().log(),
     "matrix_exp": lambda m, h, k: torch.linalg.matrix_exp(_square(h) * 0.1),
-    "logdet": lambda m, h, k: torch.logdet(_square(h)) + torch.linalg.svdvals(h.float())[k],
+    "logdet": lambda m, h, k: torch.logdet(_square(h)),
+    "values": lambda m, h, k: torch.linalg.svdvals(h.float())[k] + torch.linalg.eigvalsh(_square(h.detach()))[k],
 }
 WINDOWS = {
     "unfold": lambda m, h, k: h.unfold(1, 2 + k % 2, 1 + k // 2),
@@ -216,10 +217,27 @@ def drawn(seed: int, count: int, length: int = 3) -> list[list[Line]]:
     return found
 
 
+def packs(programs: Sequence[list[Line]], size: int) -> list[list[list[Line]]]:
+    """``programs`` in groups, each for one capture: programs whose checkpoints run twice, which costs a second trace,
+    apart from the others."""
+    groups: list[list[list[Line]]] = [[], []]
+    for lines in programs:
+        groups[any(_writes(name) and ("checkpoint" in way or "reentrant" in way) for name, _, way in lines)].append(
+            lines
+        )
+    return [group[i : i + size] for group in groups for i in range(0, len(group), size)]
+
+
+def _writes(name: str) -> bool:
+    return name in WRITES or name == "embedding_max_norm"
+
+
 def _is_valid(lines: Sequence[Line]) -> bool:
     # A parameter's gradients from three places are added in another order if a re-entrant checkpoint has one of them
     # (docs/capture.md).
     if len(lines) > 2 and any("reentrant" in way for _, _, way in lines):
+        return False
+    if any(name == "values" and "reentrant" in way for name, _, way in lines):  # refused
         return False
     program = Program(lines)
     try:

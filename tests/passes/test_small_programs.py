@@ -13,19 +13,15 @@ import stepgraph
 from tests.passes import small_programs as programs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-PACK = 25  # programs of one capture
+PACK = 50  # programs of one capture
 
 
-#: Seeds with a program whose capture ends in autograd's "modified by an inplace operation": not solved yet.
-REFUSED = (3, 4, 5, 6, 8)
-
-
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.long if n in REFUSED else ()) for n in range(10)])
+@pytest.mark.parametrize("seed", range(10))
 def test_programs(seed):
     """A thousand in all."""
     drawn = programs.drawn(seed, 100, length=2)
-    for i in range(0, len(drawn), PACK):
-        programs.compare(drawn[i : i + PACK], steps=1)
+    for pack in programs.packs(drawn, PACK):
+        programs.compare(pack, steps=1)
 
 
 @pytest.mark.long
@@ -34,8 +30,8 @@ def test_programs(seed):
 def test_more_and_longer_programs(seed):
     """Three thousand in all."""
     drawn = programs.drawn(seed, 300, length=4)
-    for i in range(0, len(drawn), PACK):
-        programs.compare(drawn[i : i + PACK])
+    for pack in programs.packs(drawn, PACK):
+        programs.compare(pack)
 
 
 def test_every_operator_is_drawn_in_every_way():

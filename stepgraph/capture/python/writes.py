@@ -20,8 +20,8 @@ def refuse_kept(changes: Sequence[Change]) -> None:
         if not change.of_model and fake_inside(change.new):
             raise CaptureError(
                 f"the loss keeps a tensor of the step in {change.where}, which a captured step cannot do; keep it in a "
-                "buffer of the model (assign the module to an attribute of the model before the capture), or return "
-                "it and compute it outside"
+                "buffer of the model (assign the module to an attribute of the model before the capture), or report "
+                "it by stepgraph.metric(name, tensor)"
             )
 
 
