@@ -23,16 +23,16 @@ class DataOptions:
     """Field or column that holds the text, in jsonl and parquet files and Hugging Face's data sets."""
 
     val_data: str | None = None
-    """Validate on these, each with its own loss in the metrics: A,B. None: on a 20th of --data, of each part of it."""
+    """Validate on these, each with its own loss in the metrics: A,B. None: on 5% of --data, of each of its parts."""
 
     tokenizer: str = "bytes"
     """bytes (one token per byte) or the path of a tokenizer.json."""
 
     data_cache: Path | None = None
-    """Folder for tokens, written once for each data and tokenizer; default ~/.cache/stepgraph/tokens."""
+    """Folder for tokens, written once for each pair of data and tokenizer; default ~/.cache/stepgraph/tokens."""
 
     document_mask: Literal["auto", "on", "off"] = "auto"
-    """on: attention stays within a document of a row, positions begin at 0 in each. auto: on for conversations."""
+    """on: attention stays within each document of a row, whose positions begin at 0. auto: on for conversations."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OptimizerOptions:
     """Peak learning rate."""
 
     min_lr_ratio: float = 0.1
-    """Learning rate where the decay ends, as a share of --lr."""
+    """Learning rate at the end of the decay, as a share of --lr."""
 
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Learning rate after the warm-up: cosine decay, wsd (stable, then a 1 - sqrt decay at the end) or constant."""
@@ -95,10 +95,10 @@ class OptimizerOptions:
     """AdamW's decoupled weight decay."""
 
     max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this total L2 norm. None: no clipping."""
+    """Clip gradients to this total L2 norm. None: no clipping."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient norm that is not finite does: stop the run, or skip the step without any change."""
+    """When a loss or gradient norm is not finite: stop the run, or skip the step without any change."""
 
     max_skipped: int = 10
     """With --on-nonfinite skip: stop after this many consecutive skipped steps."""
@@ -127,7 +127,7 @@ class MeshOptions:
     """With pp: how stages send, through process groups (NCCL), or within a machine into each other's memory."""
 
     expert_capacity: float = 2.0
-    """With ep: room for exchanges, as a multiple of balanced load. A step that needs more is repeated with more."""
+    """With ep: size of exchange buffers over the balanced load. A step that needs more is repeated with larger ones."""
 
     expert_chunks: int = 1
     """With ep: split a layer's tokens into N chunks; one chunk travels while experts compute another."""
@@ -147,10 +147,10 @@ class LaunchOptions:
     """With --nproc: how often all ranks start again from the newest checkpoint when one fails. torchrun has its own."""
 
     comm_timeout: float = 300.0
-    """Seconds that a step may take longer than the slowest before it, and ranks to come, until they end as hung."""
+    """Seconds that ranks may take to start, and a step beyond the slowest one so far, before all ranks end as hung."""
 
     first_step_timeout: float = 60.0
-    """Seconds without progress of any rank in the first steps until they end as hung; compiling is progress."""
+    """Seconds in the first steps without progress of any rank before all end as hung; compiling counts as progress."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,8 @@ class StepOptions:
     """Compile for batches of any length: only the first compiles. Kernels may be slower than for one length."""
 
     norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
-    """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest each."""
+    """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest for
+    each."""
 
     attention: Literal["auto", "cudnn", "flash2", "fa4", "flex", "eager"] = "auto"
     """Kernels of attention: cuDNN's, FlashAttention 2 or 4, Flex, or as torch chose; auto: the fastest measured."""
@@ -191,13 +192,13 @@ class StepOptions:
     """Leave linear layers in bf16, by a pattern of their module paths, as in layers.0.*"""
 
     reshard: Literal["auto", "always", "never"] = "auto"
-    """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not do."""
+    """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not suffice."""
 
     async_tp: bool = False
-    """Multiply chunks of the sequence while others travel: collectives of tensor parallelism, inside one machine."""
+    """Overlap the collectives of tensor parallelism with matrix products, chunk by chunk; within one machine."""
 
     copy_engines: bool = False
-    """Gather parameters and reduce gradients by the GPUs' copy engines, not NCCL's kernels: inside one machine."""
+    """Gather parameters and reduce gradients by the GPUs' copy engines, not NCCL's kernels; within one machine."""
 
     cuda_graph: bool = True
     """Replay the whole step as one CUDA graph. No effect on a CPU."""

@@ -332,7 +332,7 @@ class CapturedStep:
         count = next(fits, accumulate)  # where none fits, the trace says what does not divide
         if count != accumulate:
             warn_caller(
-                f"accumulate={accumulate} does not divide a batch of {sizes[0]}: it is captured by itself, as "
+                f"accumulate={accumulate} does not divide a batch of {sizes[0]}: it is captured separately, as "
                 f"{count} microbatches of {sizes[0] // count}; drop_last=True in the data loader leaves it out"
             )
         return count

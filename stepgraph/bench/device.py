@@ -42,7 +42,7 @@ def times(device: torch.device, parts: Sequence[Callable[[], Any]], repeats: int
 
 
 def kernels_of(call: Callable[[], Any]) -> list[str]:
-    """The names of the CUDA kernels behind ``call``, without template arguments, in the order of first use.
+    """The names of the CUDA kernels of ``call``, without template arguments, in the order of first use.
 
     torch comes with several kernels for one function, and picks by shape and version. Call ``call`` once before: a
     first call may compile its kernel.

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     kinds = [kind_of(settings) for _, settings, _ in records]
     if options.plot is not None and len(set(kinds)) > 1:
         given = " and of bench ".join(sorted(set(kinds)))
-        raise ValueError(f"--plot draws records of one benchmark: give those of bench {given} apart")
+        raise ValueError(f"--plot draws records of one benchmark: give the records of bench {given} separately")
     for kind, record in zip(kinds, records, strict=True):
         print(*_sections(kind, *record), sep="\n")
     if options.plot is not None:

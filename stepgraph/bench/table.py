@@ -122,7 +122,7 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]
     notes += troubles(rows)
     for row in rows:
         if row.fwd_ms is not None:
-            notes.append(f"{row.provider}, timed apart: forward {row.fwd_ms:.4g} ms, backward {row.bwd_ms:.4g} ms")
+            notes.append(f"{row.provider}, timed separately: forward {row.fwd_ms:.4g} ms, backward {row.bwd_ms:.4g} ms")
         if row.rms_norm_kernels:
             notes.append(f"eager's RMSNorm ran {', '.join(row.rms_norm_kernels)}")
     return notes

@@ -268,7 +268,7 @@ def _instead_of_keeping(model: nn.Module) -> str:
             kind = type(hook).__name__
             name = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}.get(kind)
             if type(hook).__module__.startswith("torch.nn.utils.") and name:
-                return f"use torch.nn.utils.parametrizations.{name} in place of torch.nn.utils.{name} on {path or 'it'}"
+                return f"use torch.nn.utils.parametrizations.{name} instead of torch.nn.utils.{name} on {path or 'it'}"
             if type(hook).__module__ == "torch.nn.utils.prune":
                 return (
                     f"use torch.nn.utils.parametrize.register_parametrization with a mask on {path or 'it'}, or "

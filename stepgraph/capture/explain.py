@@ -21,8 +21,8 @@ _FIXES = (
     ),
     (r"[Qq]uantized", "give a graph what dequantize() gives, or the integers, scales and zero points as tensors"),
     (r"[Ss]parse", "give a graph dense tensors: to_dense(), or index_add and scatter for the values of a sparse one"),
-    (r"meta and cpu|hessian|jacfwd|jvp", "write it by reverse mode alone: jacrev(jacrev(f)) in place of hessian(f)"),
-    (r"pack_padded_sequence", "packed sequences take lengths on the host: run the padded rows and mask what is behind"),
+    (r"meta and cpu|hessian|jacfwd|jvp", "write it by reverse mode alone: jacrev(jacrev(f)) instead of hessian(f)"),
+    (r"pack_padded_sequence", "packed sequences take lengths on the host: run the padded rows and mask the padding"),
     (r"_unique|nonzero|masked_select", "use torch.where or masks"),
 )
 _ANY_FIX = (

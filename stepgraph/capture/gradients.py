@@ -48,7 +48,7 @@ def clip(
 
     ``grads``: local tensors, by index into ``params``. Of parameters that are DTensors, each rank has its shards: their
     norm is that over all of their own mesh, by one all-reduce for each mesh. A plain parameter's gradient counts as it
-    is: ranks that are to clip alike hold the same one.
+    is: ranks that clip together hold the same one.
 
     With ``stages`` the norm is that of all stages of a pipeline, summed in the order of one rank that has them all.
     """
@@ -105,7 +105,7 @@ def _joined(vectors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _norms(grads: list[torch.Tensor | None], like: torch.Tensor, on_cuda: bool) -> torch.Tensor:
-    """The 2-norm of each gradient, as one vector; zero for those that another rank counts, which may be all of them: a
+    """The 2-norm of each gradient, as one vector; zero for gradients that another rank counts, which may be all: a
     stage of dense layers alone has no expert. ``like``: any gradient of this rank."""
     here = [grad for grad in grads if grad is not None]
     norms = iter(torch._foreach_norm(here, 2.0) if here and on_cuda else [torch.linalg.vector_norm(g) for g in here])
@@ -155,7 +155,7 @@ def land(landing: Sequence[tuple[Slot, Wrapping | None]], grads: Sequence[torch.
 
 
 def add_early(step: StepGraph) -> None:
-    """Move each addition to an accumulator right behind what completes the gradient, which then need not be kept.
+    """Move each addition to an accumulator right after what completes the gradient, which then need not be kept.
 
     A gradient that forward or the step's inputs hold (backward may hand on such a tensor) is added where it is.
     """

@@ -1,4 +1,4 @@
-"""Known values: those that follow from literals alone, such as positions by ``arange``, which Python may read.
+"""Known values: values that follow from literals alone, such as positions by ``arange``, which Python may read.
 
 A step is traced without values, so ``if (positions.diff() != 1).any():`` has no answer in general. It has one if the
 tensor depends on no input of the step: its nodes are then computed on the CPU when Python asks for the value. Python

@@ -103,7 +103,7 @@ class Repeats(compat.TorchDispatchMode):
         return made
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise unless the numbers depend on no tensor, and so are those of the first run."""
+        """Raise unless the numbers depend on no tensor, and so equal the first run's."""
         given = [leaf for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         shaped = func._schema.is_mutable or func.overloadpacket.__name__.endswith("_like")
         if len(given) > shaped and func is not aten.native_dropout.default:

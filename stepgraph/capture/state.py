@@ -139,7 +139,7 @@ def _are(now: list, before: list) -> bool:
 
 @contextlib.contextmanager
 def swapped(model: nn.Module, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """The model holds ``tensors`` in place of its own while inside; whatever it assigns there is undone at the end."""
+    """Inside, the model holds ``tensors`` instead of its own; assignments to them are undone at the end."""
     held = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules)]
     saved = [dict(d) for d in held]
     try:

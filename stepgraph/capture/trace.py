@@ -91,7 +91,7 @@ class Traced:
 
     @property
     def state(self) -> list[torch.Tensor]:
-        """The live local tensors of `step`'s inputs, in order, those of the batch left out."""
+        """The live local tensors of `step`'s inputs, in order, without the batch's."""
         return [spec.tensor for spec in self.step.inputs if spec.tensor is not None]
 
 

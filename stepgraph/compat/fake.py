@@ -71,7 +71,7 @@ def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[
 
 @contextlib.contextmanager
 def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside, torch's checks that all elements of a tensor are true look at those whose values are ``known``, and
+    """Inside, torch's checks that all elements of a tensor are true look at tensors whose values are ``known``, and
     ``torch.distributions`` checks arguments only where that was asked for (``validate_args=True``).
 
     They would otherwise ask for a value that a trace has not. transformers checks so that a batch holds as many image

@@ -44,8 +44,8 @@ def pipeline_order(
 
 
 def _numbered(steps: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Each stage runs the forwards of its microbatches in order. Counted here: torch (2.11 to 2.15) counts those of
-    1F1B's last rank from one."""
+    """Each stage runs the forwards of its microbatches in order. Counted here: torch (2.11 to 2.15) counts the forwards
+    of 1F1B's last rank from one."""
     seen: Counter[int] = Counter()
     numbered = []
     for kind, stage, microbatch in steps:

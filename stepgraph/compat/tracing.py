@@ -288,7 +288,7 @@ def inline_compiled() -> Iterator[None]:
 
 
 def uncompiled_path(path: str) -> str:
-    """A module's path or a parameter's name without the part that ``torch.compile`` adds to those of a module."""
+    """A module's path or a parameter's name without the part that ``torch.compile`` adds to them."""
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
@@ -317,7 +317,8 @@ def flex_kernel_options(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
 
 
 def input_of_trace(tensor: torch.Tensor, name: str) -> torch.fx.Node:
-    """Give the running `trace` one more input, behind those that it has: ``tensor``, a fake one, is it from here on."""
+    """Give the running `trace` one more input, after the ones that it has: from here on ``tensor``, a fake one, is this
+    input."""
     tracer = get_proxy_mode().tracer
     first = next((node for node in tracer.graph.nodes if node.op != "placeholder"), None)
     with tracer.graph.inserting_before(first) if first is not None else contextlib.nullcontext():

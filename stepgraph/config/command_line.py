@@ -97,7 +97,7 @@ class Option(NamedTuple):
 
 
 def options_of(record: object, taken: Iterable[str] | None = None, path: tuple[str, ...] = ()) -> Iterator[Option]:
-    """Every option of a dataclass, those of the dataclasses in it too; only those called one of ``taken``, if given.
+    """Every option of a dataclass and of the dataclasses in it; with ``taken``, only the options of these names.
     The name of a preset is none."""
     every = dataclasses.fields(record)  # pyrefly: ignore[bad-argument-type]
     skipped = {"preset", *(field.name for field in every if taken is not None and field.name not in taken)}
@@ -145,8 +145,8 @@ def parse(
     """``records``, dataclasses, with the fields that ``words`` set; ``--help`` prints and exits.
 
     ``parts``: what is taken of the first, if not all: the options of these dataclasses that it is made of, single ones
-    by name, and those of its model. ``usage``: the command with its arguments, such as ``stepgraph train [PRESET]``.
-    Raises ValueError, in one line, for an unknown option (with the nearest one) and for a bad value.
+    by name, and the options of its model. ``usage``: the command with its arguments, such as ``stepgraph train
+    [PRESET]``. Raises ValueError, in one line, for an unknown option (with the nearest one) and for a bad value.
     """
     taken = {name for part in parts for name in ([part] if isinstance(part, str) else names(part))}
     found = [list(options_of(record, taken if parts and not i else None)) for i, record in enumerate(records)]
@@ -211,7 +211,8 @@ def _read(hint: Any, default: object, word: str) -> Any:
     raise argparse.ArgumentTypeError(f"{word!r} is not {takes[0] if len(takes) == 1 else 'one of ' + ', '.join(takes)}")
 
 
-#: The options of a run that `--help` shows, by group; the other commands leave out those of passes and models only.
+#: The options of a run that `--help` shows, by group; the other commands leave out only the options of passes and
+#: models.
 _MAIN = {
     "data": ("data", "tokenizer", "seq_len", "batch_size", "accumulate"),
     "training": ("steps", "lr", "precision", "val_every"),
@@ -221,7 +222,7 @@ _MAIN = {
 
 
 def show_help(usage: str, description: str, options: Iterable[Option], every: bool = False) -> None:
-    """Print the help of a command with ``options``. ``every``: all of them, with those of passes and models."""
+    """Print the help of a command with ``options``. ``every``: all of them, with the options of passes and models."""
     known, groups = {option.path[-1]: option for option in options}, {}
     if "resume" in known and not every:
         groups = {title: [known[name] for name in main] for title, main in _MAIN.items()}
@@ -258,7 +259,7 @@ def _metavar(hint: Any) -> str | tuple[str, ...]:
 
 @cache
 def _texts(owner: type) -> dict[str, str]:
-    """What the fields of a dataclass are for: the docstring below each, or the comment behind it."""
+    """What the fields of a dataclass are for: the docstring below each, or the comment after it."""
     source = textwrap.dedent(inspect.getsource(owner))
     lines, body, found = source.splitlines(), ast.parse(source).body[0].body, {}  # pyrefly: ignore[missing-attribute]
     for item, below in itertools.zip_longest(body, body[1:]):
@@ -300,7 +301,7 @@ def run_of(folder: Path) -> Path:
 
 
 def ranks_asked_for(words: list[str]) -> int | None:
-    """The N of ``--nproc N`` in the ``words`` behind ``stepgraph train``, or of the run that they resume, if that
+    """The N of ``--nproc N`` in the ``words`` after ``stepgraph train``, or of the run that they resume, if that
     many ranks may be started at once and check the options themselves.
 
     None for a process that is a rank, for help, and where the options have to be checked first: without a ``--mesh`` of

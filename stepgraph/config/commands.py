@@ -51,7 +51,7 @@ class InspectOptions(ForecastOptions):
 
 @dataclass(frozen=True)
 class SampleOptions(DeviceOptions):
-    """Write text with the model of a run, or of RUN/checkpoints/step-N, behind a prompt."""
+    """Write text with the model of a run, or of RUN/checkpoints/step-N, after a prompt."""
 
     prompt: str = ""
     """What the text begins with. Empty: the start of a document."""

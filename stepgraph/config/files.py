@@ -11,9 +11,9 @@ from stepgraph.errors import read_json, require_file, unknown_name
 
 
 def read_config(path: Path, preset: str | None, init_from_hf: str | None = None) -> tuple[TrainConfig, set[str]]:
-    """The options in ``path``, on top of those of the preset that it names, else of ``preset``; and the names of those
-    that it gives. Where neither names one, and the command line or the file has ``init_from_hf``, they are on top of
-    those of fine-tuning that folder.
+    """The options in ``path``, on top of the options of the preset that it names, else of ``preset``; and the names of
+    those that it gives. Where neither names one, and the command line or the file has ``init_from_hf``, they are on top
+    of those of fine-tuning that folder.
 
     A TOML file has options by their names, the model's in a table ``[model]``, and a ``preset``. A run's config.json
     has all of them, of which the run's folder is left out, and gives those that differ from its preset's.

@@ -96,7 +96,7 @@ def save_hf(
 ) -> None:
     """Write ``model`` as a checkpoint that ``transformers.AutoModelForCausalLM.from_pretrained(folder)`` reads.
 
-    Tensors keep their dtype; those of a parallel model have the dtype that they are used in. More than
+    Tensors keep their dtype; a parallel model's have the dtype that they are used in. More than
     ``max_shard_bytes`` of them are split into shards with an index. ``folder`` is made if needed and must not hold
     another checkpoint; ``config.json`` is written last, so that a folder which has one is complete. ``tokens``: its
     ``bos_token_id`` and ``eos_token_id``, which the tokenizer defines and a model does not know.

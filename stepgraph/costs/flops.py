@@ -96,7 +96,7 @@ def attention_flops(kinds: tuple[int, int], pairs: int, width: int, value_width:
 
 
 def _visible(length: int, left: int | None, right: int | None) -> int:
-    """Pairs of a query and a key in a window of ``left`` keys before and ``right`` behind each of ``length`` queries.
+    """Pairs of a query and a key in a window of ``left`` keys before and ``right`` after each of ``length`` queries.
 
     None or a negative number: no bound on that side.
     """

@@ -31,7 +31,7 @@ HELD = {Parameter.kind: "parameters", OptimizerState.kind: "optimizer", Accumula
 def lifetimes(
     graph: fx.Graph, aliases: Aliases, fusion: Fusion | None = None
 ) -> Iterator[tuple[fx.Node, bool, list[fx.Node]]]:
-    """(node, whether its result is memory of its own, the nodes whose memory is free behind it), in order.
+    """(node, whether its result is memory of its own, the nodes whose memory is free after it), in order.
 
     With a ``fusion``, what stays in a kernel's registers takes no memory.
     """

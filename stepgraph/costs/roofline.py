@@ -103,7 +103,7 @@ def _work(node: fx.Node, shares: Mapping[int, float]) -> int:
 
 
 def _zeros(node: fx.Node, shares: Mapping[int, float]) -> int:
-    """Bytes of zeros behind the rows of a grouped product, which a kernel of their own writes."""
+    """Bytes of zeros after the rows of a grouped product, which a kernel of their own writes."""
     if node.target is not torch.ops.stepgraph.grouped_mm.default or leaves_rest(node):
         return 0
     return round((1.0 - shares.get(rows_of(node), 1.0)) * tensor_bytes(node))
@@ -134,7 +134,7 @@ def _copied(node: fx.Node, load: float, shares: Mapping[int, float]) -> int | No
         return 0
     if node.target is REDUCE_END:
         return sum(map(tensor_bytes, node.args[1])) + tensor_bytes(node)
-    if node.target is ROWS_END:  # rows that came, and zeros behind them
+    if node.target is ROWS_END:  # rows that came, and zeros after them
         share = min(load * rows_bytes(node) / max(tensor_bytes(node), 1), 1.0)
         return round((share + _written(node, share)) * tensor_bytes(node))
     return None

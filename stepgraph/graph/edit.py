@@ -25,7 +25,7 @@ class Builder:
     """Adds nodes to the graph of the nodes ``like``, in their name.
 
     What replaces several nodes has the provenance of all (see `provenance.together`). ``before``, ``after``: the
-    place; each new node comes behind the last one. Without a place: where the graph inserts nodes, as inside
+    place; each new node comes after the last one. Without a place: where the graph inserts nodes, as inside
     ``with graph.inserting_before(node)``.
 
         build = Builder(old, before=old)
@@ -71,7 +71,7 @@ def _value(node: fx.Node) -> Any:
 
 
 class FakeValues:
-    """`fake_value` for many calls that are alike, as those of one update for every parameter: each is evaluated once.
+    """`fake_value` for many similar calls, such as the updates of all parameters: each kind is evaluated once.
 
     Every node gets a tensor of its own, as an operator gives it. Only for operators whose result depends on nothing
     but dtypes, shapes, strides and devices, and that make a new tensor or, written in place, return their argument.
@@ -121,7 +121,7 @@ def replace_all(new_of: dict[fx.Node, fx.Node]) -> None:
 
 
 def erase_unread(*nodes: fx.Node, collectives: bool = False) -> int:
-    """Erase those of ``nodes`` that nothing reads, then what only they read; how many.
+    """Erase the ``nodes`` that nothing reads, then what only they read; how many.
 
     Only pure nodes go, and with ``collectives`` also nodes that communicate: every rank must then erase the same ones.
     """

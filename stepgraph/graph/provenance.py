@@ -21,7 +21,7 @@ class Role(NamedTuple):
 
     A gather's role is that of the collective and of its wait; a reduction's that of the collective, its wait, and all
     that follows up to the optimizer or the output. What comes before a reduction is backward's own work, without a
-    role. What a pass puts in the place of nodes has their role.
+    role. What a pass puts in place of nodes has their role.
     """
 
     kind: str

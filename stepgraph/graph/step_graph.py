@@ -33,7 +33,7 @@ class StepGraph:
     ``module``: flat graph; its placeholders are ``inputs`` in order (wrapped tensors such as DTensors appear as
     their local tensors), its outputs ``outputs`` in order. The graph writes new parameters, buffers and optimizer
     state into its own placeholders. ``blocks``: module paths of the model's repeated blocks. ``mesh``: the device
-    mesh of its DTensors, if any. ``axes``: the mesh's axis behind each name that nodes give a process group.
+    mesh of its DTensors, if any. ``axes``: the mesh's axis of each name that nodes give a process group.
     ``capture_s``: seconds the capture took. ``log``: reports of the passes applied.
     ``executable``: what runs, called with the inputs; terminal passes replace it and leave ``module`` readable.
     ``recording``: set where the step shall run as CUDA graphs: the report of the pass that asked for it, which a runner

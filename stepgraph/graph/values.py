@@ -17,7 +17,7 @@ class Named:
 
     @property
     def name(self) -> str:
-        """Its name among those of its kind."""
+        """Its name among the values of its kind."""
         first, part = getattr(self, fields(self)[0].name), getattr(self, "part", None)
         return (first.name if isinstance(first, Named) else str(first)) + ("" if part is None else f"#{part}")
 
@@ -153,7 +153,7 @@ class Loss(Named):
 
 @dataclass(frozen=True)
 class TotalLoss(Named):
-    """The loss of the whole step, in the place of the sum."""
+    """The loss of the whole step, instead of the sum."""
 
     kind, name = "total", "loss"
 

@@ -14,7 +14,7 @@ from stepgraph import compat
 from stepgraph.inductor.compiled import Compiled, Function
 from stepgraph.inductor.lengths import ForLengths, generalize, numbers, skeleton
 
-#: After this many symbolic forms of one skeleton, a length that none of them serves is compiled by itself.
+#: After this many symbolic forms of one skeleton, a length that none of them serves is compiled separately.
 _MOST_FORMS = 2
 
 
@@ -89,7 +89,7 @@ def compiled_once(
         function = function or family.make(piece, mine, config)
         if function is None:
             family.seen.append(mine)
-        note = family.failed and f"compiled for each length by itself: {family.failed}"
+        note = family.failed and f"compiled separately for each length: {family.failed}"
         use = Use(reused=reused, any_length=function is not None, note="" if function else note)
     made = _compiled[key] = Compiled(piece, config, function)
     made.any_length = use.any_length

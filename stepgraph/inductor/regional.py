@@ -1,4 +1,4 @@
-"""Regions of a graph, compiled apart from it and from each other, each with its own options for Inductor.
+"""Regions of a graph, compiled separately from it and from each other, each with its own options for Inductor.
 
 A pass tags nodes with the `Region` they belong to. Before -> after: the nodes of a region -> one call of a compiled
 piece; every other node stays the operator it was. Regions of one structure (operators, arguments, shapes, strides,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 IGNORED = -100  # what cross entropy leaves out
 
-#: What is put behind the tensors of a batch, by their names in transformers. ``position_ids`` count on.
+#: What the tensors of a batch are padded with, by their names in transformers. ``position_ids`` count on.
 FILL: dict[str, float] = {
     "attention_mask": 0,
     "decoder_attention_mask": 0,
@@ -39,8 +39,8 @@ class PadToLengths:
         causal: the model lets no token see a later one (GPT, Llama, Qwen). Then a batch needs no attention mask, and
             one that hides padding on the right alone is left out, because attention is faster without. Keep the
             default for losses that read the mask, such as the balance of a mixture of experts.
-        pad_token_id: what follows ``input_ids``.
-        fill: what follows tensors of other names, and of those in `FILL`; None: that tensor is not padded.
+        pad_token_id: what ``input_ids`` are padded with.
+        fill: what tensors of other names, or of the names in `FILL`, are padded with; None: that tensor is not padded.
 
     Each tensor is padded from its own length, so that an encoder's inputs and a decoder's labels may differ. Tensors of
     one dimension and what is no tensor stay as they are. Dropout draws other numbers for another length.
@@ -120,7 +120,8 @@ class PadToLengths:
         return found
 
     def lengthened(self, batch: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
-        """``batch``, whose tensors were padded before, with those in ``lengths`` padded further to these lengths."""
+        """``batch``, whose tensors were padded before, with the tensors in ``lengths`` padded further to these
+        lengths."""
         return {
             name: self._fill_up(name, value, lengths[name]) if name in lengths else value
             for name, value in batch.items()
@@ -161,7 +162,7 @@ def choose_lengths(
     """At most ``count`` lengths that pad the fewest tokens.
 
     Args:
-        lengths: those of some examples, in tokens.
+        lengths: the lengths of some examples, in tokens.
         count: how many to choose; each is a capture and a compilation.
         batch_size: examples that are drawn at random into one batch, which is as long as its longest.
         multiple_of: each is a multiple of this.

@@ -37,7 +37,7 @@ class PackToBudget:
         max_length: tokens in a document, at most; None: ``tokens``. A smaller one makes attention faster.
         longer: what happens to an example that exceeds ``max_length``: ``"refuse"`` it with an error, ``"cut"`` it, or
             ``"drop"`` it. ``cut`` and ``dropped`` count the examples.
-        pad_token_id: the tokens behind the last document of a row.
+        pad_token_id: the tokens after the last document of a row.
 
     An example is a mapping with ``input_ids`` and, if they differ, ``labels``, as lists or tensors of one dimension.
     ``attention_mask`` is left out; it must be all ones.
@@ -174,7 +174,7 @@ def attend_within_documents(model: nn.Module) -> None:
     """Let a model of transformers attend by `stepgraph.kernels.attention.documents` wherever a batch of `PackToBudget`
     comes, which skips what lies outside a document; other batches run by SDPA as before.
 
-    The model then computes two short documents, packed and each by itself, on its own device.
+    The model then computes two short documents, packed and each alone, on its own device.
 
     Raises:
         ValueError: the model is not one of transformers', cannot switch its attention, or mixes packed documents
@@ -201,7 +201,7 @@ def attend_within_documents(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _mixed(model: nn.Module) -> str | None:
-    """How a packed document differs from the same document by itself; None if it does not."""
+    """How a packed document differs from the same document alone; None if it does not."""
     vocabulary, device = model.get_input_embeddings().weight.shape[0], model.device
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(vocabulary, (n,), generator=generator) for n in (9, 7)]
@@ -220,7 +220,7 @@ def _mixed(model: nn.Module) -> str | None:
     apart = max(((a - b).norm() / b.norm()).item() for a, b in zip(together, alone, strict=True))
     exact = model.dtype == torch.float32 and device.type == "cpu"
     allowed = 1e-4 if exact else 3e-2  # bf16 rounds to 3 digits in every layer
-    return f"whose results differ by {apart:.1%} from those of each alone" if not apart <= allowed else None
+    return f"whose results differ by {apart:.1%} from each document alone" if not apart <= allowed else None
 
 
 def _attention(

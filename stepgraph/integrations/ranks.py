@@ -54,10 +54,10 @@ def _asked(name: str) -> bool:
 
 
 def _checked_fsdp(args: TrainingArguments) -> bool:
-    """Whether FSDP is asked for; ``ValueError`` for options of it that have no counterpart in a captured step."""
+    """Whether FSDP is asked for; ``ValueError`` for its options that have no counterpart in a captured step."""
     if args.fsdp_plugin_args is None and not _asked(_FSDP):
         if args.fsdp:
-            raise ValueError("fsdp_config asks for XLA's FSDP; GraphTrainer shards by itself: drop xla")
+            raise ValueError("fsdp_config asks for XLA's FSDP; GraphTrainer shards without it: drop xla")
         return False
     from accelerate import FullyShardedDataParallelPlugin
 
@@ -113,7 +113,7 @@ def plain_ranks(args: TrainingArguments) -> Iterator[None]:
 
 @torch.no_grad()
 def shard(model: nn.Module, mesh: Mesh, args: TrainingArguments, options: Mapping[str, Any]) -> dict[int, nn.Parameter]:
-    """`parallelize` for ``model``, with rank 0's weights. The new parameters by the ids of those that they replace.
+    """`parallelize` for ``model``, with rank 0's weights. The new parameters by the ids of the ones that they replace.
 
     As under accelerate's FSDP2, ``bf16=True`` keeps trainable shards in fp32 and gathers them in bf16. A model whose
     weights only rank 0 has loaded (``cpu_ram_efficient_loading``) gets them here.

@@ -51,13 +51,13 @@ class GraphTrainer(Trainer):
         mesh: under torchrun or ``accelerate launch``, how ranks share the model: ``"fsdp=2"``, ``"ddp=2"``,
             ``"hsdp=2x2"``, ``"fsdp=2,ep=2"``. None: as ``args`` say, sharded with ``fsdp`` and replicated without.
         parallel: further keyword arguments of `stepgraph.parallel.parallelize`, such as ``expert_capacity``.
-        args, kwargs: those of ``Trainer``.
+        args, kwargs: ``Trainer``'s.
 
     With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
     here it is multiplied by N before the graph divides by N, which rounds unless N is a power of 2. Where the N differ
     in shape or in a scalar, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode.
     The same where a callback has ``on_pre_optimizer_step``, which may read and change gradients. Callbacks of
-    ``on_optimizer_step`` otherwise run behind the update.
+    ``on_optimizer_step`` otherwise run after the update.
 
     Raises:
         ValueError: options that a captured step cannot serve: fp16's scaler, several GPUs in one process, DeepSpeed,
@@ -128,7 +128,7 @@ class GraphTrainer(Trainer):
             )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if self._spec is None:  # shards go there by themselves, and the whole model may not fit
+        if self._spec is None:  # shards are made there, and the whole model may not fit
             super()._move_model_to_device(model, device)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -193,7 +193,7 @@ class GraphTrainer(Trainer):
         super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        # Checkpoints name some weights in other ways than modules do, as those of experts, which Trainer leaves out.
+        # Checkpoints name some weights in other ways than modules do, such as experts', which Trainer leaves out.
         if load_result.missing_keys and load_result.unexpected_keys:
             load_result = ranks.load_converted(self.model, self._loads_from, self.args)
         super()._issue_warnings_after_load(load_result)

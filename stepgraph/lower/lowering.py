@@ -127,7 +127,7 @@ def learn_lengths(spec: StepSpec) -> None:
     except Exception as error:  # it is not the user's batch: a model may refuse it
         warn_caller(
             f"any_length: a batch of half the length cannot be traced ({str(error).splitlines()[0][:120]}), so the "
-            "first length is compiled by itself"
+            "first length is compiled separately"
         )
         return
     for graph in traced.program.graphs.values():

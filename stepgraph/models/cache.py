@@ -16,15 +16,16 @@ class LayerCache:
         self._all: list[torch.Tensor] = []
 
     def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds those of the next tokens, (B, H_k, T, d_k) and (B, H_v, T, d_v), and returns all, of ``length`` tokens.
+        """Adds the keys and values of the next tokens, (B, H_k, T, d_k) and (B, H_v, T, d_v), and returns all, of
+        ``length`` tokens.
 
-        Raises ``ValueError`` beyond ``limit``, and for several tokens at once behind others, which would need a mask.
+        Raises ``ValueError`` beyond ``limit``, and for several tokens at once after others, which would need a mask.
         """
         start, stop = self.length, self.length + k.shape[2]
         if stop > self.limit:
             raise ValueError(f"{stop} tokens are more than the cache's {self.limit}; make it larger")
         if start and k.shape[2] > 1:
-            raise ValueError(f"{k.shape[2]} tokens at once behind {start} others; give them one by one")
+            raise ValueError(f"{k.shape[2]} tokens at once after {start} others; give them one by one")
         if not start:
             self._all = [x.new_empty(*x.shape[:2], self.limit, x.shape[3]) for x in (k, v)]
         for kept, new in zip(self._all, (k, v), strict=True):

@@ -1,7 +1,7 @@
 """Attention within the documents of a packed row, given by the positions of its tokens.
 
 ``positions`` (B, T) int64 begin at 0 with each document, and a row begins with one: query ``i`` sees the keys
-``i - positions[i]`` to ``i``. So they alone are enough, for masks and rotations alike.
+``i - positions[i]`` to ``i``. So they alone are enough, for masks and for rotations.
 """
 
 import torch
@@ -33,7 +33,7 @@ def attend_within(
     mask: torch.Tensor,  # of `document_mask`
     scale: float | None = None,  # of the scores; None: d ** -0.5
 ) -> torch.Tensor:  # (B, H, T, d_v)
-    """Attention of each token to those of its document, up to itself."""
+    """Attention of each token to the tokens of its document, up to itself."""
     shared = q.shape[1] // k.shape[1]
     if shared > 1:  # repeated, as the memory-efficient kernel, which takes a mask, knows no groups of heads
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
@@ -47,4 +47,4 @@ def check_positions(positions: torch.Tensor, tokens: torch.Tensor, cache: object
             f"positions are {tuple(positions.shape)} and tokens {tuple(tokens.shape)}; give one for each token"
         )
     if cache is not None:
-        raise ValueError("a cache holds one text and positions are those of packed documents; give one of the two")
+        raise ValueError("a cache holds one text, and positions are for packed documents; give one of the two")

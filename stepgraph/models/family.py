@@ -42,8 +42,8 @@ class HuggingFace:
     theirs. ``pieces``: name and shape of one of ours -> the tensors that it is in a checkpoint; None: one, called
     ``name``. ``read_config``: a folder -> our configuration; raises ``ValueError`` for another model.
     ``write_config``: configuration and dtype -> their ``config.json``; raises ``ValueError`` for a model that the
-    format cannot express. ``free``: fields of the configuration that weights do not depend on, those of a configuration
-    in it as ``moe.balance_rate``.
+    format cannot express. ``free``: fields of the configuration that weights do not depend on, fields of a
+    configuration in it as ``moe.balance_rate``.
     """
 
     title: str

@@ -16,7 +16,7 @@ _GREEDY = 1e-30
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: list[int], n: int, choose: Choose, stop: Collection[int] = ()) -> Iterator[int]:
-    """Up to ``n`` tokens behind ``prompt``, until one of ``stop``, which is not given out.
+    """Up to ``n`` tokens after ``prompt``, until one of ``stop``, which is not given out.
 
     ``model`` is one of `stepgraph.models`, best in evaluation mode; the prompt runs once, then a token at a time.
     Raises ``ValueError`` for an empty prompt.

@@ -1,4 +1,4 @@
-"""The JSON files of a Hugging Face checkpoint, and what all families read from ``config.json`` alike."""
+"""The JSON files of a Hugging Face checkpoint, and what all families read from ``config.json``."""
 
 import contextlib
 import json

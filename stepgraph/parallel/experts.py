@@ -78,7 +78,7 @@ class ExpertExchange:
         self, x: torch.Tensor, chosen: torch.Tensor, n_experts: int
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """``x`` (N, D), ``chosen`` (N, K) int64 -> rows (R, D) sorted by the experts that are here, the ends of each
-        one's rows (E_local,) int32, and what `combine` needs. Rows behind the last end are zeros."""
+        one's rows (E_local,) int32, and what `combine` needs. Rows after the last end are zeros."""
         here = n_experts // self.ranks
         order, places, counts = sort_by_expert(chosen, n_experts)
         counts = counts.view(self.ranks, here)  # of rows for each expert of each rank

@@ -55,7 +55,7 @@ ORDER = (
     "weight_experts",  # numerics: experts weighted before their last product
     "expert_swiglu",  # numerics: SwiGLU of the rows of experts that are in use
     "grouped_products",  # numerics: grouped products by QuACK
-    "unread_rows",  # no zeros behind experts' rows where nothing reads them
+    "unread_rows",  # no zeros after experts' rows where nothing reads them
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
     "gather_activations_fp8",  # numerics: tensor parallelism's gathers of activations likewise
@@ -72,7 +72,7 @@ ORDER = (
     "reduce_once",  # numerics: one reduction of each gradient for all of them
     "reshard_after_forward",  # gather parameters again in backward
     "bucket_collectives",  # one collective for each region of the model
-    "bucket_all_reduces",  # numerics: those of more than two ranks
+    "bucket_all_reduces",  # numerics: all-reduces of more than two ranks
     "overlap_experts",  # experts' tokens travel during compute
     "overlap",  # collectives of parameters during compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations

@@ -28,7 +28,7 @@ Passes = str | StepOptions | Iterable[str | Pass]
 
 
 def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass]:
-    """The passes to run on ``target``, in order, with what they need to know of it."""
+    """The passes to run on ``target``, in order, with what they need to know about it."""
     if isinstance(passes, StepOptions):
         found = chosen(passes)
     elif not isinstance(passes, str):

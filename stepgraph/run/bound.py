@@ -76,7 +76,7 @@ class BoundStep:
     def __call__(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(loss, metrics by name) of one step on the leaves of a batch; gradients land in ``param.grad``.
 
-        Raises `ExceededError` for a step that must be repeated, on all ranks alike, with all state as it was. To know,
+        Raises `ExceededError` for a step that must be repeated, on all ranks, with all state as it was. To know,
         the host waits for the step; it does not wait for a step that has nothing to grow.
         """
         self._set_rates()

@@ -47,7 +47,7 @@ class StreamClock(Clock):
 class RecordedClock(Clock):
     """The same for a step that a CUDA graph replays. The host launches the next replay before it asks for the times of
     one, which events would not keep: so the GPU notes up to ``room`` times in memory, and they are copied to the host
-    behind each replay."""
+    after each replay."""
 
     def __init__(self, room: int, device: torch.device):
         self.moments = torch.zeros(room, dtype=torch.int64, device=device)
@@ -82,7 +82,7 @@ class _Noted(Clock):
 
 
 class Passed:
-    """How far a GPU's stream has come in the calls of one step: an event behind each. Another thread may ask."""
+    """How far a GPU's stream has come in the calls of one step: an event after each. Another thread may ask."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Call, Call | None, torch.cuda.Event]] = []

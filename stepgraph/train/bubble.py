@@ -31,7 +31,7 @@ class Bubble:
         self._steps.append(spans.seconds())
 
     def measure(self, ranks: Ranks, step: CapturedStep) -> str:
-        """Choose the median step among those of all ranks; what to print, "" if no step was timed."""
+        """Choose the median step of all ranks; what to print, "" if no step was timed."""
         if not self._steps:
             return ""
         pipeline = step.pipeline

@@ -45,7 +45,7 @@ class PipelinedLoss:
         return results.loss
 
     def _exceeded(self, results: Results) -> dict[str, float]:
-        """The conditions that any rank exceeded and their ratios, alike on all ranks."""
+        """The conditions that any rank exceeded and their ratios, the same on all ranks."""
         if not self._grow:
             return {}
         nothing = torch.zeros((), dtype=torch.float64, device=results.loss.device)

@@ -72,7 +72,7 @@ class Samples:
             self._room = room(config, self._prompt)
 
     def after(self, step: int, last: bool = False) -> str | None:
-        """What the model writes behind the prompt after ``step``, ``last`` of the run or not; None if none is due. All
+        """What the model writes after the prompt after ``step``, ``last`` of the run or not; None if none is due. All
         ranks of a mesh call."""
         if not self._config.sample_every or (step % self._config.sample_every and not last):
             return None
@@ -100,7 +100,7 @@ def _check_every(every: int, val_every: int) -> None:
 
 
 def room(config: TrainConfig, prompt: list[int]) -> int | float:
-    """How many tokens the model takes behind ``prompt``; ``ValueError`` for none."""
+    """How many tokens the model takes after ``prompt``; ``ValueError`` for none."""
     longest = family_of(config.model).longest(config.model) or math.inf
     if len(prompt) >= longest:
         raise ValueError(f"the prompt has {len(prompt)} tokens, the model takes {longest}: give a shorter one")
@@ -120,7 +120,7 @@ class Writer:
         self._stop = {self.tokenizer.eos_id, *TokenizerFiles(tokenizer).ends}
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens before those that the model writes. A document begins, as in training, behind an end of text."""
+        """The tokens before the model's own. A document begins, as in training, after an end of text."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -130,7 +130,7 @@ class Writer:
         return [self.tokenizer.eos_id, *self.tokenizer.encode(text).tolist()]
 
     def write(self, model: nn.Module, prompt: list[int], n: int, choose: Choose) -> str:
-        """The text of up to ``n`` tokens behind those of ``prompt``."""
+        """The text of up to ``n`` tokens after ``prompt``."""
         known = self.tokenizer.vocab_size  # models have rows beyond, which no text has trained
 
         def choose_known(logits: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ def eager_step(
     max_grad_norm: float | None,
     skip_nonfinite: bool = False,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, metrics by name) of forward, backward, clipping, update and what modules do behind it.
+    """(loss, metrics by name) of forward, backward, clipping, update and what modules do after it.
 
     ``skip_nonfinite``: parameters, buffers and optimizer state are left as they were where the loss or the norm is not
     finite.

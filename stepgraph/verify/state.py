@@ -22,7 +22,7 @@ Key = tuple[str, str]
 
 @dataclass
 class State:
-    """What a step reads and writes. ``leaves``: those of the batch. ``generators``: those of the model's own."""
+    """What a step reads and writes. ``leaves``: the batch's. ``generators``: the model's own."""
 
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]

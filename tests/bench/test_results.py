@@ -111,7 +111,7 @@ def test_the_table_of_a_gpu():
     assert len({len(line) for line in lines if line.startswith("|")}) == 1  # aligned
     text = "\n".join(lines)
     assert "(compile-max-autotune)" in text and "- stepgraph-exact failed: OutOfMemoryError: too much" in text
-    assert "- eager, timed apart: forward 60 ms, backward 130 ms" in text and "- eager's RMSNorm ran k" in text
+    assert "- eager, timed separately: forward 60 ms, backward 130 ms" in text and "- eager's RMSNorm ran k" in text
 
 
 def test_the_table_of_a_cpu_without_torch_compile():

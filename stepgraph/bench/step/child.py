@@ -60,7 +60,7 @@ class StepRun(Run):
         super().__init__(PROVIDERS, provider, device)
         self.config = config
         if device.type == "cpu":
-            keep_freed_memory()  # as `stepgraph train` does; for every provider alike
+            keep_freed_memory()  # as `stepgraph train` does; for every provider
             self.memory_before = peak_mem_gib(device)  # what the imports took is not the step's
 
     def parts(self) -> Parts:
@@ -131,7 +131,7 @@ class StepRun(Run):
         return found if all(map(math.isfinite, found)) else []
 
     def _rms_norm_kernels(self) -> list[str]:
-        """The CUDA kernels behind the model's first RMSNorm, forward and backward: torch may come with several."""
+        """The CUDA kernels of the model's first RMSNorm, forward and backward: torch may come with several."""
         norm = next(module for module in self.made.model.modules() if isinstance(module, nn.RMSNorm))
         dtype = torch.float32 if self.config.precision == "fp32" else torch.bfloat16
         x = torch.randn(4096, *norm.normalized_shape, dtype=dtype, device=self.device, requires_grad=True)

@@ -82,7 +82,7 @@ def _notes(chosen: dict[str, Any], settings: dict[str, Any], rows: Sequence[Trai
             found = row.exposure
             notes.append(
                 f"{row.provider}, a step of {settings['traced_steps']} profiled: {found['window_ms']:.4g} ms, "
-                f"communicating {found['communication_ms']:.4g}, of it exposed {found['exposed_ms']:.4g}, "
+                f"communicating {found['communication_ms']:.4g}, exposed {found['exposed_ms']:.4g}, "
                 f"idle {found['idle_ms']:.4g} (the rank with most exposed; shares of all: "
                 f"{', '.join(format(rank['share'], '.1%') for rank in row.exposure_all)})"
             )

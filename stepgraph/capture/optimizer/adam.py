@@ -131,5 +131,5 @@ def _trace_one(
 
 
 def _as_real(x: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as pairs of real numbers: Adam's moments are those of each part."""
+    """A complex tensor as pairs of real numbers: Adam has moments of each part."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

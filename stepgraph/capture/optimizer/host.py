@@ -92,7 +92,7 @@ def _own(value: Any) -> Any:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two numbers or scalar tensors are alike."""
+    """Whether two numbers or scalar tensors are equal."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and bool(a == b)
     return alike(a, b)

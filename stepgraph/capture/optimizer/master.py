@@ -13,7 +13,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     For models held in bf16 or fp16: ``step`` converts each gradient to fp32, updates the master weights with torch's
     fused kernel and rounds them back into the parameters. State per parameter: ``step``, ``exp_avg``,
-    ``exp_avg_sq``, ``master``, all fp32. Arguments: those of ``torch.optim.AdamW`` that the fused kernel takes.
+    ``exp_avg_sq``, ``master``, all fp32. Arguments: the ones of ``torch.optim.AdamW`` that the fused kernel takes.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """An optimizer in the graph as its author wrote it: its own ``step`` is traced.
 
 ``step`` runs on stand-ins: parameters with their gradients, the state that the optimizer keeps of each, and numbers of
-a `Tape` in place of learning rates and counts. What it writes to tensors is in the graph. What it writes to numbers is
+a `Tape` instead of learning rates and counts. What it writes to tensors is in the graph. What it writes to numbers is
 written on the host after each call. State that it makes is an output of the graph, unless
 `stepgraph.capture.optimizer.prepare` could make it before.
 """

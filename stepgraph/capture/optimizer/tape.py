@@ -3,7 +3,7 @@
 A learning rate, a count of steps and what follows from them (``lr / (1 - beta1**step)``) are numbers of the host. While
 ``step`` is traced they are `Float` and `Int`: Python's numbers, which also write each operation on a `Tape`. A call of
 the captured step reads the live values, runs the tape in Python's own arithmetic, and hands the results to the graph.
-A comparison gives Python's answer and is a *decision* on the tape: a graph holds for the steps that decide alike.
+A comparison gives Python's answer and is a *decision* on the tape: a graph holds for the steps with the same decisions.
 
 torch takes them where it takes numbers, and cannot take their value in secret: it asks the node of a ``SymFloat`` or
 ``SymInt`` for it, which is on the tape as well.

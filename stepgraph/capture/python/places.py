@@ -17,7 +17,7 @@ _OWN = str(Path(__file__).parents[2]) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 _NUMPY = os.path.dirname(np.__file__) + os.sep
-#: Folders of packages, also those of another Python that a virtual environment sees: some lie inside Python's own.
+#: Folders of packages, also of another Python that a virtual environment sees: some lie inside Python's own.
 _PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 #: What torch is made with, and calls while it traces and compiles.
@@ -53,7 +53,7 @@ def of_program(module: str | None) -> bool:
 
 
 def of_library(module: str | None) -> bool:
-    """Whether a module, by its name, is of those whose code stays as it is."""
+    """Whether a module, by its name, is one whose code stays as it is."""
     found = sys.modules.get(module or "")
     file = getattr(found, "__file__", None)
     return module in sys.builtin_module_names if not isinstance(file, str) else not counts(file)

@@ -1,6 +1,6 @@
 """torch's random generators in a step: it draws from them in order, and forward may not seed or rewind them.
 
-A graph draws from the default generators and from those that a model passes to operators, as eager does. What Python
+A graph draws from the default generators and from the ones that a model passes to operators, as eager does. What Python
 does to their states while a step is traced would happen once, and never again.
 """
 

@@ -34,6 +34,6 @@ class Share:
         return compat.all_reduce(grad, "sum", self.tied[holders]) if len(holders) > 1 else grad
 
     def all_stages(self, slots: Sequence[Slot], reached: Sequence[int]) -> AllStages:
-        """``reached``: of the model's ``slots`` those that have gradients on any rank."""
+        """``reached``: the model's ``slots`` that have gradients on any rank."""
         counted = [i if self.holders[slots[i].name][0] == self.rank else None for i in reached]
         return AllStages([slots[i].tensor for i in reached], counted, self.group)

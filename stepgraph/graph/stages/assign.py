@@ -197,7 +197,7 @@ class Cut:
                         )
 
     def message(self, stage: int, forward: bool) -> list[fx.Node]:
-        """What ``stage`` and those beyond it read of the stages behind it: of ``stage - 1`` and those before it where
+        """What ``stage`` and later stages read of the stages before it: of ``stage - 1`` and those before it where
         it comes ``forward``, else of ``stage + 1`` and those after it. The neighbour sends all of it."""
         beyond = range(stage, self.stages) if forward else range(stage + 1)
         found = {

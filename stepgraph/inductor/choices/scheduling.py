@@ -77,7 +77,7 @@ class CUDAScheduling(parts.CUDACombinedScheduling):
 
 def tell_squares() -> None:
     """From now on Inductor joins sums along rows and along columns of a square too, where a tuning is active, as torch
-    2.15 does by itself."""
+    2.15 does on its own."""
     mixed = parts.MixOrderReduction
     usual = mixed.has_mix_reduction_orders
 

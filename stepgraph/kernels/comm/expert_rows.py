@@ -251,7 +251,7 @@ def places_reference(counts: Tensor, place: Tensor, rows: int, room: int) -> tup
 
 def _spread(counts: Tensor, begins: Tensor, rank: Tensor, rows: int, room: int) -> Tensor:
     """(rows,): where each row goes. They come in segments of ``counts``, which begin at ``begins`` of ``rank``; rows
-    beyond its ``room`` go nowhere, nor do those behind the last segment."""
+    beyond its ``room`` go nowhere, nor do rows after the last segment."""
     ends, row = counts.cumsum(0), torch.arange(rows)
     segment = torch.searchsorted(ends, row, right=True)
     used = segment < len(counts)
@@ -325,8 +325,8 @@ def expert_places(counts: Tensor, place: Tensor, rows: int, room: int) -> tuple[
 
     Returns:
         ``there`` (n,) int32: for each of this rank's rows, sorted by expert, ``rank * room + row`` of where it stands
-        at its experts; -1 behind the last row, and for rows that have no room there.
-        ``back`` (room,) int32: for each row of the experts here ``rank * n + row`` of where it comes from; -1 behind
+        at its experts; -1 after the last row, and for rows that have no room there.
+        ``back`` (room,) int32: for each row of the experts here ``rank * n + row`` of where it comes from; -1 after
         the last.
         ``ends`` (E / P,) int32: where the rows of each expert here end.
     """

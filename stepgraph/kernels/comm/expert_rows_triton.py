@@ -127,7 +127,7 @@ def _places_kernel(ends, begins, there, back, P, E, n, room, ROWS: tl.constexpr,
 
 @triton.jit
 def _follow(ends, begins, block, E, ROWS: tl.constexpr, AHEAD: tl.constexpr):
-    """(the segment of each row of a block, E behind the last; the rows; where they are at the other side)."""
+    """(the segment of each row of a block, E after the last; the rows; where they are at the other side)."""
     row = block * ROWS + tl.arange(0, ROWS)
     segment = tl.zeros([ROWS], tl.int32)
     for first in range(0, E, AHEAD):

@@ -5,7 +5,7 @@
 
 A product has one order of additions whatever runs at the same time, so it is deterministic.
 Source: the package's ``quack/gemm_interface.py``, read at 0.6.5. Groups are given by where each begins, the end of the
-last behind them; ``tuned=False`` takes its default tiles, where tuning would time candidates inside a step.
+last after them; ``tuned=False`` takes its default tiles, where tuning would time candidates inside a step.
 """
 
 import functools

@@ -182,7 +182,7 @@ def check_pair(norm: Norm, q: torch.Tensor, k: torch.Tensor, wq: torch.Tensor | 
     if k.dtype != q.dtype or k.shape[-1] != q.shape[-1]:
         raise ValueError(
             f"k is {tuple(k.shape)} {k.dtype}, q is {tuple(q.shape)} {q.dtype}; allowed is one dtype and one last "
-            f"dimension: normalize them apart with rms_norm"
+            f"dimension: normalize them separately with rms_norm"
         )
     if (wq is None) != (wk is None):
         raise ValueError("only one of wq and wk is given; allowed is both or none: pass both, or use rms_norm")

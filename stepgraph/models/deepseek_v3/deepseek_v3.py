@@ -43,7 +43,7 @@ class DeepSeekV3Config:
     v_head_dim: int = 128  # a value's head
     rope_theta: float = 10_000.0  # base of the RoPE frequencies
     rope_scaling: YarnScaling | None = None  # YaRN's stretch of the low frequencies
-    norm_eps: float = 1e-6  # eps of the RMSNorms, but for those of the latents
+    norm_eps: float = 1e-6  # eps of the RMSNorms, except the latents'
     tie_embeddings: bool = False  # the head uses the embedding's weight
 
     def __post_init__(self) -> None:

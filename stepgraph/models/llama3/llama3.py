@@ -103,7 +103,7 @@ class Llama3(Decoder):
         if self.config.attention != "flex" or (positions is None and cache is not None):
             return super().mask(x, positions, cache)
         if positions is not None:
-            raise ValueError("documents are kept apart by attention='sdpa', not by 'flex'; choose sdpa")
+            raise ValueError("attention='flex' does not separate packed documents; choose sdpa")
         return causal_block_mask(x.shape[1], x.device)
 
 

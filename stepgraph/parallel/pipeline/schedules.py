@@ -84,7 +84,7 @@ def with_once(
     orders: Sequence[Sequence[Call]], gathered: Collection[int], reduced: Collection[int]
 ) -> list[list[Call]]:
     """``orders`` (see `work_of`) with ``gather`` before the first forward of the stages ``gathered``, and ``reduce``
-    behind the last backward of those ``reduced``."""
+    after the last backward of the stages ``reduced``."""
     made = []
     for order in orders:
         first, last = {}, {}

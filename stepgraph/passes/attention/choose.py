@@ -96,7 +96,7 @@ def attention(step: StepGraph, options: AttentionOptions, report: PassReport) ->
     report.summary = f"{report.matched} attentions, {report.changed} changed: {counts}" if counts else "no attention"
     report.notes += _notes(decisions, others)
     if not report.matched and options.backend != "auto":
-        report.notes.append("nothing to run by it: torch takes attention apart that none of its kernels takes")
+        report.notes.append("nothing to run by it: torch decomposes attention that none of its kernels takes")
 
 
 def _refuse(decisions: list[Decision], others: list[fx.Node], masks: Masks, options: AttentionOptions) -> None:
@@ -122,7 +122,7 @@ def _refuse(decisions: list[Decision], others: list[fx.Node], masks: Masks, opti
 
 
 def _rewrite(decision: Decision, flex: FlexNodes, options: AttentionOptions) -> None:
-    """Replace the nodes by those of the chosen backend."""
+    """Replace the nodes by the nodes of the chosen backend."""
     found, backend, seen = decision.attention, decision.backend, decision.seen
     forward = found.forward
     causal, scale = bool(argument(forward, "is_causal")), argument(forward, "scale")

@@ -1,4 +1,4 @@
-"""Asynchronous tensor parallelism: matrix products in a pipeline with the collective before or behind them.
+"""Asynchronous tensor parallelism: matrix products in a pipeline with the collective before or after them.
 
 Matches: gathers of activations whose result, as rows, is multiplied (q, k and v share one gather, so do gate and up;
 in backward the gradient of a row-split product); and reduce-scatters of a product, or of a sum of products (in
@@ -9,7 +9,7 @@ What DTensor puts around collectives of another dimension than the first (split,
 Tier numerics: the rows of a product are multiplied chunk by chunk, sums of products stay in one accumulator, and sums
 over ranks are taken in the order of ranks and rounded once, where a collective may round on each rank's way.
 Preconditions: the ranks of a group share a machine (on GPUs, symmetric memory over NVLink). A pair stays as it is where
-the copies and barriers that a pipeline needs are forecast to take longer than the collective by itself.
+the copies and barriers that a pipeline needs are forecast to take longer than the collective alone.
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", 2023; in torch, `torch.ops.symm_mem.fused_all_gather_matmul` and its like.
 """

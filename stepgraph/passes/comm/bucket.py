@@ -65,7 +65,7 @@ def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], 
         return [*gathers, *reductions]
     before = exposed(step.graph)
     counts: dict[str, list[int]] = defaultdict(list)
-    # Gradients are finished behind the last reduction of their region, where the bucket will be.
+    # Gradients are finished after the last reduction of their region, where the bucket will be.
     sink(step, reductions, distance=0)
     rounds = _rounds(step)
     for found in (gathers, reductions):

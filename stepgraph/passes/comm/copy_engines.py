@@ -86,7 +86,7 @@ def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassRepor
         erase_unread(node, collectives=True)
     report.summary = f"{report.changed} of {report.matched} gathers and reductions by copy engines"
     if moved:
-        report.notes.append(f"{moved} gathers begin behind the next product that is in a pipeline with a collective")
+        report.notes.append(f"{moved} gathers begin after the next product that is in a pipeline with a collective")
     report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
     if report.changed:
         report.notes.append(exposed_text(before, exposed(step.graph)))
@@ -143,7 +143,7 @@ def _uncast(node: fx.Node, aliases: Aliases, until: int) -> fx.Node:
 
 
 def _gather(step: StepGraph, c: Collective, shards: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
-    """(what begins in place of the gather of ``shards``, what is not needed any more)."""
+    """(what begins instead of the gather of ``shards``, what is not needed any more)."""
     bucket, ranks, group = c.node.args
     dtype, build = bucket.meta["val"].dtype, Builder(c.node)
     sizes = [shard.meta["val"].numel() for shard in shards]
@@ -161,7 +161,7 @@ def _gather(step: StepGraph, c: Collective, shards: list[fx.Node]) -> tuple[fx.N
 
 
 def _behind_a_pipeline(begun: fx.Node) -> bool:
-    """Let a gather begin behind the first product in a pipeline that follows it: a copy engine takes one copy after
+    """Let a gather begin after the first product in a pipeline that follows it: a copy engine takes one copy after
     the other, and the pipeline would wait."""
     (end,) = begun.users
     node = begun.next
@@ -191,7 +191,7 @@ def _copies(wait: fx.Node, ranks: int, sizes: list[int]) -> list[fx.Node] | None
 
 
 def _reduce(step: StepGraph, c: Collective, grads: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
-    """(what begins in place of the reduction of ``grads``, what is not needed any more)."""
+    """(what begins instead of the reduction of ``grads``, what is not needed any more)."""
     _, operation, ranks, group = c.node.args
     build, result = Builder(c.node), c.wait.meta["val"]
     with step.graph.inserting_before(c.node):

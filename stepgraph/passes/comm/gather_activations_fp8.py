@@ -7,7 +7,7 @@ or output gradient that nothing else reads. Before -> after:
            where one is read
 Half the bytes travel, and a rank casts its own part alone. What DTensor puts around a gather of another dimension than
 the first (split, cat) moves bytes. The same bits as without it: the largest magnitude of a matrix is the largest of its
-parts', and a cast looks at each element by itself. A gather stays in bf16 where the collective of the magnitude is
+parts', and a cast looks at each element alone. A gather stays in bf16 where the collective of the magnitude is
 forecast to take longer than what is spared.
 Tier numerics, as `fp8_matmul`, without which it has nothing to do. Scales by rows leave nothing to gain: rows and
 columns have scales of their own, so that two casts of each matrix would travel, as many bytes as bf16 has.

@@ -6,7 +6,7 @@ scale for each matrix). Before -> after:
         -> amax(shard) of all such weights, one all-reduce (max) of them together; cast_scaled(shard),
            wait(all_gather(as bytes)), and its transposed copy where one is read
 Half the bytes travel, and a rank casts its own part alone. The same bits as without it: the largest magnitude of a
-weight is the largest of its shards', and a cast looks at each element by itself. Preconditions: shards of rows, without
+weight is the largest of its shards', and a cast looks at each element alone. Preconditions: shards of rows, without
 padding.
 Source: torchao's float8 all-gathers for FSDP2.
 """
@@ -124,7 +124,7 @@ def largest(magnitudes: fx.Node, build: Builder, axis: str, group: str) -> fx.No
 
 
 def gather_cast(gather: fx.Node, cast: fx.Node, amax: fx.Node, moving: list[fx.Node]) -> None:
-    """Cast before ``gather``, with the largest magnitude ``amax``, and transpose behind it. ``moving``: the nodes that
+    """Cast before ``gather``, with the largest magnitude ``amax``, and transpose after it. ``moving``: the nodes that
     make what ``cast`` reads of what was gathered, and only move it, in their order."""
     (wait,), shard = gather.users, gather.args[0]
     dtype, columns = cast.args[2], cast.args[4]

@@ -74,7 +74,7 @@ def _regions(count: int) -> str:
 
 
 def _prefetch(step: StepGraph, gathers: list[Collective], distance: int) -> None:
-    """Start each region's gathers right after the wait for those of the region ``distance`` before."""
+    """Start each region's gathers right after the wait for the gathers of the region ``distance`` before."""
     first = {half: node for node, half in reversed(collectives.halves(step.graph).items())}
     by_half: dict[str, list[list[Collective]]] = defaultdict(list)
     for region in by_region(gathers):
@@ -113,7 +113,7 @@ def _wait_late(wait: fx.Node) -> None:
 
 
 def sink(step: StepGraph, reductions: list[Collective], distance: int) -> None:
-    """Move what finishes gradients behind the last reduction of each region.
+    """Move what finishes gradients after the last reduction of each region.
 
     With a ``distance``, waits run that many regions later, not beyond the end of backward, and so does what follows
     from them: an all-reduce of what a reduce-scatter gave waits twice.
@@ -122,7 +122,7 @@ def sink(step: StepGraph, reductions: list[Collective], distance: int) -> None:
     regions = [region for r in by_region(reductions) if (region := [c for c in r if c.node.args[0] not in tail])]
     if not regions:  # of a stage's forward, or where all that is reduced was reduced before
         return
-    # Where the tail may run: behind each region's last reduction, and at the end of backward.
+    # Where the tail may run: after each region's last reduction, and at the end of backward.
     regions.sort(key=lambda region: max(c.node for c in region))
     places = [max(c.node for c in region) for region in regions]
     place_of = {c.node: i for i, region in enumerate(regions) for c in region}

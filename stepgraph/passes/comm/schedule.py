@@ -22,7 +22,7 @@ from stepgraph.graph.facts import is_mutating, is_overload, is_pure, is_random
 
 
 class Travel(NamedTuple):
-    """A collective on its way: seconds by itself, in a stream of its group's."""
+    """A collective on its way: seconds alone, in a stream of its group's."""
 
     group: str
     seconds: float
@@ -40,7 +40,7 @@ def reorder(
 
 
 def dependencies(window: Sequence[fx.Node], aliases: Aliases) -> dict[fx.Node, set[fx.Node]]:
-    """For each node those of ``window`` that must run before it."""
+    """For each node the nodes of ``window`` that must run before it."""
     inside = set(window)
     before: dict[fx.Node, set[fx.Node]] = {}
     wrote: dict[fx.Node, fx.Node] = {}  # by storage: its last writer

@@ -16,12 +16,12 @@ from stepgraph.inductor.regional import Piece, Region
 FEWEST = 4
 
 #: 0 in forward, 1 in backward, and the block that runs there; between the blocks of forward and backward, where no
-#: block runs, 1; behind those of backward, 2.
+#: block runs, 1; after backward's blocks, 2.
 Part = tuple[int, str | None]
 
 
 def consecutive(step: StepGraph, kind_of: Callable[[fx.Node], str | None], *, cut: bool) -> list[Piece]:
-    """The longest runs of consecutive operators of one kind, those of None left out; ``cut``: also of one part, where
+    """The longest runs of consecutive operators of one kind, except None; ``cut``: also of one part, where
     the model has enough blocks that some have equal neighbours.
 
     A getitem moves to the operator that it takes apart, and belongs to it; constants move to the graph's inputs.

@@ -82,9 +82,9 @@ class _Order:
         self.block: dict[fx.Node, list[fx.Node]] = {}
 
     def gather(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Bring together those of ``nodes`` that wait for none of the others through a node outside: (they, the rest).
+        """Bring together the ``nodes`` that wait for none of the others through a node outside: (they, the rest).
 
-        Only nodes between the first and the last of them move: what waits for a gathered one goes behind them.
+        Only nodes between the first and the last of them move: what waits for a gathered one goes after them.
         """
         wanted = set(nodes)
         first, last = (choose(self.position[n] for n in nodes) for choose in (min, max))
@@ -118,7 +118,7 @@ class _Order:
 
 
 class _Moved:
-    """Nodes that go behind others, and whether a node must stay behind them."""
+    """Nodes that go after others, and whether a node must stay after them."""
 
     def __init__(self, order: _Order):
         self.aliases = order.aliases

@@ -101,7 +101,7 @@ def start_helpers() -> None:
 
 @atexit.register
 def end_helpers() -> None:
-    """End those that were started and have nothing to do."""
+    """End the helpers that were started and have nothing to do."""
     while _started:
         _started.pop().end()
 
@@ -129,7 +129,7 @@ class Helpers:
         self._free, self._busy = [], []
 
     def share(self, work: Work) -> Iterator[Key]:
-        """The pieces in the order in which to compile or load them here: first those of this process, then the
+        """The pieces in the order in which to compile or load them here: first the pieces of this process, then the
         helpers', each when it is done. Helpers that are not ready, at the latest after the first piece, get none."""
         if not all(helper.ready() for helper in self._free):
             first, *rest = work

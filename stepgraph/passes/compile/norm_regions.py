@@ -1,7 +1,7 @@
 """Finds the nodes of every norm, with its pointwise neighbours, as a region for the compiler.
 
 A norm is recognized by an ``rsqrt`` or by torch's fused operators, its backward by reading the forward's ``rsqrt``. Its
-other nodes are those of the same module and phase that are connected to it.
+other nodes are the ones of the same module and phase that are connected to it.
 """
 
 import operator
@@ -75,7 +75,7 @@ def _connected(nodes: list[fx.Node]) -> list[set[fx.Node]]:
 
 def _with_neighbours(nodes: set[fx.Node]) -> set[fx.Node]:
     """``nodes`` and what the compiler takes along for nothing: before them residual additions, sums of gradients and
-    casts, behind them casts."""
+    casts, after them casts."""
     phase = phase_of(next(iter(nodes)))
     grown, queue = set(nodes), list(nodes)
     while queue:

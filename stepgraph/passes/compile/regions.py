@@ -5,7 +5,7 @@ Matches, forward and backward, by operators and dataflow:
   the table of sines does), and its backward ``g * cos + rotate(g * sin)``.
 - ``swiglu``: ``silu(gate) * up``, and both products and ``silu_backward`` of its backward.
 - ``norm``: what one module computes around an ``rsqrt`` or torch's fused norms, with the residual addition and casts
-  before and casts behind. The backward is what reads the forward's ``rsqrt``, or torch's fused backward.
+  before and casts after. The backward is what reads the forward's ``rsqrt``, or torch's fused backward.
 - ``attention``: FlexAttention, on a GPU; Inductor compiles its backward for GPUs only.
 Before -> after: nodes -> the same nodes, tagged; what is tagged already keeps its tag. Tier: that of `inductor`, which
 compiles what is tagged. Preconditions: a flat graph with phases.

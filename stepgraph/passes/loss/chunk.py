@@ -2,7 +2,7 @@
 
 Matches: what `head` finds around a ``stepgraph::cross_entropy_``.
 
-    before: logits = x w^T            after, for each part of the rows of x, one behind the other:
+    before: logits = x w^T            after, for each part of the rows of x, one after the other:
             loss, over logits                 logits = x_i w^T; loss_i, over logits
             dx = logits w                     dx_i = logits w; dw += logits^T x_i
             dw = logits^T x           then: loss = sum(loss_i) / count; dx = cat(dx_i)
@@ -120,7 +120,7 @@ class _Writer:
         return build
 
     def _operands(self) -> None:
-        """The weight in both orientations and the bias, with zeros behind the vocabulary's end."""
+        """The weight in both orientations and the bias, with zeros after the vocabulary's end."""
         head, build = self.head, self._builder(self.head.product, eager=True)
         self.weight, self.bias = head.weight, head.bias
         if head.padding:

@@ -283,7 +283,7 @@ def _is_read(cast: fx.Node) -> bool:
 
 
 def _put_magnitudes(cast: fx.Node, made: fx.Node, at: int) -> None:
-    """Magnitudes of rows, and of columns behind them, result ``at`` of ``made``, for what ``cast`` would look for."""
+    """Magnitudes of rows, then of columns, result ``at`` of ``made``, for what ``cast`` would look for."""
     if _form(cast) == "whole":
         amax = cast.args[1]
         amax.update_arg(0, Builder(amax, before=amax)(operator.getitem, made, at))
@@ -295,7 +295,7 @@ def _put_magnitudes(cast: fx.Node, made: fx.Node, at: int) -> None:
 
 
 def _put(cast: fx.Node, values: fx.Node, scale: fx.Node) -> None:
-    """``values`` and ``scale`` in the place of a cast by rows, which goes with what only it read."""
+    """Replace a cast by rows, and what only it read, by ``values`` and ``scale``."""
     for i, old in getitem_users(cast).items():
         old.replace_all_uses_with((values, scale)[i])
         old.graph.erase_node(old)

@@ -27,7 +27,7 @@ _CAST = aten._to_copy.default
 
 
 def combined(routing: Routing, inverse: fx.Node, node: fx.Node) -> bool:
-    """Put ours in the place of rows brought back by ``node`` and added up; whether that is what it does."""
+    """Replace rows brought back by ``node`` and added up by our operator; whether that is what it does."""
     if node.target is not aten.index.Tensor or list(node.args[1]) != [inverse]:
         return False
     weighted, view = node.args[0], only_user(node)
@@ -54,7 +54,7 @@ def combined(routing: Routing, inverse: fx.Node, node: fx.Node) -> bool:
 
 
 def backward_of_combined(routing: Routing, inverse: fx.Node, node: fx.Node) -> bool:
-    """Put ours in the place of the gradient of rows that were brought back; whether that is what ``node`` is."""
+    """Replace the gradient of rows that were brought back by ours; whether that is what ``node`` is."""
     if node.target not in INDEXINGS or not argument(node, "accumulate") or list(node.args[1]) != [inverse]:
         return False
     zeros, _, spread = node.args[:3]

@@ -63,7 +63,7 @@ def fuse_experts(step: StepGraph, options: object, report: PassReport) -> None:
 
 
 def _product(node: fx.Node, report: PassReport) -> bool:
-    """Put ours in the place of torch's grouped product; whether that was possible."""
+    """Replace torch's grouped product by ours; whether that was possible."""
     a, b, offsets = node.args[:3] if len(node.args) > 2 else (*node.args[:2], node.kwargs.get("offs"))
     dims = a.meta["val"].ndim, b.meta["val"].ndim
     problem = None
@@ -72,7 +72,7 @@ def _product(node: fx.Node, report: PassReport) -> bool:
     elif argument(node, "bias") is not None or argument(node, "out_dtype") not in (None, a.meta["val"].dtype):
         problem = "a bias or another dtype"
     elif not node.meta["val"].is_contiguous():
-        problem = "rows of its result lie apart"
+        problem = "rows of its result are not contiguous"
     if problem:
         report.notes.append(f"{node.name} stays as it is: {problem}")
         return False

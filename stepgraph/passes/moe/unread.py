@@ -34,7 +34,7 @@ _ROWS = {
     ours.swiglu_rows_backward.default: ("dy", "gate_up"),
 }
 _WRITERS = (*(target for target in _ROWS if target is not ours.grouped_mm_weight.default), ROWS_END)
-#: Results of `expert_places`: where each of the experts' rows comes from, and where those of each expert end.
+#: Results of `expert_places`: where each of the experts' rows comes from, and where each expert's rows end.
 _BACK, _ENDS = 1, 2
 
 

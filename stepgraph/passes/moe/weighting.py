@@ -1,4 +1,4 @@
-"""Weights of experts applied before their last product instead of behind it.
+"""Weights of experts applied before their last product instead of after it.
 
 Matches, on our operators: rows that a grouped product makes of ``h``, brought back weighted, and the gradients of that.
 
@@ -64,7 +64,7 @@ def _match(backward: fx.Node, position: dict[fx.Node, int]) -> _Found | str:
         return "the rows are not made by a grouped product"
     inner, matrix, offsets = product.args
     if inner.meta["val"].shape[1] > product.meta["val"].shape[1]:
-        return "the rows before the last product are wider than those behind it"
+        return "the rows before the last product are wider than the rows after it"
     if position.get(_source(weights), len(position)) > position[product] or position[places] > position[product]:
         return "the weights are computed after the last product"
     sums = [user for user in product.users if user is not backward]

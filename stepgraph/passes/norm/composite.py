@@ -208,7 +208,7 @@ class Composite:
         return list(candidates)[:8]
 
     def _before_weight(self, node: fx.Node) -> fx.Node:
-        """``dy`` behind ``dy * weight`` and casts. A number that y is multiplied with is no part of the norm: its
+        """``dy`` in ``dy * weight`` and casts. A number that y is multiplied with is no part of the norm: its
         product with a gradient is ``dy`` itself."""
         while True:
             node = before_widening(node)

@@ -198,7 +198,7 @@ def _kept(source: fx.Node) -> fx.Node:
 
 
 def _readers_of_kept(node: fx.Node) -> list[fx.Node]:
-    """The readers of ``node``, and those of what keeps the old value instead where the update is left out."""
+    """The readers of ``node``, and the readers of the node that keeps the old value where the update is left out."""
     return [reader for user in node.users for reader in (user.users if user.target is aten.where.self else [user])]
 
 

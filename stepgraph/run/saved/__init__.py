@@ -5,7 +5,7 @@ What is saved, graph by graph:
   role, and the form of each value (shape, strides, dtype, device, which storage). Constants that passes and literals
   made are bytes in a file of their own. A value without a saved form is refused when the step is saved (`NotSavable`).
 - The **bindings**, by kind and name: loading ties them to the tensors of the capture. No value of a tensor is saved:
-  weights, optimizer state and random state are those of the run.
+  weights, optimizer state and random state are the run's.
 - The **pieces** that Inductor compiled, in torch's own artifact format, with the names of the nodes in each.
 - The **reports** of the passes, and the schedule of calls.
 

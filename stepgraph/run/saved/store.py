@@ -81,7 +81,7 @@ class Store:
         self.folder = folder
 
     def rewrite(self, traced: Traced, rewriting: Rewriting, together: bool) -> Outcome:
-        """Put the rewritten program in the place of the captured one: loaded, or made and then saved.
+        """Replace the captured program by the rewritten one: loaded, or made and then saved.
 
         ``together``: every rank is here. Ranks that have one graph share it: the first makes it, the others load it.
         """
@@ -153,7 +153,7 @@ class _Saving:
             self.make()
 
     def load(self) -> bool:
-        """Put the saved step in the place of the captured program; whether it is there and whole."""
+        """Replace the captured program by the saved step; whether it exists and is whole."""
         began = time.perf_counter()
         if self.name is not None and (entry := self._read()) is not None:
             try:

@@ -151,6 +151,6 @@ def _require_room(needed: int) -> None:
 
 
 def _room_of(tensor: torch.Tensor) -> int:
-    """The bytes that a copy of ``tensor`` takes on this rank's host: torch rounds those of page-locked memory up."""
+    """The bytes that a copy of ``tensor`` takes on this rank's host: torch rounds page-locked memory up."""
     size = local(tensor).numel() * tensor.element_size()
     return 1 << (size - 1).bit_length() if size and tensor.device.type == "cuda" else size

@@ -134,7 +134,7 @@ def verify(path: Path, *, contents: bool, rank: int = 0, world: int = 1) -> dict
     whole = type(ranks) is int and 0 < ranks < len(files) and type(step) is int
     whole = whole and (not _STEP.fullmatch(path.name) or step == step_of(path))
     if not whole or not {"state.json", ".metadata", *(f"rank-{r:05d}.json" for r in range(ranks))} <= files.keys():
-        raise DamagedError(f"{MANIFEST} lists {len(files)} files, which are not those of ranks={ranks}, step={step}")
+        raise DamagedError(f"{MANIFEST} lists {len(files)} files, not the files of ranks={ranks}, step={step}")
     for index, (name, entry) in enumerate(files.items()):
         file = path / name
         with _present(file):

@@ -160,8 +160,8 @@ def absent_names(model: nn.Module) -> set[str]:
 
 
 def join_optimizers(layouts: list, names: list[str]) -> dict | list:
-    """The layout of the whole model's optimizer, or list of several, from those of all ranks of a pipeline. ``names``:
-    of the model's tensors, in its order."""
+    """The layout of the whole model's optimizer, or list of several, from the layouts of all ranks of a pipeline.
+    ``names``: of the model's tensors, in its order."""
     if isinstance(layouts[0], list):
         return [join_optimizers(list(each), names) for each in zip(*layouts, strict=True)]
     joined = {"class": layouts[0]["class"], "groups": [], "state": {}}

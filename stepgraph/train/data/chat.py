@@ -240,7 +240,7 @@ class ChatTokenizer(JsonTokenizer):
         return self._tokenizer.encode(self.template.render(messages, prompt=True), add_special_tokens=False).ids
 
     def encode(self, document: bytes | str) -> np.ndarray:
-        """The tokens of a conversation, int32 (N,), those that are not the assistant's as ``~id``."""
+        """The tokens of a conversation, int32 (N,), with ``~id`` for tokens that are not the assistant's."""
         return self.encode_batch([document.encode() if isinstance(document, str) else document])[0]
 
     def encode_batch(self, documents: list[bytes]) -> list[np.ndarray]:
@@ -252,7 +252,7 @@ class ChatTokenizer(JsonTokenizer):
 
     def _cut(self, encoded: tokenizers.Encoding, size: int | None, text: str, spans: list[Span]) -> np.ndarray:
         """The tokens of ``text``, whose first ``size`` characters are ``encoded``. How a text is cut off changes the
-        tokens next to its end: those that are kept lie in the first half."""
+        tokens next to its end: the kept ones lie in the first half."""
         if size is None or len(text) <= size:
             return _marked(encoded.ids, encoded.offsets, spans)
         last = self._row
@@ -266,7 +266,7 @@ class ChatTokenizer(JsonTokenizer):
 
 
 def _marked(ids: list[int], offsets: list[Span], spans: list[Span]) -> np.ndarray:
-    """``ids``, with ``~id`` for those without a character in ``spans``, and for the first, which follows nothing."""
+    """``ids``, with ``~id`` for tokens without a character in ``spans``, and for the first, which follows nothing."""
     ids, offsets = np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
     counts = np.zeros(len(ids), dtype=bool)
     for start, end in spans:

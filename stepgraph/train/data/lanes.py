@@ -2,7 +2,7 @@
 
 The files of a `Streamed` data set are dealt out to lanes, which are read side by side: how many there are depends on
 the data alone, so that any number of ranks shares them. A lane reads its files one after the other, in an order of each
-epoch's own, lays out their documents as `stepgraph.train.data.stream` does, epoch behind epoch, and cuts that into
+epoch's own, lays out their documents as `stepgraph.train.data.stream` does, epoch after epoch, and cuts that into
 buffers of one size. A buffer begins at a `Mark`, from which it can be made again.
 """
 
@@ -62,8 +62,8 @@ class Lane:
         self._where = f"files {', '.join(map(str, files[:8]))}{', ...' if len(files) > 8 else ''}"
         self._size, self._row = rows * seq_len, seq_len if source.chat else None
         self._left_out = (
-            f"{source.name}: conversations longer than seq_len={seq_len} tokens are cut to these, and those without a "
-            "word of the assistant's in them are left out"
+            f"{source.name}: conversations longer than seq_len={seq_len} tokens are cut, and conversations "
+            "without a word of the assistant are left out"
         )
 
     def buffers(self, mark: Mark | None, stop: threading.Event) -> Iterator[Buffer]:

@@ -24,7 +24,7 @@ class PackedLoader:
     ``positions``, of each token in its document, too, by which attention stays within documents; of conversations with
     ``targets_per_row``, how many targets of a row count on average, a scalar in fp32, for the mean over a step's.
 
-    The documents of ``split`` in a fixed mixed order, an end-of-text token behind each, are one stream, opened by
+    The documents of ``split`` in a fixed mixed order, an end-of-text token after each, are one stream, opened by
     another end-of-text token and cut into rows of T predictions; the last row is filled up from the stream's start, so
     that every token is predicted once per epoch. ``targets`` is the stream one token later. Conversations lie in rows
     as `Rows` says, and their ``targets`` are -100 where another than the assistant speaks. Each epoch has the rows in
@@ -96,7 +96,7 @@ class PackedLoader:
         return np.stack([tokens, positions_in_documents(self._read(*place, self.tokens.begins))])
 
     def advance(self, rows: int) -> None:
-        """Go on behind the next ``rows`` rows."""
+        """Continue after the next ``rows`` rows."""
         if rows:
             self.epoch, last = self._place(rows - 1)
             self._row = last + 1

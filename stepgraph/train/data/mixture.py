@@ -14,7 +14,7 @@ from stepgraph.train.data.tokenizer import Tokenizer
 
 
 class MixedLoader:
-    """An endless iterator over batches as those of `PackedLoader`, whose rows come from ``parts``.
+    """An endless iterator over batches as `PackedLoader` gives, whose rows come from ``parts``.
 
     Row g of all ranks together is the next row of the part that is furthest behind its share of the g + 1 rows so far,
     the first of equals. So after any number of rows each part has its share to within a row, the order depends on

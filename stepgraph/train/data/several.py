@@ -59,7 +59,7 @@ def open_validation(data: str, text_field: str = "text") -> list[Part]:
     parts = []
     for word, name in zip(words, _names(words), strict=True):
         if (weighted := re.fullmatch(_WEIGHTED, word)) and not os.path.exists(word):
-            raise ValueError(f"val_data {word!r}: each set counts alike and has no weight: write {weighted[1]}")
+            raise ValueError(f"val_data {word!r}: each set counts the same and has no weight: write {weighted[1]}")
         source = _joined(word, _files(word), text_field)
         source.only_validation()
         parts.append(Part(source, name, 1 / len(words)))
@@ -73,7 +73,7 @@ def _plain(word: str) -> str:
 
 
 class Joined(Source):
-    """The documents of several sources, one behind the other; each is split by itself, but for those of a conversation
+    """The documents of several sources, one after the other; each is split separately, but for those of a conversation
     each, which are split together."""
 
     def __init__(self, name: str, sources: Sequence[Source]):

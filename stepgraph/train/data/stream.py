@@ -1,7 +1,7 @@
 """Documents as one stream of tokens, which rows are cut from, and where in it each begins.
 
-Text has an end-of-text token before the first document and behind each. Conversations lie so that none crosses from a
-row to the next: see `Rows`.
+Text has an end-of-text token before the first document and after each. Conversations are placed so that none crosses
+from a row to the next: see `Rows`.
 """
 
 from collections import Counter
@@ -29,11 +29,11 @@ class Stream(Protocol):
         """The tokens that ``documents``, each (N,), add."""
 
     def close(self) -> np.ndarray:
-        """The tokens behind the last."""
+        """The tokens after the last."""
 
 
 class Text:
-    """Documents with an end-of-text token behind each, and one before the first.
+    """Documents with an end-of-text token after each, and one before the first.
 
     A document begins with the one before it, of which its own first token is predicted.
     """
@@ -121,7 +121,8 @@ def stream_of(eos_id: int, row: int | None, there: int = 0) -> Stream:
 
 
 def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of rows of the stream (B, T + 1) int64: tokens (B, T), and those that follow, `IGNORE` where one is no target."""
+    """Split rows of the stream (B, T + 1) int64: tokens (B, T), and the next tokens, `IGNORE` where one is no
+    target."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
     return np.where(inputs < 0, ~inputs, inputs), np.where(targets < 0, IGNORE, targets)
 

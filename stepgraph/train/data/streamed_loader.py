@@ -22,7 +22,7 @@ Marks = dict[int, dict[int, tuple[Mark, str]]]
 
 
 class StreamedLoader:
-    """An endless iterator over batches as those of `PackedLoader`, from a `Streamed` data set, in memory alone.
+    """An endless iterator over batches as `PackedLoader` gives, from a `Streamed` data set, in memory alone.
 
     Row g of all ranks together is the next row of lane ``g % lanes``; each lane's rows are shuffled within buffers, all
     lanes' together of ``BUFFER_TOKENS``. A batch of all ranks is the next ``world_size * B`` rows by their lanes, and a
@@ -85,7 +85,7 @@ class StreamedLoader:
         return np.stack([tokens, positions_in_documents(buffer.begins[part])]) if self._positions else tokens[None]
 
     def advance(self, rows: int) -> None:
-        """Go on behind the next ``rows`` rows."""
+        """Continue after the next ``rows`` rows."""
         self._given += rows
         for lane, marks in self._marks.items():
             number = self._newest(lane)
@@ -215,7 +215,7 @@ def open_loader(
 
 
 def joined_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one state of a loader, of those of all ranks, which differ in the lanes that they read."""
+    """One state of a loader from the states of all ranks, which differ in the lanes that they read."""
     joined = dict(states[0])
     if "marks" in joined:
         pairs = [pair for state in states for pair in state["marks"].items()]

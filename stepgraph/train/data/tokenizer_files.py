@@ -12,7 +12,7 @@ from stepgraph.train.data.tokenizer import open_tokenizer
 
 BEGIN_OF_TEXT_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 SETTINGS, SPECIAL, GENERATION = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
-#: Of transformers, whose special tokens are those that the settings name, and no others.
+#: Tokenizers of transformers whose special tokens are only the ones that the settings name.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 #: Beside a tokenizer.json: what else belongs to it, and how to generate with its model.
 BESIDE = (SETTINGS, SPECIAL, "chat_template.jinja", GENERATION)
@@ -22,7 +22,7 @@ class TokenizerFiles:
     """The tokenizer that ``--tokenizer`` names, with the files next to it.
 
     ``bos_id``, ``eos_id``: ids of the tokens that tokenizer_config.json calls ``bos_token`` and ``eos_token``. Where it
-    names none: a token by one of the usual names, or None; and the token behind each document of the training data.
+    names none: a token by one of the usual names, or None; and the token after each document of the training data.
     ``ends``: ids that end what a model writes, those in generation_config.json and ``eos_id``.
 
     Raises ``ValueError``, in one line, as `open_tokenizer` does, and for a file next to it that should hold an object.
@@ -34,7 +34,7 @@ class TokenizerFiles:
         self._tokenizer = byte_level() if self._path is None else tokenizers.Tokenizer.from_file(str(self._path))
         self.settings: dict[str, Any] = {}
         for file in (SETTINGS, SPECIAL):
-            if "added_tokens_decoder" not in self.settings:  # else they name all, which those of older ones do not
+            if "added_tokens_decoder" not in self.settings:  # otherwise they name all, which older tokenizers do not
                 self.settings |= self._beside(file)
         names = [self._named("bos_token"), *BEGIN_OF_TEXT_NAMES]
         ids = [self._tokenizer.token_to_id(token) for token in names if token]

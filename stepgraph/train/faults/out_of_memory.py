@@ -36,7 +36,7 @@ def memory_advice(failure: BaseException, config: TrainConfig, step: Callable[[]
     asked += f"; the step's estimated peak by --memory, of {total / 2**30:.1f} GiB: {known}"
     failed = peaks.get(config.memory, float("inf"))
     if failed < _LEAST_SHARE * total:
-        return f"{asked}; the step needs little of it: end what else takes memory"
+        return f"{asked}; the step needs little of that: end what else takes memory"
     # A tenth is left for what the estimate does not cover: the CUDA context, workspaces, fragmentation.
     fits = next((name for name, size in peaks.items() if size < failed and size < 0.9 * total), None)
     if fits:

@@ -43,8 +43,8 @@ class RecoverableErrors:
 
     @contextlib.contextmanager
     def of_threads(self) -> Iterator[None]:
-        """Keep the OSErrors that end threads inside, such as TensorBoard's writer; not those of a folder that somebody
-        deleted, as the next record is written to another."""
+        """Keep the OSErrors that end threads inside, such as TensorBoard's writer; not the errors of a folder that
+        somebody deleted, as the next record is written to another."""
         before = threading.excepthook
 
         def note(ended: threading.ExceptHookArgs) -> None:

@@ -36,7 +36,7 @@ class Wandb:
                 dir=str(path),
                 config=options,
             )
-        except Exception as failure:  # its own kinds of error, and those of its service
+        except Exception as failure:  # its own kinds of error, and its service's
             raise ValueError(f"wandb does not start ({_told(failure)}): log in, or set WANDB_MODE=offline") from failure
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ def test_report_prints_the_tables_and_draws(record, tmp_path, capsys):
 def test_report_draws_one_benchmark_at_a_time(record, tmp_path):
     step = tmp_path / "step.json"
     step.write_text(json.dumps({"environment": {}, "settings": {"models": {}}, "rows": []}))
-    with pytest.raises(ValueError, match="give those of bench norm and of bench step apart"):
+    with pytest.raises(ValueError, match="give the records of bench norm and of bench step separately"):
         bench.main(["report", str(step), str(record[2]), "--plot", str(tmp_path / "both.png")])
 
 

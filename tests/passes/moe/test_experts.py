@@ -204,7 +204,7 @@ class Ours(nn.Module):
     [
         ("", 8, None),
         ("no order", 4, None),
-        ("", 16, "wider than those behind it"),
+        ("", 16, "wider than the rows after it"),
         ("late weights", 8, "computed after the last product"),
         ("read rows", 8, "something else reads the"),
     ],

@@ -150,7 +150,7 @@ def test_weights_and_names_of_a_mixture(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where their names together are longer than one may be
     (part,) = open_parts(",".join(file.name for file in many))
     assert part.source.describe().startswith(many[0].name) and "4 files" in part.source.describe()
-    with pytest.raises(ValueError, match="each set counts alike and has no weight: write "):
+    with pytest.raises(ValueError, match="each set counts the same and has no weight: write "):
         open_validation(f"{a}:0.5,{b}:0.5")
     bundle = open_data(f"{a}:3,{b}:1")
     assert bundle.description.startswith("75.0% ") and 0 < bundle.unigram_entropy() < 2

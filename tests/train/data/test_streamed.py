@@ -101,7 +101,7 @@ def test_a_buffer_is_made_again_from_its_mark(files, chat, number, rows, seq_len
 
 def test_conversations_are_whole_within_rows():
     chats = [[b"\x01" * length for length in (3, 4, 9, 1)]]  # the third is cut to a row
-    with pytest.warns(UserWarning, match=r"^texts: conversations longer than seq_len=5 tokens are cut to these, and"):
+    with pytest.warns(UserWarning, match=r"^texts: conversations longer than seq_len=5 tokens are cut, and"):
         (buffer,) = buffers(Conversations(chats), 1, rows=3, seq_len=5)
     fill = ~EOS
     rows = [1, 1, 1, fill, fill, 1, 1, 1, 1, fill, 1, 1, 1, 1, 1]

@@ -19,7 +19,7 @@ CPU_SAYS = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried
         (torch.OutOfMemoryError(GPU_SAYS), (2.0, 0.8, 0.5), [], "try --memory selective"),
         (RuntimeError(CPU_SAYS), (2.0, 1.5, 0.5), [], "try --memory full"),
         (torch.OutOfMemoryError(GPU_SAYS), (0.5, 0.4, 0.3), ["--memory", "selective"], "try --memory full"),
-        (RuntimeError(CPU_SAYS), (0.2, 0.15, 0.1), [], "the step needs little of it: end what else takes memory"),
+        (RuntimeError(CPU_SAYS), (0.2, 0.15, 0.1), [], "the step needs little of that: end what else takes memory"),
         (RuntimeError(CPU_SAYS), (2.0, 1.5, 1.2), [], "no other policy fits: lower --batch-size"),
         (
             torch.OutOfMemoryError(GPU_SAYS),
@@ -59,4 +59,4 @@ def test_out_of_memory_with_the_true_estimate(trainer, tmp_path, monkeypatch, ca
     monkeypatch.setattr(Run, "_launch", fail)
     assert trainer.here("--out", tmp_path / "run") == 1
     said = one_line(capsys)  # this tiny model is not what fills the memory
-    assert "the step needs little of it" in said and "try --memory" not in said
+    assert "the step needs little of that" in said and "try --memory" not in said

@@ -109,7 +109,7 @@ def place_of(x: Optional, heads: int) -> Place:
 
 def by_vectors(problem: Problem, hw: Hardware, places: Sequence[Place]) -> Problem:
     """``problem``, with rows that begin anywhere within 16 bytes read from their beginning, where all tensors (at
-    ``places``) have their rows one behind the other. Not for rows of a few vectors, of which too much would be read,
+    ``places``) have consecutive rows. Not for rows of a few vectors, of which too much would be read,
     nor for those longer than programs can share so."""
     width = 16 // min(problem.loads)
     dense = all(not place.two_levels and place.numbers[0] * place.align == problem.N for place in places)

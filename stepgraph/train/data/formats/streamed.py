@@ -76,7 +76,7 @@ class Streamed(Corpus):
         self._only_validation = True
 
     def stamp(self) -> str:
-        """Of files that are here; those of the Hub are of one commit."""
+        """The times of local files; the Hub's files are of one commit."""
         return str(max((os.stat(path).st_mtime_ns for path in self._paths if "://" not in path), default=""))
 
     def describe(self) -> str:
