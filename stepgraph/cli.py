@@ -7,6 +7,7 @@ traceback.
 import contextlib
 import dataclasses
 import errno
+import importlib
 import io
 import os
 import sys
@@ -43,6 +44,15 @@ options:
   -h, --help                 show this text and exit
   --version                  show the versions of stepgraph, torch and Python and exit
 """
+
+#: Command -> the module whose `main` runs it, imported when it does.
+_MODULES = {
+    "bench": "stepgraph.bench",
+    "plan": "stepgraph.inspect.forecast.command",
+    "inspect": "stepgraph.inspect.account.command",
+    "sample": "stepgraph.train.sample",
+    "export": "stepgraph.train.export",
+}
 
 #: The exit status of a program that the signal of a broken pipe ends.
 _READER_GONE = 141
@@ -188,29 +198,11 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph.train import compile as compiler
 
             return compiler.main(parse_train(rest, "compile"))
-        case "bench":
-            from stepgraph import bench
-
-            return bench.main(rest)
-        case "plan":
-            from stepgraph.inspect.forecast import command as plan
-
-            return plan.main(rest)
-        case "inspect":
-            from stepgraph.inspect.account import command as inspect
-
-            return inspect.main(rest)
-        case "sample":
-            from stepgraph.train import sample
-
-            return sample.main(rest)
-        case "export":
-            from stepgraph.train import export
-
-            return export.main(rest)
+    if command in _MODULES:
+        return importlib.import_module(_MODULES[command]).main(rest)
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
-    raise unknown_name("command", command, ["train", "compile", "bench", "plan", "inspect", "sample", "export"])
+    raise unknown_name("command", command, ["train", "compile", *_MODULES])
 
 
 def _load_torch() -> None:

@@ -1,5 +1,7 @@
 """``stepgraph bench``: comparisons with eager, ``torch.compile`` and others, as JSON, a table and a picture."""
 
+import importlib
+
 from stepgraph.errors import unknown_name
 
 USAGE = """usage: stepgraph bench NAME [options]
@@ -18,31 +20,17 @@ names:
 """
 
 
+#: Name -> the module that measures.
+_MODULES = {name: f"stepgraph.bench.{name}.command" for name in ("step", "train", "model", "norm")}
+_MODULES["report"] = "stepgraph.bench.report"
+
+
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph bench ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
-    match name:
-        case "-h" | "--help":
-            print(USAGE, end="")
-            return 0
-        case "step":
-            from stepgraph.bench.step import command as step
-
-            return step.main(rest)
-        case "train":
-            from stepgraph.bench.train import command as train
-
-            return train.main(rest)
-        case "model":
-            from stepgraph.bench.model import command as model
-
-            return model.main(rest)
-        case "norm":
-            from stepgraph.bench.norm import command as norm
-
-            return norm.main(rest)
-        case "report":
-            from stepgraph.bench import report
-
-            return report.main(rest)
-    raise unknown_name("benchmark", name, ["step", "train", "model", "norm", "report"])
+    if name in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if name not in _MODULES:
+        raise unknown_name("benchmark", name, _MODULES)
+    return importlib.import_module(_MODULES[name]).main(rest)

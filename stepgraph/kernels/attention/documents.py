@@ -171,35 +171,14 @@ def document_attention_backward(
 
 
 @document_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: Tensor,
-    longest: int,
-    causal: bool,
-    left: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     _check(query, key, value, offsets)
-    T, H, _ = query.shape
+    T, H = query.shape[:2]
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(H, T, dtype=_wide(query))
 
 
 @document_attention_backward.register_fake
-def _(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    offsets: Tensor,
-    longest: int,
-    causal: bool,
-    left: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
 
 

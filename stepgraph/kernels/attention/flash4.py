@@ -179,18 +179,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal:
 
 
 @flash4_attention_backward.register_fake
-def _(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    scale: float | None,
-    is_causal: bool,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(query, key, value, is_causal)
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
