@@ -180,7 +180,7 @@ class NormBench(DeviceOptions, RecordFile):
     """do_bench: single calls, launches included. graph: kernel time alone, by a CUDA graph over rotating buffers. auto:
     both on a GPU, wall clock on a CPU."""
 
-    providers: str = "ours,eager,compile,compile-max-autotune,compile-tuned,quack,liger,te,apex"
+    providers: str = "ours,eager,compile,compile-max-autotune,compile-tuned,quack,liger"
     """Names with commas between; --help-all lists them. One whose package is not installed is reported as missing."""
 
     budget: float | None = None

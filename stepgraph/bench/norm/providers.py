@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from stepgraph import kernels
 from stepgraph.inductor import fusion_guard, tuned_reductions
@@ -148,37 +147,6 @@ class Liger(Provider):
         return lambda x: functional.liger_layer_norm(x, self.weight, self.bias, EPS)
 
 
-class TransformerEngine(Provider):
-    package, needs_cuda = "transformer_engine", True
-
-    def _module(self, name: str) -> nn.Module:
-        module = getattr(import_module("transformer_engine.pytorch"), name)(
-            self.n, eps=EPS, params_dtype=self.weight.dtype
-        )
-        module.weight = self.weight
-        return module
-
-    def rms_norm(self) -> Function:
-        return self._module("RMSNorm")
-
-    def layer_norm(self) -> Function:
-        module = self._module("LayerNorm")
-        module.bias = self.bias
-        return module
-
-
-class Apex(Provider):
-    package, needs_cuda = "apex", True
-
-    def rms_norm(self) -> Function:
-        norms = import_module("apex.normalization.fused_layer_norm")
-        return lambda x: norms.fused_rms_norm_affine(x, self.weight, (self.n,), EPS)
-
-    def layer_norm(self) -> Function:
-        norms = import_module("apex.normalization.fused_layer_norm")
-        return lambda x: norms.fused_layer_norm_affine(x, self.weight, self.bias, (self.n,), EPS)
-
-
 #: Name -> provider. Those whose package is missing are named in the output.
 PROVIDERS: dict[str, type[Provider]] = {
     "ours": Ours,
@@ -188,6 +156,4 @@ PROVIDERS: dict[str, type[Provider]] = {
     "compile-tuned": CompiledTuned,
     "quack": Quack,
     "liger": Liger,
-    "te": TransformerEngine,
-    "apex": Apex,
 }

@@ -60,7 +60,7 @@ def record(tmp_path_factory):
         patch.setattr(norm_timing, "HOST_CALLS", 5)
         patch.setitem(norm.PROVIDERS, "wrong", Wrong)
         patch.setitem(norm.PROVIDERS, "broken", Broken)
-        names = "ours,eager,wrong,broken,te"
+        names = "ours,eager,wrong,broken,quack"
         words = ["--shapes", "64x128,33x40", "--dtype", "fp32", "--device", "cpu", "--providers", names]
         status = bench.main(["norm", *words, "--json", str(path)])
     return status, json.loads(path.read_text()), path
@@ -93,9 +93,9 @@ def test_the_record_holds_every_figure(record):
 
 
 def test_a_missing_provider_is_named(record, capsys):
-    assert record[1]["settings"]["missing"] == {"te": "transformer_engine is not installed"}
+    assert record[1]["settings"]["missing"] == {"quack": "quack is not installed"}
     bench.main(["report", str(record[2])])
-    assert "- missing: te: transformer_engine is not installed" in capsys.readouterr().out
+    assert "- missing: quack: quack is not installed" in capsys.readouterr().out
 
 
 def test_a_wrong_result_is_told_apart_and_not_ranked(record):
