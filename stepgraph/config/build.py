@@ -19,6 +19,7 @@ from stepgraph.config.hf_weights import load_hf
 from stepgraph.config.train import TrainConfig
 from stepgraph.lower import StepSpec
 from stepgraph.models import family_of, next_token_loss
+from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig
 from stepgraph.step import CapturedStep
 
 _REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,6 +35,8 @@ def seed_all(seed: int) -> None:
 def build_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None = None) -> nn.Module:
     """The model on ``device`` in its precision, or this rank's shards of it, with weights from the seed or from
     Hugging Face. The seed gives the same weights on every device and mesh."""
+    if isinstance(config.model, CausalLMConfig):
+        return _of_transformers(config, device, weights=config.init_from_hf is not None)
     model = empty_model(config, device, mesh)
     if config.init_from_hf is not None:
         load_hf(model, config.init_from_hf)
@@ -49,6 +52,8 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
 
     Built on the meta device first, so that it never exists twice, and under a mesh never whole.
     """
+    if isinstance(config.model, CausalLMConfig):
+        return _of_transformers(config, device, weights=False)
     with torch.device("meta"):
         model = family_of(config.model).model(config.model)
     bf16 = config.precision == "bf16"
@@ -74,6 +79,13 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
             f"{memory_bytes(device) / 2**30:.1f} GiB; choose a smaller one"
         ) from failure
     return model
+
+
+def _of_transformers(config: TrainConfig, device: torch.device, weights: bool) -> nn.Module:
+    """A model of transformers, with ``weights`` of its folder or drawn ones."""
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    with torch.device(device):
+        return CausalLM(config.model, dtype=dtype, weights=weights).to(device)
 
 
 def _pipeline(config: TrainConfig, model: nn.Module, mesh: parallel.Mesh) -> parallel.Pipeline:

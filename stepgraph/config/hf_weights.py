@@ -20,6 +20,7 @@ from stepgraph.errors import require_file
 from stepgraph.models import FAMILIES, HuggingFace, Piece
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
 from stepgraph.models.init import Part, whole_part
+from stepgraph.models.transformers.transformers import CausalLM
 from stepgraph.parallel import layouts, local_parts
 from stepgraph.parallel.ranks import Ranks
 
@@ -109,6 +110,9 @@ def save_hf(
     folder, ranks = Path(folder), _ranks(model)
     theirs = _format_of(model, "save_hf")
     ranks.first(lambda: _make_folder(folder))
+    if isinstance(model, CausalLM):
+        model.save(folder, tokens or {})
+        return
     params = {name: param.detach() for name, param in model.named_parameters()}
     found, parts = layouts(model), _parts(model)
     dtypes = {name: found[name].param_dtype if name in found else part.tensor.dtype for name, part in parts.items()}

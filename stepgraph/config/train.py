@@ -20,6 +20,7 @@ from stepgraph.config.command_line import run_of
 from stepgraph.config.from_json import decode
 from stepgraph.errors import parse, unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
+from stepgraph.models.transformers.transformers import CausalLMConfig, takes_positions
 from stepgraph.options import (
     PARTS,
     BatchOptions,
@@ -189,6 +190,20 @@ class TrainConfig(
                 raise ValueError(f"out={self.out} and export_hf={self.export_hf} are one folder, and both have a "
                                  "config.json: give two")  # fmt: skip
             family_of(self.model).hugging_face.write_config(self.model, torch.float32)
+        if isinstance(self.model, CausalLMConfig):
+            self._validate_transformers()
+
+    def _validate_transformers(self) -> None:
+        """What a model of transformers does not have here."""
+        folder = self.model.folder
+        if self.mesh is not None:
+            raise ValueError(f"mesh={self.mesh}, but the model of {folder}, which is transformers' own, trains in one "
+                             "process here: drop it, or train by GraphTrainer(mesh=...)")  # fmt: skip
+        if self.init_from_hf is not None and self.init_from_hf.resolve() != Path(folder).resolve():
+            raise ValueError(f"init_from_hf={self.init_from_hf} and model.folder={folder} are two models: drop one")
+        if self.document_mask == "on" and not takes_positions(folder):
+            raise ValueError(f"document_mask=on keeps documents apart by positions, which the model of {folder} does "
+                             "not take: say --document-mask off")  # fmt: skip
 
     @property
     def decay_steps(self) -> int:

@@ -11,8 +11,9 @@ from stepgraph.models.golf.family import GOLF
 from stepgraph.models.hf_files import CONFIG, read_json
 from stepgraph.models.llama3.family import LLAMA3
 from stepgraph.models.qwen3_moe.family import QWEN3_MOE
+from stepgraph.models.transformers.family import TRANSFORMERS
 
-FAMILIES: list[Family] = [LLAMA3, GOLF, DEEPSEEK_V3, QWEN3_MOE]
+FAMILIES: list[Family] = [LLAMA3, GOLF, DEEPSEEK_V3, QWEN3_MOE, TRANSFORMERS]
 
 
 def family_of(config: Any) -> Family:
@@ -32,15 +33,14 @@ def family_named(name: str) -> Family:
     return families[name]
 
 
-def config_from_hf(folder: str | os.PathLike[str]) -> Any:
+def config_from_hf(folder: str | os.PathLike[str], own: bool = True) -> Any:
     """The configuration of the model in ``folder``, a Hugging Face checkpoint, by the family that its ``config.json``
-    names. Raises ``ValueError`` for a folder without one, and for a model of no family here."""
+    names; of another one, and of all if not ``own``, as transformers has it. Raises ``ValueError`` for a folder without
+    a model."""
     path = Path(folder) / CONFIG
     found = read_json(path).get("model_type")
     formats = {kind: f.hugging_face for f in FAMILIES if f.hugging_face for kind in f.hugging_face.model_types}
-    if found not in formats:
-        raise ValueError(f"{path}: model_type is {found!r}; give a model of {', '.join(formats)}")
-    return formats[found].read_config(folder)
+    return (formats[found] if own and found in formats else TRANSFORMERS.hugging_face).read_config(folder)
 
 
 def flops_per_token(config: Any, seq_len: int) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from stepgraph.models.cache import LayerCache
+from stepgraph.models.transformers.transformers import CausalLM
 
 #: Logits (V,) fp32 on the CPU -> the next token.
 Choose = Callable[[torch.Tensor], int]
@@ -18,11 +19,15 @@ _GREEDY = 1e-30
 def generate(model: nn.Module, prompt: list[int], n: int, choose: Choose, stop: Collection[int] = ()) -> Iterator[int]:
     """Up to ``n`` tokens after ``prompt``, until one of ``stop``, which is not given out.
 
-    ``model`` is one of `stepgraph.models`, best in evaluation mode; the prompt runs once, then a token at a time.
+    ``model`` is one of `stepgraph.models`, best in evaluation mode; the prompt runs once, then a token at a time. One
+    of transformers generates by itself.
     Raises ``ValueError`` for an empty prompt.
     """
     if not prompt:
         raise ValueError("the prompt has no tokens; give at least one, such as the token that begins a text")
+    if isinstance(model, CausalLM):
+        yield from model.generate(prompt, n, choose, stop)
+        return
     device = model.embed.weight.device
     cache = [LayerCache(len(prompt) + n) for _ in model.layers]
     tokens = prompt

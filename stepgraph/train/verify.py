@@ -26,7 +26,9 @@ def verify_step(
     Raises `NotExactError` if the passes are exact and any rank's result is not eager's, though eager repeats itself.
     """
     parts = list(itertools.islice(itertools.cycle(batches), config.accumulate))
-    batch = {name: torch.cat([part[name] for part in parts]).to(device) for name in parts[0]}
+    # The usual number of targets of conversations is the same in all.
+    joined = lambda found: (torch.cat(found) if found[0].ndim else found[0]).to(device)  # noqa: E731
+    batch = {name: joined([part[name] for part in parts]) for name in parts[0]}
     report = step.verify(batch)
     reports = Ranks().gather(lambda: report)
     rank, worst = max(enumerate(reports), key=lambda one: (not one[1].bitwise, not one[1].close))

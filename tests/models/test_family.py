@@ -93,7 +93,7 @@ def test_another_family_is_forecast(tmp_path):
     [
         ("--seq-len 64", "seq_len=64 exceeds model.max_seq_len=32: try --seq-len 32"),
         ("--mesh tp=3 --seq-len 30", "tp=3 does not divide vocab_size=320"),
-        ("--export-hf out", "export_hf works for Llama 3, DeepSeek-V3, Qwen3-MoE models only"),
+        ("--export-hf out", "export_hf works for Llama 3, DeepSeek-V3, Qwen3-MoE, transformers models only"),
         ("--model.dims 3", "unknown option --model.dims: did you mean --model.dim?"),
     ],
 )

@@ -18,8 +18,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,29 +62,16 @@ class ReplayError(CaptureError):
 
 
 class _UnknownRead(Exception):
-    """A read of what the trace did not see. ``source``: its line."""
-
-    def __init__(self, source: str):
-        super().__init__(source)
-        self.source = source
+    """A read of what the trace did not see; its line."""
 
 
-@dataclass
-class _Call:
-    """A call of a module from outside of modules. ``outputs``: the form of each tensor, other leaves as they are."""
-
-    module: nn.Module
-    arguments: int
-    outputs: list[Any]
-    spec: Any
+class _Parted(Exception):
+    """The loss, or what modules are given, is not what the trace had; the line of a read that it is made of."""
 
 
-@dataclass(frozen=True)
-class _Form:
+class _Form(NamedTuple):
     key: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    tensor: torch.Tensor  # on the meta device
     device: torch.device
     requires_grad: bool
 
@@ -104,8 +90,9 @@ class Replay:
         self.wanted: dict[int, torch.Tensor] = {}
         self.sources: dict[int, str] = {}
         self.constants: dict[int, Any] = {}
-        self.calls: list[_Call] = []
-        self.loss = -1
+        #: Calls of modules from outside of modules: the module, the key of its arguments, its result in leaves.
+        self.calls: list[tuple[nn.Module, int, list[Any], Any]] = []
+        self.loss: int | None = None
         self._table: dict[Any, int] = {}
 
     def key(self, *of: Any) -> int:
@@ -113,9 +100,7 @@ class Replay:
         return self._table.setdefault(of, len(self._table))
 
     @contextlib.contextmanager
-    def traced(
-        self, names: Mapping[int, str], batch: Any, knows: Callable[[torch.Tensor], bool]
-    ) -> Iterator[Callable[[torch.Tensor], None]]:
+    def traced(self, names: Mapping[int, str], batch: Any, knows: Callable) -> Iterator[Callable]:
         """Inside, the trace runs the loss function; give its loss to what this yields. ``names``: of the model's
         tensors, by their ids. ``knows``: whether a value follows from literals."""
         self.batch = batch
@@ -124,7 +109,7 @@ class Replay:
             with _made_up(), run.active():
                 yield run.end
         except _Parted as parted:
-            raise _reaches_the_loss(parted.source) from None
+            raise _reaches_the_loss(str(parted)) from None
 
     def after(self, values: Mapping[str, torch.Tensor]) -> None:
         """Run the loss function's Python again with the ``values`` of a step, by the names of its outputs."""
@@ -132,7 +117,7 @@ class Replay:
             self._rehearse(lambda key, _: values[str(key)])
         except (_Parted, _UnknownRead) as parted:
             raise RuntimeError(
-                f"with the values of this step, Python in the loss reads or computes other things ({parted.source}) "
+                f"with the values of this step, Python in the loss reads or computes other things ({parted}) "
                 "than when the step was captured, and its loss may not be eager's: decide by tensors, not in Python"
             ) from parted
 
@@ -143,12 +128,8 @@ class Replay:
         with reads.noted(), _made_up(), contextlib.redirect_stdout(io.StringIO()):
             for fill in (self.fill, *_PROBES):
                 if not self._holds(lambda _, fill=fill: fill):
-                    one = (
-                        key
-                        for key in self.wanted
-                        if not self._holds(lambda k, key=key, fill=fill: fill if k == key else self.fill)
-                    )
-                    raise _reaches_the_loss(self.sources[next(one, next(iter(self.wanted)))])
+                    found = (k for k in self.wanted if not self._holds(lambda key, k=k: (self.fill, fill)[key == k]))  # noqa: B023
+                    raise _reaches_the_loss(self.sources[next(found, next(iter(self.wanted)))])
             found = reads.changes()
         return [change for change in found if not change.of_model]
 
@@ -160,7 +141,7 @@ class Replay:
             return False
         except _UnknownRead as read:
             raise ReplayError(
-                f"{read.source} reads a value of the step in Python that another value decides on, in a way that a "
+                f"{read} reads a value of the step in Python that another value decides on, in a way that a "
                 "captured step cannot follow: compute both as tensors, and read them without a condition"
             ) from None
         except (ArithmeticError, ValueError, IndexError):  # the function itself takes no such value
@@ -172,14 +153,6 @@ class Replay:
         run = _Rehearsal(self, {id(slot.tensor): slot.name for slot in self._slots}, real)
         with compat.without_modes(), self.mode, torch.enable_grad(), run.active():
             run.end(self._loss_fn(self._model, self.batch))
-
-
-class _Parted(Exception):
-    """The loss, or what modules are given, is not what the trace had. ``source``: of a read that it is made of."""
-
-    def __init__(self, source: str = "the loss"):
-        super().__init__(source)
-        self.source = source
 
 
 class _Run(compat.TorchDispatchMode):
@@ -220,12 +193,6 @@ class _Run(compat.TorchDispatchMode):
         finally:
             nn.Module.__call__ = plain
 
-    def outermost(self, number: int, run: Callable, module: nn.Module, arguments: int) -> Any:
-        raise NotImplementedError
-
-    def real(self, tensor: torch.Tensor, key: int) -> torch.Tensor:
-        raise NotImplementedError
-
     def of(self, tree: Any) -> int:
         """The key of what is given to an operator or a module."""
         leaves, spec = pytree.tree_flatten(tree)
@@ -247,13 +214,7 @@ class _Run(compat.TorchDispatchMode):
             self.name(tensor, self.replay.key("outside", content))
         return self.keys[id(tensor)]
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.depth or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
@@ -271,14 +232,11 @@ class _Run(compat.TorchDispatchMode):
 
     def _with_values(self, func: Any, args: tuple, kwargs: Mapping[str, Any], given: list[torch.Tensor]) -> Any:
         """Run an operator on values."""
-        source = next((self.hosted[id(t)][1] for t in given if id(t) in self.hosted), "") or user_frame(
-            sys._getframe(1)
-        )
+        sources = (self.hosted[id(t)][1] for t in given if id(t) in self.hosted)
+        source = next(sources, "") or user_frame(sys._getframe(1))
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             raise _Parted(source)
-        values = {
-            id(t): self.hosted[id(t)][0] if id(t) in self.hosted else self._value(t, func, args, source) for t in given
-        }
+        values = {id(t): t if id(t) in self.hosted else self._value(t, source) for t in given}
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: values[id(t)], (args, kwargs))
         with compat.without_modes(), torch.no_grad():
             made = func(*args, **kwargs)
@@ -287,29 +245,26 @@ class _Run(compat.TorchDispatchMode):
                 self.hosted[id(tensor)] = tensor, source
         return made
 
-    def _value(self, tensor: torch.Tensor, func: Any, args: tuple, source: str) -> torch.Tensor:
+    def _value(self, tensor: torch.Tensor, source: str) -> torch.Tensor:
         key = self.replay.key("read", self._tensor(tensor), self.epoch)
         if not compat.is_fake(tensor):
             return tensor
-        known = self.known(tensor, key)
-        if known is not None:
+        if (known := self.known(tensor, key)) is not None:  # it follows from literals
             return known
         self.replay.sources.setdefault(key, source)
         return self.real(tensor, key)
 
     def known(self, tensor: torch.Tensor, key: int) -> torch.Tensor | None:
-        """The value of ``tensor``, if it follows from literals."""
         return self.replay.constants.get(key)
 
     def end(self, loss: Any) -> None:
-        """The loss function returned ``loss``."""
+        """The loss function returned ``loss``: in the first run noted, later compared."""
         self.depth += 1
         if isinstance(loss, torch.Tensor):
-            self.check(self.replay.key("loss", self._tensor(loss), self.epoch))
-
-    def check(self, loss: int) -> None:
-        if loss != self.replay.loss:
-            raise _Parted
+            key = self.replay.key("loss", self._tensor(loss), self.epoch)
+            self.replay.loss = key if self.replay.loss is None else self.replay.loss
+            if key != self.replay.loss:
+                raise _Parted("the loss")
 
 
 class _Trace(_Run):
@@ -331,10 +286,11 @@ class _Trace(_Run):
             if isinstance(leaf, torch.Tensor):
                 if id(leaf) not in self.keys:
                     self.name(leaf, self.replay.key("module", number, i))
-                form = leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-                leaf = _Form(self.keys[id(leaf)], *form)
+                with compat.without_modes():
+                    like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+                leaf = _Form(self.keys[id(leaf)], like, leaf.device, leaf.requires_grad)
             outputs.append(leaf)
-        self.replay.calls.append(_Call(module, arguments, outputs, spec))
+        self.replay.calls.append((module, arguments, outputs, spec))
         return result
 
     def known(self, tensor: torch.Tensor, key: int) -> torch.Tensor | None:
@@ -349,9 +305,6 @@ class _Trace(_Run):
             self.replay.wanted[key] = tensor.detach().clone()
         return _filled(tensor, self.replay.fill)
 
-    def check(self, loss: int) -> None:
-        self.replay.loss = loss
-
 
 class _Rehearsal(_Run):
     """A run without modules. ``values(key, tensor)``: what is read."""
@@ -361,18 +314,17 @@ class _Rehearsal(_Run):
         self._values = values
 
     def outermost(self, number: int, run: Callable, module: nn.Module, arguments: int) -> Any:
-        call = self.replay.calls[number] if number < len(self.replay.calls) else None
-        if call is None or call.module is not module or call.arguments != arguments:
-            raise _Parted
-        leaves = [self._made(leaf) if isinstance(leaf, _Form) else leaf for leaf in call.outputs]
-        return pytree.tree_unflatten(leaves, call.spec)
+        calls = self.replay.calls
+        called, given, outputs, spec = calls[number] if number < len(calls) else (None, 0, [], None)
+        if called is not module or given != arguments:
+            raise _Parted("a call of a module")
+        return pytree.tree_unflatten([self._made(x) if isinstance(x, _Form) else x for x in outputs], spec)
 
     def _made(self, form: _Form) -> torch.Tensor:
         if form.key not in self.tensors:
             self.depth += 1
-            made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=form.device)
-            if form.requires_grad:
-                made = made.requires_grad_().clone()  # no leaf, as what modules give
+            made = torch.empty_like(form.tensor, device=form.device)
+            made = made.requires_grad_().clone() if form.requires_grad else made  # no leaf, as what modules give
             self.depth -= 1
             self.name(made, form.key)
         return self.tensors[form.key]
@@ -402,13 +354,10 @@ def _filled(like: torch.Tensor, fill: float) -> torch.Tensor:
 
 def _needs_values(func: Any, args: tuple) -> bool:
     """Whether an operator gives Python a value, or a shape that depends on one."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return False
-    if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(
-        func.tags
-    ) and func.overloadpacket not in (aten.index,):
-        return True
-    return func is aten.index.Tensor and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if func is aten.index.Tensor:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return isinstance(func, torch._ops.OpOverload) and not depends.isdisjoint(func.tags)
 
 
 def _has_effects(func: Any) -> bool:

@@ -1,0 +1,164 @@
+"""`CausalLM`: a causal language model of transformers, unmodified, with the calls of the models here.
+
+Its configuration is the folder of its checkpoint, which a run reads again when it is resumed or sampled.
+"""
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepgraph.models.flops import num_params
+from stepgraph.models.hf_files import CONFIG, read_json, write_json
+
+#: In an export of a run with LoRA, next to the merged weights: the adapter.
+ADAPTER = "adapter"
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalLMConfig:
+    """``folder``: has the ``config.json`` and the weights of a model that transformers knows."""
+
+    folder: str = ""
+
+    _text = property(lambda self: _config(self.folder).get_text_config())
+    vocab_size = property(lambda self: self._text.vocab_size)
+    dim = property(lambda self: self._text.hidden_size)
+    n_layers = property(lambda self: self._text.num_hidden_layers)
+    #: The longest sequence that the model was made for.
+    longest = property(lambda self: getattr(self._text, "max_position_embeddings", None))
+
+    def num_params(self, *, lookup_table: bool = True) -> int:
+        """Number of parameters; without ``lookup_table`` those that multiply a token: of experts the chosen ones."""
+        whole, table, experts = _counts(self.folder)
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        of = next(filter(None, (getattr(self._text, name, None) for name in names)), 1)
+        idle = experts * (of - getattr(self._text, "num_experts_per_tok", of)) // of
+        return whole if lookup_table else whole - table - idle
+
+
+def read_config(folder: Path) -> CausalLMConfig:
+    """The configuration of the model in ``folder``. ``ValueError``, one line, for what transformers cannot train."""
+    _config(str(folder))
+    return CausalLMConfig(str(folder))
+
+
+class CausalLM(nn.Module):
+    """A model of transformers: tokens (B, T) int64 -> logits (B, T, V).
+
+    ``weights``: whether to read the weights in the folder, in ``dtype``; otherwise transformers draws them. ``lora``:
+    options of ``peft.LoraConfig``; the weights are then read and frozen.
+    """
+
+    def __init__(
+        self, config: CausalLMConfig, dtype: torch.dtype = torch.float32, weights: bool = False, lora: Any = None
+    ):
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        self.config, self.lora = config, lora is not None
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+        if weights or self.lora:
+            options |= {"output_loading_info": True, "local_files_only": True}
+            self.inner, info = AutoModelForCausalLM.from_pretrained(config.folder, **options)
+            if missing := sorted(info["missing_keys"]):
+                raise ValueError(f"{config.folder} lacks {', '.join(missing[:3])}: give a complete checkpoint")
+        else:
+            self.inner = AutoModelForCausalLM.from_config(_config(config.folder), **options)
+        if lora is not None:
+            import peft
+
+            # The adapter has the dtype of the weights, like all parameters of a run.
+            adapter = peft.LoraConfig(task_type="CAUSAL_LM", **lora)
+            self.inner = peft.get_peft_model(self.inner, adapter, autocast_adapter_dtype=False)
+        self.inner.train()
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """With ``positions`` (B, T), that begin again at 0 in each document, documents do not see each other."""
+        places = {} if positions is None else {"position_ids": positions}
+        return self.inner(input_ids=tokens, use_cache=False, **places).logits
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As ``nn.Module``'s; of a model with LoRA only what is trained."""
+        trained = {name for name, param in self.named_parameters() if param.requires_grad}
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if name in trained} if self.lora else state
+
+    def init_weights(self, seed: int | None = None, parts: Mapping[str, Any] | None = None) -> None:
+        """Nothing is left to do: transformers has drawn or read the weights."""
+
+    @torch.no_grad()
+    def generate(self, prompt: list[int], n: int, choose: Any, stop: Collection[int]) -> list[int]:
+        """Up to ``n`` tokens behind ``prompt``, by transformers' ``generate``; each is what ``choose`` makes of its
+        logits (V,). Ends before one of ``stop``."""
+        from transformers import GenerationConfig, LogitsProcessor
+
+        class Chosen(LogitsProcessor):
+            def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+                token = torch.tensor(choose(scores[0].float().cpu()), device=scores.device)
+                return torch.full_like(scores, -torch.inf).index_fill_(1, token, 0)
+
+        given = torch.tensor([prompt], device=next(self.parameters()).device)
+        ends = {"eos_token_id": sorted(stop) or None, "pad_token_id": 0}
+        settings = GenerationConfig(max_new_tokens=n, do_sample=False, use_cache=True, **ends)
+        options = {"attention_mask": torch.ones_like(given), "generation_config": settings}
+        made = self.inner.generate(input_ids=given, logits_processor=[Chosen()], **options)[0, len(prompt) :].tolist()
+        return made[:-1] if made and made[-1] in stop else made
+
+    def save(self, folder: Path, tokens: Mapping[str, int | None]) -> None:
+        """Write a checkpoint that ``AutoModelForCausalLM.from_pretrained`` reads; of a model with LoRA the merged
+        weights, and the adapter, which ``peft`` reads, in the folder `ADAPTER` in it. ``tokens``: ids for its
+        ``config.json``."""
+        generation, whole = folder / "generation_config.json", self.inner
+        before = generation.read_text() if generation.exists() else None
+        if self.lora:
+            self.inner.save_pretrained(folder / ADAPTER)
+            whole = copy.deepcopy(self.inner).cpu().merge_and_unload()
+        whole.save_pretrained(folder)
+        write_json(folder / CONFIG, read_json(folder / CONFIG) | dict(tokens))
+        if before is not None:
+            generation.write_text(before)
+
+
+@functools.lru_cache(maxsize=8)
+def _config(folder: str) -> Any:
+    """transformers' configuration of the model in ``folder``."""
+    raw = read_json(Path(folder) / CONFIG)
+    kind, quantized = raw.get("model_type"), (raw.get("quantization_config") or {}).get("quant_method")
+    try:
+        from transformers import AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
+    except ImportError as error:
+        raise ValueError(f"{folder}: {kind!r} is a model of transformers: pip install 'stepgraph[hf]'") from error
+    if kind not in known:
+        raise ValueError(f"{folder}: transformers has no causal language model of type {kind!r}; give one that it has")
+    if quantized:
+        raise ValueError(f"{folder} is quantized ({quantized}): give the checkpoint in bf16 or fp32")
+    return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _counts(folder: str) -> tuple[int, int, int]:
+    """Parameters of the model: all, those of an embedding that is only looked up, those of experts."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(_config(folder))
+    model.tie_weights()
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return num_params(model), 0 if head is not None and head.weight is table else table.numel(), experts
+
+
+def takes_positions(folder: str) -> bool:
+    """Whether the model keeps documents apart by their positions."""
+    from transformers import AutoModelForCausalLM
+
+    kind = AutoModelForCausalLM._model_mapping[type(_config(folder))]
+    return "position_ids" in inspect.signature(kind.forward).parameters

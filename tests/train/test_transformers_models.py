@@ -1,0 +1,122 @@
+"""Models of transformers that have no module here, in ``stepgraph train``: the same trainer, with their own code."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepgraph import cli
+
+transformers = pytest.importorskip("transformers")
+from tests.train.fine_tuning import make, records  # noqa: E402
+
+COMMON = dict(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+ROPE = COMMON | dict(intermediate_size=48, num_key_value_heads=2, max_position_embeddings=256)
+KINDS = {
+    "qwen3": transformers.Qwen3Config(**ROPE, head_dim=8, tie_word_embeddings=True),
+    "gpt2": transformers.GPT2Config(vocab_size=320, n_positions=256, n_embd=32, n_layer=2, n_head=4),
+    "gemma3": transformers.Gemma3TextConfig(**ROPE, head_dim=8, sliding_window=16, pad_token_id=0),
+    "mistral": transformers.MistralConfig(**ROPE, sliding_window=16),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Conversations, and a small checkpoint of each kind with their tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    make(folder)
+    for name, config in KINDS.items():
+        shutil.copytree(folder / "base", folder / name)
+        (folder / name / "model.safetensors").unlink()
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    return folder
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(map(str, words)))
+    return stop.value.code
+
+
+def train(folder, *options):
+    data = ["--data", folder / "chat.jsonl", "--seq-len", 64, "--lr", 3e-3, "--steps", 6, "--device", "cpu"]
+    return run("train", *data, "--passes", "exact", "--saved-steps", "off", *options)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", *(pytest.param(k, marks=pytest.mark.long) for k in KINDS if k != "qwen3")])
+def test_a_run_from_start_to_export(folder, kind, capsys):
+    out, exported = folder / f"run-{kind}", folder / f"out-{kind}"
+    every = ["--checkpoint-every", 3, "--val-every", 3, "--val-batches", 2, "--verify"]
+    assert train(folder, "--init-from-hf", folder / kind, "--out", out, "--export-hf", exported, *every) == 0
+    assert "bitwise equal" in capsys.readouterr().out
+    losses = records(out, "loss")
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.1
+
+    ours = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    assert type(ours.config) is type(KINDS[kind])
+    assert transformers.AutoTokenizer.from_pretrained(exported).decode([ours.config.eos_token_id]) == "<|im_end|>"
+
+    # Resumed from the middle, with dropout and all: the same numbers.
+    assert (
+        train(folder, "--resume", out / "checkpoints" / "step-00000003", "--export-hf", folder / f"again-{kind}") == 0
+    )
+    assert records(out, "loss") == losses
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder / f"again-{kind}")
+    for (name, p), q in zip(ours.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+    capsys.readouterr()
+    words = ["--chat", "--prompt", "What is 2 plus 3?", "--temperature", 0, "--max-new-tokens", 8]
+    assert run("sample", out, *words) == 0
+    said = capsys.readouterr().out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    user = [{"role": "user", "content": "What is 2 plus 3?"}]
+    prompt = tokenizer.apply_chat_template(user, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = ours.generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, prompt["input_ids"].shape[1] :]
+    assert said == tokenizer.decode(made, skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_of_a_row_do_not_see_each_other(folder, kind):
+    from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig
+
+    model = CausalLM(CausalLMConfig(str(folder / kind)), weights=True).eval()
+    tokens = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(17), torch.arange(23)]).expand(2, 40)
+    with torch.no_grad():
+        together = model(tokens, positions)
+        alone = torch.cat([model(tokens[:, :17]), model(tokens[:, 17:])], dim=1)
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_what_such_a_model_does_not_have_is_refused(folder, capsys):
+    given = ["--init-from-hf", folder / "qwen3"]
+    assert train(folder, *given, "--mesh", "fsdp=2") == 2
+    assert "GraphTrainer(mesh=...)" in capsys.readouterr().err
+
+    other = folder / "other"
+    other.mkdir()
+    raw = json.loads((folder / "qwen3" / "config.json").read_text())
+    refused = {
+        "no causal language model of type 'vit'": {"model_type": "vit"},
+        "is quantized (bitsandbytes)": {"quantization_config": {"quant_method": "bitsandbytes"}},
+    }
+    for said, change in refused.items():
+        Path(other / "config.json").write_text(json.dumps(raw | change))
+        assert train(folder, "--init-from-hf", other) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_weight_is_refused(folder, capsys):
+    from safetensors.torch import load_file, save_file
+
+    broken = folder / "broken"
+    shutil.copytree(folder / "qwen3", broken)
+    weights = load_file(broken / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    assert train(folder, "--init-from-hf", broken, "--out", folder / "run-broken") == 2
+    assert "lacks model.norm.weight" in capsys.readouterr().err
