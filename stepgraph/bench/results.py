@@ -89,10 +89,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def write(
-    path: Path,
-    environment: dict[str, Any],
-    settings: dict[str, Any],
-    rows: Sequence[Row | TrainRow | NormRow],
+    path: Path, environment: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row | TrainRow | NormRow]
 ) -> None:
     """Writes the record to ``path``."""
     record = {"environment": environment, "settings": settings, "rows": [dataclasses.asdict(row) for row in rows]}

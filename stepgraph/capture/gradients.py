@@ -39,10 +39,7 @@ def as_accumulated(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def clip(
-    grads: dict[int, torch.Tensor],
-    params: Sequence[torch.Tensor],
-    max_norm: float,
-    stages: AllStages | None = None,
+    grads: dict[int, torch.Tensor], params: Sequence[torch.Tensor], max_norm: float, stages: AllStages | None = None
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
     """Scale gradients to a total 2-norm of at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
 

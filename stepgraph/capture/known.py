@@ -78,11 +78,7 @@ class KnownValues(compat.TorchDispatchMode):
         self.outside: list[torch.Tensor] = []
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], compat.FakeTensor):
             # Autograd asks for devices twice as often as it calls operators. Where the mode of fake tensors, below all

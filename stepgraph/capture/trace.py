@@ -440,11 +440,7 @@ class StepTrace:
 
     @contextlib.contextmanager
     def _in_optimizer(self) -> Iterator[None]:
-        with (
-            self.recorder.watch_graph(compat.graph_of_trace()),
-            self.recorder.in_phase("optimizer"),
-            torch.no_grad(),
-        ):
+        with self.recorder.watch_graph(compat.graph_of_trace()), self.recorder.in_phase("optimizer"), torch.no_grad():
             yield
 
     def _finish(

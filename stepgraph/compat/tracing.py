@@ -27,10 +27,7 @@ from stepgraph.errors import CaptureError
 @contextlib.contextmanager
 def trace_context(mode: FakeTensorMode) -> Iterator[None]:
     """What a trace runs under: one tracing context, backward on this thread."""
-    with (
-        tracing(TracingContext(mode)),
-        torch.autograd.set_multithreading_enabled(False),
-    ):
+    with tracing(TracingContext(mode)), torch.autograd.set_multithreading_enabled(False):
         yield
 
 

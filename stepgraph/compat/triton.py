@@ -172,12 +172,7 @@ def build_triton_launcher(compiled: Any) -> None:
 
 def triton_cached(source: TritonSource) -> bool:
     """Whether Triton's cache on disk has the kernel for the current GPU, under the key that a launch would use."""
-    from triton.compiler.compiler import (
-        get_cache_invalidating_env_vars,
-        get_cache_key,
-        get_cache_manager,
-        make_backend,
-    )
+    from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, get_cache_manager, make_backend
 
     made, backend = _ast_source(source), make_backend(triton_target())
     options = backend.parse_options(source.options | made.parse_options())

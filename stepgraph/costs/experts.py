@@ -16,11 +16,7 @@ from stepgraph.graph.provenance import role_of
 ours = torch.ops.stepgraph
 
 #: Products of the rows of all experts.
-GROUPED = {
-    ours.grouped_mm.default,
-    ours.grouped_mm_weight.default,
-    torch.ops.aten._grouped_mm.default,
-}
+GROUPED = {ours.grouped_mm.default, ours.grouped_mm_weight.default, torch.ops.aten._grouped_mm.default}
 
 #: Read no row past the last expert's, and write zeros there, or nothing.
 ROWWISE = {ours.swiglu_rows.default, ours.swiglu_rows_backward.default}

@@ -5,13 +5,7 @@ from stepgraph.parallel.fsdp import layouts
 from stepgraph.parallel.init import local_parts, round_to
 from stepgraph.parallel.loss import cross_entropy, mean_over_mesh, next_token_loss
 from stepgraph.parallel.mesh import Mesh, MeshSpec
-from stepgraph.parallel.pipeline import (
-    SCHEDULES,
-    Pipeline,
-    StageGraphs,
-    check_schedule,
-    plan_pipeline,
-)
+from stepgraph.parallel.pipeline import SCHEDULES, Pipeline, StageGraphs, check_schedule, plan_pipeline
 from stepgraph.parallel.placement import Placement, placement_of
 from stepgraph.parallel.tensor import STYLES
 from stepgraph.parallel.world import (

@@ -115,7 +115,4 @@ class Provider:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-PROVIDERS = {
-    "stepgraph": Provider(stepgraph),
-    "torchtitan": Provider(torchtitan, titan.unavailable, titan.ENVIRONMENT),
-}
+PROVIDERS = {"stepgraph": Provider(stepgraph), "torchtitan": Provider(torchtitan, titan.unavailable, titan.ENVIRONMENT)}

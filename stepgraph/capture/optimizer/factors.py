@@ -9,15 +9,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.capture.optimizer.arithmetic import (
-    HALF,
-    add_quotient,
-    add_scaled,
-    divided,
-    lerp,
-    scaled,
-    wide,
-)
+from stepgraph.capture.optimizer.arithmetic import HALF, add_quotient, add_scaled, divided, lerp, scaled, wide
 from stepgraph.errors import CaptureError
 
 Tensor = torch.Tensor

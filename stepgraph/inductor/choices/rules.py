@@ -11,11 +11,7 @@ from stepgraph.inductor.choices.reduction_tuning import Tuning
 from stepgraph.kernels.norm import column_sum
 
 #: Files that decide what code is generated, and the operator that it calls.
-_SOURCES = (
-    *(str(path) for path in sorted(Path(__file__).parent.glob("*.py"))),
-    compiler.__file__,
-    column_sum.__file__,
-)
+_SOURCES = (*(str(path) for path in sorted(Path(__file__).parent.glob("*.py"))), compiler.__file__, column_sum.__file__)
 
 
 @dataclass

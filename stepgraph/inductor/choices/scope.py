@@ -82,10 +82,7 @@ def fusion_guard(max_registers: int | None = None) -> Scope:
 
 
 def tuned_reductions(
-    tuned: bool = False,
-    *,
-    mixed: tuple[int, int, int, int] | None = None,
-    inner: tuple[int, int] | None = None,
+    tuned: bool = False, *, mixed: tuple[int, int, int, int] | None = None, inner: tuple[int, int] | None = None
 ) -> Scope:
     """Better tiles for norms and their backward under ``torch.compile``; see `Scope` for where it holds.
 
@@ -97,10 +94,7 @@ def tuned_reductions(
     for name, value in (("mixed", mixed), ("inner", inner)):
         if value is not None and not all(n > 0 and n & (n - 1) == 0 for n in value[:2]):
             raise ValueError(f"{name}={value}: rows and warps must be powers of two, as in {name}=(4, 4, 2, 3)"[:119])
-    config = {
-        "triton.mix_order_reduction_allow_multi_stages": True,
-        "triton.mix_order_reduction_non_strict_mode": True,
-    }
+    config = {"triton.mix_order_reduction_allow_multi_stages": True, "triton.mix_order_reduction_non_strict_mode": True}
     if tuned:
         config |= {"coordinate_descent_tuning": True, "max_autotune_pointwise": True}
     return Scope(Rules(tuning=Tuning(tuned, mixed, inner)), config)

@@ -40,13 +40,7 @@ from stepgraph.lower import copied, rewrite, rewrite_graph, trace
 from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
 from stepgraph.parallel.pipeline.messages import calls_of
-from stepgraph.parallel.pipeline.schedules import (
-    SCHEDULES,
-    check_schedule,
-    rank_of,
-    with_once,
-    work_of,
-)
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, most_in_flight, simulate_schedule
 from stepgraph.passes import Target
 
@@ -222,12 +216,7 @@ def _value_bytes(step: StepGraph, values: Collection[Output]) -> int:
 
 
 def _stages(
-    program: StepProgram,
-    starts: tuple[int, ...],
-    in_flight: int,
-    config: TrainConfig,
-    gpu: Gpu,
-    load: float = 1.0,
+    program: StepProgram, starts: tuple[int, ...], in_flight: int, config: TrainConfig, gpu: Gpu, load: float = 1.0
 ) -> list[StageCost]:
     """The cost of every stage. ``load``: rows that a rank's experts receive over the mean of its stage's ranks."""
     target, update = Target.forecast(gpu), program.graphs["update"]

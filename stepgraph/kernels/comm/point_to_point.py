@@ -18,8 +18,7 @@ Tensor = torch.Tensor
 
 torch.library.define("stepgraph::send", "(Tensor x, int peer, str group_name) -> Tensor")
 torch.library.define(
-    "stepgraph::recv",
-    "(int[] size, int[] stride, ScalarType dtype, Device device, int peer, str group_name) -> Tensor",
+    "stepgraph::recv", "(int[] size, int[] stride, ScalarType dtype, Device device, int peer, str group_name) -> Tensor"
 )
 
 

@@ -134,11 +134,7 @@ def _check_weight(name: str, weight: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def check(
-    norm: Norm,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    norm: Norm, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> None:
     """Raise ``ValueError``, one line, if a backend cannot take these arguments."""
     if norm.kind not in KINDS:

@@ -12,11 +12,6 @@ LLAMA3 = Family(
     TP_SIZES,
     longest=lambda config: config.max_seq_len,
     hugging_face=HuggingFace(
-        "Llama 3",
-        hf_name,
-        config_from_hf,
-        config_to_hf,
-        ("llama",),
-        free=("max_seq_len", "attention"),
+        "Llama 3", hf_name, config_from_hf, config_to_hf, ("llama",), free=("max_seq_len", "attention")
     ),
 )

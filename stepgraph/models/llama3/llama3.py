@@ -86,12 +86,7 @@ class Llama3(Decoder):
     def __init__(self, config: Llama3Config):
         c = config
         blocks = (
-            Block(
-                c.dim,
-                c.norm_eps,
-                Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim),
-                SwiGLU(c.dim, c.ffn_dim),
-            )
+            Block(c.dim, c.norm_eps, Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim), SwiGLU(c.dim, c.ffn_dim))
             for _ in range(c.n_layers)
         )
         super().__init__(config, blocks, config.head_dim, config.rope_scaling)

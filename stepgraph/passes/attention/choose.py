@@ -53,11 +53,7 @@ def _for_target(options: AttentionOptions, target: Target) -> AttentionOptions:
         return options
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return replace(
-        options,
-        capability=target.capability,
-        deterministic=strict,
-        installed=installed(),
-        simulated=target.simulated,
+        options, capability=target.capability, deterministic=strict, installed=installed(), simulated=target.simulated
     )
 
 

@@ -30,10 +30,7 @@ from stepgraph.passes.contract import PassReport, register
 aten = torch.ops.aten
 
 #: Operators that take a mask.
-_MASKED = (
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-)
+_MASKED = (aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_efficient_attention.default)
 _MAX_CHANNELS = 256  # of FlashAttention 2
 
 

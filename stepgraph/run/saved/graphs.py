@@ -69,11 +69,7 @@ class Writer:
 
     def program(self, program: StepProgram) -> dict[str, Any]:
         graphs = {name: self.step(step) for name, step in program.graphs.items()}
-        return {
-            "graphs": graphs,
-            "schedule": [list(call) for call in program.schedule],
-            "operators": self.operators,
-        }
+        return {"graphs": graphs, "schedule": [list(call) for call in program.schedule], "operators": self.operators}
 
     def step(self, step: StepGraph) -> dict[str, Any]:
         return {

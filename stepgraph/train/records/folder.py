@@ -76,12 +76,7 @@ class RunFolder:
     """
 
     def __init__(
-        self,
-        path: Path,
-        config: TrainConfig | None = None,
-        *,
-        resume_step: int | None = None,
-        rewinds: bool = False,
+        self, path: Path, config: TrainConfig | None = None, *, resume_step: int | None = None, rewinds: bool = False
     ) -> None:
         """Makes the folder ``path``, with ``config`` in it from its first moment on, or with ``resume_step`` continues
         it as it was after that many updates: metrics of later steps, which will be repeated, are dropped, and so is the

@@ -15,14 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stepgraph.train.data.formats.fields import (
-    MESSAGES,
-    columns_of,
-    document_of,
-    field_of,
-    no_field,
-    optional,
-)
+from stepgraph.train.data.formats.fields import MESSAGES, columns_of, document_of, field_of, no_field, optional
 from stepgraph.train.data.sources import Source, describe_sections
 from stepgraph.train.data.split import cut_sections
 

@@ -28,14 +28,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from stepgraph.kernels.norm.triton.config.limits import (
-    REGISTERS,
-    Config,
-    Hardware,
-    Problem,
-    elements_of_thread,
-    vector,
-)
+from stepgraph.kernels.norm.triton.config.limits import REGISTERS, Config, Hardware, Problem, elements_of_thread, vector
 
 #: Bytes of a tensor that a thread should hold.
 HOLD_FORWARD, HOLD_LAYER, HOLD_BACKWARD = 32, 64, 64
