@@ -101,6 +101,9 @@ def test_search_finds_a_node_and_a_click_opens_its_card(tmp_path):
       result.next = card.querySelector("h2").textContent; result.nextHash = location.hash;
       search.value = "decoder.py"; search.dispatchEvent(new Event("input"));
       result.lines = document.querySelectorAll("#found li").length;
+      search.value = "layers.1.mlp"; search.dispatchEvent(new Event("input"));
+      document.querySelector("#found li a").click(); await wait(200);
+      result.module = location.hash;
     """.replace("NAME", name)
     result = in_browser(page_of(made), script, tmp_path)
     assert result["hit"].startswith(name) and result["hash"] == f"#node/step/{name}" and not result["hidden"]
@@ -108,7 +111,7 @@ def test_search_finds_a_node_and_a_click_opens_its_card(tmp_path):
     assert graph["types"][graph["nodes"]["type"][at]] in result["card"]
     assert graph["paths"][graph["nodes"]["path"][at]] in result["card"]
     assert result["nextHash"] == f"#node/step/{result['next']}"
-    assert result["lines"] > 5
+    assert result["lines"] > 5 and result["module"] == "#module/step/layers.1.mlp"
 
 
 def test_a_card_shows_the_kernels_that_were_generated(tmp_path):

@@ -48,6 +48,7 @@ let entries = null, at = 0;
 function everything() {
   const all = PARTS.map(([id, title]) => ({ text: title, hint: "part of the page", href: `#${id}` }));
   for (const p of account.passes) all.push({ text: p.name, hint: `pass: ${p.skipped ? "skipped" : p.summary || "found nothing to do"}`, href: `#pass/${p.graph || "step"}/${p.name}` });
+  for (const g of graphs) for (const path of new Set(g.paths.filter(Boolean).flatMap((p) => [g.fold(p), p]))) all.push({ text: path, hint: ["module", graphs.length > 1 && g.name].filter(Boolean).join(" of "), href: `#module/${g.name}/${path}` });
   for (const g of graphs) for (let i = 0; i < g.size; i++) {
     const input = g.inputOf.get(i);
     all.push({ text: g.nodes.name[i], hint: [g.operator(i), g.type(i), where(g, i), input && input.name, graphs.length > 1 && g.name].filter(Boolean).join(" · "), more: `${g.source(i)[0]} ${g.source(i)[1]} ${g.role(i)} ${g.region(i)}`, href: `#node/${g.name}/${g.nodes.name[i]}` });

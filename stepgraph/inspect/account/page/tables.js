@@ -228,7 +228,7 @@ function collectivesPart() {
     const graph = shown();
     if (!graph.collectives.length) { box.replaceChildren(el("p.muted", {}, account.head.ranks > 1 ? "This graph has none." : "There is one rank, so nothing is communicated.")); return; }
     const rows = alikeCollectives(graph);
-    const columns = [["collective", 0], ["over × ranks", 0], ["bytes", 1], ["takes", 1], ["exposed", 1], ["launch to wait", 1], ["why exposed, hidden by", 0]];
+    const columns = [["collective", 0], ["over × ranks", 0], ["bytes", 1], ["takes", 1], ["exposed", 1], ["launch to wait", 1, 1], ["why exposed, hidden by", 0]];
     const line = (members) => {
       const worst = members.reduce((a, b) => (b.exposed > a.exposed ? b : a)), many = members.length > 1, by = hiddenBy(graph, worst), role = graph.role(worst.node), path = graph.path(worst.node);
       const total = (name) => sum(members.map((c) => c[name]));
