@@ -24,6 +24,7 @@ from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.commands import NormBench
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
+from stepgraph.passes.waiting import Waiting
 
 Tensor = torch.Tensor
 Shape = tuple[int, int]
@@ -185,7 +186,8 @@ class Run:
         for op in self.options.ops():
             params = self._params(op, n)
             for name in self.names:
-                rows += self._provider(name, op, params, inputs)
+                with Waiting(self._say, f"{op} {m} x {n}, {name}"):
+                    rows += self._provider(name, op, params, inputs)
         return rows
 
     def _params(self, op: str, n: int) -> list[torch.nn.Parameter]:
@@ -250,7 +252,8 @@ class Run:
                     costs = self.settings["host_us"].setdefault(f"{op} {direction}", {})
                     try:
                         provider = PROVIDERS[name](op, *self._params(op, HOST_SHAPE[1]))
-                        costs[name] = host_us(next(self._calls(provider, direction, inputs)), self.device)
+                        with Waiting(self._say, f"host cost of {name} {op} {direction}"):
+                            costs[name] = host_us(next(self._calls(provider, direction, inputs)), self.device)
                     except Exception as error:  # as above; the rows say why
                         costs[name] = None
                         self._say(f"host cost of {name} {op} {direction}: {in_one_line(error)}")
