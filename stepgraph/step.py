@@ -160,7 +160,7 @@ class CapturedStep:
     @property
     def spans(self) -> Spans | None:
         """With a pipeline, what this rank computed in the latest step and when; ``spans.seconds()`` waits for that
-        step's end."""
+        step's end. None without one."""
         return self._current.runner.spans
 
     def where(self) -> str:
