@@ -8,6 +8,7 @@ runs the same graph, another one is captured again.
 import bisect
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,15 +19,17 @@ from stepgraph.capture.batch import microbatch
 
 
 class BatchReads:
-    """Values that follow from those of a batch: the computation of each, in the order of the trace.
+    """Values that follow from those of a batch and of buffers: the computation of each, in the order of the trace.
 
     ``places``: for each placeholder of the trace whose values are known, the place of its leaf in the batch.
+    ``buffers``: and the live buffer of each.
     """
 
-    def __init__(self, places: Mapping[fx.Node, int]):
+    def __init__(self, places: Mapping[fx.Node, int], buffers: Mapping[fx.Node, torch.Tensor] = MappingProxyType({})):
         self._graph = fx.Graph()
-        self._copies = {node: self._graph.placeholder(node.name) for node in places}
+        self._copies = {node: self._graph.placeholder(node.name) for node in (*places, *buffers)}
         self._leaves = {self._copies[node]: place for node, place in places.items()}
+        self._buffers = {self._copies[node]: buffer for node, buffer in buffers.items()}
         self._constants: dict[fx.Node, torch.Tensor] = {}
         self._answers: dict[fx.Node, Any] = {}
         self._order: list[tuple[fx.Node, int]] = []  # a node of the trace and the number of questions so far, by which
@@ -51,15 +54,20 @@ class BatchReads:
         latest = next(reversed(max(history).graph.nodes))
         self._answers[self._call((latest, 1 + len(self)), function, tuple(args), dict(kwargs))] = answer
 
+    def reads(self, node: fx.Node) -> bool:
+        """Whether what Python has learned follows from ``node``, a placeholder of the trace."""
+        return bool(self._copies[node].users)
+
     def hold(self, leaves: Sequence[Any], microbatches: int) -> bool:
         """Whether every microbatch of a batch of the same form gives the same answers. It waits for tensors on a GPU,
         if Python has read any."""
         if not self._answers:
             return True
         whole = {node: leaves[place].detach().cpu() for node, place in self._leaves.items() if node.users}
+        buffers = {node: buffer.cpu() for node, buffer in self._buffers.items() if node.users}
         with compat.without_modes(), torch.no_grad():
             return all(
-                self._holds({node: microbatch(leaf, k, microbatches) for node, leaf in whole.items()})
+                self._holds(buffers | {node: microbatch(leaf, k, microbatches) for node, leaf in whole.items()})
                 for k in range(microbatches)
             )
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from stepgraph import compat
+from stepgraph.capture.batch import has_values
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
 from stepgraph.capture.recorder import Recorder, is_user_file, user_frame
@@ -39,6 +40,20 @@ def check_alike(alike: bool, accumulate: int) -> None:
         raise CaptureError(
             f"forward reads values of the batch, such as lengths or grids, that differ between its {accumulate} "
             "microbatches, which run one graph; capture with accumulate=1"
+        )
+
+
+def is_setting(buffer: torch.Tensor) -> bool:
+    """Whether Python may read a buffer: one of few integers, such as a stride."""
+    return has_values(buffer) and not (buffer.is_floating_point() or buffer.is_complex()) and buffer.numel() <= 4096
+
+
+def refuse_moving(slot: Slot, moves: bool) -> None:
+    """Raise if Python reads a buffer that the step itself changes (``moves``)."""
+    if moves:
+        raise CaptureError(
+            f"forward reads {slot.name} in Python and changes it, which a captured step cannot follow; compute with it "
+            "as a tensor, such as by torch.where, or pass what the host decides in the batch as a number"
         )
 
 

@@ -64,7 +64,8 @@ class KnownValues(compat.TorchDispatchMode):
     """While active inside a trace, operators that give Python a value (``.item()``, ``if tensor:``) give known values;
     for others they fail as before. One per trace.
 
-    ``batch``: tensors of the batch, on the CPU, by the placeholders of the trace; Python's reads go to ``reads``.
+    ``batch``: tensors of the batch, and small buffers of integers, on the CPU, by the placeholders of the trace. What
+    Python reads of them goes to ``reads``.
     ``outside``: tensors from outside the step that gave such a value.
     """
 
@@ -201,6 +202,10 @@ class KnownValues(compat.TorchDispatchMode):
         writes = self._writes.get(storage, [])
         self._writes[storage] = None if is_batch or writes is None else [*writes, compat.node_of_trace(result)]
         return result
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Whether something has written to the storage of ``node``."""
+        return not _storages(node).isdisjoint(self._writes)
 
     def note_writes(self, arguments: Any) -> None:
         """The values of the tensors among ``arguments`` are not known from here on."""

@@ -322,15 +322,24 @@ class StepTrace:
             leaves[i] = torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if i in self.ones else leaf
         return rebuilt(self.batch, leaves, self.spec)
 
-    def _knowing(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> KnownValues:
-        """The values that Python may read: in a pipeline, whose ranks trace alike, none of the batch's."""
+    def _knowing(
+        self, flat: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], inputs: dict[int, tuple]
+    ) -> KnownValues:
+        """The values that Python may read: in a pipeline, whose ranks trace alike, literals alone."""
         places = {
             compat.node_of_trace(flat[where.start]): i
             for i, (where, _) in inputs.items()
             if self.share is None and has_values(self.leaves[i]) and not self.leaves[i].requires_grad
         }
-        self.batch_reads = BatchReads(places)
-        return KnownValues({node: self.leaves[i].cpu() for node, i in places.items()}, self.batch_reads)
+        self.settings = {
+            compat.node_of_trace(tensor): slot
+            for slot, tensor in zip(self.slots, tensors, strict=True)
+            if self.share is None and not slot.is_parameter and checks.is_setting(slot.tensor)
+        }
+        self.batch_reads = BatchReads(places, {node: slot.tensor for node, slot in self.settings.items()})
+        values = {node: self.leaves[i] for node, i in places.items()}
+        values |= {node: slot.tensor for node, slot in self.settings.items()}
+        return KnownValues({node: value.cpu() for node, value in values.items()}, self.batch_reads)
 
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
         """The stand-ins of parameters and buffers."""
@@ -353,7 +362,7 @@ class StepTrace:
             self.recorder.watch_modules(),
             self.reads.noted(),
             torch.enable_grad(),
-            self._knowing(flat, batch) as self._known,
+            self._knowing(flat, tensors, batch) as self._known,
             recorded_launches(self._known.note_writes),
             compat.transformers_sees_values(self._known.knows),
             compat.checks_of_known_values(self._known.knows),
@@ -368,6 +377,10 @@ class StepTrace:
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             checks.refuse_replaced(modules_before, self.model)
             checks.refuse_data_assigned(self.slots, tensors, places)
+            replaced = {slot.name for slot, tensor, new in held if new is not tensor}
+            for node, slot in self.settings.items():
+                moves = slot.name in replaced or self._known.is_written(node)
+                checks.refuse_moving(slot, moves and self.batch_reads.reads(node))
             self._known.settle(self.model)
             checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
             self.reads.read += self._known.outside

@@ -129,6 +129,43 @@ def test_microbatches_share_what_is_read():
         step(alike | {"m": torch.tensor([1, 0, 1, 1, 0, 0]) == 1})
 
 
+class Strided(nn.Module):
+    """Reads an integer buffer, and with ``counts`` adds to it afterwards, in place or by another tensor."""
+
+    def __init__(self, counts=""):
+        super().__init__()
+        self.linear, self.counts = nn.Linear(6, 6), counts
+        self.register_buffer("stride", torch.tensor(2))
+
+    def forward(self, batch):
+        y = self.linear(batch["x"])[:: int(torch.ceil(self.stride / 1))]
+        if self.counts == "in place":
+            self.stride.add_(1)
+        elif self.counts:
+            self.stride = self.stride + 1
+        return y
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_integer_buffer_is_compared_too(accumulate):
+    model, batch = Strided(), batches()[0]
+    twin = copy.deepcopy(model)
+    ours, eager = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin, model))
+    x = {"x": batch["x"]}
+    step = stepgraph.capture(twin, loss_fn, x, ours, max_grad_norm=1.0, accumulate=accumulate, passes="exact")
+    for stride in (2, 3, 2, 1):
+        model.stride.fill_(stride)
+        twin.stride.fill_(stride)
+        assert torch.equal(step(x), eager_step(model, loss_fn, x, eager, 1.0, accumulate)[0])
+    assert len(step._forms) == 3
+
+
+@pytest.mark.parametrize("counts", ["in place", "another"])
+def test_an_integer_buffer_that_the_step_changes_is_refused(counts):
+    with pytest.raises(CaptureError, match="forward reads stride in Python and changes it"):
+        stepgraph.capture(Strided(counts), loss_fn, {"x": torch.randn(6, 6)}, passes="exact")
+
+
 def targets(*lengths):
     rows = torch.full((len(lengths), 6), -100)
     for row, length in zip(rows, lengths, strict=True):
