@@ -58,6 +58,7 @@ def _dataclass(hint: type, value: Any, where: str) -> Any:
         if name not in names:
             raise unknown_name(f"name in the {where} of a run", name, names)
     if missing := [name for name in names if name not in value]:
-        raise ValueError(f"the {where} of a run lacks {', '.join(missing)}: XXSKIP the stepgraph that "
-                         "wrote it")  # fmt: skip
+        raise ValueError(
+            f"the {where} of a run lacks {', '.join(missing)}: give all of it, or use the stepgraph that wrote it"
+        )
     return hint(**{name: decode(hints[name], value[name], name) for name in names})
