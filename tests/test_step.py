@@ -401,7 +401,7 @@ def test_verify_after_a_capture_that_failed_reports_its_own_error(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(lowering, "trace_step", fails)
-        step._forms._bound.clear()  # as after experts' rows exceed their room
+        step._forms = forms.Forms()  # as after experts' rows exceed their room
         step._current = None
         for call in (step, step.verify):
             with pytest.raises(stepgraph.CaptureError, match="planted"):
