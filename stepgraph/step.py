@@ -266,7 +266,8 @@ class CapturedStep:
             raise ValueError("verify compares with eager, which runs whole models: verify on a mesh without pp")
         current, metrics = self._current, self.metrics
         try:
-            return self._until_it_fits(lambda: self._verify(batch, locate))[0]
+            with Waiting(what="comparing the step with eager"):
+                return self._until_it_fits(lambda: self._verify(batch, locate))[0]
         finally:
             self._current = current if current in self._forms else self._forms.latest
             self.metrics = metrics

@@ -235,7 +235,8 @@ class Run:
                     self._capture()
                 if self.config.verify:
                     self.watch.at("the comparison with eager", limited=False)
-                    verify_step(self.captured, self.validation.batches, self.config, self.device, self.say)
+                    with Waiting(self.say, "comparing the step with eager"):
+                        verify_step(self.captured, self.validation.batches, self.config, self.device, self.say)
                 self._steps()
             with Waiting(self.say, f"saving step {self.step}"):
                 self._save(last=True)  # before all that may fail
