@@ -63,7 +63,7 @@ _SPEAKS_AFTER_S = 5
 #: What a disk or device without room for the output says.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-#: Of the commands that take the options of a run.
+#: For the commands that take the options of a run.
 _DESCRIPTIONS = {
     "train": "Train a language model from one captured step graph. --config FILE.toml, or the config.json of a run, "
     "gives the defaults of the other options.",
@@ -139,7 +139,7 @@ def _status(arguments: list[str]) -> int:
             raise
         print(f"error: {error.strerror}: {str(error.filename)[:80]}...", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # training saves and ends by itself
+    except KeyboardInterrupt:  # training saves and ends on its own
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", file=sys.stderr)
         return INTERRUPTED

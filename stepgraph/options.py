@@ -1,8 +1,8 @@
 """Every option of a run, each declared once, in parts: data, batch, device, optimizer, mesh, processes, step, records.
 
 A command takes the parts that it needs: `stepgraph.config.train.TrainConfig` is all of them with a model, ``stepgraph
-plan`` reads those of the step, its batch and its mesh. A field's docstring is what ``--help`` prints, so each is one
-line. Nothing here imports torch: help and wrong names do not wait for it.
+plan`` reads the parts of the step, its batch and its mesh. A field's docstring is what ``--help`` prints, so each is
+one line. Nothing here imports torch: help and wrong names do not wait for it.
 """
 
 import types

@@ -1,7 +1,7 @@
 """`region`: names that a user's model gives to parts of its step.
 
 Eager and ``torch.compile`` see nothing of them. A capture listens (`listening`), and its nodes carry the names open
-when they are traced, backward nodes those of their forward node: see `stepgraph.graph.provenance`.
+when they are traced, backward nodes the regions of their forward node: see `stepgraph.graph.provenance`.
 """
 
 import contextlib

@@ -67,7 +67,7 @@ def capture(
             ``param_groups`` at every step. Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.
         max_grad_norm: clip the step's gradients to this total 2-norm, before they are added to any ``param.grad``.
         accumulate: split the batch's tensors along their first dimension into N microbatches; the step's loss
-            and gradients are those of their mean. The graph is that of one microbatch, and a second one updates. A
+            and gradients are of their mean. The graph is that of one microbatch, and a second one updates. A
             later batch that it does not divide is split into the fewest microbatches no larger than the first ones.
         on_nonfinite: ``"skip"``: a step whose loss or gradient norm is not finite on any rank changes no parameter,
             buffer or optimizer state, decided on the device; ``metrics["skipped"]`` says so, a bool scalar. Its batch
@@ -116,8 +116,8 @@ class CapturedStep:
     """A training step: ``loss = step(batch)``.
 
     ``metrics``: tensors of the latest call. ``grad_norm``: when gradients are clipped. ``skipped``: with
-    ``on_nonfinite="skip"``. ``repeated``: of models with expert parallelism, how often the step was
-    repeated, with larger buffers for experts each time.
+    ``on_nonfinite="skip"``. ``repeated``: with expert parallelism, how often the step was
+    repeated, each time with larger buffers for experts.
     ``saved``: whether the step's latest form was loaded or made, where a folder of saved steps was given.
     """
 
@@ -279,7 +279,7 @@ class CapturedStep:
 
     @property
     def after(self) -> Callable[[], None]:
-        """Of the latest call: what runs the Python of ``loss_fn`` again with the values of the step, once, see
+        """Runs the Python of ``loss_fn`` again with the values of the latest call, once, see
         ``replay`` of `capture`. It waits for that call's end, and may be kept and called after the next one began."""
         return (self._current and self._current.after) or (lambda: None)
 
@@ -320,7 +320,7 @@ class CapturedStep:
 
     def _microbatches(self, batch: Any) -> int:
         """``accumulate``; for a batch that it does not divide, such as an epoch's last, the fewest microbatches that
-        are no larger than those of the first batch."""
+        are no larger than the first batch's."""
         accumulate = self.spec.accumulate
         sizes = batch_sizes(flatten_batch(batch)[0])
         if all(size % accumulate == 0 for size in sizes) or len(sizes) != len(self._largest):

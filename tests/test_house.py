@@ -4,6 +4,7 @@ Imports are read from the source, so that those inside functions and under ``TYP
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-#: From the top down; a room imports from those below it. A file beside the rooms is a room of its own.
+#: From the top down; a room imports from those below it. A file next to the rooms is a room of its own.
 ROOMS = (
     *(
         "__main__",
@@ -38,6 +39,21 @@ PUBLIC_BY_USE = ("torch.ops.", "torch._foreach_", "torch._ops.OpOverload", "torc
 BUDGET = 62_500
 #: Functions in stepgraph/ without all of their types. It only falls.
 UNTYPED = 149
+
+#: What no sentence of stepgraph/, docs/ or README.md says, and what it says instead.
+IDIOMS = {
+    r"\banew\b|\b(is|was) made new\b": "again, from scratch",
+    r"(?<!if) beside (?!is )\w": "next to, compared with",
+    r"\bso many(?! as| that)\b": "this many, N",
+    r"\bst(and|ands|ood) for\b": "is, replaces, is represented by",
+    r"\bgo(es|ing)? on\b|\bwent on\b": "continues",
+    r"\b(is|are|was|were|be) told\b|\btells? (which|what|whether|how|apart|of)\b": "reports, says, shows",
+    r"\bmend(s|ed)?\b": "fix",
+    r"\blikeliest\b": "most likely",
+    r"\bof (now|then)\b": "current, earlier",
+    r"\b(one|once|twice|times|copy) a (step|rank|device|row|token|block|layer|GPU|process)\b": "per",
+    r'(#:?|""") *Of (a|an|the|its|each|all|one|two|what|which|those|these|several|every)\b': "a sentence with a verb",
+}
 
 
 class Import(NamedTuple):
@@ -233,7 +249,21 @@ def _is_untyped(node: ast.FunctionDef) -> bool:
     return (node.returns is None and node.name != "__init__") or any(one.annotation is None for one in named)
 
 
-RULES = (upward_imports, circles, imports_between_passes, private_torch, lowering_elsewhere, over_budget, untyped)
+def idioms(root: Path) -> list[str]:
+    """Phrases that a hurried reader stumbles over."""
+    any_of, problems = re.compile("|".join(f"(?:{idiom})" for idiom in IDIOMS)), []
+    for file in [*modules(root).values(), *(root / "docs").glob("*.md"), *root.glob("README.md")]:
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if found := any_of.search(line):
+                better = next(words for idiom, words in IDIOMS.items() if re.search(idiom, line))
+                problems.append(f"{file.relative_to(root)}:{number}: {found[0].strip()!r}; say: {better}")
+    return problems
+
+
+RULES = (
+    *(upward_imports, circles, imports_between_passes, private_torch, lowering_elsewhere, over_budget, untyped),
+    idioms,
+)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -254,7 +284,7 @@ def test_every_import_is_seen():
 
 
 def tree(root: Path, **files: str) -> Path:
-    """A house of ``files``; in their names two underscores stand for a folder's slash."""
+    """A house of ``files``; in their names two underscores are a folder's slash."""
     for name, text in files.items():
         file = root / "stepgraph" / f"{name.replace('__', '/')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -383,3 +413,18 @@ def test_lines_over_budget_are_refused(tmp_path):
     assert over_budget(root) == []
     tree(root, costs__table="x = 1\n" * (BUDGET + 1))
     assert f"{BUDGET + 1:,} lines" in over_budget(root)[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Of each lane: where it begins."""',
+        "x = 1  # once a step",
+        "raise ValueError(f'{x} stands for nothing')",
+        "#: What is told\nx = 1",
+    ],
+)
+def test_idioms_are_refused(text, tmp_path):
+    (problem,) = idioms(tree(tmp_path, costs__table=text))
+    assert problem.startswith("stepgraph/costs/table.py:1: ") and "; say: " in problem
+    assert idioms(tree(tmp_path, costs__table="stands_for = told = 1  # often, next to it")) == []

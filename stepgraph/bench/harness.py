@@ -47,7 +47,7 @@ class Step(Protocol):
 
 
 class EagerStep:
-    """The loop that everyone writes. Its forward and backward can be timed apart."""
+    """The loop that everyone writes. Its forward and backward can be timed separately."""
 
     def __init__(self, parts: Parts):
         self.parts = parts
@@ -74,7 +74,7 @@ class EagerStep:
         return loss.detach()
 
     def figures(self) -> dict[str, Any]:
-        """Nothing: a compiler's time cannot be told from the first step's."""
+        """Nothing: a compiler's time cannot be separated from the first step's."""
         return {}
 
 
@@ -91,7 +91,7 @@ class CapturedStep:
         self.step = stepgraph.capture(
             parts.model, parts.loss_fn, parts.batch, parts.optimizer, max_grad_norm=MAX_GRAD_NORM, passes=passes
         )
-        # Tracing and passes. CUDA graphs are recorded later, so this is the time to tell the compilers apart.
+        # Tracing and passes. CUDA graphs are recorded later, so the compilers' time is separated here.
         self.capture_s = time.perf_counter() - start - self._compile_s()
 
     def _compile_s(self) -> float:

@@ -132,7 +132,7 @@ def measured(
     """Rows of the providers, ``together`` of them at a time, as they are done.
 
     They live at once and take turns, each time beginning with another one, so that what else the machine does falls on
-    all alike: ``rounds`` rounds of ``steps`` steps. ``conclude(lane)``: fills in what follows from the figures.
+    the same for all: ``rounds`` rounds of ``steps`` steps. ``conclude(lane)``: fills in what follows from the figures.
     ``build_apart``: one builds after the other, which on a CPU would take its processors.
     """
     for start in range(0, len(lanes), together):

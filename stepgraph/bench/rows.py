@@ -51,7 +51,8 @@ class Row(ProviderRow):
     """One model under one provider of ``bench step`` or ``bench model``. What was not or cannot be measured is null."""
 
     fwd_ms: float | None = None
-    """Forward and loss, ms, timed apart from ``step_ms``; null for stepgraph, whose one graph has no such boundary."""
+    """Forward and loss, ms, timed separately from ``step_ms``; null for stepgraph, whose one graph has no such
+    boundary."""
     bwd_ms: float | None = None
     """Backward, likewise."""
     host_ms: float | None = None
@@ -65,7 +66,7 @@ class Row(ProviderRow):
     spread: list[float] | None = None
     """eager: how far each of ``losses`` moves, as a share of it, by rounding alone; the most of a few trials."""
     rms_norm_kernels: list[str] | None = None
-    """CUDA, eager: the kernels behind the model's RMSNorm, forward and backward."""
+    """CUDA, eager: the kernels of the model's RMSNorm, forward and backward."""
     per_s: float | None = None
     """``bench model``: tokens, of ViT images, per second at ``step_ms``."""
     peak_allocated_gib: float | None = None
@@ -79,6 +80,6 @@ class Row(ProviderRow):
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """Of the ``values`` that are not None; None if there is none."""
+    """The geometric mean of the ``values`` that are not None; None if there is none."""
     found = [value for value in values if value is not None]
     return math.exp(sum(map(math.log, found)) / len(found)) if found else None

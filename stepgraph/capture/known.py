@@ -56,7 +56,7 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "signbit",
 
 _UNINITIALIZED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
-#: Higher-order operators that go by a value, or whose bodies a graph would hold apart, out of sight of passes.
+#: Higher-order operators that go by a value, or whose bodies a graph would hold separately, out of sight of passes.
 _CONTROL_FLOW = ("cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl")
 
 

@@ -22,7 +22,8 @@ from stepgraph.graph.values import ModelTensor, Parameter
 
 
 def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: Iterable[torch.Tensor]) -> None:
-    """Name process groups alike on all ranks, and give the collectives of forward, loss and backward their roles.
+    """Give process groups the same names on all ranks, and give the collectives of forward, loss and backward their
+    roles.
 
     ``reducing``: see `Recorder`. ``tensors``: the model's; the meshes of DTensors among them give the axes.
     """

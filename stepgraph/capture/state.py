@@ -174,8 +174,8 @@ def kept_tensors(model: nn.Module) -> dict[int, str]:
 class Wrapping:
     """How to rebuild one wrapped tensor from its local tensors.
 
-    ``names``: attributes of its tensors. ``others``: those that are no tensors, such as a mesh. ``context``: what the
-    tensor's class says of it in addition.
+    ``names``: attributes of its tensors. ``others``: attributes that are no tensors, such as a mesh. ``context``: what
+    the tensor's class says of it in addition.
     """
 
     names: list[str]

@@ -233,9 +233,7 @@ def show_help(usage: str, description: str, options: Iterable[Option], every: bo
                 groups.setdefault("options" if description.startswith(title) else title, []).append(option)
     width = max(60, min(shutil.get_terminal_size().columns, 110))
     form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=width)
-    more = (
-        "--help-all: every option, with those of passes, kernels and models" if "passes" in known and not every else ""
-    )
+    more = "--help-all: every option, including passes, kernels and models" if "passes" in known and not every else ""
     text = textwrap.fill(" ".join(description.split()), width, break_on_hyphens=False)
     parser = _Parser(usage=f"{usage} [options]", description=text, epilog=more, add_help=False, formatter_class=form)
     for title, members in groups.items():
@@ -305,7 +303,7 @@ def ranks_asked_for(words: list[str]) -> int | None:
     many ranks may be started at once and check the options themselves.
 
     None for a process that is a rank, for help, and where the options have to be checked first: without a ``--mesh`` of
-    so many ranks, with ``--config``, and with ``--max-restarts``, which would start ranks again that refuse them.
+    that many ranks, with ``--config``, and with ``--max-restarts``, which would start ranks again that refuse them.
     """
     given = {option_of(word) for word in words}
     if "RANK" in os.environ or "-h" in words or given & {"--help", "--config"}:

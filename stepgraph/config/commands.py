@@ -174,7 +174,7 @@ class NormBench(DeviceOptions, RecordFile):
     CPU."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Of all tensors."""
+    """The dtype of all tensors."""
 
     timing: Literal["auto", "do_bench", "graph", "both"] = "auto"
     """do_bench: single calls, launches included. graph: kernel time alone, by a CUDA graph over rotating buffers. auto:

@@ -16,7 +16,7 @@ def read_config(path: Path, preset: str | None, init_from_hf: str | None = None)
     of those of fine-tuning that folder.
 
     A TOML file has options by their names, the model's in a table ``[model]``, and a ``preset``. A run's config.json
-    has all of them, of which the run's folder is left out, and gives those that differ from its preset's.
+    has all of them; the run's folder is left out, and the given ones are those that differ from its preset's.
 
     Raises:
         ValueError: one line; a file that cannot be read, an unknown option or preset, a bad value.

@@ -219,8 +219,8 @@ class TrainConfig(
             raise ValueError(f"{name}={value} must be {allowed}")
 
     def changes(self, base: "TrainConfig") -> dict[str, tuple[Any, Any]]:
-        """Option -> its value in ``base`` and here, of those that differ; a model's as ``model.dim``. Which folder the
-        run has is no difference."""
+        """Option -> its value in ``base`` and here, for the ones that differ; a model's as ``model.dim``. Which folder
+        the run has is no difference."""
         found: dict[str, tuple[Any, Any]] = {}
         for name, value in vars(self).items():
             before = getattr(base, name)

@@ -1,6 +1,6 @@
 """What attention costs by each backend that was measured: milliseconds, kept as the share of the GPU's peak they reach.
 
-The figures are those of one H200, torch 2.11, bf16, causal. They serve other GPUs of its compute capability by the
+The figures are from one H200, torch 2.11, bf16, causal. They serve other GPUs of its compute capability by the
 share of the peak. Between measured lengths the share is interpolated in the logarithm of the length; beyond them the
 nearest measured one holds, as far as `covers` says. What was not measured has no cost here.
 """

@@ -56,7 +56,7 @@ _RING = ((8.4e-6, 3.4e-6, 14.0e-6, 1.0), (6.6e-6, 0.6e-6, 2.7e-6, 0.5))  # Simpl
 _TREE = ((8.4e-6, 4.0e-6, 14.0e-6, 1.0), (6.8e-6, 0.6e-6, 5.0e-6, 0.5))
 
 #: What NCCL's kernels pass on, keep or add up in a second, over a GPU's NVLink bandwidth: among few ranks they are
-#: slower than the links. Source: two H200s by themselves, 1 GiB: 539 GB/s (all-gather), 529 (reduce-scatter), 497
+#: slower than the links. Source: two idle H200s, 1 GiB: 539 GB/s (all-gather), 529 (reduce-scatter), 497
 #: (all-reduce) of 450 (benchmarks/h200_x2_roofline.json).
 _KERNEL_SHARE = 1.18
 
@@ -122,7 +122,7 @@ def transfer(node: fx.Node, ranks: Sequence[int], gpu: Gpu, load: float = 1.0) -
 
 
 def seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:
-    """Seconds of the collective ``node`` by itself, between the ranks of its process group."""
+    """Seconds of the collective ``node`` alone, between the ranks of its process group."""
     (group,) = groups_of([node]).values()
     return transfer(node, group.ranks, gpu).seconds
 

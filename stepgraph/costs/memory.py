@@ -77,7 +77,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(graph: fx.Graph, *, fused: bool = False) -> MemoryEstimate:
-    """Peak memory of running ``graph`` in order, every operator by itself; ``fused``: as a compiler joins them."""
+    """Peak memory of running ``graph`` in order, one operator at a time; ``fused``: as a compiler joins them."""
     aliases = Aliases(graph)
     fusion = Fusion(graph, aliases, fused) if fused else None
     kept = {
@@ -132,7 +132,8 @@ def _state_bytes(step: StepGraph) -> dict[Input, int]:
 
 
 def _made(program: StepProgram, call: Call, held: Mapping[ValueKey, _Memory]) -> dict[ValueKey, _Memory]:
-    """The memory of the values that ``call`` gives, but for views of state. ``held``: that of those it may read."""
+    """The memory of the values that ``call`` gives, except views of state. ``held``: the memory of the values that it
+    may read."""
     step = program.graphs[call.graph]
     aliases, found = Aliases(step.graph), {}
     inputs = dict(step.bound())

@@ -1,6 +1,6 @@
 """What a norm costs on a GPU by each of the ways to run it: bytes moved, over the bandwidth that each way reaches.
 
-The shares are measured on an H200 (`stepgraph bench norm`) for RMS norms by themselves; only their ratios matter on
+The shares are measured on an H200 (`stepgraph bench norm`) for RMS norms alone; only their ratios matter on
 another GPU. Between the measured widths they are interpolated in the logarithm of the width; beyond them the nearest
 measured width holds.
 """

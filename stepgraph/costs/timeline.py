@@ -163,5 +163,6 @@ def exposed_text(before: tuple[float, float], after: tuple[float, float]) -> str
 
 
 def joining_saves(joined: fx.Node, collective: fx.Node) -> float:
-    """Seconds that ``joined``, a pipeline of products and ``collective``, is forecast to save over them apart."""
+    """Seconds that ``joined``, a pipeline of products and ``collective``, is forecast to save over them one after the
+    other."""
     return links.seconds(collective) - links.pipeline_of(joined).exposed_seconds(node_seconds(joined), ASSUMED)

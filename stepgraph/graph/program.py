@@ -48,8 +48,8 @@ class StepProgram:
 
     @property
     def recorded_whole(self) -> bool:
-        """Whether all calls of a step run as one CUDA graph: those that keep values for others are recorded in no other
-        way."""
+        """Whether all calls of a step run as one CUDA graph: graphs that keep values for others are recorded in no
+        other way."""
         return any(graph.recording is not None and graph.keeps_values for graph in self.graphs.values())
 
     @property

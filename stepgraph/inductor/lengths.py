@@ -1,8 +1,8 @@
 """Pieces that serve every length of a batch: two pieces that differ in numbers alone become one with a symbolic length.
 
-A piece's numbers are its inputs' sizes and strides and the integers among its operators' arguments. Where those of two
-lengths differ, each number becomes a multiple of the length, of its square, or a multiple and a constant. The piece so
-written is compiled with a symbolic length (as Dynamo compiles dynamic shapes). It serves a third length if the
+A piece's numbers are its inputs' sizes and strides and the integers among its operators' arguments. Where the numbers
+of two lengths differ, each number becomes a multiple of the length, of its square, or a multiple and a constant. The
+piece so written is compiled with a symbolic length (as Dynamo compiles dynamic shapes). It serves a third length if the
 expressions give exactly that piece's numbers, and if all holds there that the compiler assumed: nothing is guessed.
 """
 

@@ -2,7 +2,7 @@
 
 A pass tags nodes with the `Region` they belong to. Before -> after: the nodes of a region -> one call of a compiled
 piece; every other node stays the operator it was. Regions of one structure (operators, arguments, shapes, strides,
-dtypes, devices and options), such as those of a model's equal layers, are compiled once and share the result.
+dtypes, devices and options), such as the regions of a model's equal layers, are compiled once and share the result.
 torch's own ``torch.fx.passes.regional_inductor`` merges regions in 2.11, and compiles them all with the options of the
 first.
 """

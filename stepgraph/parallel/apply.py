@@ -59,7 +59,7 @@ def parallelize(
         expert_exchange: with ``ep``, how tokens travel: by torch's ``collectives``, or within a machine over
             ``symmetric`` memory (see `stepgraph.parallel.expert_symmetric`).
         pipeline: the model's stages, from `plan_pipeline`. Needed where the mesh has ``pp``. Parameters of other ranks'
-            stages then stay, or go, on the meta device; give an optimizer those that `held_parameters` names.
+            stages then stay, or go, on the meta device; give an optimizer the ones that `held_parameters` names.
 
     Raises ``ValueError`` for a plan that does not cover the model or that ``tp`` does not divide, and for a model that
     is parallel already.
@@ -129,7 +129,7 @@ def parallelize(
 
 
 def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that this rank holds, by name: all but those of other stages of a pipeline."""
+    """The parameters that this rank holds, by name: all except other stages' of a pipeline."""
     return {name: param for name, param in model.named_parameters() if not param.is_meta}
 
 
@@ -139,7 +139,7 @@ def _elsewhere(model: nn.Module, pipeline: Pipeline | None) -> set[int]:
 
 
 def _sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Every rank of the mesh counts tokens of its own: those of a tp group have parts of the same sequences."""
+    """Every rank of the mesh counts its own tokens: ranks of a tp group have parts of the same sequences."""
     return compat.all_reduce(value, "sum", dist.group.WORLD)
 
 

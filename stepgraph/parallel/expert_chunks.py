@@ -1,4 +1,4 @@
-"""Tokens of a layer of experts in chunks, each exchanged and computed by itself.
+"""Tokens of a layer of experts in chunks, each exchanged and computed separately.
 
 While one chunk travels, the experts compute another: as the program is written nothing overlaps, and the
 pass `overlap_experts` moves it so. A token's result does not depend on the chunk that it is in, but for the rounding of

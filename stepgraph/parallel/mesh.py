@@ -41,7 +41,7 @@ class MeshSpec:
     tp: int = _axis()
     """Tensor-parallel ranks."""
     ep: int = field(default=1, metadata={"divides": True})
-    """Expert-parallel ranks, among those of the axes above: no axis of its own."""
+    """Expert-parallel ranks, among the ranks of the axes above: no axis of its own."""
 
     def __post_init__(self) -> None:
         inner = self._inner
@@ -94,7 +94,7 @@ class MeshSpec:
 
     @property
     def _inner(self) -> int:
-        """Ranks that ``ep`` divides: those of the shards, or of the replicas where nothing is sharded, and of tp."""
+        """Ranks that ``ep`` divides: shards, or replicas where nothing is sharded, times tp."""
         return (self.dp_replicate if self.dp_shard == 1 else self.dp_shard) * self.tp
 
     @property
@@ -137,7 +137,7 @@ class MeshSpec:
                 raise ValueError(f"{axis}={ranks} does not divide {name}={size}; try {fix}")
 
 
-#: Axes whose ranks read data of their own, and those whose ranks share it, each in the order in which ranks count.
+#: Axes whose ranks read their own data, and axes whose ranks share it, each in the order in which ranks count.
 _AXES = tuple(axis.name for axis in fields(MeshSpec) if "data" in axis.metadata)
 DATA_AXES = tuple(axis.name for axis in fields(MeshSpec) if axis.metadata.get("data"))
 MODEL_AXES = tuple(name for name in _AXES if name not in DATA_AXES)
@@ -256,7 +256,7 @@ class ExpertAxes(Axes):
 
 
 def _device_mesh(device_type: str, sizes: dict[str, int], names: tuple[str, ...]) -> DeviceMesh:
-    """The ``DeviceMesh`` of the axes ``names``, those that count fastest first. ``sizes``: of all, in the order of
+    """The ``DeviceMesh`` of the axes ``names``, the ones that count fastest first. ``sizes``: of all, in the order of
     ranks.
 
     Its collectives are safe while several are in flight: one axis over all ranks would otherwise have the default

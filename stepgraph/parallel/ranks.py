@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes of this run: those of torch.distributed when it is initialized, else this one alone.
+    """The processes of this run: torch.distributed's when it is initialized, otherwise this one alone.
 
     An error on one rank is raised on every rank, so none waits for ever for another that has failed. ``alone``: count
     this process by itself in any case. ``group``: what the ranks meet in, None for the default of all.

@@ -114,7 +114,7 @@ class GraphRunner:
 
     def _record(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.static = list(flat)
-        # Kernels know the batch's strides, also those of slices and of expanded tensors.
+        # Kernels know the batch's strides, also for slices and expanded tensors.
         self.spans = [spanned(flat[i]).clone() for i in self.batch]
         for span, i in zip(self.spans, self.batch, strict=True):
             self.static[i] = span.as_strided(flat[i].shape, flat[i].stride())

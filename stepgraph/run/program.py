@@ -42,7 +42,7 @@ def runner_of(step: StepGraph, shared: Shared | None = None) -> Callable[[Sequen
 
 
 def _plain_runner(step: StepGraph) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """The same without recording it by itself."""
+    """The same without recording it separately."""
     if step.executable is not step.module:  # compiled pieces, which free what they were the last to read
         return Interpreter(step.executable)
     compat.generate_code(step.module)

@@ -54,7 +54,7 @@ def choose_folder(config: TrainConfig) -> tuple[Path, bool, Path | None]:
 
 
 def keep_folder(path: Path) -> None:
-    """For the next attempt of an elastic agent: it continues in ``path``. Called once that folder says by itself
+    """For the next attempt of an elastic agent: it continues in ``path``. Called once that folder itself says
     whether it rewinds, or an attempt that ends earlier would be followed by one from a wrong checkpoint."""
     if (store := parallel.job_store()) is not None:
         store.set(_FOLDER_KEY, str(path))

@@ -61,7 +61,7 @@ MEETING_S = 60.0
 def run(config: TrainConfig) -> int:
     """Train as ``config`` says; the exit status: 0 when finished or stopped by a signal, 1 when training failed.
 
-    Errors of use raise ``ValueError`` with one line; those found before the run begins leave no run folder behind.
+    Errors of use raise ``ValueError`` with one line; before the run begins they leave no run folder behind.
     """
     config.validate()
     device = device_of(config)
@@ -92,7 +92,7 @@ def run(config: TrainConfig) -> int:
             status = 1
         if status and several:
             parallel.leave(status)
-        del run  # whatever of it holds the step: NCCL's groups close when its CUDA graphs have ended
+        del run  # whatever still holds the step: NCCL's groups close when its CUDA graphs have ended
         return status
 
 

@@ -1,4 +1,4 @@
-"""What is verified, and what one run of it gives."""
+"""What is verified, and the result of one run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

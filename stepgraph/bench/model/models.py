@@ -1,6 +1,6 @@
 """The measured models: configurations of ``transformers``, written out in models.json so that nothing is downloaded.
 
-Sizes are those of the models' authors (their ``config.json``); weights are random. Every model is built as
+Sizes are from the models' authors (their ``config.json``); weights are random. Every model is built as
 ``transformers`` makes it, in bf16 with SDPA attention, and gives the loss itself: ``model(**batch).loss``.
 """
 

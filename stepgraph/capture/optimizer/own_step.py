@@ -251,7 +251,7 @@ class Run:
         return zip((live for _, live in self.host.values), self.inputs.values(), strict=True)
 
     def count(self, key: str, value: Any, place: Place) -> int:
-        """Where on the tape a live number or scalar tensor is; those of one key that are equal now share one."""
+        """Where on the tape a live number or scalar tensor is; equal ones of one key share one."""
         with compat.without_modes():
             for count in self._counts[key]:
                 if equal(self.tape.entries[count.place].value, value):

@@ -169,7 +169,7 @@ def _tried(own: OwnStep, groups: Groups, mode: compat.FakeTensorMode, makes: boo
 
 
 class _Alone:
-    """A trace of ``step`` by itself."""
+    """A trace of ``step`` alone."""
 
     def __init__(self, own: OwnStep, groups: Groups, mode: compat.FakeTensorMode, makes: bool):
         self.own, self.groups, self.mode, self.makes = own, groups, mode, makes

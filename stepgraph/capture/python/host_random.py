@@ -24,7 +24,7 @@ class HostRandom:
         self._states = {name: get() for name, (get, _) in self._accesses.items()}
 
     def add(self, name: str, value: Any) -> None:
-        """Another generator, from its state of now on."""
+        """Another generator, from its current state on."""
         access = _access(value, sys.modules.get("numpy"))
         if access is not None and id(value) not in self._met:
             self._met[id(value)] = value

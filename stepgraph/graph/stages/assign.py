@@ -198,7 +198,7 @@ class Cut:
 
     def message(self, stage: int, forward: bool) -> list[fx.Node]:
         """What ``stage`` and later stages read of the stages before it: of ``stage - 1`` and those before it where
-        it comes ``forward``, else of ``stage + 1`` and those after it. The neighbour sends all of it."""
+        it comes ``forward``, else of ``stage + 1`` and later. The neighbour sends all of them."""
         beyond = range(stage, self.stages) if forward else range(stage + 1)
         found = {
             value: None

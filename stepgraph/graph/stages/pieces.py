@@ -75,7 +75,7 @@ def _places(step: StepGraph, halves: bool) -> dict[fx.Node, Kind]:
 
 
 def _awaited(step: StepGraph, late: set[fx.Node]) -> list[fx.Node]:
-    """The gradients that are sent on; of the first stage, which sends none, those that leave its blocks."""
+    """The gradients that are sent on; for the first stage, which sends none, the ones that leave its blocks."""
     sent = [node for node, what in step.returned() if isinstance(what, Value) and node in late]
     if sent:
         return sent

@@ -29,7 +29,7 @@ class RulesPass(parts.CustomGraphPass):
 
 
 def installed(value: Any) -> RulesPass | None:
-    """The pass of ours among those of a configuration."""
+    """Our pass among the passes of a configuration."""
     return next((p for p in compat.inductor_passes(value) if isinstance(p, RulesPass)), None)
 
 

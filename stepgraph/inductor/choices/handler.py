@@ -39,7 +39,7 @@ class Install(RulesPass):
             parts.V.set_choices_handler(Choices())
         elif handler is not Choices:
             raise ValueError(
-                f"Inductor's choices are already those of {handler.__name__}: stepgraph.inductor can only extend "
+                f"Inductor's choices already belong to {handler.__name__}: stepgraph.inductor can only extend "
                 "InductorChoices itself; unset V.set_choices_handler and config.inductor_choices_class"
             )
         if self.rules.tuning and not self.rules.tuning.tuned:

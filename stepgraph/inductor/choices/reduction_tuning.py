@@ -74,7 +74,7 @@ class Tuning:
         return tile if rows >= tile_rows and estimate(loads, tile) <= tile.register_limit else None
 
     def can_fuse(self, node1: Any, node2: Any) -> bool:
-        """False for small mixed-order reductions: `tuned_reductions` makes Inductor fuse those of any size."""
+        """False for small mixed-order reductions: `tuned_reductions` makes Inductor fuse reductions of any size."""
         mixed = compat.inductor().MixOrderReduction
         if not mixed.can_fuse(node1, node2):
             return True

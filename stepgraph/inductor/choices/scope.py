@@ -38,7 +38,7 @@ class Scope:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options for ``torch.compile``; add those of a mode with ``torch._inductor.list_mode_options(mode)``."""
+        """Options for ``torch.compile``; add a mode's with ``torch._inductor.list_mode_options(mode)``."""
         from stepgraph.inductor.choices.graph_pass import installed  # imports Inductor, which takes seconds
         from stepgraph.inductor.choices.handler import Install
 

@@ -221,7 +221,7 @@ def _stages(
     """The cost of every stage. ``load``: rows that a rank's experts receive over the mean of its stage's ranks."""
     target, update = Target.forecast(gpu), program.graphs["update"]
     per_byte = _bytes(update, OptimizerState) / max(1, _bytes(update, Parameter))  # of state, per byte of parameters
-    cut = Cut(copied(program).main, starts)  # which takes a tied embedding's gradients apart
+    cut = Cut(copied(program).main, starts)  # which separates a tied embedding's gradients
     ends = [*starts[1:], len(program.main.blocks)]
     found: list[StageCost] = []
     known: dict[tuple, StageCost] = {}
@@ -320,5 +320,5 @@ def _box_bytes(calls: list[list[Call]], where: list[int], stages: list[StageCost
 def _peak(own: list[int], stages: list[StageCost], timed: PipelineTime) -> int:
     """Bytes of a rank at its fullest: state, what is kept for all microbatches in flight, and the fullest call."""
     kept = timed.most_kept({i: (stages[i].kept, stages[i].between) for i in own})
-    # The fullest call's own microbatch is among those in flight.
+    # The fullest call's own microbatch is among the ones in flight.
     return sum(stages[i].state for i in own) + kept + max(max(0, stages[i].working - stages[i].kept) for i in own)

@@ -3,7 +3,7 @@
     out = softmax(scale q k^T) v        lse = log of the softmax's denominator, with the scale inside
 
 The package is called by the two functions that torch's own integration calls
-(``torch.nn.attention.activate_flash_attention_impl("FA4")``, which would put it in the place of FlashAttention 2 for
+(``torch.nn.attention.activate_flash_attention_impl("FA4")``, which would replace FlashAttention 2 by it for
 the whole process). On a CPU the reference runs, to test numerics, not for speed.
 
 Source: the package's ``flash_attn/cute/interface.py``, read at 4.0.0b10 and 4.0.0b36.

@@ -10,7 +10,7 @@ def _kernel(a, b, total, n, divisor, WIDE: tl.constexpr, EXACT: tl.constexpr, BL
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(a + at, mask=at < n, other=0.0).to(WIDE)
     y = tl.load(b + at, mask=at < n, other=0.0).to(WIDE)
-    if EXACT:  # float64 division rounds correctly by itself
+    if EXACT:  # float64 division rounds correctly anyway
         mean = (x + y) / divisor
     else:
         mean = tl.div_rn(x + y, divisor)

@@ -98,7 +98,7 @@ _kept: list[Any] = []
 
 
 class Workspace:
-    """Memory on every rank with a place for the part of each other, and flags; all of it within reach of all.
+    """Memory on every rank with a place for the part of each other, and flags; all of it reachable by all.
 
     With two ``turns`` it is there twice, for exchanges that follow each other: a rank whose part of one was taken from
     has finished the previous one, so its memory is free: double-buffered, no acknowledgement needed. With one turn the
@@ -257,7 +257,7 @@ class Session:
         if held is None or held.nbytes < nbytes:
             if held is not None:
                 self.outgrown.append((key, held))
-            if place is not None:  # what comes to one number of a name will come to the others
+            if place is not None:  # an error of one number of a name will be an error of the others
                 named = [
                     w.nbytes for (name, p), w in self.workspaces.items() if p and (name, p[0]) == (key[0], place[0])
                 ]

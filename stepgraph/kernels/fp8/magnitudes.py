@@ -1,6 +1,6 @@
 """SwiGLU, and its backward, with the largest magnitudes of what they give; and the cast to fp8 that these are for.
 
-    y      = silu(gate) * up, rounded to the inputs' dtype after each of the two, as apart
+    y      = silu(gate) * up, rounded to the inputs' dtype after each of the two, as separate operators do
     dup    = dy * silu(gate)
     dgate  = silu'(gate) * (dy * up), rounded in the same way
     magnitudes of rows: max |y| over each row; of columns: over each column
@@ -37,7 +37,7 @@ def swiglu_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, 
 
     Args:
         gate, up: (..., C), not empty; both bf16, fp16 or fp32, in any strides.
-        columns: whether to find those of columns too.
+        columns: whether to find the columns' too.
 
     Returns:
         The product, contiguous, in the shape and dtype of ``gate``; the magnitudes of its rows, (R,) fp32, R the number

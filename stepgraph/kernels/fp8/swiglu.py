@@ -1,6 +1,6 @@
 """SwiGLU, and its backward, with their casts to fp8 in one kernel.
 
-    y      = silu(gate) * up, rounded to the inputs' dtype after each of the two, as apart
+    y      = silu(gate) * up, rounded to the inputs' dtype after each of the two, as separate operators do
     dup    = dy * silu(gate)
     dgate  = silu'(gate) * (dy * up), rounded in the same way
     q, s   = by rows in fp8, and their scales: `cast.cast_scaled_rows` of y, or of both gradients

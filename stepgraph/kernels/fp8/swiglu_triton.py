@@ -148,7 +148,7 @@ def _store_cast(value, q, scale, row, column, C, SMALLEST: tl.constexpr, MOST: t
 def launch(
     gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `swiglu.swiglu_cast_rows`. A row that no program holds takes the kernels of each operator by itself."""
+    """As `swiglu.swiglu_cast_rows`. A row that no program holds takes the kernels of each operator alone."""
     columns = gate.shape[-1]
     if columns > cast_triton.LONGEST:
         y = (torch.nn.functional.silu(gate) * up).contiguous()

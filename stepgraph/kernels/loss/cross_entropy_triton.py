@@ -57,7 +57,7 @@ def configuration(V: int) -> tuple[int, int]:
 
 
 def in_rows(logits: torch.Tensor) -> torch.Tensor:
-    """``logits`` (M, V), or a copy of them where their rows are not contiguous; rows may lie apart."""
+    """``logits`` (M, V), or a copy where the elements of a row are not contiguous."""
     return logits if logits.shape[1] <= 1 or logits.stride(1) == 1 else logits.contiguous()
 
 

@@ -5,7 +5,7 @@
 
 Ranks exchange ``highest`` and ``total``, two numbers per row. With the row's ``log_sum`` over all columns, the gradient
 is computed from the logits and overwrites them. That is two kernels over the largest tensor of the step and no second
-tensor of its size, in place of a maximum, a sum and a gradient that each cast it to fp32 again.
+tensor of its size, instead of a maximum, a sum and a gradient that each cast it to fp32 again.
 """
 
 import torch

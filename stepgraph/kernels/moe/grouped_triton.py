@@ -9,7 +9,7 @@ ROWS, WARPS = 32, 8
 
 @triton.jit
 def _zero_past_kernel(out, offsets, experts, R, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in those of some rows that lie past the last offset."""
+    """Write zeros to the rows that lie past the last offset."""
     end = tl.load(offsets + experts - 1)
     first = tl.program_id(0) * ROWS
     if first + ROWS > end:

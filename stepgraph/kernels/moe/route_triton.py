@@ -1,7 +1,7 @@
 """The Triton kernels of `route`: a counting sort of the slots in blocks.
 
 Each block counts its slots of every expert; each expert adds up its counts over the blocks; each block puts its slots
-where those of lower experts, of earlier blocks, and its own earlier ones of the same expert leave off.
+after the rows of lower experts, of earlier blocks, and its own earlier ones of the same expert.
 """
 
 import torch

@@ -29,7 +29,7 @@ def _gather_kernel(x, places, rows, N, K, D, stride, TOKENS: tl.constexpr, BLOCK
 
 @triton.jit
 def _zero_kernel(rows, order, R, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros in those of some rows that are no slot's place."""
+    """Write zeros to the rows that are no slot's place."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     empty = (row < R) & (tl.load(order + row, mask=row < R, other=0) < 0)
     if tl.max(empty.to(tl.int32), 0) > 0:
@@ -93,7 +93,7 @@ def configuration(D: int) -> tuple[int, int]:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """``x``, or a copy where its rows are not contiguous; rows may lie apart."""
+    """``x``, or a copy where the elements of a row are not contiguous."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 

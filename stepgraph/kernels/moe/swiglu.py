@@ -1,6 +1,6 @@
 """SwiGLU of the experts' rows, and its backward, on the rows in use alone.
 
-    y            = silu(gate) * up, rounded to the inputs' dtype after each of the two, as apart
+    y            = silu(gate) * up, rounded to the inputs' dtype after each of the two, as separate operators do
     dgate | dup  = silu'(gate) * (dy * up) | dy * silu(gate), rounded in the same way; halves of one matrix
 
 Gate and up are the halves of one product's rows, and so are their gradients. Each is read once and each result written

@@ -80,7 +80,8 @@ class Pipeline:
         return dist.new_group(ranks, use_local_synchronization=True, group_desc=what)
 
     def _tied(self, holders: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of those of this rank's pipeline that hold a parameter; every rank makes those of all pipelines."""
+        """The group of the ranks of this rank's pipeline that hold a parameter; every rank makes the groups of all
+        pipelines."""
         found = None
         pipelines = self.mesh.spec.size // self.ranks
         for first in range(pipelines):

@@ -122,7 +122,7 @@ def _makers(work: Call, source: int) -> list[Call]:
 
 def aligned(measured: PipelineTime, ranks_of: Sequence[int]) -> PipelineTime:
     """``measured``, whose spans are in seconds since each rank's own begin of the step, on one clock: ranks begin
-    together, but for those that would then read what is not made yet. ``ranks_of``: of each stage."""
+    together, except the ones that would then read what is not made yet. ``ranks_of``: of each stage."""
     spans = {span.work: span for span in measured.spans}
     gaps: dict[tuple[int, int], float] = {}
     for work, span in spans.items():

@@ -215,7 +215,7 @@ def _write(file: Path, data: bytes) -> None:
 def _refuse_foreign(path: Path) -> None:
     try:
         found = os.lstat(path)
-    except OSError:  # nothing is read of it then
+    except OSError:  # nothing is read from it then
         return
     if stat.S_ISLNK(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise UnsafeFolder(

@@ -293,7 +293,7 @@ def test_other_choices_are_not_replaced(compiling, function):
     thread = threading.Thread(target=compile_with_mine)
     thread.start()
     thread.join()
-    assert "choices are already those of Mine" in failures[0]
+    assert "choices already belong to Mine" in failures[0]
 
 
 def test_copies_of_the_settings_report_to_the_same_guard():

@@ -222,7 +222,7 @@ def backward_rows(
     if EXCHANGED:
         leave(shares, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
 
-    # Programs of one period hold sums of the same columns: to those who add, they are like any others.
+    # Programs of one period hold sums of the same columns: to the programs that add, they are like any others.
     slot = p if PERIOD == 1 else group
     slots = P if PERIOD == 1 else P * PERIOD
     sum_block = head_block if PERIOD == 1 else 0

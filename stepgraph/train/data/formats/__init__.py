@@ -15,7 +15,7 @@ WHOLE, STREAMED = "hf:", "hf-stream:"
 
 
 def open_source(data: str, text_field: str = "text") -> Corpus:
-    """What one name of ``--data`` stands for: ``stdlib``, ``FILE.jsonl``, ``FILE.txt``, ``FILE.parquet``, ``hf:NAME``
+    """What one name of ``--data`` means: ``stdlib``, ``FILE.jsonl``, ``FILE.txt``, ``FILE.parquet``, ``hf:NAME``
     or ``hf-stream:NAME``.
 
     ``text_field`` is the field or column with the text, in jsonl and parquet files and in data sets. The first document
