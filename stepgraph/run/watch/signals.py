@@ -49,6 +49,7 @@ class StopSignals:
             signal.signal(signal.SIGINT, before)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._speaks = False  # an agent that ends the other ranks sends SIGTERM
         if self._patient:
             signal.signal(number, signal.SIG_IGN)  # the same Ctrl-C may come again while the ranks end
         signal.default_int_handler(number, frame)
