@@ -251,6 +251,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
     Raises ValueError, in one line, for an unknown preset or option and for a bad value.
     """
     from stepgraph.config.idle import refuse_idle, refuse_unused
+    from stepgraph.models.hf_files import downloaded
 
     named = bool(arguments) and not arguments[0].startswith("-")
     preset, options = (arguments[0], arguments[1:]) if named else (DEFAULT, arguments)
@@ -258,6 +259,9 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         raise unknown_name("preset", preset, PRESETS)
     default = PRESETS[preset]()
     file, options = _without_config(options)
+    if name := value_of("--init-from-hf", options):
+        options = [word.replace(name, downloaded(name)) if "--init-from-hf" in (word, before) else word
+                   for before, word in zip(("", *options), options, strict=False)]  # fmt: skip
     given: set[str] = set()
     if file:
         from stepgraph.config.files import read_config
@@ -268,7 +272,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         if named and default.preset != preset:
             raise ValueError(f"--config {file} is of preset {default.preset!r}, not {preset!r}: leave PRESET out")
     elif (folder := value_of("--init-from-hf", options)) and not named and Path(folder).is_dir():
-        default = fine_tuning(Path(folder))
+        default = fine_tuning(Path(folder), lora=bool(value_of("--lora", options)))
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
     if "warmup_steps" not in given:

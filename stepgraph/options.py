@@ -274,7 +274,10 @@ class RecordOptions:
     """Continue the run in this folder, or from RUN/checkpoints/step-N; its config.json gives the options' defaults."""
 
     init_from_hf: Path | None = None
-    """Start from the weights of the Hugging Face checkpoint in this folder; without PRESET, its model is trained."""
+    """Start from the Hugging Face checkpoint in this folder, or of this name on the Hub; without PRESET, its model."""
+
+    lora: str | None = None
+    """Train an adapter by peft, as in r=16,alpha=32,targets=all-linear (or q_proj+v_proj); dropout=0.1. None: all."""
 
     export_hf: Path | None = None
     """At the end, write the weights to this folder as a Hugging Face checkpoint."""

@@ -79,10 +79,8 @@ def capture(
         saved: after the trace, load the rewritten and compiled step from this folder, or save it there if it is not
             there yet; ``"auto"``: the user's cache. What is loaded is code: name no folder that you do not trust.
             ``step.saved`` says what happened.
-        replay: let ``loss_fn`` read values in Python that it only stores, as ``seen.append(accuracy.item())`` does.
-            While it is captured such reads give made-up numbers; after each call of the step ``step.after()`` runs
-            that Python again with the values of the step, without calling modules. A value that reaches the loss is
-            refused.
+        replay: let ``loss_fn`` read values in Python that it only stores (``seen.append(accuracy.item())``). The
+            capture gives made-up numbers; after a call, ``step.after()`` runs that Python again with the step's values.
 
     Returns:
         A `CapturedStep`.
@@ -279,8 +277,7 @@ class CapturedStep:
 
     @property
     def after(self) -> Callable[[], None]:
-        """Runs the Python of ``loss_fn`` again with the values of the latest call, once, see
-        ``replay`` of `capture`. It waits for that call's end, and may be kept and called after the next one began."""
+        """Runs the Python of ``loss_fn`` again with the latest call's values, once: see ``replay`` of `capture`."""
         return (self._current and self._current.after) or (lambda: None)
 
     def release(self) -> None:

@@ -19,7 +19,7 @@ from stepgraph.config.hf_weights import load_hf
 from stepgraph.config.train import TrainConfig
 from stepgraph.lower import StepSpec
 from stepgraph.models import family_of, next_token_loss
-from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig
+from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig, lora_options
 from stepgraph.step import CapturedStep
 
 _REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -84,8 +84,12 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
 def _of_transformers(config: TrainConfig, device: torch.device, weights: bool) -> nn.Module:
     """A model of transformers, with ``weights`` of its folder or drawn ones."""
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    lora = None if config.lora is None else lora_options(config.lora)
     with torch.device(device):
-        return CausalLM(config.model, dtype=dtype, weights=weights).to(device)
+        model = CausalLM(config.model, dtype, weights, lora).to(device)
+    if lora is not None and config.precision == "bf16-autocast":
+        model.round_frozen(torch.bfloat16)
+    return model
 
 
 def _pipeline(config: TrainConfig, model: nn.Module, mesh: parallel.Mesh) -> parallel.Pipeline:
@@ -106,7 +110,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizers:
         scaled = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
         rest = [p for p in parallel.held_parameters(model).values() if p not in matrices]
         return [torch.optim.Muon(list(matrices), **scaled), _adamw(config, rest)]
-    return _adamw(config, list(parallel.held_parameters(model).values()))
+    return _adamw(config, [p for p in parallel.held_parameters(model).values() if p.requires_grad])
 
 
 def param_groups(optimizer: Optimizers) -> list[dict[str, Any]]:

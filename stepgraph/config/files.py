@@ -31,7 +31,13 @@ def read_config(path: Path, preset: str | None, init_from_hf: str | None = None)
             raise ValueError(f"preset={name!r} must be a name in quotes")
         if name not in (*PRESETS, "custom"):
             raise unknown_name("preset", name, PRESETS)
-        default = fine_tuning(Path(folder)) if tunes else TrainConfig() if name == "custom" else PRESETS[name]()
+        default = (
+            fine_tuning(Path(folder), lora="lora" in values)
+            if tunes
+            else TrainConfig()
+            if name == "custom"
+            else PRESETS[name]()
+        )
         base = json.loads(default.to_json())
         if "resume" in values and path.suffix == ".toml":
             raise ValueError("resume continues with the options of its run: give --resume RUN alone")

@@ -75,15 +75,16 @@ def _made(name: str) -> "TrainConfig":
     return TrainConfig(preset=name, model=getattr(models, shape)(), **options)
 
 
-def fine_tuning(folder: Path) -> "TrainConfig":
-    """The model in ``folder``, a Hugging Face checkpoint, trained on: a small learning rate, no weight decay.
+def fine_tuning(folder: Path, lora: bool = False) -> "TrainConfig":
+    """The model in ``folder``, a Hugging Face checkpoint, trained on: a small learning rate, no weight decay. With
+    ``lora`` it is always transformers', whose names adapters have.
 
     Raises ``ValueError``, in one line, for a folder with no model of the families here.
     """
     from stepgraph import models
     from stepgraph.config.train import TrainConfig
 
-    model = models.config_from_hf(folder)
+    model = models.config_from_hf(folder, own=not lora)
     longest = models.family_of(model).longest(model)
     return TrainConfig(
         model=model,
@@ -93,7 +94,7 @@ def fine_tuning(folder: Path) -> "TrainConfig":
         seq_len=min(1024, longest or 1024),
         batch_size=4,
         steps=300,
-        lr=2e-5,
+        lr=2e-4 if lora else 2e-5,
         warmup_steps=10,
         weight_decay=0.0,
     )

@@ -20,7 +20,7 @@ from stepgraph.config.command_line import run_of
 from stepgraph.config.from_json import decode
 from stepgraph.errors import parse, unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
-from stepgraph.models.transformers.transformers import CausalLMConfig, takes_positions
+from stepgraph.models.transformers.transformers import CausalLMConfig, lora_options, takes_positions
 from stepgraph.options import (
     PARTS,
     BatchOptions,
@@ -192,6 +192,10 @@ class TrainConfig(
             family_of(self.model).hugging_face.write_config(self.model, torch.float32)
         if isinstance(self.model, CausalLMConfig):
             self._validate_transformers()
+        elif self.lora is not None:
+            raise ValueError(
+                f"lora={self.lora} is for models of transformers: give --init-from-hf FOLDER, and no PRESET"
+            )
 
     def _validate_transformers(self) -> None:
         """What a model of transformers does not have here."""
@@ -201,6 +205,10 @@ class TrainConfig(
                              "process here: drop it, or train by GraphTrainer(mesh=...)")  # fmt: skip
         if self.init_from_hf is not None and self.init_from_hf.resolve() != Path(folder).resolve():
             raise ValueError(f"init_from_hf={self.init_from_hf} and model.folder={folder} are two models: drop one")
+        if self.lora is not None:
+            lora_options(self.lora)
+            if self.optimizer != "adamw":
+                raise ValueError(f"optimizer={self.optimizer} and lora are both given: adapters are trained by adamw")
         if self.document_mask == "on" and not takes_positions(folder):
             raise ValueError(f"document_mask=on keeps documents apart by positions, which the model of {folder} does "
                              "not take: say --document-mask off")  # fmt: skip

@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from stepgraph.capture.batch import flatten_batch, form, rebuilt
 from stepgraph.capture.python.metrics import means, reported
 from stepgraph.capture.python.replay import is_probing
+from stepgraph.compat.replaced import replaced
 from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.parallel import Mesh, gloo_group, layouts
 from stepgraph.parallel.ranks import Ranks
@@ -327,8 +328,8 @@ class GraphTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As ``Trainer.log``; with a training loss go the means of what `stepgraph.metric` has reported since."""
-        if is_probing():
-            return  # ``compute_loss`` logs, which it does again after the step
+        if is_probing():  # ``compute_loss`` logs again after the step
+            return
         self._store()
         if "loss" in logs and self._reported:
             found = {
@@ -367,13 +368,11 @@ class GraphTrainer(Trainer):
         return counted or self.compute_loss_func is not None if said is None else said
 
 
-#: The same class under the name of a mix-in.
-GraphStep = GraphTrainer
+GraphStep = GraphTrainer  # as a mix-in
 
 
 def _gathered_for_metrics(gather: Callable, data: Any, *args: Any, **kwargs: Any) -> Any:
-    """accelerate's ``gather_for_metrics`` of one process, which leaves a scalar as it is: here without a look at the
-    data loader, which changes from epoch to epoch."""
+    """accelerate's ``gather_for_metrics`` of one process: a scalar stays, without a look at the data loader's epoch."""
     return data if isinstance(data, torch.Tensor) and data.ndim == 0 else gather(data, *args, **kwargs)
 
 
@@ -381,19 +380,12 @@ def _without_triton(_device: torch.device) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _trl_scores_every_position() -> Iterator[None]:
+def _trl_scores_every_position() -> contextlib.AbstractContextManager[None]:
     """Inside, TRL's heads score masked positions too, as they do where there is no Triton: on a GPU they would pick the
     others by a mask, and shapes would depend on values."""
     utils = sys.modules.get("trl.trainer.utils")
-    if utils is None or not hasattr(utils, "_use_triton"):
-        yield
-        return
-    before, utils._use_triton = utils._use_triton, _without_triton
-    try:
-        yield
-    finally:
-        utils._use_triton = before
+    known = hasattr(utils, "_use_triton")
+    return replaced(utils, _use_triton=_without_triton) if known else contextlib.nullcontext()
 
 
 def _form(microbatch: dict[str, Any]) -> tuple:

@@ -86,6 +86,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def downloaded(name: str) -> str:
+    """``name``, a folder; or where the model of that name on the Hub is downloaded to, if it is none."""
+    if Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return name
+    try:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"])
+    except Exception as error:  # of the network, of the Hub, of a missing package
+        raise ValueError(
+            f"init_from_hf={name} is not a folder, and the Hub does not give it ({errors.first_line(error)})"
+        ) from error
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write a file aside and give it its name when it is whole."""
     partial = path.with_name(f"{path.name}.part")

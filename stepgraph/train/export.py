@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -75,16 +76,15 @@ def export(model: nn.Module, folder: Path, tokenizer: str, run: Path) -> None:
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / CLAIM, _claim(run))
-        for file in folder.iterdir():  # of an attempt that was killed, maybe after its last file
-            if file.name != CLAIM:
-                file.unlink()
+        _empty(folder, CLAIM)  # of an attempt that was killed, maybe after its last file
 
     try:
         ranks.first(begin)
         ranks.first(lambda: files.write(folder))
         save_hf(model, folder, tokens={"bos_token_id": files.bos_id, "eos_token_id": files.eos_id})
     except OSError:
-        ranks.first(lambda: _empty(folder))  # the same command can be given again
+        with contextlib.suppress(OSError):
+            ranks.first(lambda: _empty(folder))  # the same command can be given again
         raise
 
 
@@ -92,9 +92,11 @@ def _claim(run: Path) -> str:
     return f"{run.resolve()}\n"
 
 
-def _empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        for file in folder.iterdir():
+def _empty(folder: Path, keep: str = "") -> None:
+    for file in folder.iterdir():
+        if file.is_dir():  # the adapter
+            shutil.rmtree(file)
+        elif file.name != keep:
             file.unlink()
 
 

@@ -151,6 +151,8 @@ class Run:
 
         self.params = config.model.num_params()
         self.flops_per_token = flops_per_token(config.model, config.seq_len)
+        if config.lora is not None:  # no products for the gradients of frozen weights
+            self.flops_per_token -= 2 * config.model.num_params(lookup_table=False)
         self.peak = (device_peak(config, device) or 0) * self.ranks.world or None  # of all devices together
         self.captured: stepgraph.CapturedStep | None = None
         self.capture_s: float | None = None
@@ -174,6 +176,10 @@ class Run:
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
         self.say(f"tokens: {self.loader.tokens.describe()}")
         self.say(start.model_line(config, self.params))
+        if config.lora is not None:
+            self.say(
+                f"lora {config.lora}: {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} trained"
+            )
         self.say(start.mesh_line(config))
         self.page = RunPage(path, config, device, self.say) if self.speaks else None
         self.profile = self._profile() if config.profile else None

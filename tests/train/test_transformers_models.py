@@ -46,7 +46,8 @@ def train(folder, *options):
     return run("train", *data, "--passes", "exact", "--saved-steps", "off", *options)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", *(pytest.param(k, marks=pytest.mark.long) for k in KINDS if k != "qwen3")])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_from_start_to_export(folder, kind, capsys):
     out, exported = folder / f"run-{kind}", folder / f"out-{kind}"
     every = ["--checkpoint-every", 3, "--val-every", 3, "--val-batches", 2, "--verify"]
@@ -120,3 +121,103 @@ def test_a_checkpoint_without_a_weight_is_refused(folder, capsys):
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     assert train(folder, "--init-from-hf", broken, "--out", folder / "run-broken") == 2
     assert "lacks model.norm.weight" in capsys.readouterr().err
+
+
+LORA = "r=4,alpha=8,targets=all-linear"
+
+
+@pytest.mark.long
+def test_lora_from_start_to_an_adapter(folder, capsys):
+    peft = pytest.importorskip("peft")
+    out, exported = folder / "run-lora", folder / "out-lora"
+    options = ["--init-from-hf", folder / "qwen3", "--lora", LORA, "--checkpoint-every", 3, "--verify"]
+    assert train(folder, *options, "--lr", 3e-2, "--out", out, "--export-hf", exported) == 0
+    assert "bitwise equal" in capsys.readouterr().out
+    losses = records(out, "loss")
+    assert losses[-1] < losses[0] - 0.1
+
+    assert (
+        train(folder, "--resume", out / "checkpoints" / "step-00000003", "--lr", 3e-2, "--export-hf", folder / "x") == 0
+    )
+    assert records(out, "loss") == losses
+    merged = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    plain = [p.clone() for p in base.parameters()]
+    adapted = peft.PeftModel.from_pretrained(base, exported / "adapter")
+    assert adapted.peft_config["default"].r == 4
+    tokens = torch.randint(3, 320, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-5)
+    changed = [not torch.equal(p, q) for p, q in zip(plain, merged.parameters(), strict=True)]
+    assert any(changed) and not all(changed)
+    reader = torch.distributed.checkpoint.FileSystemReader(out / "checkpoints" / "step-00000006")
+    saved = [name for name in reader.read_metadata().state_dict_metadata if name.startswith(("model.", "optimizer."))]
+    assert saved and all("lora_" in name for name in saved)  # frozen weights are not
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
+def test_the_graph_knows_frozen_weights(folder, precision):
+    pytest.importorskip("peft")
+    from stepgraph.cli import parse_train
+    from stepgraph.config import build
+    from stepgraph.graph.values import OptimizerState, Parameter
+    from stepgraph.step import CapturedStep
+
+    words = ["--init-from-hf", folder / "qwen3", "--lora", LORA, "--data", folder / "chat.jsonl", "--seq-len", "16"]
+    config = parse_train([*map(str, words), "--passes", "exact", "--precision", precision, "--device", "cpu"])
+    device = torch.device("cpu")
+    model = build.build_model(config, device)
+    optimizer, loss_fn = build.build_optimizer(config, model), build.build_loss(config, device)
+    step = CapturedStep(
+        build.step_spec(config, model, loss_fn, build.example_batch(config, device), optimizer), None, None
+    )
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    assert {i.what.parameter for i in step.graph.inputs if isinstance(i.what, OptimizerState)} == trained
+    masters = [i for i in step.graph.inputs if isinstance(i.what, OptimizerState) and i.what.key == "master"]
+    assert bool(masters) == (precision == "bf16")
+    casts = [
+        what.path
+        for node, what in step.graph.bound()
+        if isinstance(what, Parameter) and what.path not in trained and node.meta["val"].ndim == 2
+        for user in node.users
+        if user.target is torch.ops.aten._to_copy.default
+    ]
+    assert [path for path in casts if "embed" not in path] == []
+    products = [node for node in step.graph.nodes("backward") if node.target is torch.ops.aten.mm.default]
+    outer = {tuple(node.meta["val"].shape) for node in products}
+    frozen = {tuple(p.shape) for name, p in model.named_parameters() if name not in trained and p.ndim == 2}
+    assert not outer & (frozen | {shape[::-1] for shape in frozen})  # no gradient of a frozen weight
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ("r=0", "r=16,alpha=32"),
+        ("rank=4", "r=16,alpha=32"),
+        ("targets=wq", "lora: Target modules"),
+        ("r=4", "no PRESET"),
+    ],
+)
+def test_a_wrong_lora_is_one_line(folder, lora, said, capsys):
+    pytest.importorskip("peft")
+    model = [] if said == "no PRESET" else ["--init-from-hf", folder / "qwen3"]
+    assert train(folder, *model, "--lora", lora, "--out", folder / "run-wrong") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_name_that_the_hub_does_not_give_is_one_line(folder, capsys, monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("no network\nat all")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    assert train(folder, "--init-from-hf", "someone/some-model") == 2
+    assert "someone/some-model is not a folder, and the Hub does not give it (no network)" in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_is_downloaded(folder, monkeypatch):
+    from stepgraph.cli import parse_train
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder / name.split("/")[1]))
+    words = ["--init-from-hf", "someone/gpt2", "--data", str(folder / "chat.jsonl"), "--seq-len", "64"]
+    assert parse_train(words).init_from_hf == folder / "gpt2"

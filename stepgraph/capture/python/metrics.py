@@ -21,16 +21,10 @@ _open: list[dict[str, torch.Tensor]] = []
 def metric(name: str, value: torch.Tensor) -> None:
     """Report ``value`` of the running step under ``name``, without waiting for it.
 
-    Call it in the loss function or in a module's forward. ``step.metrics[name]`` of the captured step then has the
-    value, detached; with ``accumulate=N`` the mean over the N microbatches, in fp32 if ``value`` is not floating-point.
-    Outside a capture it does nothing.
-
-    Args:
-        name: another one for each call in a step.
-        value: a plain tensor of any shape. `GraphTrainer` logs scalars; ``stepgraph train`` logs vectors too.
-
-    Raises:
-        stepgraph.CaptureError: a value that is no plain tensor, or a name that the step has already.
+    Call it in the loss function or in a module's forward, with a plain tensor of any shape and a name for each call.
+    ``step.metrics[name]`` of the captured step then has the value, detached; with ``accumulate=N`` the mean over the N
+    microbatches, in fp32 if it is not floating-point. Outside a capture it does nothing. Raises
+    `stepgraph.CaptureError` for what is no plain tensor, and for a name that the step has already.
     """
     if torch.compiler.is_dynamo_compiling():
         return

@@ -1,23 +1,22 @@
 """Python that reads values of a step to store them: it runs again after the step, with the values.
 
-A loss function such as a Trainer's ``compute_loss`` calls modules and computes a loss, and often reads numbers on the
-way that it only stores or logs: ``self.seen.append(accuracy.item())``. A trace has no values. So what is read becomes
-an output of the graph, and after each step the function runs again as a *rehearsal*: modules are not called but give
-tensors of the shapes that they gave, operators give shapes alone, and a read gets the value of the step. Python then
-does what it does in eager: its branches, its sums, its lists.
+A loss function such as a Trainer's ``compute_loss`` often reads numbers that it only stores or logs:
+``self.seen.append(accuracy.item())``. A trace has no values, so what is read becomes an output of the graph, and after
+each step the function runs again as a *rehearsal*: modules are not called but give tensors of the shapes that they
+gave, operators give shapes alone, and a read gets the step's value. Python then branches, adds up and stores as in
+eager. Operators whose shapes depend on values (``x[mask]``) run on the step's tensors, which become outputs.
 
 That is right only if nothing that is read reaches the loss. Each tensor of a run therefore has a *key*, made of the
-operator that made it, its arguments and their keys, back to the batch, to parameters, and to what modules gave. While
-a step is captured, rehearsals with several made-up values must give the loss the key that the trace gave it; otherwise
-the line that reads is refused. A rehearsal with the values of a step must do so too.
-
-Operators whose shapes depend on values (``x[mask]``) run in a rehearsal on the step's tensors, which become outputs.
+operator that made it and the keys of its arguments, back to the batch, to parameters, and to what modules gave. When a
+step is captured, rehearsals with made-up values must give the loss the key that the trace gave it, or the line that
+reads is refused. A rehearsal with the values of a step must do so too.
 """
 
 import contextlib
 import io
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,46 +26,39 @@ from stepgraph import compat
 from stepgraph.capture.python.reads import Change, Reads
 from stepgraph.capture.recorder import user_frame
 from stepgraph.capture.state import Slot
+from stepgraph.compat.replaced import replaced
 from stepgraph.errors import CaptureError
 
 aten, pytree = torch.ops.aten, compat.pytree
-#: Python number that every read gives while a step is traced; where other reads depend on it, the second.
+#: What every read gives while a step is traced; where other reads depend on it, the second.
 FILLS = (1.0, 0.0)
-#: Further ones, with which the loss must be the same.
+#: Further numbers, with which the loss must be the same.
 _PROBES = (0.0, 1.0, -1.5, 1e4)
-#: Elements of the largest tensor that is made up.
-_LARGEST = 1 << 24
-#: Elements of the largest tensor from outside that is known by its content: literals.
-_LITERAL = 64
+#: Elements of the largest tensor that is made up, and of one from outside that is known by its content: a literal.
+_LARGEST, _LITERAL = 1 << 24, 64
 
-_probing = 0
+_state = SimpleNamespace(made_up=False)
 
 
 def is_probing() -> bool:
     """Whether a loss function runs with values that are made up: what it sends elsewhere is to be dropped."""
-    return _probing > 0
+    return _state.made_up
 
 
-@contextlib.contextmanager
-def _made_up() -> Iterator[None]:
-    global _probing
-    _probing += 1
-    try:
-        yield
-    finally:
-        _probing -= 1
+def _made_up() -> contextlib.AbstractContextManager[None]:
+    return replaced(_state, made_up=True)
 
 
 class ReplayError(CaptureError):
     """Python reads a value in a way that rehearsals cannot serve."""
 
 
-class _UnknownRead(Exception):
-    """A read of what the trace did not see; its line."""
-
-
 class _Parted(Exception):
     """The loss, or what modules are given, is not what the trace had; the line of a read that it is made of."""
+
+
+class _UnknownRead(_Parted):
+    """A read of what the trace did not see; its line."""
 
 
 class _Form(NamedTuple):
@@ -115,7 +107,7 @@ class Replay:
         """Run the loss function's Python again with the ``values`` of a step, by the names of its outputs."""
         try:
             self._rehearse(lambda key, _: values[str(key)])
-        except (_Parted, _UnknownRead) as parted:
+        except _Parted as parted:
             raise RuntimeError(
                 f"with the values of this step, Python in the loss reads or computes other things ({parted}) "
                 "than when the step was captured, and its loss may not be eager's: decide by tensors, not in Python"
@@ -137,13 +129,13 @@ class Replay:
         """Whether the loss is computed in the same way where reads give numbers by ``fill`` of their keys."""
         try:
             self._rehearse(lambda key, like: _filled(like, fill(key)))
-        except _Parted:
-            return False
         except _UnknownRead as read:
             raise ReplayError(
                 f"{read} reads a value of the step in Python that another value decides on, in a way that a "
                 "captured step cannot follow: compute both as tensors, and read them without a condition"
             ) from None
+        except _Parted:
+            return False
         except (ArithmeticError, ValueError, IndexError):  # the function itself takes no such value
             return True
         return True
@@ -186,12 +178,8 @@ class _Run(compat.TorchDispatchMode):
             number, self.count = self.count, self.count + 1
             return self.outermost(number, lambda: plain(module, *args, **kwargs), module, self.of((args, kwargs)))
 
-        nn.Module.__call__ = call
-        try:
-            with self:
-                yield
-        finally:
-            nn.Module.__call__ = plain
+        with replaced(nn.Module, __call__=call), self:
+            yield
 
     def of(self, tree: Any) -> int:
         """The key of what is given to an operator or a module."""

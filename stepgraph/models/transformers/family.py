@@ -4,8 +4,5 @@ from stepgraph.models.family import Family, HuggingFace
 from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig, read_config
 
 _FORMAT = HuggingFace("transformers", lambda name: name, read_config, lambda config, dtype: {}, ())
-TRANSFORMERS = Family(
-    *("transformers", CausalLMConfig, CausalLM, lambda config: {}, ()),
-    longest=lambda config: config.longest,
-    hugging_face=_FORMAT,
-)
+_SHAPE = {"longest": lambda config: config.longest, "hugging_face": _FORMAT}
+TRANSFORMERS = Family("transformers", CausalLMConfig, CausalLM, lambda config: {}, (), **_SHAPE)

@@ -3,9 +3,9 @@
 Its configuration is the folder of its checkpoint, which a run reads again when it is resumed or sampled.
 """
 
-import copy
 import dataclasses
 import functools
+import importlib.util
 import inspect
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,8 +17,7 @@ from torch import nn
 from stepgraph.models.flops import num_params
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
 
-#: In an export of a run with LoRA, next to the merged weights: the adapter.
-ADAPTER = "adapter"
+ADAPTER = "adapter"  # in the export of a run with LoRA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +48,23 @@ def read_config(folder: Path) -> CausalLMConfig:
     return CausalLMConfig(str(folder))
 
 
+def lora_options(text: str) -> dict[str, Any]:
+    """``r=16,alpha=32,targets=all-linear`` as options of ``peft.LoraConfig``. ``ValueError``, one line, for others."""
+    kinds = {"r": int, "alpha": float, "targets": str, "dropout": float}
+    try:
+        given = {key: kinds[key](value) for key, _, value in (part.partition("=") for part in text.split(","))}
+        rank, targets = given.get("r", 16), given.get("targets", "all-linear")
+        assert rank > 0 and 0 <= given.get("dropout", 0) < 1
+    except (KeyError, ValueError, AssertionError) as error:
+        form = "r=16,alpha=32,targets=q_proj+v_proj,dropout=0.1"
+        raise ValueError(f"lora={text} is not allowed: write it as {form}") from error
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(f"lora={text} needs peft: pip install peft")
+    modules = targets if targets == "all-linear" else targets.split("+")
+    rest = {"lora_alpha": given.get("alpha", 2 * rank), "lora_dropout": given.get("dropout", 0.0)}
+    return {"r": rank, "target_modules": modules} | rest
+
+
 class CausalLM(nn.Module):
     """A model of transformers: tokens (B, T) int64 -> logits (B, T, V).
 
@@ -76,7 +92,10 @@ class CausalLM(nn.Module):
 
             # The adapter has the dtype of the weights, like all parameters of a run.
             adapter = peft.LoraConfig(task_type="CAUSAL_LM", **lora)
-            self.inner = peft.get_peft_model(self.inner, adapter, autocast_adapter_dtype=False)
+            try:
+                self.inner = peft.get_peft_model(self.inner, adapter, autocast_adapter_dtype=False)
+            except ValueError as error:  # of modules that the model does not have
+                raise ValueError(f"lora: {str(error).splitlines()[0]}") from error
         self.inner.train()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -89,6 +108,14 @@ class CausalLM(nn.Module):
         trained = {name for name, param in self.named_parameters() if param.requires_grad}
         state = super().state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if name in trained} if self.lora else state
+
+    def round_frozen(self, dtype: torch.dtype) -> None:
+        """Cast the frozen weights of linear layers to ``dtype``, as autocast else does in every step. Those that an
+        embedding shares stay."""
+        tables = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
+        linear = (m for m in self.modules() if isinstance(m, nn.Linear) and id(m.weight) not in tables)
+        for param in (p for m in linear for p in m.parameters(recurse=False) if not p.requires_grad):
+            param.data = param.data.to(dtype)
 
     def init_weights(self, seed: int | None = None, parts: Mapping[str, Any] | None = None) -> None:
         """Nothing is left to do: transformers has drawn or read the weights."""
@@ -118,8 +145,12 @@ class CausalLM(nn.Module):
         generation, whole = folder / "generation_config.json", self.inner
         before = generation.read_text() if generation.exists() else None
         if self.lora:
+            import peft
+            from transformers import AutoModelForCausalLM
+
             self.inner.save_pretrained(folder / ADAPTER)
-            whole = copy.deepcopy(self.inner).cpu().merge_and_unload()
+            base = AutoModelForCausalLM.from_pretrained(self.config.folder, dtype="auto", local_files_only=True)
+            whole = peft.PeftModel.from_pretrained(base, folder / ADAPTER).merge_and_unload()
         whole.save_pretrained(folder)
         write_json(folder / CONFIG, read_json(folder / CONFIG) | dict(tokens))
         if before is not None:
