@@ -85,7 +85,7 @@ def require_export(config: TrainConfig, run: Path) -> None:
 def _nothing_left(config: TrainConfig, step: int, exported: bool = False) -> ValueError:
     done, more = f"{config.resume} has {step} of {config.steps} steps", "give more with --steps"
     if exported:
-        done, more = f"{done} and its export is in {config.export_hf}", f"{more}, with a new --export-hf"
+        done, more = f"{done} and its export is in {config.export_hf}", f"{more} and a new --export-hf"
     return ValueError(f"nothing is left to do: {done}; {more}")
 
 
