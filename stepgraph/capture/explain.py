@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stepgraph import compat
+from stepgraph.capture.optimizer.own_step import Again
 from stepgraph.capture.recorder import Recorder, is_user_file, user_source
 from stepgraph.capture.repeats import RunAgain
 from stepgraph.errors import CaptureError, TraceError, first_line
@@ -40,7 +41,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
     """
     try:
         yield
-    except (CaptureError, RunAgain, torch.OutOfMemoryError):
+    except (CaptureError, RunAgain, Again, torch.OutOfMemoryError):
         raise
     except Exception as error:
         operator = compat.operator_needing_values(error)

@@ -23,6 +23,7 @@ from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.host import Host
+from stepgraph.capture.optimizer.own_step import Again
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.python import writes
 from stepgraph.capture.python.assigned import write_assigned
@@ -149,8 +150,8 @@ def _traced(*given: Any) -> Traced:
             try:
                 program = trace.program()
                 break
-            except RunAgain as found:
-                given = *given[:10], found.calls
+            except (RunAgain, Again) as found:
+                given = (*given[:10], found.calls) if isinstance(found, RunAgain) else given
                 trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
         moving = trace.replay.prove(model) if trace.replay else []
@@ -212,7 +213,7 @@ class StepTrace:
         self.home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
         self.landing: list[tuple[Slot, Wrapping | None]] = []
-        self.reads = Reads(model, loss_fn)
+        self.reads = Reads(model, loss_fn, self.update.code() if self.update else {})
         self.replay = None if fill is None else Replay(model, loss_fn, self.slots, self.mode, fill)
         self.changes: list[Change] = []
         self.batch_reads = BatchReads({})
@@ -481,7 +482,9 @@ class StepTrace:
         self.updated = set()
         if self.update:
             given = inputs.add_host, self.mode
-            self.updated = self.update.record(groups, grads, flat, attribute, skip, *given)
+            with self.reads.noted() if self.update.own else contextlib.nullcontext():
+                self.updated = self.update.record(groups, grads, flat, attribute, skip, *given)
+                writes.refuse_by_optimizer(self.reads.changes() if self.update.own else [])
         if self.update:
             with self.reads.noted():
                 metrics, changed = traced_end_of_step(self.recorder, self.model, self.slots, tensors, flat)

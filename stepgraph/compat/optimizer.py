@@ -4,7 +4,6 @@ import sys
 from typing import Any
 
 import torch
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
@@ -17,17 +16,6 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Tell torch's learning rate schedulers that the optimizer has stepped; they warn otherwise."""
     optimizer._opt_called = True
-
-
-def muon_orthogonalized(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """What ``torch.optim.Muon`` with the options ``group`` makes of ``update`` (M, N), in bf16, by the sequence of
-    operators of the torch version that is installed. Until torch 2.14 it writes into a bf16 ``update``."""
-    return _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-
-
-def muon_rate(lr: torch.Tensor, group: dict[str, Any], shape: torch.Size) -> torch.Tensor:
-    """The learning rate of a matrix of ``shape`` as ``torch.optim.Muon`` adjusts it."""
-    return _adjust_lr(lr, group["adjust_lr_fn"], shape)
 
 
 def accelerated_inside(optimizer: Any) -> Any:

@@ -323,3 +323,9 @@ def input_of_trace(tensor: torch.Tensor, name: str) -> torch.fx.Node:
     proxy.node.meta["val"] = tensor
     track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
     return proxy.node
+
+
+def same_in_trace(tensor: torch.Tensor, made: torch.Tensor) -> None:
+    """``tensor``, a fake one that the running `trace` has not seen, is what made ``made`` from here on."""
+    tracer = get_proxy_mode().tracer
+    track_tensor_tree(tensor, get_proxy_slot(made, tracer).proxy, constant=None, tracer=tracer)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import stepgraph
 
@@ -67,12 +68,19 @@ def assert_same_state(eager: nn.Module, captured: nn.Module, step: int) -> None:
 
 def assert_same_optimizer(eager: torch.optim.Optimizer, captured: torch.optim.Optimizer) -> None:
     """The optimizers' state dicts are equal."""
-    a, b = eager.state_dict()["state"], captured.state_dict()["state"]
+    states = (optimizer.state_dict()["state"] for optimizer in (eager, captured))
+    a, b = ({param: kept for param, kept in state.items() if kept} for state in states)
     assert a.keys() == b.keys()
     for key in a:
         assert a[key].keys() == b[key].keys()
         for name in a[key]:
-            assert_equal(a[key][name], b[key][name], f"optimizer state {key} {name}")
+            for one, other in zip(*(pytree.tree_leaves(state[key][name]) for state in (a, b)), strict=True):
+                if isinstance(one, torch.Tensor | None):
+                    assert_equal(one, other, f"optimizer state {key} {name}")
+                else:
+                    assert (type(one), one) == (type(other), other), f"optimizer state {key} {name}"
+    groups = [optimizer.state_dict()["param_groups"] for optimizer in (eager, captured)]
+    assert groups[0] == groups[1]
 
 
 def check_training(

@@ -1,51 +1,33 @@
-"""Optimizers by their own ``step``, which no formula of stepgraph knows: as eager, bit for bit."""
+"""Optimizers by their own ``step``, which no formula of stepgraph knows: as eager, bit for bit; else refused."""
 
+import copy
 import functools
+import warnings
+from math import sqrt
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import stepgraph
+from tests.capture.own_optimizers import WRITTEN, Counted, Momentum, OfItself, ScheduleFree, Written
+
 optim = torch.optim
+FACTOR = 1.0
 
-
-class Written(optim.Optimizer):
-    """An optimizer whose ``step`` updates one parameter after the other by `update`."""
-
-    def __init__(self, params, **options):
-        super().__init__(params, {"lr": 0.01, **options})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, self.state[p], group)
-
-
-class Lion(Written):
-    """A first moment of zeros, the learning rate in two places, ``.data``."""
-
-    def update(self, p, grad, state, group):
-        p.data.mul_(1 - group["lr"] * group["weight_decay"])
-        if len(state) == 0:
-            state["exp_avg"] = torch.zeros_like(p)
-        moment, (beta1, beta2) = state["exp_avg"], group["betas"]
-        p.add_(torch.sign(moment * beta1 + grad * (1 - beta1)), alpha=-group["lr"])
-        moment.mul_(beta2).add_(grad, alpha=1 - beta2)
-
-
-ZOO = {
-    "lion": functools.partial(Lion, betas=(0.9, 0.99), weight_decay=0.1),
+TORCHS = {
     "rmsprop": functools.partial(optim.RMSprop, momentum=0.9, centered=True, weight_decay=0.1),
     "nadam": functools.partial(optim.NAdam, weight_decay=0.1, decoupled_weight_decay=True),
+    "nadam_foreach": functools.partial(optim.NAdam, foreach=True),
     "radam": optim.RAdam,
     "adagrad": functools.partial(optim.Adagrad, lr_decay=0.1),
     "adadelta": optim.Adadelta,
-    "adamax": optim.Adamax,
+    "adamax_foreach": functools.partial(optim.Adamax, foreach=True),
     "asgd": functools.partial(optim.ASGD, t0=2),
     "rprop": optim.Rprop,
+    "adamw_amsgrad": functools.partial(optim.AdamW, amsgrad=True),
 }
 
 
@@ -61,14 +43,214 @@ def pairs(n=2):
     return [{"x": torch.randn(4, 5), "y": torch.randn(4, 5)} for _ in range(n)]
 
 
-@pytest.mark.parametrize("kind", ZOO.values(), ids=ZOO)
+@pytest.mark.parametrize("kind", [*TORCHS.values(), *WRITTEN.values()], ids=[*TORCHS, *WRITTEN])
 def test_training(check_training, kind):
-    check_training(
-        model(),
-        mse,
-        pairs(),
-        lambda m: kind(m.parameters(), lr=0.01),
-        make_schedule=lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 8),
-        max_grad_norm=0.3,
-        steps=7,
-    )
+    def groups(m):
+        return kind([{"params": [*m[0].parameters()]}, {"params": [*m[2].parameters()], "lr": 0.03}], lr=0.01)
+
+    schedule = functools.partial(optim.lr_scheduler.CosineAnnealingLR, T_max=8)
+    check_training(model(), mse, pairs(), groups, make_schedule=schedule, max_grad_norm=0.3, steps=7)
+
+
+@pytest.mark.parametrize("kind", [Counted, Momentum, optim.NAdam])
+def test_accumulation_and_half_precision(check_training, kind):
+    batches = [{key: value.bfloat16() for key, value in pair.items()} for pair in pairs()]
+    check_training(model().bfloat16(), mse, batches, lambda m: kind(m.parameters()), accumulate=2, steps=4)
+
+
+def trained(make, captured, change=None, before=None, steps=6, schedule=None):
+    """(parameters after training, the step): ``before`` the first step and in the midst the user changes something."""
+    torch.manual_seed(0)
+    twin, batches = model(), pairs()
+    optimizer = make(twin.parameters())
+    scheduler = schedule and schedule(optimizer)
+    step = stepgraph.capture(twin, mse, batches[0], optimizer, passes="exact") if captured else None
+    if before:
+        before(twin, optimizer)
+    for i in range(steps):
+        if change and i == 3:
+            change(twin, optimizer)
+        if step:
+            step(batches[i % 2])
+        else:
+            mse(twin, batches[i % 2]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
+    return list(twin.parameters()), step
+
+
+class Reading(OfItself):
+    """Reads numbers from everywhere."""
+
+    constant = 1.0
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.helper, self.table = SimpleNamespace(value=1.0), {"a": [1.0]}
+
+    def update(self, p, grad, state, group):
+        factor = FACTOR * self.constant * self.factor * self.helper.value * self.table["a"][0]
+        state["n"] = state.get("n", 0) + 1
+        p.add_(grad, alpha=-group["lr"] * factor / sqrt(state["n"]))
+
+
+def set_option(key, value):
+    def change(model, optimizer):
+        for group in optimizer.param_groups:
+            group[key] = value
+
+    return change
+
+
+def set_counts(model, optimizer):
+    for i, state in enumerate(optimizer.state.values()):
+        state["step"] = 7 + i % 2
+
+
+def fill_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"].fill_(0.2)
+
+
+def double(model, optimizer):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+
+
+def resume(model, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+CHANGES = {
+    "eps": (Counted, set_option("eps", 0.01), None),
+    "betas": (Counted, set_option("betas", (0.5, 0.6)), None),
+    "counts": (Counted, set_counts, None),
+    "attribute": (Reading, lambda m, o: setattr(o, "factor", 2.0), None),
+    "table": (Reading, lambda m, o: o.table.update(a=[3.0]), None),
+    "helper": (Reading, lambda m, o: setattr(o.helper, "value", 2.0), None),
+    "tensor": (
+        lambda p: optim.RMSprop(p, lr=torch.tensor(0.01)),
+        lambda m, o: o.param_groups[0]["lr"].fill_(0.2),
+        None,
+    ),
+    "resumed": (Counted, resume, None),
+    "resumed_groups": (ScheduleFree, resume, None),
+    "resumed_tensors": (optim.NAdam, resume, None),
+    "parameters_before": (ScheduleFree, None, double),
+    "rate_before": (optim.Rprop, None, set_option("lr", 0.3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*captured again")
+@pytest.mark.parametrize(("make", "change", "before"), CHANGES.values(), ids=CHANGES)
+def test_nothing_is_frozen(make, change, before):
+    (eager, _), (captured, _) = (trained(make, captured, change, before) for captured in (False, True))
+    assert all(map(torch.equal, eager, captured))
+
+
+@pytest.mark.filterwarnings("ignore:.*captured again")
+@pytest.mark.parametrize("place", ["global", "class"])
+def test_constants_of_code_are_watched(place, monkeypatch):
+    def change(model, optimizer):
+        if place == "global":
+            monkeypatch.setitem(globals(), "FACTOR", 2.0)
+        else:
+            monkeypatch.setattr(Reading, "constant", 2.0)
+
+    ends = []
+    for captured in (False, True):
+        ends.append(trained(Reading, captured, change)[0])
+        monkeypatch.undo()
+    assert all(map(torch.equal, *ends))
+
+
+def test_a_schedule_of_betas_costs_one_more_capture():
+    schedule = functools.partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20)
+    (eager, _), (captured, step) = (trained(Counted, captured, schedule=schedule) for captured in (False, True))
+    assert all(map(torch.equal, eager, captured))
+    assert len(step._forms) == 2
+
+
+def test_the_first_step_of_a_later_parameter(check_training):
+    """A parameter that some batches do not reach counts its own steps."""
+
+    def loss(model, batch):
+        out = model[0](batch["x"]).tanh()
+        return F.mse_loss(model[2](out), batch["y"]) if batch["deep"] else out.square().mean()
+
+    batches = [pair | {"deep": i % 2 == 1} for i, pair in enumerate(pairs(3))]
+    for kind in (Counted, Momentum, optim.NAdam):
+        check_training(model(), loss, batches, lambda m, kind=kind: kind(m.parameters()), steps=6)
+
+
+def test_a_step_that_is_left_out_counts_nothing():
+    twin, (batch,) = model(), pairs(1)
+    optimizer = Counted(twin.parameters())
+    step = stepgraph.capture(twin, mse, batch, optimizer, passes="exact", on_nonfinite="skip")
+    step(batch)
+    before = copy.deepcopy((twin.state_dict(), optimizer.state_dict()))
+    step({"x": batch["x"] * float("nan"), "y": batch["y"]})
+    assert step.metrics["skipped"]
+    after = twin.state_dict(), optimizer.state_dict()
+    assert repr(before) == repr(after)
+
+
+class Asking(Written):
+    def update(self, p, grad, state, group):
+        if grad.norm().item() > 1:
+            p.add_(grad, alpha=-group["lr"])
+
+
+class Looping(Written):
+    def update(self, p, grad, state, group):
+        state["n"] = state.get("n", 0) + 1
+        for _ in range(state["n"]):
+            p.add_(grad, alpha=-group["lr"])
+
+
+class Assigning(Written):
+    def update(self, p, grad, state, group):
+        p.data = p.data - group["lr"] * grad
+
+
+class Logging(Reading):
+    def update(self, p, grad, state, group):
+        self.table["a"].append(1.0)
+
+
+LOG = []
+
+
+class LoggingElsewhere(Written):
+    def update(self, p, grad, state, group):
+        LOG.append(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Asking, r"Asking.step \(.*test_own_step.py:\d+\) asks for the value of a tensor"),
+        (Looping, r"Looping.step \(.*test_own_step.py:\d+\).*plain number"),
+        (Assigning, r"Assigning.step assigns .data"),
+        (Logging, "Logging.step changes what its attributes hold"),
+        (LoggingElsewhere, r"sets .*LOG from .* in Python"),
+        (optim.LBFGS, r"LBFGS.step \(.*lbfgs.py:\d+\) needs a closure"),
+        (functools.partial(optim.Adagrad, fused=True), r"Adagrad\(fused=True\)"),
+    ],
+)
+def test_refusals(make, message):
+    twin, (batch,) = model(), pairs(1)
+    optimizer = make(twin.parameters())
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=message) as error:
+        stepgraph.capture(twin, mse, batch, optimizer, passes="exact")
+    assert "\n" not in str(error.value)
+    assert optimizer.state.keys() <= set(twin.parameters())
+    assert not compat_left(optimizer)
+
+
+def compat_left(optimizer):
+    """Stand-ins that a failed trace would leave."""
+    found = [value for group in optimizer.param_groups for value in (*group["params"], *group.values())]
+    return [value for value in found if isinstance(value, torch.SymFloat | torch.SymInt) or "Fake" in str(type(value))]

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import stepgraph
+from tests.capture import own_optimizers
 from tests.distributed.ranks import in_fake_world
 
 
@@ -18,9 +19,22 @@ def _check():
     def loss_fn(model, x):
         return (x @ model.weight.full_tensor()).square().mean()
 
-    for kind in (torch.optim.Muon, torch.optim.Adafactor):
-        with pytest.raises(ValueError, match=f"{kind.__name__} needs whole matrices.*is sharded; use AdamW, Adam"):
+    refused = {
+        torch.optim.Muon: "Muon.step .*computes by aten.*needs whole",
+        torch.optim.Adafactor: "Adafactor needs whole matrices",
+        own_optimizers.Lamb: r"Lamb.step \(.*own_optimizers.py:\d+\) computes by aten.*norm.*needs whole",
+        own_optimizers.Soap: "Soap.step reads shape of tensors",
+    }
+    for kind, message in refused.items():
+        with pytest.raises(ValueError, match=message + ".*is sharded; use"):
             stepgraph.capture(model, loss_fn, torch.randn(3, 4), kind(model.parameters()), passes="exact")
+    for kind in (torch.optim.RMSprop, torch.optim.NAdam, own_optimizers.Lion, own_optimizers.Momentum):
+        optimizer = kind(model.parameters(), lr=0.1)
+        step = stepgraph.capture(model, loss_fn, torch.randn(3, 4), optimizer, passes="exact")
+        for _ in range(2):
+            step(torch.randn(3, 4))
+        large = [v for v in optimizer.state[model.weight].values() if isinstance(v, torch.Tensor) and v.ndim]
+        assert {(value.shape, value.to_local().shape) for value in large} == {((4, 4), (2, 4))}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = stepgraph.capture(model, loss_fn, torch.randn(3, 4), optimizer, passes="exact")
     assert [s.tensor.shape for s in step.graph.inputs if s.what.kind == "optimizer"] == [(2, 4)]

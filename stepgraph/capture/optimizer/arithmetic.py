@@ -47,13 +47,13 @@ def add_scaled(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.
     return torch.addcmul(total, y.to(total.dtype), factor.to(total.dtype)).to(x.dtype)
 
 
-def add_quotient(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def add_quotient(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """``torch.addcdiv(x, y, z, value=number)``, in the order of each device: it rounds half precision once, at the
     end."""
     x_, y_, z_ = wide(x), wide(y), wide(z)
     if x.is_cuda:
-        return add_scaled(x_, y_ / z_, factor).to(x.dtype)
-    return (x_ + scaled(y_, factor) / z_).to(x.dtype)
+        return add_scaled(x_, y_ / z_, value).to(x.dtype)
+    return (x_ + scaled(y_, value) / z_).to(x.dtype)
 
 
 def lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

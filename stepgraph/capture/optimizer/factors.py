@@ -24,64 +24,45 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], factor: Fact
         CaptureError: no other operator gives the same bits.
     """
     name = func._schema.name.removeprefix("aten::")
-    if name.startswith("_foreach_"):
-        return _each(func, name, args, kwargs, factor, is_number)
-    in_place = func._schema.is_mutable
+    if not name.startswith("_foreach_"):
+        return _one(name, args, kwargs, factor, is_number, False)
+    name, n = name.removeprefix("_foreach_"), next(len(arg) for arg in args if isinstance(arg, list | tuple))
+    results = []
+    for i in range(n):  # tensor by tensor
+        one = [arg[i] if isinstance(arg, list | tuple) else arg for arg in args]
+        results.append(_one(name, one, kwargs, factor, is_number, True))
+    return None if func._schema.is_mutable else results
+
+
+def _one(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], factor: Factor, is_number: Callable, foreach: bool
+) -> Tensor:
     found = _FUNCTIONAL.get(name.removesuffix("_"))
     target = next((leaf for leaf in args if isinstance(leaf, Tensor)), None)
-    if found is None or (target is not None and not target.is_floating_point() and name not in _ANY_DTYPE):
-        raise unknown(func)
+    if found is None or (target is not None and not _is_inexact(target) and name not in _ANY_DTYPE):
+        raise unknown(name)
     device = target.device if target is not None else torch.device(kwargs.get("device") or "cpu")
 
     def tensor(value: Any) -> Any:
         return factor(value, device) if is_number(value) else value
 
-    given = [tensor(arg) for arg in args]
-    options = {key: tensor(value) for key, value in kwargs.items()}
-    result = found(*given, **options)
+    given, options = [tensor(arg) for arg in args], {key: tensor(value) for key, value in kwargs.items()}
+    result = scaled(*given, foreach=True) if foreach and found is _mul else found(*given, **options)
     if result is NotImplemented:
-        raise unknown(func)
-    return target.copy_(result) if in_place else result
+        raise unknown(name)
+    return target.copy_(result) if name.endswith("_") else result
 
 
-def unknown(func: Any) -> CaptureError:
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def unknown(name: str) -> CaptureError:
     """For an operator that has no other form."""
     return CaptureError(
-        f"{func} takes a number that changes from step to step, and no form of it with a tensor gives the same bits; "
+        f"{name} takes a number that changes from step to step, and no form of it with a tensor gives the same bits; "
         "multiply or add the number to a tensor before it"
     )
-
-
-def _each(
-    func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], factor: Factor, is_number: Callable
-) -> list[Tensor] | None:
-    """Operators on lists of tensors, tensor by tensor."""
-    base = getattr(torch.ops.aten, name.removeprefix("_foreach_"))
-    n = next(len(arg) for arg in args if isinstance(arg, list | tuple))
-    results = []
-    for i in range(n):
-        one = [arg[i] if isinstance(arg, list | tuple) else arg for arg in args]
-        results.append(_one_of_each(base, one, kwargs, factor, is_number))
-    return None if func._schema.is_mutable else results
-
-
-def _one_of_each(base: Any, args: list, kwargs: Mapping[str, Any], factor: Factor, is_number: Callable) -> Any:
-    name = base.__name__
-    found = _FUNCTIONAL.get(name.removesuffix("_"))
-    target = next(leaf for leaf in args if isinstance(leaf, Tensor))
-    if found is None or not target.is_floating_point():
-        raise unknown(f"_foreach_{name}")
-    if found in (_addcmul, _addcdiv) and len(args) == 4:
-        args, kwargs = args[:3], {"value": args[3]}
-
-    def tensor(value: Any) -> Any:
-        return factor(value, target.device) if is_number(value) else value
-
-    given, options = [tensor(arg) for arg in args], {key: tensor(value) for key, value in kwargs.items()}
-    result = scaled(*given, foreach=True) if found is _mul else found(*given, **options)
-    if result is NotImplemented:
-        raise unknown(f"_foreach_{name}")
-    return target.copy_(result) if name.endswith("_") else result
 
 
 def _binary(operation: Callable[[Tensor, Any], Tensor]) -> Callable:
@@ -131,14 +112,6 @@ def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Any = 1) -> Tensor:
     return torch.addcmul(x_, scaled(y_, value), z_).to(x.dtype)
 
 
-def _addcdiv(x: Tensor, y: Tensor, z: Tensor, value: Any = 1) -> Tensor:
-    return add_quotient(x, y, z, value)
-
-
-def _lerp(x: Tensor, y: Tensor, weight: Any) -> Tensor:
-    return lerp(x, y, weight)
-
-
 def _pow(x: Any, y: Any) -> Any:
     return torch.pow(x, y) if x.ndim == 0 and isinstance(y, Tensor) and x.dtype == torch.float64 else NotImplemented
 
@@ -161,10 +134,6 @@ def _full_like(x: Tensor, value: Tensor, dtype: torch.dtype | None = None, **_: 
     return scaled(torch.ones_like(x, dtype=dtype), value)
 
 
-def _scalar_tensor(value: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return value.to(dtype or torch.get_default_dtype())
-
-
 def _compared(operation: Callable) -> Callable:
     return lambda x, y: operation(x, y.to(x.dtype))
 
@@ -176,8 +145,8 @@ _FUNCTIONAL: dict[str, Callable] = {
     "sub": _sub,
     "rsub": _rsub,
     "addcmul": _addcmul,
-    "addcdiv": _addcdiv,
-    "lerp": _lerp,
+    "addcdiv": add_quotient,
+    "lerp": lerp,
     "pow": _pow,
     "clamp": _clamp,
     "clamp_min": lambda x, y: _clamp(x, min=y),
@@ -188,7 +157,7 @@ _FUNCTIONAL: dict[str, Callable] = {
     "full": _full,
     "full_like": _full_like,
     "new_full": lambda x, size, value, dtype=None, **_: _full(size, value, dtype or x.dtype),
-    "scalar_tensor": _scalar_tensor,
+    "scalar_tensor": lambda value, dtype=None, **_: value.to(dtype or torch.get_default_dtype()),
     **{name: _compared(getattr(torch, name)) for name in ("gt", "ge", "lt", "le", "eq", "ne")},
 }
 _ANY_DTYPE = ("full_like", "new_full", "fill_")

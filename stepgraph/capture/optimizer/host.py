@@ -32,7 +32,8 @@ class Count:
 class Host:
     """The work of one form of a step. ``values``: inputs of the graph, by their places on the tape. ``writes``: what
     is written after the step, by the place on the tape. ``made``: state that this step makes: what gives the dict for
-    it, its key, and its leaves with their structure, each a place on the tape or the graph's next output. ``options``:
+    it, its key, and its leaves, each a place on the tape or the graph's next output, which is wrapped as the parameter
+    is; with their structure. ``options``:
     gives what the graph holds as constants; ``expected``: what that was; ``learn`` is called where it has changed.
     ``settle``: called before the first step, whether its state is right."""
 
@@ -43,7 +44,9 @@ class Host:
     counts: list[Count] = field(default_factory=list)
     values: list[tuple[int, Tensor]] = field(default_factory=list)
     writes: dict[int, list[Place]] = field(default_factory=dict)
-    made: list[tuple[Callable[[], Any], Any, list[int | None], Any]] = field(default_factory=list)
+    made: list[tuple[Callable[[], Any], Any, list[int | None], Callable[[Tensor], Tensor], Any]] = field(
+        default_factory=list
+    )
     settle: Callable[[], bool] | None = None
     _now: list | None = None
 
@@ -80,8 +83,8 @@ class Host:
             else:
                 for holder, key in places:
                     holder()[key] = value
-        for holder, key, places, spec in self.made:
-            leaves = [next(created) if place is None else _own(self._now[place]) for place in places]
+        for holder, key, places, wrap, spec in self.made:
+            leaves = [wrap(next(created)) if place is None else _own(self._now[place]) for place in places]
             if not skipped:
                 holder()[key] = compat.pytree.tree_unflatten(leaves, spec)
         self._now = self.settle = None

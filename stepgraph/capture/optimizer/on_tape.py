@@ -6,13 +6,14 @@ keep as a tensor) are of the tape too: no operator on them is recorded, and ``.i
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from stepgraph import compat
 from stepgraph.capture.optimizer import factors
-from stepgraph.capture.optimizer.tape import Ref, Tape, is_number, wrapped
+from stepgraph.capture.optimizer.tape import Constant, Ref, Tape, is_number, line_in_use, wrapped
+from stepgraph.errors import CaptureError
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -20,6 +21,25 @@ Tensor = torch.Tensor
 _ITEMS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default)
 #: These make a tensor of numbers alone.
 _MAKERS = ("aten::zeros", "aten::ones", "aten::full", "aten::scalar_tensor")
+
+
+#: Operators that work element by element and are not marked so by torch, or make a tensor like another.
+_ELEMENTWISE = frozenset(
+    ("copy_", "detach", "alias", "zero_", "fill_", "zeros_like", "ones_like", "full_like", "full", "scalar_tensor")
+) | {"clone", "lift_fresh", "_to_copy", "empty_like", "_local_scalar_dense"}
+
+
+def is_elementwise(func: Any) -> bool:
+    """Whether each element of what an operator gives follows from the same elements of its arguments."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":
+        return True
+    name = func.overloadpacket.__name__
+    if name.startswith("_foreach_"):
+        packet = getattr(aten, name.removeprefix("_foreach_"))
+        return name.removesuffix("_") != "_foreach_norm" and any(
+            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
+        )
+    return name in _ELEMENTWISE or torch.Tag.pointwise in func.tags
 
 
 class HostOperator:
@@ -58,9 +78,14 @@ class OnTape(compat.TorchDispatchMode):
         super().__init__()
         self.tape, self.fake_mode, self.place_input = tape, mode, place_input
         self.owners, self.attribute, self._path = owners, attribute, None
+        #: Called for an operator that does not work element by element; None where parameters are whole.
+        self.refuse_shards: Callable[[str], NoReturn] | None = None
         self.places: dict[int, int] = {}
         self.written: set[int] = set()
+        #: Storages of scalars that are state of the optimizer and of the tape.
+        self.state: set[int] = set()
         self._kept: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
 
     # ---- scalar tensors of the tape ----
 
@@ -77,11 +102,15 @@ class OnTape(compat.TorchDispatchMode):
         """The place of a scalar tensor of the tape; None for another."""
         if not isinstance(tensor, Tensor) or tensor.ndim or tensor.device.type != "cpu":
             return None
-        if not compat.is_fake(tensor):  # a literal
+        if not compat.is_fake(tensor):  # such as a learning rate that is a tensor
             with compat.without_modes():
-                literal = _Literal(tensor.detach().clone())
-            return self.tape.computed(literal, (), literal.value)
+                value = tensor.detach().clone()
+            self._kept.append(tensor)
+            return self.tape.read(f"tensor.{self._number(tensor)}", value, lambda: tensor)
         return self.places.get(compat.storage_key(tensor))
+
+    def _number(self, tensor: Tensor) -> int:
+        return self._numbers.setdefault(id(tensor), len(self._numbers))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -93,8 +122,10 @@ class OnTape(compat.TorchDispatchMode):
         on_tape = None not in places
         if func in _ITEMS and on_tape:
             return self._item(places[0])
-        if func is aten.lift_fresh.default and on_tape:
-            return self.scalar(places[0])
+        if func is aten.lift_fresh.default and on_tape and not compat.is_fake(tensors[0]):
+            with compat.without_modes():
+                literal = Constant(tensors[0].detach().clone())
+            return self.scalar(self.tape.computed(literal, (), literal.value))
         if on_tape and (tensors or self._makes_scalar(func, args, kwargs)):
             found = self._on_host(func, args, kwargs, leaves, spec)
             if found is not NotImplemented:
@@ -103,6 +134,8 @@ class OnTape(compat.TorchDispatchMode):
         if any(place is not None for place in places):
             args, kwargs = compat.pytree.tree_map(self._in_graph, (args, kwargs))
             args, kwargs = tuple(args), dict(kwargs)
+        if self.refuse_shards is not None and not is_elementwise(func):
+            self.refuse_shards(f"({line_in_use()}) computes by {func}")
         if any(map(is_number, leaves)):
             return factors.call(func, args, kwargs, self._factor, is_number)
         return func(*args, **kwargs)
@@ -122,8 +155,17 @@ class OnTape(compat.TorchDispatchMode):
         for tensor in compat.pytree.tree_leaves(written):
             if isinstance(tensor, Tensor):
                 if self.place_of(tensor) is not None:
-                    raise NotOfHost(tensor)
+                    self._to_graph(tensor)
                 self.written.add(_storage(tensor))
+
+    def _to_graph(self, tensor: Tensor) -> None:
+        """A scalar of the tape is about to be written from tensors of the graph: it is one of these from here on."""
+        storage = compat.storage_key(tensor)
+        if storage in self.state:
+            raise NotOfHost(tensor)
+        made = self._in_graph(tensor).clone()
+        del self.places[storage]
+        compat.same_in_trace(tensor, made)
 
     def _item(self, place: int) -> Any:
         with compat.without_modes():
@@ -155,9 +197,17 @@ class OnTape(compat.TorchDispatchMode):
             return NotImplemented
         place = self.tape.computed(operator, tuple(map(self._ref, leaves)), result)
         if operator.in_place:
-            self.places[compat.storage_key(args[0])] = place
+            self._write(args[0], place)
             return args[0]
         return self.scalar(place)
+
+    def _write(self, tensor: Tensor, place: int) -> None:
+        if not compat.is_fake(tensor):
+            raise CaptureError(
+                f"the optimizer's step ({line_in_use()}) writes a tensor that is not of its state; keep it in the "
+                "state of a parameter"
+            )
+        self.places[compat.storage_key(tensor)] = place
 
     def _each(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """An operator on lists, element by element."""
@@ -170,7 +220,7 @@ class OnTape(compat.TorchDispatchMode):
                 operator, tuple(map(self._ref, leaves)), operator(*(self._value(leaf) for leaf in leaves))
             )
             if func._schema.is_mutable:
-                self.places[compat.storage_key(args[0][i])] = place
+                self._write(args[0][i], place)
             else:
                 results.append(self.scalar(place))
         return results or None
@@ -206,15 +256,6 @@ class NotOfHost(Exception):
     def __init__(self, tensor: Tensor):
         super().__init__("a scalar tensor of the state is written from tensors of the step")
         self.tensor = tensor
-
-
-class _Literal:
-    def __init__(self, value: Tensor):
-        self.value = value
-        self.name = f"{value.dtype}:{value.item()!r}"
-
-    def __call__(self) -> Tensor:
-        return self.value
 
 
 class _FirstOf(HostOperator):

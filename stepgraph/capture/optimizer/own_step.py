@@ -6,7 +6,6 @@ written on the host after each call. State that it makes is an output of the gra
 `stepgraph.capture.optimizer.prepare` could make it before.
 """
 
-import copy
 import inspect
 import sys
 import traceback
@@ -15,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -23,8 +22,11 @@ from stepgraph import compat
 from stepgraph.capture import gradients
 from stepgraph.capture.optimizer.host import Count, Host, Place, equal, frozen, same
 from stepgraph.capture.optimizer.on_tape import NotOfHost, OnTape, tensors_of_numbers
-from stepgraph.capture.optimizer.tape import TORCHS, Tape, is_number, line_in_use, python_on_tape, wrapped
+from stepgraph.capture.optimizer.tape import TORCHS, Constant, Tape, is_number, line_in_use, python_on_tape, wrapped
+from stepgraph.capture.python.places import of_program
+from stepgraph.capture.python.values import kind_of
 from stepgraph.capture.recorder import user_source
+from stepgraph.capture.state import unwrap, wrap
 from stepgraph.errors import CaptureError, first_line
 
 Tensor = torch.Tensor
@@ -35,6 +37,11 @@ _OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "_opt_
 #: Options of groups that ``step`` does not read.
 _NOT_READ = ("params", "initial_lr")
 _NUMBERS = (int, float)
+#: Options of torch's optimizers under which a trace of ``step`` would not hold for a second step.
+_REFUSED = {
+    "fused": "takes the learning rate as a plain number, which a graph would keep",
+    "differentiable": "keeps the history of its updates for a backward, which a graph does not have",
+}
 
 
 @dataclass
@@ -53,8 +60,9 @@ class StandIn:
 class Learned:
     """What traces of an optimizer showed, for later ones. ``on_tape``: by (key, whether the parameter is a scalar),
     whether a scalar of the state is of the tape. ``moving``: (group, key) of options, (None, name) of attributes, that
-    change from step to step."""
+    change from step to step. ``is_tried``: whether a trace has shown all that."""
 
+    is_tried: bool = False
     on_tape: dict[tuple[str, bool], bool] = field(default_factory=dict)
     moving: set[tuple[int | None, str]] = field(default_factory=set)
 
@@ -73,7 +81,10 @@ class Again(Exception):
 
 
 class Early(Protocol):
-    """What takes the state that ``step`` makes, and gives what the rest of the trace has in its place."""
+    """What takes the state that ``step`` makes, and gives what the rest of the trace has in its place. ``is_early``:
+    whether all of it can be made before the step."""
+
+    is_early: bool
 
     def __call__(self, run: "Run", member: StandIn, key: str, value: Any) -> Any: ...
 
@@ -86,13 +97,21 @@ class OwnStep:
         self.name = type(optimizer).__qualname__
         self.learned = _LEARNED.setdefault(optimizer, Learned())
         self.step = _function(optimizer)
-        for param in (p for group in optimizer.param_groups for p in group["params"]):
-            axes = enumerate(getattr(param, "placements", ()))
-            if any(placement.is_shard() and param.device_mesh.size(axis) > 1 for axis, placement in axes):
-                raise ValueError(
-                    f"{self.name} is captured by its own step, which takes whole parameters, and one of shape "
-                    f"{list(param.shape)} is sharded; use AdamW, Adam or SGD"
-                )
+        for option, why in _REFUSED.items():
+            if any(group.get(option) for group in optimizer.param_groups):
+                raise ValueError(f"{self.name}({option}=True) {why}; use {option}=False")
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        #: The shape of a parameter that is sharded; each rank then updates its part alone.
+        self.sharded = next((list(param.shape) for param in params if _is_sharded(param)), None)
+        if self.sharded is not None and (names := shape_names(type(optimizer))):
+            self.refuse_shards(f"reads {' and '.join(sorted(names))} of tensors")
+
+    def refuse_shards(self, what: str) -> NoReturn:
+        """Raise for an update that needs more of a parameter than this rank's part."""
+        raise CaptureError(
+            f"{self.name}.step {what}, so it needs whole parameters, and one of shape {self.sharded} is sharded; use "
+            "an optimizer that works element by element, such as AdamW, or replicate the parameters (ddp)"
+        )
 
     def state_tensors(self, param: Tensor) -> dict[str, Tensor]:
         """The tensors of the state of ``param`` that are inputs of the graph, by key; of containers with a number."""
@@ -105,7 +124,7 @@ class OwnStep:
 
     def is_on_tape(self, param: Tensor, key: str, value: Tensor) -> bool:
         """Whether a tensor of the state is a scalar on the host, which follows from counts and options."""
-        if value.ndim or value.device.type != "cpu" or compat.is_fake(value):
+        if value.ndim or value.device.type != "cpu" or compat.is_fake(value) or _is_wrapped(value):
             return False
         return self.learned.on_tape.get((key, param.ndim == 0), param.ndim > 0 or key == "step")
 
@@ -113,6 +132,16 @@ class OwnStep:
         """What the graph holds as constants, options of groups and attributes: in a form that `same` compares."""
         return tuple((key, frozen(value)) for group, key, value in self._options() if key not in _NOT_READ
                      and not self.learned.is_moving(group, key, value))  # fmt: skip
+
+    def code(self) -> dict[str, Any]:
+        """The classes that define the optimizer, where they are no library's, and objects that it holds."""
+        own = [cls for cls in type(self.optimizer).__mro__ if of_program(cls.__module__)]
+        found: dict[str, Any] = {f"{self.name}.step": self.step} if own else {}
+        found |= {cls.__qualname__: cls for cls in own}
+        held = {key: value for key, value in vars(self.optimizer).items() if key not in _OF_TORCH}
+        return found | {
+            f"{self.name}.{key}": value for key, value in held.items() if kind_of(type(value)) == "instance"
+        }
 
     def _options(self) -> Iterator[tuple[int | None, str, Any]]:
         for index, group in enumerate(self.optimizer.param_groups):
@@ -158,6 +187,30 @@ def _function(optimizer: torch.optim.Optimizer) -> Callable:
             "the model again, which a captured step does not have; capture without an optimizer and step it yourself"
         )
     return function
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    return compat.is_traceable_wrapper_subclass(tensor)
+
+
+def _is_sharded(param: Tensor) -> bool:
+    placements = enumerate(getattr(param, "placements", ()))
+    return any(placement.is_shard() and param.device_mesh.size(axis) > 1 for axis, placement in placements)
+
+
+def shape_names(cls: type) -> set[str]:
+    """Attributes that give a tensor's shape, among those that the code of an optimizer's class reads. Those that torch
+    brings compute without it, or by operators that show it."""
+    found: set[str] = set()
+    for owner in cls.__mro__:
+        if of_program(owner.__module__):
+            pending = [inspect.unwrap(value) for value in vars(owner).values() if callable(value)]
+            codes = [function.__code__ for function in pending if hasattr(function, "__code__")]
+            while codes:
+                code = codes.pop()
+                found |= {*code.co_names} & {"shape", "size", "numel", "nelement"}
+                codes += [constant for constant in code.co_consts if isinstance(constant, type(code))]
+    return found
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
@@ -226,9 +279,11 @@ class Run:
         owners = {compat.storage_key(t): m.path for m in self.members.values()
                   for t in (m.tensor, m.grad, *m.state.values()) if t is not None}  # fmt: skip
         self.mode = OnTape(self.tape, mode, self.number_input, owners, attribute)
+        self.mode.refuse_shards = own.refuse_shards if own.sharded else None
         self._counts: dict[str, list[Count]] = defaultdict(list)
         self._first: dict[int, int] = {}
         self._before: dict[tuple[int, str], tuple[Any, list]] = {}
+        self._made: set[tuple[int, str]] = set()
         self._assigned: list[tuple[Tensor, Tensor]] = []
 
     # ---- numbers ----
@@ -270,6 +325,7 @@ class Run:
             return wrapped(self.tape, place)
         made = self.mode.scalar(place) if tensor is None else tensor
         self.mode.places[compat.storage_key(made)] = self._first[id(made)] = place
+        self.mode.state.add(compat.storage_key(made))
         return made
 
     # ---- the run ----
@@ -357,7 +413,9 @@ class Run:
         if self.early is None:
             return value
         kept = self.early(self, member, key, value)
-        self._before[id(member.tensor), key] = pytree.tree_structure(kept), pytree.tree_leaves(kept)
+        if not isinstance(kept, dict | list | tuple):  # it may be filled later
+            self._before[id(member.tensor), key] = pytree.tree_structure(kept), [kept]
+            self._made.add((id(member.tensor), key))
         return kept
 
     # ---- after the run ----
@@ -369,7 +427,12 @@ class Run:
             if gone := had - now.keys():
                 raise CaptureError(f"{self.own.name}.step deletes state {sorted(gone)}, and a captured step keeps it")
             for key, value in now.items():
-                self._write_state(member, key, value)
+                try:
+                    self._write_state(member, key, value)
+                except CaptureError:
+                    if self.early is None or (id(member.tensor), key) not in self._made:
+                        raise
+                    self.early.is_early = False  # made of one form, and of another at the end of the first step
         taken = [t for m in self.members.values() for t in (m.tensor, *m.state.values())]
         values = gradients.unshared([value for _, value in self._assigned], taken)
         for (before, _), value in zip(self._assigned, values, strict=True):
@@ -386,7 +449,7 @@ class Run:
     def _write_state(self, member: StandIn, key: str, value: Any) -> None:
         holder, known = self._holder(member), self._before.get((id(member.tensor), key))
         if known is None:
-            self._create_state(holder, key, value)
+            self._create_state(member, key, value)
             return
         (spec, before), (leaves, now) = known, pytree.tree_flatten(value)
         if now != spec:
@@ -416,7 +479,7 @@ class Run:
             elif place != first:
                 self._write(place, holder, key)
 
-    def _create_state(self, holder: Callable[[], Any], key: str, value: Any) -> None:
+    def _create_state(self, member: StandIn, key: str, value: Any) -> None:
         """State that the step makes: numbers on the host, tensors as outputs of the graph."""
         leaves, spec = pytree.tree_flatten(value)
         found: list[int | None] = []
@@ -427,7 +490,8 @@ class Run:
             elif place is None:
                 place = self._constant(leaf)
             found.append(place)
-        self.host.made.append((holder, key, found, spec))
+        wrapping = unwrap(member.live.detach())[1]
+        self.host.made.append((self._holder(member), key, found, lambda t: wrap([t], wrapping), spec))
 
     def _write_option(self, group: int | None, key: str, old: Any, value: Any) -> None:
         learned, where = self.own.learned, f"self.{key}" if group is None else f"group[{key!r}]"
@@ -456,7 +520,7 @@ class Run:
         self.host.writes.setdefault(place, []).append((holder, key))
 
     def _constant(self, value: Any) -> int:
-        return self.tape.computed(_Constant(value), (), value)
+        return self.tape.computed(Constant(value), (), value)
 
     def _place(self, value: Any, first: bool = False) -> int | None:
         if is_number(value):
@@ -495,14 +559,3 @@ class Run:
                 "which a graph cannot: use torch.where, or capture without an optimizer and step it yourself"
             )
         return f"{self.own.name}.step ({where}) cannot be traced: {type(error).__name__}: {first_line(error)}"
-
-
-class _Constant:
-    """A function that gives a value that ``step`` wrote."""
-
-    def __init__(self, value: Any):
-        self.value = value
-        self.name = f"{type(value).__name__}:{value!r}"
-
-    def __call__(self) -> Any:
-        return copy.deepcopy(self.value)

@@ -6,9 +6,10 @@ first step a step like all others. An optimizer that fills its momentum with the
 its first step, which gives its state.
 """
 
+import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from stepgraph import compat
 from stepgraph.capture.batch_reads import reads_shape
 from stepgraph.capture.optimizer.own_step import Again, OwnStep, Run, StandIn
 from stepgraph.capture.optimizer.tape import is_number, wrapped
+from stepgraph.capture.state import unwrap
+from stepgraph.errors import CaptureError
 
 Tensor = torch.Tensor
 #: For each parameter of each group: the parameter, its local stand-in, the path of its module.
 Groups = Sequence[Sequence[tuple[Tensor, Tensor, str]]]
+#: Traces that may begin again, each with one more thing learned.
+_MOST = 100
 
 
 class Made:
@@ -52,7 +57,10 @@ class Made:
             with compat.without_modes():
                 start = entries[place].value.clone()
             made[key] = start.clone
-            run.own.learned.on_tape[key, is_scalar] = True
+            if run.own.learned.on_tape.setdefault((key, is_scalar), True) is False:  # later written from the graph
+                del run.mode.places[compat.storage_key(value)]
+                run.give_input(f"state {id(member.live)} {key}", value)
+                return value
             return run.stand_for(run.count(f"state.{key}", start, no_place), value)
         if value.ndim == 0 and value.device.type == "cpu":
             run.own.learned.on_tape[key, is_scalar] = False
@@ -98,7 +106,7 @@ def _computed(nodes: Mapping[fx.Node, Tensor | None]) -> Tensor:
     with torch.no_grad():
         for node, live in nodes.items():
             if live is not None:
-                env[node] = live.to_local() if compat.is_traceable_wrapper_subclass(live) else live
+                env[node] = live
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
                 env[node] = node.target(*args, **kwargs)
@@ -110,6 +118,8 @@ def prepare(own: OwnStep, groups: Groups, mode: compat.FakeTensorMode) -> "Fresh
     made. Raises CaptureError where ``step`` cannot be traced."""
     state = own.optimizer.state
     if all(state.get(live) for group in groups for live, _, _ in group):
+        if not own.learned.is_tried:
+            _tried(own, groups, mode, False)
         return None
     first, made = _tried(own, groups, mode, True)
     if not made.is_early or not made.by_param:
@@ -135,12 +145,13 @@ class Fresh:
         self._versions = {id(v): v._version for _, by in self._entries for v in by.values() if isinstance(v, Tensor)}
 
     def _look(self) -> list:
-        return [group.get("lr") for group in self._own.optimizer.param_groups]
+        return [float(group.get("lr", 0)) for group in self._own.optimizer.param_groups]
 
-    def drop(self) -> None:
-        """Remove it."""
+    def drop(self, params: Container[int] | None = None) -> None:
+        """Remove it; of those of ``params``, ids of parameters."""
         for live, _ in self._entries:
-            self._own.optimizer.state.pop(live, None)
+            if params is None or id(live) in params:
+                self._own.optimizer.state.pop(live, None)
 
     def settle(self) -> bool:
         """Make tensors again from the current parameters, right before the first step. Where a learning rate that they
@@ -149,7 +160,7 @@ class Fresh:
         entries = [(live, key, value) for live, by in self._entries for key, value in by.items()]
         entries = [(live, k, v) for live, k, v in entries if state.get(live, {}).get(k) is v and isinstance(v, Tensor)]
         untouched = [(live, k, v) for live, k, v in entries if self._versions[id(v)] == v._version]
-        if self._made.takes_numbers and self._look() != self._rates and len(untouched) == len(self._versions):
+        if self._made.takes_numbers and untouched and self._look() != self._rates:
             self.drop()
             return False
         with torch.no_grad():
@@ -161,11 +172,12 @@ class Fresh:
 
 def _tried(own: OwnStep, groups: Groups, mode: compat.FakeTensorMode, makes: bool) -> tuple[list[str], Made]:
     """The operators of one trace of ``step`` alone, as text; and the state that it made."""
-    while True:
-        try:
-            return _Alone(own, groups, mode, makes).text()
-        except Again:
-            continue
+    for _ in range(_MOST):
+        with contextlib.suppress(Again):
+            found = _Alone(own, groups, mode, makes).text()
+            own.learned.is_tried = True
+            return found
+    raise CaptureError(f"{own.name}.step shows something else in each trace, and cannot be captured")
 
 
 class _Alone:
@@ -180,7 +192,7 @@ class _Alone:
         names, forms = [], []
         for live, tensor, _ in (member for group in self.groups for member in group):
             names += [f"param {id(live)}", f"grad {id(live)}", *(f"state {id(live)} {key}" for key in self.state[live])]
-            forms += [tensor, tensor, *self.state[live].values()]
+            forms += [tensor, tensor, *(unwrap(value)[0][0] for value in self.state[live].values())]
         with torch.no_grad(), self.mode:
             fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in forms]
         found: list[Any] = []

@@ -31,24 +31,27 @@ def count_dtype() -> torch.dtype:
 
 
 class Rule(ABC):
-    """One kind of optimizer. ``constants``: options of a group that the graph has as constants. ``flags``: options that
-    must be off. ``complex``: whether parameters may be complex. ``shards``: whether a shard's update needs no other."""
+    """One kind of optimizer. ``constants``: options of a group that the graph has as constants. ``flags``: options
+    that must be off. ``complex``: whether parameters may be complex. ``shards``: whether a shard's update needs no
+    other."""
 
     constants: ClassVar[tuple[str, ...]] = ()
     flags: ClassVar[tuple[str, ...]] = ()
     complex: ClassVar[bool] = True
     shards: ClassVar[bool] = True
 
+    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the formula holds for these options; the optimizer's own ``step`` is traced for others."""
+        return not any(
+            any(group[flag] for flag in self.flags)
+            or (isinstance(group["lr"], torch.Tensor) and not group.get("fused"))
+            for group in optimizer.param_groups
+        )
+
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError for options and parameters that cannot be captured."""
         name = type(optimizer).__name__
         for group in optimizer.param_groups:
-            for flag in self.flags:
-                if group[flag]:
-                    raise ValueError(f"{name}({flag}=True) cannot be captured; use {flag}=False")
-            if isinstance(group["lr"], torch.Tensor) and not group.get("fused"):
-                fix = "pass fused=True" if "fused" in group else "pass a number"
-                raise ValueError(f"{name} with a tensor lr is captured with fused=True only; {fix}")
             for param in group["params"]:
                 self._check_param(name, group, param)
 

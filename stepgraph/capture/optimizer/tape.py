@@ -11,6 +11,8 @@ torch takes them where it takes numbers, and cannot take their value in secret: 
 
 import builtins
 import contextlib
+import copy
+import hashlib
 import math
 import operator
 import os
@@ -132,8 +134,6 @@ def alike(a: Any, b: Any) -> bool:
 
 def hash_of(text: str) -> str:
     """A short name for a long text."""
-    import hashlib
-
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -158,6 +158,17 @@ def line_in_use() -> str:
 _CALLER, TORCHS = os.path.join("optimizer", "own_step.py"), os.path.join("torch", "optim", "")
 
 
+class Constant:
+    """A function that gives a value that ``step`` wrote."""
+
+    def __init__(self, value: Any):
+        shown = (value.dtype, value.item()) if isinstance(value, torch.Tensor) else value  # a tensor's text is rounded
+        self.value, self.name = value, f"{type(value).__name__}:{shown!r}"
+
+    def __call__(self) -> Any:
+        return copy.deepcopy(self.value)
+
+
 class _Node:
     """What torch asks of a symbolic number."""
 
@@ -170,20 +181,14 @@ class _Node:
     def is_float(self) -> bool:
         return isinstance(self.number, Float)
 
-    def is_bool(self) -> bool:
+    def _no(self) -> bool:
         return False
 
-    def is_constant(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
+    def _yes(self) -> bool:
         return True
 
-    def is_nested_int(self) -> bool:
-        return False
-
-    def has_hint(self) -> bool:
-        return True
+    is_bool = is_constant = is_nested_int = _no
+    is_symbolic = has_hint = _yes
 
     def guard_float(self, file: str, line: int) -> float:
         return float(self.number.known())

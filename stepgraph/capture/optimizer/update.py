@@ -10,7 +10,6 @@ from stepgraph.capture.optimizer.adafactor import AdafactorRule
 from stepgraph.capture.optimizer.adam import AdamRule
 from stepgraph.capture.optimizer.host import Host
 from stepgraph.capture.optimizer.master import MasterAdamW
-from stepgraph.capture.optimizer.muon import MuonRule
 from stepgraph.capture.optimizer.own_step import OwnStep, StandIn
 from stepgraph.capture.optimizer.prepare import Fresh, prepare
 from stepgraph.capture.optimizer.rule import Member, Rule
@@ -22,7 +21,6 @@ _RULES: dict[type, Rule] = {
     MasterAdamW: AdamRule(),
     torch.optim.Adam: AdamRule(),
     torch.optim.SGD: SGDRule(),
-    torch.optim.Muon: MuonRule(),
     torch.optim.Adafactor: AdafactorRule(),
 }
 
@@ -38,9 +36,9 @@ class Update:
         if not self.optimizers:
             raise ValueError("the list of optimizers is empty; give None to step the model yourself")
         for optimizer in self.optimizers:
-            if type(optimizer) in _RULES:
-                _RULES[type(optimizer)].check(optimizer)
-        self.own = {optimizer: OwnStep(optimizer) for optimizer in self.optimizers if type(optimizer) not in _RULES}
+            if (rule := _rule_of(optimizer)) is not None:
+                rule.check(optimizer)
+        self.own = {one: OwnStep(one) for one in self.optimizers if _rule_of(one) is None}
         self.check_hooks()
         #: What calls of the traced step do on the host.
         self.hosts: list[Host] = []
@@ -112,6 +110,10 @@ class Update:
                     groups.append([(p, _local(p, mode, home), slots[id(p)].path) for p in params])
             self._fresh[own.optimizer] = prepare(own, groups, mode)
 
+    def code(self) -> dict[str, Any]:
+        """What runs in a step of optimizers that are traced by their own ``step``, by what to call it."""
+        return {name: part for own in self.own.values() for name, part in own.code().items()}
+
     def without_state(self) -> list[torch.Tensor]:
         """The parameters that have no state yet."""
         return [p for optimizer, g in self._groups() for p in g["params"] if not optimizer.state.get(p)]
@@ -133,7 +135,7 @@ class Update:
 
     def constants(self) -> tuple:
         """The options that are constants of the graph: when one changes, the step is captured again."""
-        rules = ((_RULES.get(type(optimizer)), group) for optimizer, group in self._groups())
+        rules = ((_rule_of(optimizer), group) for optimizer, group in self._groups())
         return tuple((rule and rule.constants_of(group), len(group["params"])) for rule, group in rules)
 
     def record(
@@ -189,6 +191,9 @@ class Update:
             kept.append((flat[place], flat[place].clone()))
             return kept[-1][1]
 
+        fresh = self._fresh.get(own.optimizer)
+        if fresh is not None:  # eager makes no state where there is no gradient
+            fresh.drop({id(live) for group in groups for i, live in group["live"].items() if i not in grads})
         for (optimizer, options), group in zip(self._groups(), groups, strict=True):
             if optimizer is not own.optimizer:
                 continue
@@ -198,14 +203,13 @@ class Update:
                 if id(param) not in known:
                     continue
                 i, part, wheres = known[id(param)]
-                state = {key: stand_in(where.start) for key, where in wheres.items()}
+                state = {key: stand_in(where.start) for key, where in wheres.items() if own.optimizer.state.get(param)}
                 made = stand_in(part.start).requires_grad_()
                 stand_ins[-1].append(StandIn(param, made, grads.get(i), state, group["paths"][i]))
                 updated |= {i} & grads.keys()
         run = own.trace(stand_ins, lambda _, live: give_input(live), attribute, mode)
         for old, new in kept:
             skip.write(old, new)
-        fresh = self._fresh.get(own.optimizer)
         run.host.settle = fresh and fresh.settle
         self.hosts.append(run.host)
         self.created += run.created
@@ -215,6 +219,12 @@ class Update:
         """Tell learning rate schedulers that the optimizers have stepped."""
         for optimizer in self.optimizers:
             compat.mark_stepped(optimizer)
+
+
+def _rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """The formula of an optimizer; None for one whose own ``step`` is traced."""
+    rule = _RULES.get(type(optimizer))
+    return rule if rule is not None and rule.knows(optimizer) else None
 
 
 def _local(param: torch.Tensor, mode: compat.FakeTensorMode, home: torch.device) -> torch.Tensor:

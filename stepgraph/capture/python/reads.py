@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -52,10 +52,11 @@ class Change(NamedTuple):
 
 
 class Reads:
-    """What is read while `noted`. ``names``: for each object, by its id, the names of its attributes that were read."""
+    """What is read while `noted`. ``others``: what else runs in a step, by what to call it. ``names``: for each object,
+    by its id, the names of its attributes that were read."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable):
-        self.model, self.loss_fn = model, loss_fn
+    def __init__(self, model: nn.Module, loss_fn: Callable, others: Mapping[str, Callable] | None = None):
+        self.model, self.roots = model, {LOSS: loss_fn} | dict(others or {})
         self.names: dict[int, set[str]] = defaultdict(set)
         self._met: dict[int, Any] = {}
         #: (id of a holder, key): where it is, the holder, the key, the value.
@@ -94,7 +95,8 @@ class Reads:
             for path, hooks in (*hooked, *(("", hooks) for hooks in compat.hooks_of_every_module())):
                 for hook in hooks.values():
                     self._meet(path, hook)
-            self._meet(LOSS, self.loss_fn)
+            for path, root in self.roots.items():
+                self._meet(path, root)
             yield
         finally:
             self._is_noted = False
@@ -144,8 +146,8 @@ class Reads:
                 by_path[path] = found
             return found
 
-        _Walk(self.model, self.loss_fn, names_of, is_moving)
-        return Watched(self.model, self.loss_fn, by_path, self._environment, self.read, skipped)
+        _Walk(self.model, self.roots, names_of, is_moving)
+        return Watched(self.model, self.roots, by_path, self._environment, self.read, skipped)
 
     # ---- reads ----
 

@@ -44,7 +44,7 @@ class _Walk:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Any,
+        roots: Mapping[str, Any],
         names_of: Callable[[str, Any], Iterable[str] | None],
         is_moving: Callable[[str, Any], bool],
     ):
@@ -79,7 +79,7 @@ class _Walk:
                 self._parts(where + hooks, parts.parts_of_container(vars(module)[hooks]))
         for hooks in compat.hooks_of_every_module():
             self._parts("hooks of every module", parts.parts_of_container(hooks))
-        self._pending.append((LOSS, loss_fn))
+        self._pending.extend(roots.items())
         self._run()
 
     def _run(self) -> None:
@@ -313,13 +313,13 @@ class Watched:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Any,
+        roots: Mapping[str, Any],
         names: Mapping[str, Iterable[str]],
         environment: Iterable[str] = (),
         read: Iterable[torch.Tensor] = (),
         moving: Collection[str] = (),
     ):
-        self.model, self.loss_fn, self.names, self._moving = model, loss_fn, names, moving
+        self.model, self.roots, self.names, self._moving = model, roots, names, moving
         self._environment = {name: os.environ.get(name) for name in environment}
         self._read = [(tensor, values.content(tensor)) for tensor in read]
         self._walk = walk = self._walked()
@@ -336,9 +336,7 @@ class Watched:
         self._hooked = [(path, hooks, list(hooks)) for path, hooks in self._hooks if hooks]
 
     def _walked(self) -> _Walk:
-        return _Walk(
-            self.model, self.loss_fn, lambda path, _: self.names.get(path), lambda path, _: path in self._moving
-        )
+        return _Walk(self.model, self.roots, lambda path, _: self.names.get(path), lambda path, _: path in self._moving)
 
     def _ready(self) -> None:
         walk = self._walk

@@ -25,6 +25,15 @@ def refuse_kept(changes: Sequence[Change]) -> None:
             )
 
 
+def refuse_by_optimizer(changes: Sequence[Change]) -> None:
+    """Raise for what an optimizer's ``step`` changes in Python outside of its state."""
+    for change in changes:
+        raise CaptureError(
+            f"the optimizer's step sets {change.where} from {_short(change.old)} to {_short(change.new)} in Python, "
+            "which a captured step runs only while it is traced; keep it in the optimizer's state or a parameter group"
+        )
+
+
 @contextlib.contextmanager
 def after(changes: Sequence[Change]) -> Iterator[None]:
     """Everything as the trace left it."""
