@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from stepgraph.config.command_line import check_names, options_of, parse, ranks_asked_for, run_of, show_help, value_of
 from stepgraph.config.commands import COMMANDS, MORE
 from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning, settings
-from stepgraph.errors import INTERRUPTED, read_json, unknown_name, unknown_option
+from stepgraph.errors import INTERRUPTED, unknown_name, unknown_option
 from stepgraph.options import StepOptions
 
 if TYPE_CHECKING:
@@ -307,15 +307,9 @@ def _without_config(options: list[str]) -> tuple[str | None, list[str]]:
 
 def _resumed(folder: Path, preset: str | None) -> "TrainConfig":
     """The configuration of the run that ``folder`` is or lies in, ready to be continued there."""
-    from stepgraph.config.train import TrainConfig
+    from stepgraph.config.files import run_config
 
-    file = run_of(folder) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"--resume {folder} is not a run folder (it has no config.json): give the folder of a run")
-    try:
-        config = read_json(file, TrainConfig.from_json)
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+    config = run_config(folder, "--resume")
     if preset not in (None, config.preset):
         raise ValueError(f"--resume {folder} is a run of preset {config.preset!r}, not {preset!r}: leave PRESET out")
     saved = any((run_of(folder) / "checkpoints").glob("step-*"))  # else it begins again

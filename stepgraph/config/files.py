@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from stepgraph.config.command_line import run_of
 from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning
 from stepgraph.config.train import TrainConfig
 from stepgraph.errors import read_json, require_file, unknown_name
@@ -52,6 +53,20 @@ def read_config(path: Path, preset: str | None, init_from_hf: str | None = None)
         return TrainConfig.from_json(json.dumps(_merged(base, values), default=_no_json)), given
     except ValueError as error:
         raise ValueError(f"--config {path}: {error}") from error
+
+
+def run_config(folder: Path, option: str = "") -> TrainConfig:
+    """The options of the run that ``folder`` is, or whose checkpoint it is. ``ValueError``, one line, for none.
+    ``option``: what the folder was given to, as ``--resume``."""
+    file = run_of(folder) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{option} {folder} is not a run folder (it has no config.json): give the folder of a run".strip()
+        )
+    try:
+        return read_json(file, TrainConfig.from_json)
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def _parsed(path: Path) -> dict[str, Any]:

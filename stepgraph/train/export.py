@@ -10,13 +10,14 @@ from torch import nn
 
 from stepgraph.config.command_line import parse
 from stepgraph.config.commands import ExportOptions
+from stepgraph.config.files import run_config
 from stepgraph.config.hf_weights import save_hf
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import FAMILIES, family_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
 from stepgraph.train.records.files import write_text
-from stepgraph.train.saved_model import load_trained, named_run, run_config
+from stepgraph.train.saved_model import load_trained, named_run
 
 #: In the folder of an export that is not done: the run that writes it.
 CLAIM = ".unfinished-export"

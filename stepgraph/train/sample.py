@@ -8,13 +8,14 @@ from torch import nn
 
 from stepgraph.config.command_line import parse
 from stepgraph.config.commands import SampleOptions
+from stepgraph.config.files import run_config
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import family_of
 from stepgraph.models.generate import Choose, generate, sampler
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data import ChatTokenizer, Tokenizer, open_tokenizer
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
-from stepgraph.train.saved_model import load_trained, named_run, run_config
+from stepgraph.train.saved_model import load_trained, named_run
 
 #: Of samples in a run.
 NEW_TOKENS, TEMPERATURE = 64, 0.8

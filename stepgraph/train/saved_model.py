@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from stepgraph.config import build
-from stepgraph.config.command_line import run_of
 from stepgraph.config.device import pick_device, require_memory
 from stepgraph.config.train import TrainConfig
-from stepgraph.errors import read_json
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
 
 #: Checkpoints that are tried while a run that saves often deletes them.
@@ -24,17 +22,6 @@ def named_run(argv: list[str], otherwise: str) -> tuple[Path, list[str]]:
     if not {"-h", "--help"} & set(argv):
         raise ValueError(otherwise)
     return Path(), argv
-
-
-def run_config(folder: Path) -> TrainConfig:
-    """The options of the run that ``folder`` is, or whose checkpoint it is. ``ValueError``, one line, for none."""
-    file = run_of(folder) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} is not a run folder (it has no config.json): give the folder of a run")
-    try:
-        return read_json(file, TrainConfig.from_json)
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def load_trained(folder: Path, config: TrainConfig, device: str = "cpu") -> tuple[nn.Module, int]:

@@ -7,11 +7,12 @@ from typing import Any
 
 from stepgraph.config.command_line import given, parse, require_folder
 from stepgraph.config.commands import FORECAST, InspectOptions
+from stepgraph.config.files import run_config
 from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS, Gpu
-from stepgraph.errors import read_json, unknown_name
+from stepgraph.errors import unknown_name
 from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import PAGE, read_page, write_page
@@ -83,12 +84,9 @@ def _ranks(what: str, config: TrainConfig, options: InspectOptions, words: list[
 
 
 def _run_config(folder: Path) -> TrainConfig:
-    file = folder / "config.json"
     if not folder.is_dir():
         raise unknown_name("preset or run", str(folder), PRESETS)
-    if not file.is_file():
-        raise ValueError(f"{folder} has no config.json: give the folder of a run")
-    return read_json(file, TrainConfig.from_json)
+    return run_config(folder)
 
 
 def _checked(config: TrainConfig, options: InspectOptions, words: list[str]) -> TrainConfig:
