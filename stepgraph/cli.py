@@ -18,7 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from stepgraph.config.command_line import check_names, options_of, parse, ranks_asked_for, run_of, show_help, value_of
+from stepgraph.config.command_line import (
+    check_names,
+    options_of,
+    parse,
+    ranks_asked_for,
+    read_values,
+    run_of,
+    show_help,
+    value_of,
+)
 from stepgraph.config.commands import COMMANDS, MORE
 from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning, settings
 from stepgraph.errors import INTERRUPTED, unknown_name, unknown_option
@@ -228,6 +237,10 @@ def _helped(command: str, words: list[str]) -> bool:
         text = (_DESCRIPTIONS.get(command) or kinds[-1].__doc__ or "") + f" Presets: {', '.join(PRESETS)}." * models
         show_help(f"stepgraph {command} {arguments}".rstrip(), text, shown)
         return True
+    named = bool(words) and not words[0].startswith("-")
+    if named and command in ("train", "compile", "plan") and words[0] not in PRESETS:
+        raise unknown_name("preset", words[0], PRESETS)
+    read_values(words, f"stepgraph {command} {arguments}", options)  # a bad value does not wait for torch either
     _require_compiler_cache()
     return False
 

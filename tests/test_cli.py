@@ -158,6 +158,7 @@ def test_help_and_wrong_names_answer_within_a_second_before_anything_heavy_is_lo
         "print(time.process_time())\n"
     )
     wrong = ["train --lrr 1", "train --wandb x", "plan golf --memry 1", "trian", "bench norm --step 1"]
+    wrong += ["train llama3-8c", "train golf --lr fast", "plan golf --gpu h9", "bench step --steps many"]
     done = subprocess.run([sys.executable, "-c", code, *wrong, *HELP], capture_output=True, text=True, check=True)
     *lines, loaded, total = done.stdout.splitlines()
     answers = [line.split() for line in lines if line.startswith("status ")]

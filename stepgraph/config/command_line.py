@@ -156,17 +156,24 @@ def parse(
         sys.exit(0)
     command = " ".join(word for word in usage.split() if word.islower())
     check_names(words, command, every)
-    parser = _Parser(usage=usage, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for option in every:
-        parser.add_argument(option.flag, dest=option.flag, **_reads(option))
-    plain = [re.sub(r"^--[^=]*", lambda m: m[0].replace("_", "-"), word) if option_of(word) else word for word in words]
-    values, rest = parser.parse_known_args(plain)
+    values, rest = read_values(words, usage, every)
     if rest:
         raise ValueError(f"unexpected {rest[0]}: write {usage} [--option VALUE ...]")
     return tuple(  # pyrefly: ignore[bad-return]
-        _with(record, {o.path: vars(values)[o.flag] for o in options if o.flag in values})
+        _with(record, {o.path: values[o.flag] for o in options if o.flag in values})
         for record, options in zip(records, found, strict=True)
     )
+
+
+def read_values(words: list[str], usage: str, options: Iterable[Option]) -> tuple[dict[str, Any], list[str]]:
+    """(the values of ``options`` in ``words``, by flag; the words that are none of them). Raises ValueError, in one
+    line, for a bad value."""
+    parser = _Parser(usage=usage, add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for option in options:
+        parser.add_argument(option.flag, dest=option.flag, **_reads(option))
+    plain = [re.sub(r"^--[^=]*", lambda m: m[0].replace("_", "-"), word) if option_of(word) else word for word in words]
+    values, rest = parser.parse_known_args(plain)
+    return vars(values), rest
 
 
 def _with(record: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
