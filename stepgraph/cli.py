@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from stepgraph.config.command_line import (
+    Option,
     check_names,
     options_of,
     parse,
@@ -303,19 +304,11 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
 def _without_config(options: list[str]) -> tuple[str | None, list[str]]:
     """The value of ``--config``, and the options without it."""
-    rest = list(options)
-    for position, word in enumerate(options):
-        if word.split("=", 1)[0] != "--config":
-            continue
-        width = 1 if "=" in word else 2
-        file = value_of("--config", options[position : position + width])
-        if not file:
-            raise ValueError("--config lacks its value: it takes 1")
-        del rest[position : position + width]
-        if any(other.split("=", 1)[0] == "--config" for other in rest):
-            raise ValueError("--config is given twice: put all options into one file")
-        return file, rest
-    return None, rest
+    values, rest = read_values(options, "stepgraph train", [Option(("config",), tuple[str, ...], (), type)])
+    files = values.get("--config", [])
+    if len(files) > 1:
+        raise ValueError("--config is given twice: put all options into one file")
+    return (files[0] if files else None), rest
 
 
 def _resumed(folder: Path, preset: str | None) -> "TrainConfig":

@@ -22,8 +22,6 @@ MAX_GRAD_NORM = 1.0
 #: Every data-parallel rank trains on one batch of its own again and again: a loss that falls shows that updates work.
 BATCH_SEED = 1
 
-DEFAULT_PRESET = "llama3-debug"
-
 
 def preset(name: str, **changed: Any) -> TrainConfig:
     """The preset's run with the default options of a step, no mesh, and ``changed``."""

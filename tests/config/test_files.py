@@ -96,7 +96,7 @@ def test_what_does_not_go_together_is_one_line(tmp_path):
     for words, message in [
         (["llama3-1b", "--config", str(tmp_path / "a.toml")], "is of preset 'golf', not 'llama3-1b': leave PRESET out"),
         (["--config", "none.toml"], "cannot read --config none.toml: No such file"),
-        (["--config"], "--config lacks its value"),
+        (["--config"], "--config: expected one argument"),
         (["--config", str(tmp_path / "a.toml"), "--config=b.toml"], "--config is given twice"),
         (
             ["--config", str(tmp_path / "a.toml"), "--resume", "x"],

@@ -4,13 +4,12 @@ A DeepSeek-V2 checkpoint is of the same model, with softmax scores and without s
 """
 
 import os
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from stepgraph.models.deepseek_v3.deepseek_v3 import DeepSeekV3Config
-from stepgraph.models.family import Piece
 from stepgraph.models.hf_files import PLAIN, names, read_config, require, to_hf
 from stepgraph.models.moe import hf as moe_hf
 from stepgraph.models.moe.config import MoEConfig
@@ -47,11 +46,8 @@ hf_name = names(
         "shared": "shared_experts",
     }
 )
-
-
-def pieces(name: str, shape: Sequence[int]) -> list[Piece]:
-    """See `stepgraph.models.moe.hf.pieces`."""
-    return moe_hf.pieces(hf_name, name, shape)
+#: See `stepgraph.models.moe.hf.pieces`.
+pieces = partial(moe_hf.pieces, hf_name)
 
 
 def config_from_hf(folder: str | os.PathLike[str]) -> DeepSeekV3Config:

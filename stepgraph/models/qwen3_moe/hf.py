@@ -1,12 +1,11 @@
 """Names of the tensors, and ``config.json``, of a Hugging Face Qwen3-MoE checkpoint."""
 
 import os
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from stepgraph.models.family import Piece
 from stepgraph.models.hf_files import PLAIN, names, read_config, require, to_hf
 from stepgraph.models.moe import hf as moe_hf
 from stepgraph.models.moe.config import MoEConfig
@@ -26,11 +25,8 @@ _PLAIN_MOE = {
 
 #: Hugging Face's name for our tensor, such as ``layers.7.attn.q_norm.weight``.
 hf_name = names({"router": "gate"})
-
-
-def pieces(name: str, shape: Sequence[int]) -> list[Piece]:
-    """See `stepgraph.models.moe.hf.pieces`."""
-    return moe_hf.pieces(hf_name, name, shape)
+#: See `stepgraph.models.moe.hf.pieces`.
+pieces = partial(moe_hf.pieces, hf_name)
 
 
 def config_from_hf(folder: str | os.PathLike[str]) -> Qwen3MoEConfig:
