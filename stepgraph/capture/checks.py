@@ -188,10 +188,11 @@ def without_host_random(recorder: Recorder, call: Callable[[], Any], before: Hos
     with LineOfDraw(before, is_user_file, recorder.stack) as line, contextlib.suppress(Exception):
         call()
     before.restore()
+    masks = getattr(getattr(recorder.model, "config", None), "apply_spec_augment", False)
     raise CaptureError(
         f"{line.path or 'the model'}{f' ({line.source})' if line.source else ''} draws numbers from "
         f"{' and '.join(moved)}, which would be the same in every step; draw them with torch, or outside and pass them "
-        "in the batch"
+        f"in the batch{'; without SpecAugment: model.config.apply_spec_augment = False' if masks else ''}"
     )
 
 

@@ -252,7 +252,6 @@ ARCHITECTURES = [
         "MaskedLM",
         masked,
         TEXT | {"attention_window": 4},
-        refused="_local_scalar_dense.default needs a tensor's value",
     ),
     _encoder("BigBird", "BigBird", "MaskedLM", masked, TEXT | {"attention_type": "original_full"}),
     _encoder("LayoutLM", "LayoutLM", "TokenClassification", token_classes),
