@@ -52,7 +52,6 @@ class GraphTrainer(Trainer):
         mesh: under torchrun or ``accelerate launch``, how ranks share the model: ``"fsdp=2"``, ``"ddp=2"``,
             ``"hsdp=2x2"``, ``"fsdp=2,ep=2"``. None: as ``args`` say, sharded with ``fsdp`` and replicated without.
         parallel: further keyword arguments of `stepgraph.parallel.parallelize`, such as ``expert_capacity``.
-        args, kwargs: ``Trainer``'s.
 
     With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
     here it is multiplied by N before the graph divides by N, which rounds unless N is a power of 2. Where the N differ
@@ -60,9 +59,8 @@ class GraphTrainer(Trainer):
     The same where a callback has ``on_pre_optimizer_step``, which may read and change gradients. Callbacks of
     ``on_optimizer_step`` otherwise run after the update.
 
-    Raises:
-        ValueError: options that a captured step cannot serve: fp16's scaler, several GPUs in one process, DeepSpeed,
-            FSDP1, offload, ``torch_compile``.
+    Raises ``ValueError`` for options that a captured step cannot serve: fp16's scaler, several GPUs in one process,
+    DeepSpeed, FSDP1, offload, ``torch_compile``.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from stepgraph import compat
 from stepgraph.errors import CaptureError
 
 #: Names of metrics that every captured step has, and of what records of a run have.
-_OWN = ("loss", "grad_norm", "skipped", "repeated", "step", "step_ms", "tokens_per_s", "mfu", "mem_gib")
-_OWN += ("lr", "tokens", "data_ms", "repeated_steps", "epoch", "learning_rate")
+_OWN = ("loss", "grad_norm", "skipped", "repeated", "step", "step_ms", "tokens_per_s", "mfu", "mem_gib", "lr", "tokens")
+_OWN += ("data_ms", "repeated_steps", "epoch", "learning_rate")
 
 _open: list[dict[str, torch.Tensor]] = []
 

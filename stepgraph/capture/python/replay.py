@@ -32,8 +32,7 @@ from stepgraph.errors import CaptureError
 aten, pytree = torch.ops.aten, compat.pytree
 #: What every read gives while a step is traced; where other reads depend on it, the second.
 FILLS = (1.0, 0.0)
-#: Further numbers, with which the loss must be the same.
-_PROBES = (0.0, 1.0, -1.5, 1e4)
+_PROBES = (0.0, 1.0, -1.5, 1e4)  # with these the loss must be the same
 #: Elements of the largest tensor that is made up, and of one from outside that is known by its content: a literal.
 _LARGEST, _LITERAL = 1 << 24, 64
 
@@ -189,8 +188,8 @@ class _Run(compat.TorchDispatchMode):
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return self._tensor(leaf)
-        plain = isinstance(leaf, bool | int | float | complex | str | torch.dtype | torch.device | None)
-        return repr(leaf) if plain else type(leaf).__qualname__
+        plain = bool | int | float | complex | str | torch.dtype | torch.device | None
+        return repr(leaf) if isinstance(leaf, plain) else type(leaf).__qualname__
 
     def _tensor(self, tensor: torch.Tensor) -> int:
         if id(tensor) in self.hosted:
@@ -350,6 +349,5 @@ def _needs_values(func: Any, args: tuple) -> bool:
 
 def _has_effects(func: Any) -> bool:
     """Whether an operator writes into its arguments or draws random numbers."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return True
-    return func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags
+    known = isinstance(func, torch._ops.OpOverload)
+    return not known or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags

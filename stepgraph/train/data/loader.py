@@ -24,22 +24,15 @@ class PackedLoader:
     ``positions``, of each token in its document, too, by which attention stays within documents; of conversations with
     ``targets_per_row``, how many targets of a row count on average, a scalar in fp32, for the mean over a step's.
 
-    The documents of ``split`` in a fixed mixed order, an end-of-text token after each, are one stream, opened by
-    another end-of-text token and cut into rows of T predictions; the last row is filled up from the stream's start, so
-    that every token is predicted once per epoch. ``targets`` is the stream one token later. Conversations lie in rows
-    as `Rows` says, and their ``targets`` are -100 where another than the assistant speaks. Each epoch has the rows in
-    an order of its own, drawn by ``(seed, epoch)``: the first within buffers of ``BUFFER_TOKENS``, so that it begins
-    while later documents are still tokenized, all others over the whole split.
+    The documents of ``split`` in a fixed mixed order, an end-of-text token before the first and after each, are one
+    stream, cut into rows of T predictions; the last row is filled up from the stream's start. ``targets`` is the stream
+    one token later; conversations lie in rows as `Rows` says, with -100 where another than the assistant speaks. Each
+    epoch has its own order of rows, drawn by ``(seed, epoch)``: the first within buffers of ``BUFFER_TOKENS``, so that
+    it begins while later documents are still tokenized, all others over the whole split. All data-parallel ranks
+    together take the next ``world_size * B`` rows, each rank a block of B.
 
-    A batch of all data-parallel ranks together is the next ``world_size * B`` rows, and a rank's part of it a block of
-    B: the order does not depend on how many ranks share it.
-
-    Args:
-        cache: the folder of token caches; None keeps the tokens in a temporary file.
-        positions: whether batches have these. They change neither rows nor order.
-
-    Raises:
-        ValueError: a size below one, or a cache that cannot be written.
+    ``cache``: the folder of token caches; None keeps the tokens in a temporary file. ``positions`` change neither rows
+    nor order. Raises ``ValueError`` for a size below one, or a cache that cannot be written.
     """
 
     def __init__(
@@ -147,19 +140,13 @@ class PackedLoader:
         return tokens
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """The position after the batches so far, as a few JSON values, and what identifies the stream.
-
-        ``row`` counts rows of the epoch that all ranks have read; ``last_row`` is a digest of the last of them. The
-        batch size and the number of ranks may differ on resume; whatever determines the order may not.
-        """
+        """The position after the batches so far, and what identifies the stream. ``row`` counts rows of the epoch that
+        all ranks have read; ``last_row`` is a digest of the last one. Batch size and ranks may differ on resume."""
         return {"epoch": self.epoch, "row": self._row, "last_row": self._digest(self.epoch, self._row)} | self._identity
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Continues with exactly the row that would have followed ``state_dict()``.
-
-        Raises:
-            ValueError: the state is of another stream (data, tokenizer, sequence length, ...); nothing is changed.
-        """
+        """Continues with exactly the row that would have followed ``state_dict()``. Raises ``ValueError`` for the state
+        of another stream (data, tokenizer, sequence length, ...); nothing is changed."""
         same_identity(state, ("epoch", "row", "last_row"), self._identity)
         epoch, row = int(state["epoch"]), int(state["row"])
         # The fingerprint does not cover every byte.
@@ -250,11 +237,9 @@ def entropy(p: np.ndarray) -> float:
 
 
 def unigram(source: Corpus, tokenizer: Tokenizer, max_tokens: int | None = None) -> np.ndarray:
-    """The share of each token (V,) in both splits.
-
-    End-of-text tokens count, as they do in the loss; of conversations, what the assistant says. Documents are read in a
-    fixed mixed order until ``max_tokens`` are counted, by default as many as ``source`` says: a larger corpus is
-    estimated from a sample of whole documents.
+    """The share of each token (V,) in both splits: of text with its end-of-text tokens, of conversations what the
+    assistant says. Documents are read in a fixed mixed order until ``max_tokens`` are counted, by default as many as
+    ``source`` says.
     """
     counts, total = np.zeros(tokenizer.vocab_size, dtype=np.int64), 0
     for text in source.texts(None):

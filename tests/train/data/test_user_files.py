@@ -57,7 +57,7 @@ REFUSED = {
     "messages null": (lines(lambda i: {"messages": None}), "'messages' is NoneType: give a list of messages"),
     "messages as text": (lines(lambda i: {"messages": "[]"}), "'messages' is str: give a list of messages"),
     "text null": (lines(lambda i: chat(i, text=None)), "'text' is NoneType, not a string"),
-    "other fields": (lines(lambda i: {"prompt": "x", "completion": "y"}), "no field 'text' .it has prompt, completion"),
+    "other fields": (lines(lambda i: {"question": "x", "answer": "y"}), "no field 'text' .it has question, answer"),
     "from and value": (
         lines(lambda i: {"messages": [{"from": "human", "value": "x"}]}),
         "'role' of message 1 .* is missing",

@@ -6,19 +6,21 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-MESSAGES = "messages"  # the field of a conversation
+#: The fields of a conversation, the forms by which is looked first first: messages, ShareGPT's, Alpaca's, and pairs.
+CHATS = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"))
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 TOOLS = "tools"  # next to it: what the assistant may call, which templates would have to be given
 NO_TOOLS = ("[]", "{}", "null")  # as a column of text has it
 
 
 def field_of(names: Iterable[str], text_field: str, where: str) -> tuple[str, bool, str]:
-    """Of columns: the one with the documents, whether these are conversations, and what they are called.
+    """Of columns: the first one with the documents, whether these are conversations, and what they are called.
 
-    Raises ``ValueError`` where there is neither ``text_field`` nor ``messages``, or two of one.
+    Raises ``ValueError`` where there is neither ``text_field`` nor a conversation, or two of one.
     """
     names = list(names)
-    chat = text_field not in names and MESSAGES in names
-    field = MESSAGES if chat else text_field
+    forms = [form for form in CHATS if text_field not in names and set(form) <= set(names)]
+    chat, field = bool(forms), forms[0][0] if forms else text_field
     if field not in names:
         raise no_field(where, text_field, names)
     if (count := names.count(field)) > 1:
@@ -28,7 +30,8 @@ def field_of(names: Iterable[str], text_field: str, where: str) -> tuple[str, bo
 
 def columns_of(names: Iterable[str], field: str, chat: bool) -> list[str]:
     """The columns that `document_of` looks at."""
-    return [field, TOOLS] if chat and TOOLS in names else [field]
+    form = next((form for form in CHATS if chat and form[0] == field), (field,))
+    return [*form, *(name for name in (TOOLS, "input") if chat and name in names)]
 
 
 def document_of(row: Mapping[str, Any], where: str, field: str, chat: bool) -> bytes:
@@ -36,7 +39,23 @@ def document_of(row: Mapping[str, Any], where: str, field: str, chat: bool) -> b
     conversation with tools."""
     if chat and (row.get(TOOLS) or NO_TOOLS[0]) not in NO_TOOLS:
         raise no_tools(where)
-    return (conversation if chat else encoded)(row[field], where, field)
+    return conversation(_messages(row, field), where, field) if chat else encoded(row[field], where, field)
+
+
+def _messages(row: Mapping[str, Any], field: str) -> Any:
+    """What a row says as a list of messages, as far as it has the form that ``field`` begins."""
+    match field, row[field]:
+        case "conversations", [*turns]:
+            keys = {"from": "role", "value": "content"}
+            said = ({keys.get(k, k): v for k, v in t.items()} if isinstance(t, dict) else {"turn": t} for t in turns)
+            return [t | {"role": _ROLES.get(t.get("role"), t.get("role"))} for t in said]
+        case (("instruction" | "prompt"), asked):
+            answer = row.get("output" if field == "instruction" else "completion")
+            asked = "\n\n".join([asked, row["input"]]) if field == "instruction" and row.get("input") else asked
+            sides = (("user", asked), ("assistant", answer))
+            said = (side if isinstance(side, list) else [{"role": who, "content": side}] for who, side in sides)
+            return [message for messages in said for message in messages]
+    return row[field]
 
 
 def optional(package: str, purpose: str) -> ModuleType:
@@ -61,7 +80,7 @@ def encoded(value: object, where: str, field: str) -> bytes:
 def conversation(value: object, where: str, field: str) -> bytes:
     """The messages of a conversation as JSON. ``ValueError`` for anything but a list of roles with what they say.
 
-    Keys without a value are left out: a column of messages has those of all its messages in each.
+    Keys without a value are left out: a column of messages has all messages' keys in each.
     """
     fix = 'give a list of messages such as {"role": "user", "content": "Hello"}'
     if not isinstance(value, list) or not value:
@@ -85,4 +104,6 @@ def no_tools(where: str) -> ValueError:
 
 def no_field(where: str, field: str, names: Iterable[str]) -> ValueError:
     has = ", ".join(list(names)[:8]) or "none"
+    if {"chosen", "rejected"} <= set(names):
+        return ValueError(f"{where}: preference pairs (chosen, rejected) are for GraphStep with TRL's DPOTrainer")
     return ValueError(f"{where}: no field {field!r} (it has {has}): name the one with the text by --text-field")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stepgraph.train.data.formats.fields import MESSAGES, columns_of, document_of, field_of, no_field, optional
+from stepgraph.train.data.formats.fields import columns_of, document_of, field_of, no_field, optional
 from stepgraph.train.data.sources import Source, describe_sections
 from stepgraph.train.data.split import cut_sections
 
@@ -67,7 +67,7 @@ class TextFile(Source):
 class JsonLines(Source):
     """A file with a JSON object per line, the document in one field of it; blank lines are passed over.
 
-    Where the first line has ``messages`` and no such field, each line is a conversation.
+    Where the first line has the fields of a conversation and no such field, each line is one.
 
     Only the byte offset and number of each line are in memory. Lines are parsed when they are read, so a bad line far
     into a large file raises only when the run reaches it. ``name``: as of `TextFile`.
@@ -87,10 +87,8 @@ class JsonLines(Source):
         if not offsets:
             raise ValueError(f"{name} holds no documents, only blank lines: give a JSON object per line")
         self._offsets, self._numbers = np.array(offsets), np.array(numbers)
-        first, _ = self._record(0)
-        self.chat = self.field not in first and MESSAGES in first
-        if self.chat:
-            self.field, self.unit = MESSAGES, "conversations"
+        first, where = self._record(0)
+        self.field, self.chat, self.unit = field_of(first, text_field, where)
         self.split_by_index(len(offsets))
 
     def stamp(self) -> str:
