@@ -62,9 +62,9 @@ def capture(
         loss_fn: ``loss_fn(model, batch)`` returns a floating-point scalar.
         batch: an example: tensors and plain values in dicts, lists and tuples. Another batch of the same form runs
             the same graph; one of another form is captured again (64 forms are kept, or 8 with CUDA graphs).
-        optimizer: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``Muon`` or ``Adafactor``, ``stepgraph.MasterAdamW``, or a
-            list of them: clipping and the update become part of the graph, and learning rates are read from
-            ``param_groups`` at every step. Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.
+        optimizer: any ``torch.optim.Optimizer``, or a list of them: clipping and the update, which its ``step()``
+            computes, become part of the graph, and learning rates are read from ``param_groups`` at every step.
+            Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.
         max_grad_norm: clip the step's gradients to this total 2-norm, before they are added to any ``param.grad``.
         accumulate: split the batch's tensors along their first dimension into N microbatches; the step's loss
             and gradients are of their mean. The graph is that of one microbatch, and a second one updates. A
