@@ -2,7 +2,8 @@
 
 Eager looks at values, which a trace has not: the gradient of a product divides by each factor if none is zero, and
 that of a value that fills a mask is the sum of what the mask selects. For a trace torch takes formulas that look at
-nothing and round otherwise. Here both are nodes, and the values choose when the step runs.
+nothing and round otherwise. Here both are nodes, and the values choose when the step runs. Singular values and
+eigenvalues that need no gradient eager computes alone, by another algorithm; a trace has the whole decomposition.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,15 @@ from torch.overrides import TorchFunctionMode
 from stepgraph import compat
 from stepgraph.kernels.masked_sum import masked_sum
 
+#: Operators that eager calls to compute values alone, or also vectors where gradients need them: with the results that
+#: are values.
+BY_GRADIENTS = {torch.ops.aten._linalg_svd.default: 1, torch.ops.aten._linalg_eigh.default: 0}
+#: In the meta of a node: whether eager computes its values alone.
+ALONE = "stepgraph_values_alone"
+#: Functions that call them for values.
+_VALUES = {f"linalg_{name}" for name in ("svdvals", "eigvalsh", "matrix_norm", "norm", "cond", "matrix_rank")}
+_VALUES |= {"nuclear_norm"}
+
 
 class EagerFormulas(TorchFunctionMode):
     """Inside, ``prod`` and ``masked_fill`` have eager's gradients."""
@@ -22,10 +32,24 @@ class EagerFormulas(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "") in _VALUES:
+            return _values(func, args, kwargs)
         special = _SPECIAL.get(func)
         if special is None or not torch.is_grad_enabled() or compat.in_function_transform():
             return func(*args, **kwargs)
         return special(func, *args, **kwargs)
+
+
+def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = [leaf for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    before = next(iter(reversed(compat.graph_of_trace().nodes)), None)
+    result = func(*args, **kwargs)
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)):
+        for node in reversed(compat.graph_of_trace().nodes):
+            if node is before:
+                break
+            node.meta[ALONE] = node.target in BY_GRADIENTS
+    return result
 
 
 def _prod(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

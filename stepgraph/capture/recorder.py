@@ -24,7 +24,7 @@ from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture import autocast
-from stepgraph.capture.formulas import EagerFormulas
+from stepgraph.capture.formulas import BY_GRADIENTS, EagerFormulas
 from stepgraph.capture.lineage import Owners, made_from
 from stepgraph.capture.repeats import Repeats
 from stepgraph.capture.state import named_modules, unwrap
@@ -43,9 +43,6 @@ _LOWER = os.path.join(os.path.dirname(_STEP), "lower", "")
 _SAVED = os.path.join(os.path.dirname(_STEP), "run", "saved", "")
 _SKIPPED = (_TORCH, _HERE, _STEP, _LOWER, _SAVED, _COMPAT, contextlib.__file__)
 
-
-#: Operators that eager calls to compute values alone, or also vectors where gradients need them.
-_BY_GRADIENTS = (torch.ops.aten._linalg_svd.default, torch.ops.aten._linalg_eigh.default)
 
 _TRITON = os.path.join("triton", "runtime", "")  # launches a model's kernels
 
@@ -86,6 +83,7 @@ class Recorder:
         self._repeats = Repeats(repeated, self._where)
         self._open: int | None = None  # the outermost open call of checkpoint
         self._again = False
+        self._apart: list[tuple[int, int]] = []  # of re-entrant checkpoints, inner ones first: the numbers of autograd
         self._reentrant = 0  # open re-entrant checkpoints
         self._draws_anew = 0  # open checkpoints with preserve_rng_state=False
         self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
@@ -111,7 +109,7 @@ class Recorder:
             _refuse_written_constants(node)
             if self._draws_anew and is_random(node):
                 _refuse_drawing_anew(node)
-            if self._reentrant and node.target in _BY_GRADIENTS:
+            if self._reentrant and node.target in BY_GRADIENTS:
                 _refuse_by_gradients(node)
             return node
 
@@ -184,6 +182,7 @@ class Recorder:
         outer, draws_anew, before = self._open, self._draws_anew, self._reentrant
         self._draws_anew += not same_random
         self._reentrant += reentrant
+        start = compat.current_sequence_nr()
         if outer is None:
             self._open = self.checkpoints
             self.checkpoints += 1
@@ -195,6 +194,8 @@ class Recorder:
                     yield functools.partial(self._run_again, self._open, list(self.stack), drawn)
         finally:
             self._open, self._draws_anew, self._reentrant = outer, draws_anew, before
+            if reentrant:
+                self._apart.append((start, compat.current_sequence_nr()))
 
     @contextlib.contextmanager
     def _run_again(self, call: int, stack: list[str], drawn: list[torch.Tensor]) -> Iterator[None]:
@@ -208,16 +209,20 @@ class Recorder:
         finally:  # torch ends it by an exception once nothing more is needed
             self._open, self._again, self.stack[:] = before
 
-    def watch_backward(self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str]) -> None:
+    def watch_backward(
+        self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str], exact: bool = False
+    ) -> None:
         """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary.
 
         Gradients may flow into ``params`` and into tensors of the step, which nobody reads them from: gradient
         checkpointing makes embeddings require one. Raises `CaptureError` if they flow into another tensor
-        of the model (``frozen``: its name by its id), or into one from outside.
+        of the model (``frozen``: its name by its id), or into one from outside; with ``exact`` also where eager adds up
+        a parameter's gradients in another order, see `_refuse_order`.
         """
         known = {id(p) for p in params}
         owners = self._owners(params)
         seen, queue = set(), [(loss.grad_fn, None)]
+        uses: dict[Any, list[int]] = defaultdict(list)
         while queue:
             node, user = queue.pop()
             if node is None or node in seen:
@@ -233,6 +238,21 @@ class Recorder:
             owner = owners and owners.of(node)
             node.register_prehook(self._prehook(origin and origin._replace(phase="backward"), owner))
             queue.extend((next_node, origin) for next_node, _ in node.next_functions)
+            if self._apart and exact:
+                for next_node, _ in node.next_functions:
+                    if next_node is not None and next_node.name() == "torch::autograd::AccumulateGrad":
+                        uses[next_node].append(node._sequence_nr())
+        for leaf, numbers in uses.items():
+            if not self._is_in_order(sorted(numbers, reverse=True)):
+                _refuse_order(leaf.variable, self._forward.get(max(numbers)))
+
+    def _is_in_order(self, numbers: Sequence[int]) -> bool:
+        """Whether adding up a parameter's gradients one by one, from the operators with these ``numbers``, is what
+        eager does, which adds up those of each re-entrant checkpoint, and those of all else, by themselves."""
+        groups = [next((i for i, (a, b) in enumerate(self._apart) if a < number <= b), -1) for number in numbers]
+        last = {group: place for place, group in enumerate(groups)}
+        first = min(last, key=lambda group: last[group])
+        return groups[: last[first] + 1].count(first) == last[first] + 1 and len(groups) - len(last) == last[first]
 
     def _owners(self, params: Sequence[torch.Tensor]) -> Owners | None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -277,6 +297,16 @@ def _refuse_foreign(tensor: torch.Tensor, frozen: str | None, user: Provenance |
     raise CaptureError(
         f"a tensor of shape {list(tensor.shape)} that requires a gradient is used in {where} but is not one of the "
         "model's parameters; register it as an nn.Parameter, and use no cached copy of a parameter"
+    )
+
+
+def _refuse_order(parameter: torch.Tensor, where: Provenance | None) -> None:
+    """Eager's re-entrant checkpoint adds what it finds to ``parameter.grad`` when its own backward ends."""
+    path, source = (where.path or "the model", where.source) if where else ("the model", "")
+    raise CaptureError(
+        f"a parameter of shape {list(parameter.shape)} is used several times in and around a re-entrant "
+        f"torch.utils.checkpoint, such as in {path} ({source}), and eager adds up its gradients in another order than "
+        "a captured step; use use_reentrant=False, or passes that round differently"
     )
 
 

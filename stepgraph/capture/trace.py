@@ -16,6 +16,7 @@ from stepgraph.capture.batch import first_places, flatten_batch, has_values, mas
 from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.explain import explained
 from stepgraph.capture.fake import fake_mode
+from stepgraph.capture.formulas import ALONE, BY_GRADIENTS
 from stepgraph.capture.guard import conditions
 from stepgraph.capture.guard.update import Guard, Kept, check_repeatable, written_names
 from stepgraph.capture.inputs import Inputs, add_optimizer
@@ -192,7 +193,7 @@ class StepTrace:
         fill: float | None = None,
         repeated: Collection[int] | None = None,
     ):
-        self.guard = guard
+        self.guard, self.exact = guard, exact
         self.model, self.loss_fn, self.max_grad_norm, self.accumulate = model, loss_fn, max_grad_norm, accumulate
         self.share = share
         self.slots = model_slots(model)
@@ -434,7 +435,7 @@ class StepTrace:
         if self.accumulate > 1:
             loss = loss / self.accumulate
         seed = torch.ones_like(loss)
-        self.recorder.watch_backward(loss, [p for _, p in params], frozen)
+        self.recorder.watch_backward(loss, [p for _, p in params], frozen, self.exact)
         with self.recorder.in_phase("backward"), torch.no_grad():
             try:
                 grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))
@@ -552,20 +553,15 @@ def _keep_workspaces(step: StepGraph) -> None:
 
 
 def _compute_values_alone(step: StepGraph) -> None:
-    """Eager computes singular values and eigenvalues alone, by another algorithm, where no gradient needs the vectors;
-    torch traces the whole decomposition."""
-    aten = torch.ops.aten
-    for target, values, whole in (
-        (aten._linalg_svd.default, 1, (False, True)),
-        (aten._linalg_eigh.default, 0, ("L", True)),
-    ):
-        for node in step.graph.find_nodes(op="call_function", target=target):
-            given = (*node.args[1:], *whole[len(node.args) - 1 :])
-            if given[0] is not True and all(user.args[1] == values for user in node.users if user.users):
-                node.args, node.kwargs = (node.args[0], given[0], False), {}
-                for user in [user for user in node.users if user.args[1] != values]:
-                    step.graph.erase_node(user)
-                node.meta["val"] = fake_value(node)
+    """Decompositions whose values alone eager computes, see `stepgraph.capture.formulas`."""
+    for node in [node for node in step.graph.nodes if node.meta.pop(ALONE, False)]:
+        for user in [user for user in node.users if user.args[1] != BY_GRADIENTS[node.target]]:
+            step.graph.erase_node(user)
+        node.args = (*(*node.args, False)[:2], False)
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name == "driver"}
+        if node.target is torch.ops.aten._linalg_eigh.default:
+            node.args = (node.args[0], "L" if node.args[1] is False else node.args[1], False)
+        node.meta["val"] = fake_value(node)
 
 
 def _name_numbers(step: StepGraph) -> None:

@@ -280,3 +280,51 @@ def test_values_that_the_function_writes_after_it_saved_them(check_training):
 def test_formulas_of_eager_in_the_second_run(check_training):
     model = Layers(lambda m, x: averages(m, x).masked_fill(x > 0.5, m.linear.bias[0]) + x.prod(1, True), False)
     check_training(model, mse, pairs(), adamw, passes="exact")
+
+
+class Shared(nn.Module):
+    """Uses one weight as often as ``plan`` says, outside ("o") and inside a re-entrant checkpoint ("r"), and each
+    value twice."""
+
+    def __init__(self, *plan):
+        super().__init__()
+        self.first, self.weight, self.plan = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4)), plan
+
+    def use(self, x, times):
+        for _ in range(times):
+            x = torch.tanh(x @ self.weight) * 1.3 + x * 0.3
+        return x
+
+    def forward(self, x):
+        x, kept = self.first(x), 0.0
+        for kind, times in self.plan:
+            before = x
+            x = self.use(x, times) if kind == "o" else checkpoint(self.use, x, times, use_reentrant=True)
+            kept = kept + x.sin() + before.cos()
+        return kept
+
+
+def shared_loss(model, x):
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    "plan", [(("r", 3),), (("r", 1), ("r", 1), ("r", 1)), (("r", 1), ("o", 1), ("r", 1)), (("r", 1), ("o", 2))]
+)
+def test_a_weight_shared_with_a_re_entrant_call(plan):
+    torch.manual_seed(0)
+    model, x = Shared(*plan), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    loss = shared_loss(eager, x)
+    loss.backward()
+    assert torch.equal(stepgraph.capture(model, shared_loss, x, passes="exact")(x), loss)
+    for a, b in zip(eager.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("plan", [(("o", 1), ("r", 1), ("o", 1)), (("o", 2), ("r", 1)), (("r", 2), ("o", 1))])
+def test_a_weight_whose_gradients_eager_adds_up_in_another_order_is_refused(plan):
+    model, x = Shared(*plan), torch.randn(3, 4)
+    with pytest.raises(CaptureError, match=r"re-entrant.*test_checkpoint.py:\d+.*use_reentrant=False"):
+        stepgraph.capture(model, shared_loss, x, passes="exact")
+    stepgraph.capture(model, shared_loss, x, passes=stepgraph.StepOptions(inductor="off"))

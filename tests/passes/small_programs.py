@@ -233,10 +233,6 @@ def _writes(name: str) -> bool:
 
 
 def _is_valid(lines: Sequence[Line]) -> bool:
-    # A parameter's gradients from three places are added in another order if a re-entrant checkpoint has one of them
-    # (docs/capture.md).
-    if len(lines) > 2 and any("reentrant" in way for _, _, way in lines):
-        return False
     if any(name == "values" and "reentrant" in way for name, _, way in lines):  # refused
         return False
     program = Program(lines)
@@ -260,12 +256,21 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     return a.dtype == b.dtype and torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
-def compare(programs: Sequence[Sequence[Line]], steps: int = 2) -> None:
-    """Raise ``AssertionError`` with the programs that differ from eager in any bit."""
+def compare(programs: Sequence[Sequence[Line]], steps: int = 2) -> int:
+    """Raise ``AssertionError`` with the programs that differ from eager in any bit. How many were refused, as those
+    whose gradients a re-entrant checkpoint adds up in another order."""
     eager = Pack(programs)
     model = copy.deepcopy(eager)
-    step = stepgraph.capture(model, loss_fn, batch(), passes="exact")
+    try:
+        step = stepgraph.capture(model, loss_fn, batch(), passes="exact")
+    except stepgraph.CaptureError as error:
+        if "in another order" not in str(error):
+            raise
+        half = len(programs) // 2
+        return compare(programs[:half], steps) + compare(programs[half:], steps) if half else 1
     for i in range(steps):
+        eager.zero_grad()
+        model.zero_grad()
         torch.manual_seed(i)
         loss = loss_fn(eager, batch(i))
         loss.backward()
@@ -276,3 +281,4 @@ def compare(programs: Sequence[Sequence[Line]], steps: int = 2) -> None:
         expected, actual = state(eager), state(model)
         wrong = {name.split(".")[1] for name in expected if not same_bits(expected[name], actual[name])}
         assert not wrong and same_bits(loss, captured), [programs[int(n)] for n in wrong] or "the loss"
+    return 0

@@ -20,8 +20,7 @@ PACK = 50  # programs of one capture
 def test_programs(seed):
     """A thousand in all."""
     drawn = programs.drawn(seed, 100, length=2)
-    for pack in programs.packs(drawn, PACK):
-        programs.compare(pack, steps=1)
+    assert sum(programs.compare(pack, steps=1) for pack in programs.packs(drawn, PACK)) <= 2
 
 
 @pytest.mark.long
@@ -30,8 +29,7 @@ def test_programs(seed):
 def test_more_and_longer_programs(seed):
     """Three thousand in all."""
     drawn = programs.drawn(seed, 300, length=4)
-    for pack in programs.packs(drawn, PACK):
-        programs.compare(pack)
+    assert sum(map(programs.compare, programs.packs(drawn, PACK))) <= 15
 
 
 def test_every_operator_is_drawn_in_every_way():
