@@ -15,14 +15,12 @@ from torch.overrides import TorchFunctionMode
 from stepgraph import compat
 from stepgraph.kernels.masked_sum import masked_sum
 
-#: Operators that eager calls to compute values alone, or also vectors where gradients need them: with the results that
-#: are values.
+#: Operators that eager calls for values alone, or for vectors too where gradients need them, and where values are.
 BY_GRADIENTS = {torch.ops.aten._linalg_svd.default: 1, torch.ops.aten._linalg_eigh.default: 0}
 #: In the meta of a node: whether eager computes its values alone.
 ALONE = "stepgraph_values_alone"
 #: Functions that call them for values.
-_VALUES = {f"linalg_{name}" for name in ("svdvals", "eigvalsh", "matrix_norm", "norm", "cond", "matrix_rank")}
-_VALUES |= {"nuclear_norm"}
+_VALUES = ("linalg_svdvals", "linalg_eigvalsh", "linalg_matrix_norm", "linalg_norm", "linalg_cond", "nuclear_norm")
 
 
 class EagerFormulas(TorchFunctionMode):

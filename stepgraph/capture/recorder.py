@@ -239,9 +239,8 @@ class Recorder:
             node.register_prehook(self._prehook(origin and origin._replace(phase="backward"), owner))
             queue.extend((next_node, origin) for next_node, _ in node.next_functions)
             if self._apart and exact:
-                for next_node, _ in node.next_functions:
-                    if next_node is not None and next_node.name() == "torch::autograd::AccumulateGrad":
-                        uses[next_node].append(node._sequence_nr())
+                for leaf in [one for one, _ in node.next_functions if one and hasattr(one, "variable")]:
+                    uses[leaf].append(node._sequence_nr())
         for leaf, numbers in uses.items():
             if not self._is_in_order(sorted(numbers, reverse=True)):
                 _refuse_order(leaf.variable, self._forward.get(max(numbers)))

@@ -40,27 +40,12 @@ from stepgraph.capture.roles import record_roles
 from stepgraph.capture.stages.share import Share
 from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
 from stepgraph.errors import CaptureError
+from stepgraph.graph import values
 from stepgraph.graph.edit import Builder, fake_value
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.graph.values import (
-    Accumulator,
-    BatchLeaf,
-    Before,
-    Gradient,
-    GroupValue,
-    Loss,
-    MadeState,
-    Metric,
-    ModelTensor,
-    OptimizerState,
-    Output,
-    Ratio,
-    Read,
-    Reported,
-)
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -237,14 +222,14 @@ class StepTrace:
         groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
         kept = Kept(entries, inputs)
         batch = self._batch_inputs(inputs)
-        outputs: list[Output] = []
+        outputs: list[values.Output] = []
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             tensors = self._tensors(flat, entries)
             loss, grads, held = self._forward_backward(flat, tensors, batch)
             with self._in_optimizer():
                 write_assigned(self.recorder, held, flat)
-                outputs.extend((Loss(), *self._of_loss()))
+                outputs.extend((values.Loss(), *self._of_loss()))
                 ratios = self.guard.ratios(self.conditions.combined(), loss)
                 finished = self._finish(flat, tensors, grads, groups, ratios, kept, outputs, inputs)
                 return [loss, *self._of_loss().values(), *finished]
@@ -259,7 +244,7 @@ class StepTrace:
         sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in self.trained}
         batch = self._batch_inputs(inputs)
         reached: list[int] = []
-        outputs: list[Output] = [Loss()]
+        outputs: list[values.Output] = [values.Loss()]
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             loss, grads, held = self._forward_backward(flat, self._tensors(flat, entries), batch)
@@ -274,7 +259,7 @@ class StepTrace:
                     stated = self.conditions.each() if self.share else self.conditions.combined().items()
                     ratios = [*stated, *self.guard.ratios({}, loss).items()]
             reached.extend(grads)
-            outputs.extend((*self._of_loss(), *(Ratio(name) for name, _ in ratios)))
+            outputs.extend((*self._of_loss(), *(values.Ratio(name) for name, _ in ratios)))
             return [loss, *self._of_loss().values(), *(ratio for _, ratio in ratios)]
 
         with self._dropping_state():
@@ -297,9 +282,9 @@ class StepTrace:
         groups = add_optimizer(self.update, self.slots, inputs, entries) if self.update else []
         sums = {i: inputs.add_accumulator(self.slots[i].name, inputs.fakes[entries[i][0]][0]) for i in reached}
         kept = Kept(entries, inputs, [i for i, slot in enumerate(self.slots) if slot.name in written])
-        named = dict.fromkeys(what.condition for what in micro.outputs if isinstance(what, Ratio))
+        named = dict.fromkeys(what.condition for what in micro.outputs if isinstance(what, values.Ratio))
         stated = {name: inputs.add_ratio(name) for name in named}
-        outputs: list[Output] = []
+        outputs: list[values.Output] = []
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             grads = {i: flat[place] for i, place in sums.items()}
@@ -314,7 +299,7 @@ class StepTrace:
 
     def _batch_inputs(self, inputs: Inputs) -> dict[int, tuple[slice, Wrapping | None]]:
         first = [i for i in self.tensor_leaves if self.first[i] == i]
-        return {i: inputs.add(partial(BatchLeaf, i), self.leaves[i]) for i in first}
+        return {i: inputs.add(partial(values.BatchLeaf, i), self.leaves[i]) for i in first}
 
     def _batch(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> Any:
         """The batch of stand-ins."""
@@ -339,9 +324,9 @@ class StepTrace:
             if self.share is None and not slot.is_parameter and checks.is_setting(slot.tensor)
         }
         self.batch_reads = BatchReads(places, {node: slot.tensor for node, slot in self.settings.items()})
-        values = {node: self.leaves[i] for node, i in places.items()}
-        values |= {node: slot.tensor for node, slot in self.settings.items()}
-        return KnownValues({node: value.cpu() for node, value in values.items()}, self.batch_reads)
+        known = {node: self.leaves[i] for node, i in places.items()}
+        known |= {node: slot.tensor for node, slot in self.settings.items()}
+        return KnownValues({node: value.cpu() for node, value in known.items()}, self.batch_reads)
 
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
         """The stand-ins of parameters and buffers."""
@@ -390,10 +375,12 @@ class StepTrace:
             writes.refuse_kept(self.changes)
         return loss, {i: g for i, g in zip(self.trained, grads, strict=True) if g is not None}, held
 
-    def _of_loss(self) -> dict[Output, torch.Tensor]:
+    def _of_loss(self) -> dict[values.Output, torch.Tensor]:
         """What the loss function reported, and what Python read in it."""
         read = self.replay.wanted if self.replay else {}
-        return {Reported(name): t for name, t in self.reported.items()} | {Read(str(key)): t for key, t in read.items()}
+        return {values.Reported(name): t for name, t in self.reported.items()} | {
+            values.Read(str(key)): t for key, t in read.items()
+        }
 
     def _reading(self, tensors: Sequence[torch.Tensor], batch: Any) -> contextlib.AbstractContextManager[Callable]:
         """Inside, what Python reads outside of modules is noted; give the loss to what this yields."""
@@ -466,7 +453,7 @@ class StepTrace:
         groups: list[dict[str, Any]],
         ratios: dict[str, torch.Tensor],
         kept: Kept,
-        outputs: list[Output],
+        outputs: list[values.Output],
         inputs: Inputs,
         stages: gradients.AllStages | None = None,
     ) -> list[torch.Tensor]:
@@ -476,7 +463,7 @@ class StepTrace:
         if self.max_grad_norm is not None:
             grads, norm = gradients.clip(grads, tensors, self.max_grad_norm, stages)
             results.append(norm)
-            outputs.append(Metric("grad_norm"))
+            outputs.append(values.Metric("grad_norm"))
         skip, ratios = self.guard.skip(ratios, norm, self.slots, stages and stages.group)
         written = kept.written() if skip.flag is not None else []
         attribute = self.recorder.attribute
@@ -490,21 +477,21 @@ class StepTrace:
             with self.reads.noted():
                 metrics, changed = traced_end_of_step(self.recorder, self.model, self.slots, tensors, flat)
             results.extend(metrics.values())
-            outputs.extend(map(Metric, metrics))
+            outputs.extend(map(values.Metric, metrics))
             written = sorted({*written, *changed}) if skip.flag is not None else []
         kept.restore(flat, written, skip)
         if self.guard.skip_nonfinite:
             results.append(skip.flag)
-            outputs.append(Metric("skipped"))
+            outputs.append(values.Metric("skipped"))
         growing = [name for name in ratios if name in self.conditions.grow]
         results += [ratios[name] for name in growing]
-        outputs.extend(map(Ratio, growing))
+        outputs.extend(map(values.Ratio, growing))
         landed = {i: grad for i, grad in grads.items() if i not in self.updated}
         self.updated = {id(self.slots[i].tensor) for i in self.updated}
         self.landing.extend((self.slots[i], kept.entries[i][1]) for i in landed)
-        outputs.extend(Gradient(self.slots[i].name) for i in landed)
+        outputs.extend(values.Gradient(self.slots[i].name) for i in landed)
         created = self.update.created if self.update else []
-        outputs.extend(MadeState(number) for number in range(len(created)))
+        outputs.extend(values.MadeState(number) for number in range(len(created)))
         return results + gradients.unshared([*landed.values(), *created], taken=flat)
 
     @contextlib.contextmanager
@@ -517,7 +504,7 @@ class StepTrace:
             if self.update:
                 self.update.drop_state(p for p in self.stateless if id(p) not in self.updated)
 
-    def _graph(self, traced: Callable, inputs: Inputs, outputs: list[Output]) -> StepGraph:
+    def _graph(self, traced: Callable, inputs: Inputs, outputs: list[values.Output]) -> StepGraph:
         """The graph of ``traced``, a function of ``inputs``."""
         start = time.perf_counter()
         with (
@@ -588,13 +575,16 @@ def _mesh_of(slots: Sequence[Slot]) -> Any:
 
 def _name_inputs(step: StepGraph) -> None:
     """Readable names for placeholders; state that nothing uses is dropped, but for the model's own."""
-    whole = any(isinstance(spec.what, BatchLeaf) for spec in step.inputs)  # else the graph of an update
+    whole = any(isinstance(spec.what, values.BatchLeaf) for spec in step.inputs)  # else the graph of an update
     keep = []
     for (node, what), spec in zip(step.bound(), step.inputs, strict=True):
-        if not node.users and (not whole or isinstance(what, OptimizerState | GroupValue | Accumulator | Before)):
+        if not node.users and (
+            not whole
+            or isinstance(what, values.OptimizerState | values.GroupValue | values.Accumulator | values.Before)
+        ):
             step.graph.erase_node(node)
             continue
         keep.append(spec)
-        set_provenance(node, Provenance(what.module if isinstance(what, ModelTensor) else "", "input", ""))
+        set_provenance(node, Provenance(what.module if isinstance(what, values.ModelTensor) else "", "input", ""))
         compat.rename_node(node, f"{what.kind}_{what.name}")
     step.inputs = keep

@@ -16,23 +16,12 @@ from typing import Any
 
 import torch
 
+from stepgraph import options
 from stepgraph.config.command_line import run_of
 from stepgraph.config.from_json import decode
 from stepgraph.errors import parse, unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
 from stepgraph.models.transformers.transformers import CausalLMConfig, lora_options, takes_positions
-from stepgraph.options import (
-    PARTS,
-    BatchOptions,
-    DataOptions,
-    DeviceOptions,
-    LaunchOptions,
-    MeshOptions,
-    OptimizerOptions,
-    RecordOptions,
-    StepOptions,
-    choices,
-)
 from stepgraph.parallel import SCHEDULES, MeshSpec, check_schedule
 from stepgraph.parallel.pipeline.layout import check_blocks, check_split
 from stepgraph.passes.options import check_step
@@ -48,14 +37,14 @@ PLAIN_STEP = 2
 
 @dataclass(frozen=True)
 class TrainConfig(
-    RecordOptions,  # the last base's fields come first
-    StepOptions,
-    LaunchOptions,
-    MeshOptions,
-    DeviceOptions,
-    OptimizerOptions,
-    BatchOptions,
-    DataOptions,
+    options.RecordOptions,  # the last base's fields come first
+    options.StepOptions,
+    options.LaunchOptions,
+    options.MeshOptions,
+    options.DeviceOptions,
+    options.OptimizerOptions,
+    options.BatchOptions,
+    options.DataOptions,
 ):
     """Train a language model from one captured step graph."""
 
@@ -111,7 +100,7 @@ class TrainConfig(
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
-        for name, allowed in choices(*PARTS).items():
+        for name, allowed in options.choices(*options.PARTS).items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), map(str, allowed))
         if self.document_mask == "on" and getattr(self.model, "attention", "sdpa") == "flex":

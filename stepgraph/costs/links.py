@@ -19,37 +19,23 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.costs.hardware import ASSUMED, FLAG_S, GPUS_PER_NODE, SHORT_KERNEL_S, Gpu
-from stepgraph.graph.collectives import (
-    ALL_GATHER,
-    ALL_GATHER_MATMUL,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    COUNTS_BEGIN,
-    GATHER_BEGIN,
-    MATMUL_REDUCE_SCATTER,
-    REDUCE_BEGIN,
-    REDUCE_SCATTER,
-    ROWS_BEGIN,
-    bytes_sent,
-    group_of,
-    stage_of,
-)
+from stepgraph.graph import collectives
 from stepgraph.graph.facts import tensor_bytes
 
 #: Operators that communicate, and the words for them in reports.
 KINDS = {
-    ALL_GATHER: "all_gather",
-    REDUCE_SCATTER: "reduce_scatter",
-    ALL_REDUCE: "all_reduce",
-    ALL_TO_ALL: "all_to_all",
-    GATHER_BEGIN: "all_gather by copies",
-    REDUCE_BEGIN: "reduce_scatter by copies",
-    COUNTS_BEGIN: "all_gather of counts",
-    ROWS_BEGIN: "all_to_all of rows",
-    ALL_GATHER_MATMUL: "all_gather + mm",
-    MATMUL_REDUCE_SCATTER: "mm + reduce_scatter",
+    collectives.ALL_GATHER: "all_gather",
+    collectives.REDUCE_SCATTER: "reduce_scatter",
+    collectives.ALL_REDUCE: "all_reduce",
+    collectives.ALL_TO_ALL: "all_to_all",
+    collectives.GATHER_BEGIN: "all_gather by copies",
+    collectives.REDUCE_BEGIN: "reduce_scatter by copies",
+    collectives.COUNTS_BEGIN: "all_gather of counts",
+    collectives.ROWS_BEGIN: "all_to_all of rows",
+    collectives.ALL_GATHER_MATMUL: "all_gather + mm",
+    collectives.MATMUL_REDUCE_SCATTER: "mm + reduce_scatter",
 }
-_COPIES = (GATHER_BEGIN, REDUCE_BEGIN)
+_COPIES = (collectives.GATHER_BEGIN, collectives.REDUCE_BEGIN)
 
 # Seconds: once for each collective, for each step over NVLink and over the network; and the share of bandwidth reached.
 _RING = ((8.4e-6, 3.4e-6, 14.0e-6, 1.0), (6.6e-6, 0.6e-6, 2.7e-6, 0.5))  # Simple, LL
@@ -82,14 +68,18 @@ def groups(axes: Mapping[str, dist.ProcessGroup]) -> dict[str, Group]:
 
 def groups_of(nodes: Iterable[fx.Node]) -> dict[str, Group]:
     """The process groups that ``nodes`` communicate in, by their own names."""
-    found = {group_name(node): group_of(node) for node in nodes if stage_of(node) in ("begin", "joined")}
+    found = {
+        group_name(node): collectives.group_of(node)
+        for node in nodes
+        if collectives.stage_of(node) in ("begin", "joined")
+    }
     ranks = {name: dist.get_process_group_ranks(compat.process_group(name)) for name in found}
     return {name: Group(axis, tuple(ranks[name])) for name, axis in found.items()}
 
 
 def group_name(node: fx.Node) -> str:
     """torch's own name of the process group that ``node`` communicates in."""
-    return compat.group_name(group_of(node))
+    return compat.group_name(collectives.group_of(node))
 
 
 class Transfer(NamedTuple):
@@ -107,11 +97,11 @@ def transfer(node: fx.Node, ranks: Sequence[int], gpu: Gpu, load: float = 1.0) -
     and as much data as an all-gather of its size. ``load``: rows that this rank's experts receive over the mean of all
     ranks, where only rows that exist travel."""
     if node.target in _COPIES:
-        n, sent = len(ranks), bytes_sent(node)
-        dtype = node.args[2] if node.target is GATHER_BEGIN else node.args[0][0].meta["val"].dtype
+        n, sent = len(ranks), collectives.bytes_sent(node)
+        dtype = node.args[2] if node.target is collectives.GATHER_BEGIN else node.args[0][0].meta["val"].dtype
         return Transfer(KINDS[node.target], dtype, int(sent * n / (n - 1)), COPIES_S + sent / gpu.nvlink)
-    if node.target in (COUNTS_BEGIN, ROWS_BEGIN):
-        n, sent = len(ranks), bytes_sent(node) * (load if node.target is ROWS_BEGIN else 1.0)
+    if node.target in (collectives.COUNTS_BEGIN, collectives.ROWS_BEGIN):
+        n, sent = len(ranks), collectives.bytes_sent(node) * (load if node.target is collectives.ROWS_BEGIN else 1.0)
         dtype = node.args[0].meta["val"].dtype
         return Transfer(KINDS[node.target], dtype, round(sent * n / (n - 1)), WRITES_S + sent / gpu.nvlink)
     kind = KINDS.get(node.target) or node.target.overloadpacket.__name__
@@ -191,14 +181,14 @@ class Pipeline(NamedTuple):
 
 def pipeline_of(node: fx.Node) -> Pipeline | None:
     """The pipeline that ``node`` runs; None where it is no product joined with a collective."""
-    if node.target is ALL_GATHER_MATMUL:
+    if node.target is collectives.ALL_GATHER_MATMUL:
         shard, weights, keep, ranks, _ = node.args
         # Copies overlap with the products; several sequences are joined by one more copy.
         size, batch = tensor_bytes(shard), shard.meta["val"].shape[0]
         whole = 2 * ranks * size if keep and batch > 1 else 0
         kernels = ranks - 1 + _pieces(ranks, batch, weights)
         return Pipeline(ranks, (ranks - 1) * size, whole, 1, kernels)
-    if node.target is MATMUL_REDUCE_SCATTER:
+    if node.target is collectives.MATMUL_REDUCE_SCATTER:
         lefts, _, batch, ranks, _ = node.args
         size, kernels = tensor_bytes(node), ranks - 1 + 1 + _pieces(ranks, batch, lefts)
         return Pipeline(ranks, (ranks - 1) * size, (ranks + 1) * size, 1, kernels)  # the sum reads all parts

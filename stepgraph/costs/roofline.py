@@ -14,18 +14,8 @@ from stepgraph.costs.experts import ROWWISE, filled, is_grouped, rows_of
 from stepgraph.costs.flops import flops, is_attention, is_fp8
 from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.costs.hardware import ASSUMED, ATTENTION_REACHED, FP8_REACHED, GROUPED_REACHED, PRODUCTS_REACHED, Gpu
+from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
-from stepgraph.graph.collectives import (
-    COUNTS_BEGIN,
-    GATHER_BEGIN,
-    GATHER_END,
-    REDUCE_BEGIN,
-    REDUCE_END,
-    ROWS_BEGIN,
-    ROWS_END,
-    is_nccl,
-    rows_bytes,
-)
 from stepgraph.graph.facts import is_mutating, leaves_rest, tensor_bytes
 
 aten = torch.ops.aten
@@ -63,7 +53,7 @@ class Roofline:
         self.flops = 0
         kernels: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            if not is_free(node) and not is_nccl(node):
+            if not is_free(node) and not collectives.is_nccl(node):
                 kernels[fusion.kernel(node)].append(node)
         readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
@@ -124,18 +114,18 @@ def _copied(node: fx.Node, load: float, shares: Mapping[int, float]) -> int | No
     if node.target in ROWWISE:
         share, read = shares.get(rows_of(node), 1.0), sum(map(tensor_bytes, node.all_input_nodes))
         return round(share * read) + round(_written(node, share) * tensor_bytes(node))
-    if node.target is GATHER_BEGIN:
+    if node.target is collectives.GATHER_BEGIN:
         shards, sizes, dtype, *_ = node.args
         return sum(map(tensor_bytes, shards)) + sum(sizes) * dtype.itemsize
-    if node.target is GATHER_END:
+    if node.target is collectives.GATHER_END:
         _, sizes, dtype, ranks, _ = node.args
         return 2 * (ranks - 1) * sum(sizes) * dtype.itemsize
-    if node.target in (REDUCE_BEGIN, COUNTS_BEGIN, ROWS_BEGIN):
+    if node.target in (collectives.REDUCE_BEGIN, collectives.COUNTS_BEGIN, collectives.ROWS_BEGIN):
         return 0
-    if node.target is REDUCE_END:
+    if node.target is collectives.REDUCE_END:
         return sum(map(tensor_bytes, node.args[1])) + tensor_bytes(node)
-    if node.target is ROWS_END:  # rows that came, and zeros after them
-        share = min(load * rows_bytes(node) / max(tensor_bytes(node), 1), 1.0)
+    if node.target is collectives.ROWS_END:  # rows that came, and zeros after them
+        share = min(load * collectives.rows_bytes(node) / max(tensor_bytes(node), 1), 1.0)
         return round((share + _written(node, share)) * tensor_bytes(node))
     return None
 

@@ -9,20 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from stepgraph.capture.python import values
 from stepgraph.capture.python.code import all_inside, attributes_read, globals_read, modules_imported
 from stepgraph.capture.python.places import counted_module, is_of_program, of_program
-from stepgraph.capture.python.values import (
-    ABSENT,
-    CODE,
-    class_of,
-    elements,
-    held_by,
-    is_own,
-    is_slot,
-    keys_of,
-    kind_of,
-    labelled,
-)
 
 
 class Part(NamedTuple):
@@ -62,7 +51,7 @@ def attributes_named(function: types.FunctionType) -> frozenset[str]:
 
 
 def _is_read(function: types.FunctionType) -> bool:
-    return is_own(function.__globals__.get("__name__"))
+    return values.is_own(function.__globals__.get("__name__"))
 
 
 def parts_of_function(function: types.FunctionType) -> Iterator[Part]:
@@ -95,31 +84,31 @@ def parts_of_function(function: types.FunctionType) -> Iterator[Part]:
 
 def parts_of_instance(value: Any, names: Iterable[str] | None) -> Iterator[Part]:
     """What was read of an object, ``names``; of one whose reads are not seen (None) all that it holds."""
-    held = held_by(value)
+    held = values.held_by(value)
     if names is None or "__dict__" in names:
-        names = [*(held or ()), *(n for cls in type(value).__mro__ for n in vars(cls) if is_slot(vars(cls)[n]))]
+        names = [*(held or ()), *(n for cls in type(value).__mro__ for n in vars(cls) if values.is_slot(vars(cls)[n]))]
     for name in dict.fromkeys(names):
         if name.startswith("__") and name.endswith("__"):
             continue
-        of_class = class_of(type(value), name)
-        if held is not None and (name in held or of_class is ABSENT):
-            found = held.get(name, ABSENT)
-            computed = _computed(value, name) if found is ABSENT else ABSENT
-            if computed is ABSENT:
+        of_class = values.class_of(type(value), name)
+        if held is not None and (name in held or of_class is values.ABSENT):
+            found = held.get(name, values.ABSENT)
+            computed = _computed(value, name) if found is values.ABSENT else values.ABSENT
+            if computed is values.ABSENT:
                 yield Part(f".{name}", found, "item", held, name)
             else:  # as by an attribute map of a configuration
                 yield Part(f".{name}", computed, "attribute", value, name)
-        elif is_slot(of_class) or held is None:
+        elif values.is_slot(of_class) or held is None:
             yield Part(f".{name}", _computed(value, name), "attribute", value, name)
         else:
-            yield Part(f".{name}", ABSENT, "item", held, name)  # its class has it, and the object itself may
+            yield Part(f".{name}", values.ABSENT, "item", held, name)  # its class has it, and the object itself may
 
 
 def _computed(value: Any, name: str) -> Any:
     try:
-        return getattr(value, name, ABSENT)
+        return getattr(value, name, values.ABSENT)
     except Exception:
-        return ABSENT
+        return values.ABSENT
 
 
 def parts_of_class(cls: type, names: Callable[[str, Any], bool]) -> Iterator[Part]:
@@ -127,7 +116,7 @@ def parts_of_class(cls: type, names: Callable[[str, Any], bool]) -> Iterator[Par
     for base in _bases(cls):
         where = f"{base.__module__}.{base.__qualname__}"
         for name, value in list(vars(base).items()):
-            if name != "__getattribute__" and names(name, value) and not is_slot(value):
+            if name != "__getattribute__" and names(name, value) and not values.is_slot(value):
                 yield Part(f"{where}.{name}", value, "class", base, name, absolute=True)
 
 
@@ -139,7 +128,7 @@ def shadows_of_class(cls: type, names: Iterable[str]) -> Iterator[Part]:
                 break
             if of_program(base.__module__):
                 where = f"{base.__module__}.{base.__qualname__}.{name}"
-                yield Part(where, ABSENT, "class", base, name, absolute=True)
+                yield Part(where, values.ABSENT, "class", base, name, absolute=True)
 
 
 def _bases(cls: type) -> Iterator[type]:
@@ -157,15 +146,15 @@ def parts_of_namespace(module: types.ModuleType, names: Iterable[str]) -> Iterat
 
 def parts_of_container(value: Any) -> Iterator[Part]:
     """Its elements; of a mapping the keys too that are no plain values."""
-    yield from (Part(name, item) for name, item in labelled(value))
-    yield from (Part(f"[key {i}]", key) for i, key in enumerate(keys_of(value)))
+    yield from (Part(name, item) for name, item in values.labelled(value))
+    yield from (Part(f"[key {i}]", key) for i, key in enumerate(values.keys_of(value)))
     if isinstance(value, collections.defaultdict):
         yield Part(".default_factory", value.default_factory)
 
 
 def plain_parts(value: Any) -> Iterator[Part]:
     """The parts of functions, methods, descriptors and containers, which no reads choose from."""
-    match kind_of(type(value)):
+    match values.kind_of(type(value)):
         case "function":
             yield from parts_of_function(value)
         case "method":
@@ -175,7 +164,7 @@ def plain_parts(value: Any) -> Iterator[Part]:
             if not isinstance(value.__self__, (types.ModuleType, type, type(None))):
                 yield Part(".__self__", value.__self__)
         case "reference":
-            yield from (Part("()", target) for target in elements(value))
+            yield from (Part("()", target) for target in values.elements(value))
         case "partial":
             yield from (Part(f".{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
         case "descriptor":
@@ -190,4 +179,4 @@ def plain_parts(value: Any) -> Iterator[Part]:
 
 def is_looked_into(part: Part) -> bool:
     """Whether a part is more than its identity: all data, and the code of a user's program."""
-    return part.deep or kind_of(type(part.value)) not in CODE
+    return part.deep or values.kind_of(type(part.value)) not in values.CODE
