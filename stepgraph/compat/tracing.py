@@ -140,18 +140,6 @@ def rename_exactly(node: torch.fx.Node, name: str) -> None:
 Again = Callable[[], contextlib.AbstractContextManager]
 
 
-class _Apart(torch.autograd.Function):
-    """The identity: what reads the result has its gradients summed before they go on, as for a detached tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
-
-
 class _Whole(torch.autograd.Function):
     """The identity, whose backward asks for a saved tensor."""
 
@@ -248,10 +236,8 @@ def intercept_checkpoint(
             # The re-entrant variant has no backward unless one of its own arguments needs one.
             needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args) and torch.is_grad_enabled()
             with region(preserve_rng_state, needed) as again:
-                if needed:
-                    args = tuple(
-                        _Apart.apply(a) if isinstance(a, torch.Tensor) and a.requires_grad else a for a in args
-                    )
+                if needed:  # gradients of a view are summed before they go on, as those of eager's detached tensors
+                    args = tuple(a.view_as(a) if isinstance(a, torch.Tensor) and a.requires_grad else a for a in args)
                 if needed and again is not None:
                     # It runs again as a whole, once the gradients of all its results are there.
                     with torch_checkpoint.set_checkpoint_early_stop(False):
