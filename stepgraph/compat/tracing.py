@@ -236,9 +236,7 @@ def intercept_checkpoint(
             # The re-entrant variant has no backward unless one of its own arguments needs one.
             needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args) and torch.is_grad_enabled()
             with region(preserve_rng_state, needed) as again:
-                if (
-                    needed
-                ):  # gradients of a view are summed before its base gets them, as those of eager's detached tensors
+                if needed:  # a view sums its gradients before its base gets them, as eager's detached tensor
                     args = tuple(a.view_as(a) if isinstance(a, torch.Tensor) and a.requires_grad else a for a in args)
                 if needed and again is not None:
                     # It runs again as a whole, once the gradients of all its results are there.
