@@ -81,6 +81,7 @@ class OnTape(compat.TorchDispatchMode):
         #: Called for an operator that does not work element by element; None where parameters are whole.
         self.refuse_shards: Callable[[str], NoReturn] | None = None
         self.places: dict[int, int] = {}
+        self._device: torch.device | None = None
         self.written: set[int] = set()
         #: Storages of scalars that are state of the optimizer and of the tape.
         self.state: set[int] = set()
@@ -132,6 +133,8 @@ class OnTape(compat.TorchDispatchMode):
                 return found
         self._note(func, tensors, args, kwargs)
         if any(place is not None for place in places):
+            # Where the others are: a CUDA graph would keep the value of a scalar on the CPU.
+            self._device = next((t.device for t, place in zip(tensors, places, strict=True) if place is None), None)
             args, kwargs = compat.pytree.tree_map(self._in_graph, (args, kwargs))
             args, kwargs = tuple(args), dict(kwargs)
         if self.refuse_shards is not None and not is_elementwise(func):
@@ -244,7 +247,7 @@ class OnTape(compat.TorchDispatchMode):
             with compat.without_modes():
                 value = entry.value.item()
             return torch.full((), value, dtype=entry.value.dtype)
-        return self.place_input(place, entry.value.dtype, leaf.device)
+        return self.place_input(place, entry.value.dtype, self._device or leaf.device)
 
     def _factor(self, number: Any, device: torch.device) -> Tensor:
         return self.place_input(number.node.number.place, torch.float64, device)
