@@ -21,7 +21,7 @@ def config(**options):
         ({"accumulate": 1}, r"accumulate=1 is too small .* 1f1b .*--accumulate 2"),
         ({"accumulate": 3, "pipeline": "dualpipev"}, r"accumulate=3 is too small .*--accumulate 4"),
         ({"accumulate": 5, "pipeline": "interleaved"}, r"does not divide into rounds .*--accumulate 6"),
-        ({"pipeline": "gpipe"}, r"unknown schedule 'gpipe'"),
+        ({"pipeline": "gpipe"}, r"unknown pipeline 'gpipe'"),
         ({"split": "0,9"}, r"split=0,9 does not fit 4 blocks"),
         ({"split": "0,1,2"}, r"split=0,1,2 has 3 stages and the schedule 1f1b on pp=2 has 2"),
         ({"split": "0"}, r"split=0 has 1 stage and the schedule 1f1b on pp=2 has 2"),
