@@ -102,7 +102,7 @@ class TrainConfig(
             self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
         for name, allowed in options.choices(*options.PARTS).items():
             if getattr(self, name) not in allowed:
-                raise unknown_name(name, getattr(self, name), map(str, allowed))
+                raise unknown_name(name, getattr(self, name), (str(value) for value in allowed if value is not None))
         if self.document_mask == "on" and getattr(self.model, "attention", "sdpa") == "flex":
             raise ValueError("document_mask=on needs model.attention=sdpa, and it is flex: drop one (or say off)")
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):

@@ -7,6 +7,7 @@ the microbatches of a step wait for its last one; that call runs the whole step 
 
 import contextlib
 import gc
+import inspect
 import logging
 import os
 import sys
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 #: Where the number of targets of the whole step travels in the batch, next to the model's inputs.
 _TARGETS = "num_items_in_batch"
+#: The names in TRL's ``training_step`` where it adds nothing but activation offloading, which is refused by its option.
+_ONLY_OFFLOADS = {"super", "training_step", "maybe_activation_offload_context"}
 
 
 class GraphTrainer(Trainer):
@@ -104,6 +107,14 @@ class GraphTrainer(Trainer):
             raise ValueError(
                 "activation_offloading=True is part of TRL's training_step, which a graph replaces; drop it"
             )
+        bases = type(self).__mro__
+        for owner in bases[bases.index(GraphTrainer) + 1 : bases.index(Trainer)]:
+            own = vars(owner).get("training_step")
+            if own is not None and set(inspect.unwrap(own).__code__.co_names) != _ONLY_OFFLOADS:
+                raise ValueError(
+                    f"{owner.__name__}.training_step would not run: a graph replaces training_step; move what it does "
+                    "into compute_loss or a callback"
+                )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(
                 "the Accelerator wraps models by DeepSpeed or FSDP; ask for shards by TrainingArguments(fsdp=True) or "

@@ -194,6 +194,20 @@ def test_what_is_refused(tmp_path, options, match):
         GraphTrainer(model=qwen(), args=arguments, train_dataset=sequences(4))
 
 
+class Doubles(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs | {"labels": inputs["labels"] * 2}, num_items_in_batch)
+
+
+def test_a_training_step_that_a_graph_would_replace_is_refused(tmp_path):
+    class Mixed(GraphTrainer, Doubles):
+        pass
+
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(ValueError, match=r"Doubles\.training_step would not run.* into compute_loss or a callback"):
+        Mixed(model=qwen(), args=arguments, train_dataset=sequences(4))
+
+
 def test_several_gpus_are_refused(tmp_path):
     arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
     arguments._n_gpu = 2
