@@ -46,7 +46,7 @@ class Outcome:
         """The outcome in one line."""
         if self.loaded:
             return f"saved step loaded in {self.seconds:.1f} s: no pass ran and nothing was compiled"
-        return f"no saved step matches ({self.seconds:.1f} s): made from scratch"
+        return f"no saved step matches ({self.seconds:.1f} s): compiled from scratch"
 
 
 @dataclass(frozen=True)
