@@ -1,4 +1,4 @@
-"""The folder of a user in which later starts find what earlier ones made."""
+"""The user's cache folder, in which later starts find what earlier ones made."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Taking times on a device, and asking which kernels it ran."""
+"""Measures times on a device, and reports which kernels it ran."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""A provider in a process of its own: the parent's side, `Lane`, and the child's, `take_job` and `requests`.
+"""A provider in its own process: the parent's side, `Lane`, and the child's, `take_job` and `requests`.
 
 The first line of the child's stdin is its job; each further line is a request. Every answer is one line of JSON on what
 was its stdout.

@@ -1,4 +1,4 @@
-"""What every benchmark of a training step finds of a provider, and its end in one line."""
+"""What every benchmark of a training step records per provider, and how it reports a provider's end in one line."""
 
 import dataclasses
 import math

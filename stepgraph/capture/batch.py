@@ -1,4 +1,4 @@
-"""A batch as its leaves: what a graph is specialized on, its parts, and a batch of another length."""
+"""A batch as its leaves: what a graph is specialized on, microbatches, and batches of another length."""
 
 import copy
 from collections import UserDict

@@ -1,4 +1,4 @@
-"""What is made from one parameter alone: of the nodes of forward, and of autograd's own."""
+"""Finds values that are made from one parameter alone, in the nodes of forward and of autograd."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

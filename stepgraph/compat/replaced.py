@@ -1,4 +1,4 @@
-"""Names of modules and classes that have other values for a while."""
+"""Gives names of modules and classes other values for a while."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tracing with ``make_fx``: running a trace, reading its graph while it runs, and features that it needs switched."""
+"""Tracing with ``make_fx``: runs a trace, reads its graph while it runs, and switches features that it needs."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""What a run or a benchmark was measured on: versions, devices, and the state of the source.
+"""The environment that a run or a benchmark was measured in: versions, devices, and the state of the source.
 
 It names no host, no user and no path of the machine, so it can be published as it is.
 """

@@ -1,4 +1,4 @@
-"""``--config FILE``: the options of a run from a file, a TOML file of some or the config.json of a run."""
+"""``--config FILE``: options of a run from a TOML file, or from another run's config.json."""
 
 import json
 import tomllib

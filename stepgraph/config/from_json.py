@@ -1,4 +1,4 @@
-"""Values of JSON as the dataclasses that they were written from."""
+"""Reads JSON values back as the dataclasses that they were written from."""
 
 import dataclasses
 import types

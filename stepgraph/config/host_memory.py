@@ -1,4 +1,4 @@
-"""The memory of a CPU step: freed blocks stay with the process."""
+"""Host memory of a CPU step: freed blocks stay in the process."""
 
 import ctypes
 import sys

@@ -1,4 +1,4 @@
-"""Options that a command line gives and that would change nothing."""
+"""Finds options on a command line that would change nothing."""
 
 import contextlib
 import dataclasses

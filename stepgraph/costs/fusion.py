@@ -1,4 +1,4 @@
-"""Which nodes a compiler would make one kernel of: what they pass to each other takes no memory and no traffic."""
+"""Groups nodes that a compiler would make one kernel: values passed within one cost no memory and no traffic."""
 
 import operator
 

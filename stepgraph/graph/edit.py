@@ -1,4 +1,4 @@
-"""How passes edit a graph: nodes come in, take the places of others, and go when nothing reads them.
+"""How passes edit a graph: they add nodes, replace nodes, and remove nodes that nothing reads.
 
 A new node has what a traced one has: its fake value, and the provenance of the nodes that it replaces.
 """

@@ -1,4 +1,4 @@
-"""What a node calls that launches a Triton kernel of the model's own."""
+"""What a node that launches the model's own Triton kernel calls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

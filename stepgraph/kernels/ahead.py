@@ -1,4 +1,4 @@
-"""Our Triton kernels compiled ahead: which ones the operators of a graph will launch.
+"""Compiles our Triton kernels ahead of the step: finds which ones the operators of a graph will launch.
 
 Triton compiles a kernel at its first launch, one after another, half a second to three seconds each. So while Inductor
 compiles, another process compiles ours (`stepgraph.passes.compile.ahead`). What to compile is not described a second

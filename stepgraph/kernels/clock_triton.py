@@ -1,4 +1,4 @@
-"""A GPU notes the time of its clock in memory: unlike an event, also in each replay of a CUDA graph."""
+"""Writes the GPU's clock to memory; unlike an event, this works in each replay of a CUDA graph."""
 
 import torch
 import triton

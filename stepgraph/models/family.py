@@ -1,4 +1,4 @@
-"""A family of models as one record: everything that the rest of the house must know of it.
+"""A family of models as one record: everything that the other packages must know of it.
 
 A new family is a folder here with its record, its place in `families.FAMILIES`, and its presets.
 """

@@ -1,4 +1,4 @@
-"""`parallelize`: a plain model, made parallel in place."""
+"""`parallelize`: makes a plain model parallel, in place."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Layers of experts as transformers has them, over ranks of ``ep``, their modules as they are.
+"""Spreads transformers' layers of experts over ranks of ``ep``, with their modules unchanged.
 
 There a block calls ``experts(hidden_states, top_k_index, top_k_weights)``, and the module ``experts`` holds all weights
 as ``gate_up_proj`` (or ``up_proj`` where nothing gates) and ``down_proj``, with one row for each of ``num_experts``.

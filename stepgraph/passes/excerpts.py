@@ -1,4 +1,4 @@
-"""What a pass changed, as a reader wants to see it: a few short excerpts, before and after, with how many are alike."""
+"""Shows what a pass changed: a few short excerpts, before and after, each with its number of occurrences."""
 
 import bisect
 from collections import Counter, defaultdict

@@ -1,4 +1,4 @@
-"""What a step is to run on: facts that passes may depend on, of this machine or of one that is only forecast."""
+"""The hardware that a step will run on: facts that passes may use, of this machine or of a forecast one."""
 
 from dataclasses import dataclass
 

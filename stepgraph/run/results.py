@@ -1,4 +1,4 @@
-"""What a step gave."""
+"""The results of a step."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""When the computations of a pipeline's latest step ran on this rank, and which message it waits for."""
+"""When the computations of a pipeline's latest step ran on this rank, and which message this rank waits for."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""The end of a run: its summary, its plot, and what it says of them, whatever happened."""
+"""The end of a run: its summary and its plot, written and reported whatever happened."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""When a run's state goes to its checkpoints, and which one it begins with."""
+"""When a run saves its state to checkpoints, and which checkpoint it starts from."""
 
 import time
 from pathlib import Path

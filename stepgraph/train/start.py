@@ -1,4 +1,4 @@
-"""Before a run begins: its folder, its data, and what it says of its options."""
+"""Before a run begins: its folder, its data, and what it reports of its options."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is verified, and the result of one run."""
+"""The step that is verified, and the result of one run of it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

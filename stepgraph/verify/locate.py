@@ -1,4 +1,4 @@
-"""Where a captured step and eager part first.
+"""Finds where a captured step first differs from eager.
 
 First the graph as it was captured is run node by node, next to the operators that eager runs. If they agree, the passes
 are added one by one, each time to a copy of that graph, until a result is no longer eager's.

@@ -1,4 +1,4 @@
-"""What two runs of one step gave, and where they differ."""
+"""The results of two runs of one step, and where they differ."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""One provider and one model in a process of its own: ``python -m stepgraph.bench.model.child``.
+"""Runs one provider and one model in its own process: ``python -m stepgraph.bench.model.child``.
 
 Its requests and answers: `stepgraph.bench.lane`.
 """

@@ -1,4 +1,4 @@
-"""The tables of ``stepgraph bench model``: one a model, and the summary over all of them."""
+"""The tables of ``stepgraph bench model``: one per model, and a summary of all models."""
 
 from collections.abc import Sequence
 from typing import Any

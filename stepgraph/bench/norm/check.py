@@ -1,4 +1,4 @@
-"""Whether a provider's norm is right: its results compared with torch's in float64, before anything is timed."""
+"""Checks a provider's norm before anything is timed: its results are compared with torch's in float64."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How near to the speed of a copy each norm comes, shape by shape, as a chart."""
+"""Draws each norm's share of the speed of a copy, shape by shape, as a chart."""
 
 from collections.abc import Sequence
 from itertools import cycle

@@ -1,4 +1,4 @@
-"""The tables of ``stepgraph bench norm``: one for each op and timing, and what one must know to read them."""
+"""The tables of ``stepgraph bench norm``: one per op and timing, with notes on how to read them."""
 
 from collections.abc import Sequence
 from typing import Any

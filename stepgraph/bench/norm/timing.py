@@ -1,4 +1,4 @@
-"""How ``stepgraph bench norm`` takes time, and the copy bandwidth that it compares with.
+"""How ``stepgraph bench norm`` measures time, and the copy bandwidth that it compares with.
 
 - ``do_bench``: ``triton.testing.do_bench``, the median of single calls, each with its launches, from a flushed L2.
 - ``graph``: kernel time alone. A CUDA graph of many calls, each on inputs and outputs of its own, together larger than

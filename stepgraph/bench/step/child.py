@@ -1,4 +1,4 @@
-"""One provider in a process of its own, which gets its commands over stdin: ``python -m stepgraph.bench.step.child``.
+"""Runs one provider in its own process, with commands over stdin: ``python -m stepgraph.bench.step.child``.
 
 Its memory, allocator, compile caches and Dynamo are thus its own. The first line of stdin is the job; each further line
 is a request. Every answer is one line of JSON on what was stdout; all else that is printed goes to stderr.

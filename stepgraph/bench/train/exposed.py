@@ -1,4 +1,4 @@
-"""Where a GPU's time goes, from a profiler's trace: computing, communicating, or neither; and what is not hidden."""
+"""Splits a GPU's time, from a profiler's trace, into compute, communication (hidden or exposed) and idle time."""
 
 import re
 from collections import Counter

@@ -1,1 +1,1 @@
-"""Conditions under which a step's update is left out, and the nodes that leave it out."""
+"""Conditions under which a step skips its update, and the nodes that skip it."""

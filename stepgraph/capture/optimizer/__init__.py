@@ -1,4 +1,4 @@
-"""The optimizers that a graph can hold: `update` puts them there, one file for each kind says how."""
+"""The optimizers that a graph can hold: `update` adds them to it, by one file for each kind."""
 
 from stepgraph.capture.optimizer.master import MasterAdamW
 from stepgraph.capture.optimizer.update import Update

@@ -1,4 +1,4 @@
-"""Arithmetic with factors that are tensors where eager has numbers, bit for bit.
+"""Arithmetic with tensors as factors where eager has numbers, bit for bit.
 
 The factors are 0-dimensional and fp64, as Python's numbers are; torch rounds a number to the dtype that an operator
 computes in, which for bf16 and fp16 is fp32.

@@ -1,4 +1,4 @@
-"""Operators that take numbers of a tape, in operators that take them as tensors: the same bits.
+"""Replaces operators that take a tape's numbers by ones that take tensors, with the same bits.
 
 A number that a graph holds would be the same in every step. One that a step computes (see
 `stepgraph.capture.optimizer.tape`) is an input of the graph, a scalar tensor in fp64.

@@ -1,4 +1,4 @@
-"""What runs while an optimizer's own ``step`` is traced: its operators go to the graph, its numbers to a tape.
+"""Traces an optimizer's own ``step``: its operators go to the graph, its numbers to a tape.
 
 Scalar tensors on the CPU that follow from nothing but counts and options (``state["step"]``, which torch's optimizers
 keep as a tensor) are of the tape too: no operator on them is recorded, and ``.item()`` gives a number of the tape.

@@ -1,4 +1,4 @@
-"""Writes of an update that a condition leaves out: what they would change then keeps every bit."""
+"""Lets a condition skip the writes of an update, so that what they would change keeps every bit."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The optimizers in the graph, with their state and learning rates as inputs."""
+"""Puts the optimizers into the graph, with their state and learning rates as inputs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What code says: the names that it reads."""
+"""Finds the names that code reads."""
 
 import contextlib
 import dis

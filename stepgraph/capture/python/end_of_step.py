@@ -1,4 +1,4 @@
-"""What modules do once per step, after the optimizer's update: a method ``end_of_step(self)``.
+"""A method ``end_of_step(self)`` of modules, which runs once per step, after the optimizer's update.
 
 It changes the module's buffers, in place or by assignment, from what forward and backward left in them, and returns
 metrics by name, or None. A captured step with an optimizer has it in its graph: with accumulation once for all

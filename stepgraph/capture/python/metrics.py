@@ -1,4 +1,4 @@
-"""`metric`: numbers that a loss or a module reports of a step, and that Python does not need inside it.
+"""`metric`: reports a number of the step from the loss or a module, without Python waiting for it.
 
 A trace collects them (`collected`) and they become outputs of the graph; eager code outside of a capture drops them.
 """

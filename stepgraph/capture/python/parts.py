@@ -1,4 +1,4 @@
-"""The parts of Python values: what a function, an object or a container may be read for, and how each part is read."""
+"""The parts of Python values: what can be read from a function, an object or a container, and how."""
 
 import collections
 import functools

@@ -1,4 +1,4 @@
-"""Where code is from: the user's program, a package, or what a captured step takes as given."""
+"""Where code comes from: the user's program, a package, or what a captured step takes as given."""
 
 import functools
 import importlib.util

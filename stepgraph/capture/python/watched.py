@@ -1,4 +1,4 @@
-"""What a captured step was specialized on in Python, compared at each call.
+"""Compares, at each call, what a captured step was specialized on in Python.
 
 Every value is listed by its path from the model, the loss function or a global. Before each call the places are read
 again and compared by identity, in loops of the interpreter itself. Only where one differs are all paths walked again

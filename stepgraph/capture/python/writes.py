@@ -1,4 +1,4 @@
-"""What forward and the loss themselves change in Python: a captured step would see its first values for ever."""
+"""What forward and the loss change in Python themselves; a captured step would keep its first values forever."""
 
 import contextlib
 import warnings

@@ -1,4 +1,4 @@
-"""What one rank of a pipeline has of a step, by which capture leaves the rest out."""
+"""What one rank of a pipeline has of a step, so that capture leaves the rest out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

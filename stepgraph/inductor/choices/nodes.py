@@ -1,4 +1,4 @@
-"""What nodes of Inductor's scheduler read and sum."""
+"""Which values nodes of Inductor's scheduler read and sum."""
 
 from typing import Any
 

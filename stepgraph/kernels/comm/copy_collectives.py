@@ -1,4 +1,4 @@
-"""All-gathers and reduce-scatters that no processor of a GPU works on while it computes something else.
+"""All-gathers and reduce-scatters by copy engines, which leave the GPU's multiprocessors to other work.
 
     token = gather_begin(shards, ...)        they are copied into the wholes, from where each peer is sent them
     wholes = gather_end(token, ...)          each shard's whole: (ranks * numel,), rank after rank

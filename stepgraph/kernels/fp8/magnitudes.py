@@ -1,4 +1,4 @@
-"""SwiGLU, and its backward, with the largest magnitudes of what they give; and the cast to fp8 that these are for.
+"""SwiGLU and its backward, with the largest magnitudes of their results for a cast to fp8, and that cast.
 
     y      = silu(gate) * up, rounded to the inputs' dtype after each of the two, as separate operators do
     dup    = dy * silu(gate)

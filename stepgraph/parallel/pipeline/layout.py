@@ -1,4 +1,4 @@
-"""Where a model's stages are: which blocks each has, which rank has each stage, and who holds which parameter."""
+"""Where a model's stages are: the blocks of each stage, the rank that runs it, and who holds which parameter."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Casts and views that are made twice, or return to where they came from. Exact."""
+"""Removes casts and views that are made twice or return to their input. Exact."""
 
 import torch
 from torch import fx

@@ -1,4 +1,4 @@
-"""Literals of the model, evaluated once. Exact."""
+"""Evaluates literals of the model once. Exact."""
 
 import torch
 from torch import fx

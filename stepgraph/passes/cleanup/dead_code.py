@@ -1,4 +1,4 @@
-"""Nodes that nothing reads. Exact."""
+"""Removes nodes that nothing reads. Exact."""
 
 from stepgraph.graph.facts import is_pure
 from stepgraph.graph.step_graph import StepGraph

@@ -1,4 +1,4 @@
-"""Masks and clamps that change no value that can come. Exact.
+"""Removes masks and clamps that change no possible value. Exact.
 
 Experts of transformers mask rows of experts that another rank holds, on one rank too: five masks over the widest rows
 of a layer, of comparisons that the top-k before them has decided.

@@ -1,4 +1,4 @@
-"""Views that change nothing. Exact."""
+"""Removes views that change nothing. Exact."""
 
 import operator
 

@@ -1,4 +1,4 @@
-"""When collectives start and when compute waits for them: an order of the graph, nothing else.
+"""Decides when collectives start and when compute waits for them; only the graph's order changes.
 
 Matches: gathers of parameters and reductions of gradients. Before -> after:
     wait k, compute k, gather k + 1, wait k + 1 -> wait k, gather k + 1, compute k, wait k + 1

@@ -1,4 +1,4 @@
-"""Experts' tokens travel while others compute: an order of the graph, nothing else.
+"""Lets experts' tokens travel while other experts compute; only the graph's order changes.
 
 Matches: collectives that dispatch tokens to experts and combine their results, in forward, backward and recomputation.
 Before -> after, for a layer with a shared expert whose tokens go in two halves (``expert_halves=2`` of `parallelize`):

@@ -1,4 +1,4 @@
-"""The casts that fp8 products need: one for each matrix, whatever number of products reads it."""
+"""The casts that fp8 products need: one per matrix, for all products that read it."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Saved steps: what one start of a program rewrote and compiled, and the next one loads.
+"""Saved steps: one start of a program saves what it rewrote and compiled, and the next start loads it.
 
 What is saved, graph by graph:
 - The **graph** after all passes, as JSON of our own: nodes with operators by name and schema, arguments, provenance and

@@ -1,4 +1,4 @@
-"""Documents that are read as they come, as buffers of rows.
+"""Cuts documents, in the order in which they arrive, into buffers of rows.
 
 The files of a `Streamed` data set are dealt out to lanes, which are read side by side: how many there are depends on
 the data alone, so that any number of ranks shares them. A lane reads its files one after the other, in an order of each

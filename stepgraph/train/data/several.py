@@ -1,4 +1,4 @@
-"""What ``--data`` names, in parts: several files as one source, and mixtures of sources with weights."""
+"""Parses the parts of ``--data``: several files as one source, and mixtures of sources with weights."""
 
 import glob
 import hashlib

@@ -1,4 +1,4 @@
-"""Documents as one stream of tokens, which rows are cut from, and where in it each begins.
+"""Documents as one stream of tokens, from which rows are cut, and where each document begins.
 
 Text has an end-of-text token before the first document and after each. Conversations are placed so that none crosses
 from a row to the next: see `Rows`.

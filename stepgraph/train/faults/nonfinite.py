@@ -1,4 +1,4 @@
-"""Losses and gradient norms that are not finite: they end the run, or their steps are left out and counted."""
+"""Handles losses and gradient norms that are not finite: they end the run, or their steps are skipped and counted."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""A step under way, and its numbers on their way to the host."""
+"""A step in progress, and its metrics on their way to the host."""
 
 from dataclasses import dataclass
 from typing import Any

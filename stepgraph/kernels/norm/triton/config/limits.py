@@ -1,4 +1,4 @@
-"""What a configuration is, and which of them fit: the registers and shared memory that a call would take, about."""
+"""What a configuration is, and which ones fit into registers and shared memory, by estimate."""
 
 import functools
 import math
