@@ -1,4 +1,4 @@
-"""Compiles our Triton kernels ahead of the step: finds which ones the operators of a graph will launch.
+"""Finds which of our Triton kernels the operators of a graph will launch, to compile them ahead.
 
 Triton compiles a kernel at its first launch, one after another, half a second to three seconds each. So while Inductor
 compiles, another process compiles ours (`stepgraph.passes.compile.ahead`). What to compile is not described a second

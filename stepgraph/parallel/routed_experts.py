@@ -1,6 +1,6 @@
 """Spreads transformers' layers of experts over ranks of ``ep``, with their modules unchanged.
 
-There a block calls ``experts(hidden_states, top_k_index, top_k_weights)``, and the module ``experts`` holds all weights
+A block calls ``experts(hidden_states, top_k_index, top_k_weights)``, and the module ``experts`` holds all weights
 as ``gate_up_proj`` (or ``up_proj`` where nothing gates) and ``down_proj``, with one row for each of ``num_experts``.
 Before -> after: its own forward, a permutation and grouped products -> an exchange over ``ep``, products of the experts
 that are here, and the exchange back (see `stepgraph.parallel.experts`).

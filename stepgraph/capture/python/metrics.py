@@ -1,6 +1,6 @@
 """`metric`: reports a number of the step from the loss or a module, without Python waiting for it.
 
-A trace collects them (`collected`) and they become outputs of the graph; eager code outside of a capture drops them.
+A trace collects the numbers (`collected`), which become outputs of the graph; eager code outside a capture drops them.
 """
 
 import contextlib
