@@ -16,7 +16,8 @@ aten = torch.ops.aten
 #: What a pattern may ignore: ``out`` is never in a graph of ours. The others do not change values where it matches:
 #: (operator, argument).
 HARMLESS = {
-    *((aten.full, name) for name in ("device", "layout", "pin_memory")),  # it writes another constant there
+    *((aten.full, name) for name in ("device", "layout", "pin_memory", "names")),  # it writes another constant there
+    (aten.scalar_tensor, "pin_memory"),
     (aten.rand, "layout"),
     *((aten.randperm, name) for name in ("dtype", "layout")),  # an index in any case
     (aten.expand, "implicit"),
