@@ -6,13 +6,14 @@ import traceback
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture.optimizer.own_step import Again
 from stepgraph.capture.recorder import Recorder, is_user_file, user_source
 from stepgraph.capture.repeats import RunAgain
 from stepgraph.errors import CaptureError, TraceError, first_line
+from stepgraph.graph.facts import is_random
 
 #: What torch says, or which of its operators fails -> what to do.
 _FIXES = (
@@ -51,7 +52,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
             path, source = recorder.origin.path, recorder.origin.source
         where = f"cannot capture {path or 'the model'} at {source or 'loss_fn'}"
         if operator is not None:
-            what, fix = _needs_value(recorder.model, path, operator, in_backward)
+            what, fix = _needs_value(recorder, path, operator, in_backward)
             raise CaptureError(f"{where}: {what}; {fix}") from error
         if _is_users(error):
             error.add_note(f"raised in {path or 'the model'} ({source}) while the step was traced, with tensors that "
@@ -71,9 +72,9 @@ def _fix(said: str, default: str = _ANY_FIX) -> str:
     return next((fix for pattern, fix in _FIXES if re.search(pattern, said)), default)
 
 
-def _needs_value(model: nn.Module, path: str, operator: str, in_backward: bool) -> tuple[str, str]:
+def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool) -> tuple[str, str]:
     """(what ``operator`` asks for, what to do)."""
-    module = model.get_submodule(path)
+    module = recorder.model.get_submodule(path)
     needs = f"{operator} needs a tensor's value while the step is only shapes"
     needs += " (.item(), bool(tensor), nonzero and the like)"
     if operator == ".data_ptr()":
@@ -89,11 +90,20 @@ def _needs_value(model: nn.Module, path: str, operator: str, in_backward: bool) 
         return asks, f"write {type(module).__name__}.forward by stepgraph.kernels.moe, as docs/capture.md shows"
     if getattr(module, "momentum", 0.1) is None:
         return needs, "momentum=None averages by a count that the host reads: give a number, such as momentum=0.1"
-    if name := _layerdrop(model, path):
+    if name := _layerdrop(recorder.model, path):
         return needs, f"if it asks whether LayerDrop leaves out a layer, set {name}"
+    if _is_drawn(recorder.latest):
+        return needs, "draw it outside and pass it in the batch as a number; for LayerDrop, set its probability to 0"
     if in_backward:
         return needs, "in its backward: write x[mask] = y as torch.where(mask, y, x)"
     return needs, _fix(operator, "use torch.where or masks, or pass what the host decides in the batch as a number")
+
+
+def _is_drawn(node: fx.Node | None) -> bool:
+    """Whether ``node`` is computed from random numbers alone."""
+    while node is not None and not is_random(node):
+        node = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+    return node is not None
 
 
 def _layerdrop(model: nn.Module, path: str) -> str | None:

@@ -77,6 +77,7 @@ class Recorder:
     def __init__(self, model: nn.Module, repeated: Collection[int] = ()):
         self.model = model
         self.phase = "loss"
+        self.latest: fx.Node | None = None
         self.stack: list[str] = []
         self._regions: list[str] = []  # open ones
         self.checkpoints = 0
@@ -100,7 +101,7 @@ class Recorder:
         create = graph.create_node
 
         def create_attributed(*args: Any, **kwargs: Any) -> fx.Node:
-            node = create(*args, **kwargs)
+            node = self.latest = create(*args, **kwargs)
             here = node.meta[KEY] = self._here(sys._getframe(1))
             if here and here.phase in ("forward", "loss"):
                 self._forward_nodes[compat.current_sequence_nr()].append(node)

@@ -316,6 +316,15 @@ def test_layer_drop_is_told_how_to_be_turned_off(monkeypatch):
     assert "set layerdrop = 0 of layers.1" in refuse(drop)
 
 
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand([]), lambda: torch.rand(1).item(), lambda: torch.empty(1).uniform_()]
+)
+def test_layer_drop_by_hand_is_told_what_helps(draw):
+    message = refuse(lambda self, x: x if draw() < 0.5 else -x)
+    assert "draw it outside" in message and "probability to 0" in message and "torch.where" not in message
+    assert "torch.where" in refuse(lambda self, x: x if (x * torch.rand([])).sum() < 0.5 else -x)
+
+
 # Kinds that a graph does not take, and what torch cannot trace.
 
 

@@ -181,6 +181,13 @@ def test_a_tied_head_stored_twice_is_read_if_it_is_a_copy(tmp_path):
     refused(model, tmp_path, "lm_head.weight differs from the embedding")
 
 
+def test_frequencies_that_old_llamas_saved_are_passed_over(checkpoint):
+    rewrite(checkpoint, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    model = Llama3(SMALL)
+    load_hf(model, checkpoint)
+    assert_same_logits(model, hf_model())
+
+
 # ---- broken checkpoints: one line, and the model is as it was
 
 
@@ -276,6 +283,8 @@ def test_a_broken_index_is_refused(sharded):
     refused(model, sharded, "model.safetensors.index.json is not valid JSON")
     index.write_text("[]")
     refused(model, sharded, "holds a list, not a JSON object")
+    index.write_text("[" * 100_000 + "]" * 100_000)
+    refused(model, sharded, "model.safetensors.index.json is not valid JSON", "nested too deeply")
     index.unlink()
     refused(model, sharded, "has neither model.safetensors nor model.safetensors.index.json")
 

@@ -45,7 +45,7 @@ class Session:
     """A model, its optimizers and a step, eager or captured."""
 
     def __init__(self, model, accumulate, captured):
-        self.model, self.accumulate = model, accumulate
+        self.model, self.accumulate, self.rows = model, accumulate, 4
         parameters = list(model.parameters())
         self.optimizers = [
             torch.optim.AdamW(parameters[::2], lr=1e-2),
@@ -97,14 +97,18 @@ def evaluate(session, seed):
 
 def verify(session, seed):
     if session.step is not None:
-        assert session.step.verify(programs.batch(seed)).bitwise
+        assert session.step.verify(programs.batch(seed, session.rows)).bitwise
 
 
 def skip(session, seed):
     session.train({"x": torch.full((4, 6), float("nan"))})
 
 
-EVENTS = [change_rate, freeze, load, evaluate, verify, skip]
+def change_shape(session, seed):
+    session.rows = 5 - session.rows  # one row is repeated
+
+
+EVENTS = [change_rate, freeze, load, evaluate, verify, skip, change_shape]
 
 
 def check_session(seed, events):
@@ -117,7 +121,7 @@ def check_session(seed, events):
         for session in sessions:
             event(session, numbers)
             torch.manual_seed(numbers)
-            results.append(session.train(programs.batch(numbers)))
+            results.append(session.train(programs.batch(numbers, session.rows)))
         assert programs.same_bits(*results), (seed, i, event.__name__)
         expected, actual = (programs.state(session.model) for session in sessions)
         wrong = [name for name in expected if not programs.same_bits(expected[name], actual[name])]

@@ -82,10 +82,21 @@ def test_another_weight_is_refused():
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(gzip.compress(b"text " * 99), "a.txt is packed by gzip"), ("text".encode("utf-16-le") * 99, "UTF-16")],
-    ids=["gzip", "utf-16"],
+    [
+        (gzip.compress(b"text " * 99), "a.txt is packed by gzip"),
+        ("text".encode("utf-16-le") * 99, "UTF-16"),
+        ("текст без знака ".encode("utf-16-le") * 99, "UTF-16"),
+        ("текст".encode("utf-16-be") * 99, "UTF-16"),
+        ("中文".encode("utf-16-le") * 99, "not UTF-8"),
+    ],
+    ids=["gzip", "utf-16", "russian", "big-endian", "chinese"],
 )
 def test_text_of_another_form_is_named(content, says, tmp_path):
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(ValueError, match=says):
         open_data(str(tmp_path / "a.txt"), "bytes", "text")
+
+
+def test_a_mark_at_the_start_of_text_is_not_learned(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"some text\n" * 99)
+    assert open_data(str(tmp_path / "a.txt"), "bytes", "text").source.read(0).startswith(b"some")

@@ -20,6 +20,8 @@ from stepgraph.train.data.sources import Source, describe_sections
 from stepgraph.train.data.split import cut_sections
 
 TEXT_SEPARATOR = b"<|endoftext|>"
+#: Bytes that text seldom has, and UTF-16 without a mark in half of its places: the upper halves of small characters.
+_CONTROL = bytes(range(9)) + bytes(range(14, 32))
 
 
 class TextFile(Source):
@@ -171,14 +173,15 @@ def _check_unpacked(name: str, start: bytes) -> None:
 
 def _check_utf8(name: str, text: mmap.mmap) -> None:
     _check_unpacked(name, text[:2])
-    if text[:512].count(0) > len(text[:512]) // 4:
-        raise ValueError(f"{name} looks like UTF-16 or a binary file: convert it to UTF-8")
     decoder = codecs.getincrementaldecoder("utf-8")()
     step = 1 << 20
     for start in range(0, len(text), step):
         held = len(decoder.getstate()[0])  # bytes of a character that began in the chunk before
+        chunk = text[start : start + step]
+        if len(chunk.translate(None, _CONTROL)) < 0.75 * len(chunk):
+            raise ValueError(f"{name} looks like UTF-16 or a binary file: convert it to UTF-8")
         try:
-            decoder.decode(text[start : start + step], final=start + step >= len(text))
+            decoder.decode(chunk, final=start + step >= len(text))
         except UnicodeDecodeError as error:
             at = start - held + error.start
             raise ValueError(f"{name}: not UTF-8 at byte {at} (0x{text[at]:02x}): convert the file to UTF-8") from error
@@ -186,7 +189,8 @@ def _check_utf8(name: str, text: mmap.mmap) -> None:
 
 def _text_spans(text: mmap.mmap) -> list[tuple[int, int]]:
     """(start, end) of each document, without the white space around it; documents of white space only are dropped."""
-    edges = [(0, 0), *(match.span() for match in re.finditer(re.escape(TEXT_SEPARATOR), text)), (len(text), 0)]
+    start = len(codecs.BOM_UTF8) * (text[:3] == codecs.BOM_UTF8)
+    edges = [(0, start), *(match.span() for match in re.finditer(re.escape(TEXT_SEPARATOR), text)), (len(text), 0)]
     spans = []
     for (_, start), (end, _) in itertools.pairwise(edges):
         first = re.compile(rb"\S").search(text, start, end)
