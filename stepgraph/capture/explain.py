@@ -17,10 +17,7 @@ from stepgraph.graph.facts import is_random
 
 #: What torch says, or which of its operators fails -> what to do.
 _FIXES = (
-    (
-        r"[Nn]ested|jagged",
-        "keep rows of unequal length in one padded tensor with a mask, or in one flat tensor with offsets",
-    ),
+    (r"[Nn]ested|jagged", "keep rows of unequal length in one padded tensor with a mask, or a flat one with offsets"),
     (r"[Qq]uantized", "give a graph what dequantize() gives, or the integers, scales and zero points as tensors"),
     (r"[Ss]parse", "give a graph dense tensors: to_dense(), or index_add and scatter for the values of a sparse one"),
     (r"meta and cpu|hessian|jacfwd|jvp", "write it by reverse mode alone: jacrev(jacrev(f)) instead of hessian(f)"),
@@ -78,11 +75,8 @@ def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool
     needs = f"{operator} needs a tensor's value while the step is only shapes"
     needs += " (.item(), bool(tensor), nonzero and the like)"
     if operator == ".data_ptr()":
-        return (
-            ".data_ptr() asks where a tensor lies while the step is only shapes, as launches of kernels do that are "
-            "not Triton's",
-            "make the launch an operator by torch.library.custom_op",
-        )
+        asks = f"{operator} asks where a tensor lies while the step is only shapes, as launches outside Triton do"
+        return asks, "make the launch an operator by torch.library.custom_op"
     if "expert" in f"{path}.{type(module).__name__}".lower():
         asks = f"{operator} asks which experts have tokens, to call them one by one"
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":

@@ -110,9 +110,7 @@ class JsonLines(Source):
         try:
             record = json.loads(line.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{where}: not UTF-8 (byte 0x{line[error.start]:02x}): convert the file to UTF-8"
-            ) from error
+            raise ValueError(f"{where}: not UTF-8 (byte 0x{line[error.start]:02x}): convert it to UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not valid JSON ({error}): give a JSON object per line") from error
         if not isinstance(record, dict):
