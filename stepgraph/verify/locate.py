@@ -22,6 +22,7 @@ from stepgraph.run.bound import BoundStep
 from stepgraph.run.program import Accumulators
 from stepgraph.verify.case import Case, calls, differ, outcome
 from stepgraph.verify.fingerprints import EagerResults, Fingerprint, NodeResults
+from stepgraph.verify.report import differences
 from stepgraph.verify.state import Key, Snapshot
 
 #: Phases whose values eager has too; an update may compute the same in other operators.
@@ -38,7 +39,8 @@ def where_they_part(case: Case, snapshot: Snapshot, eager: dict[Key, torch.Tenso
     traced = trace(case.spec)
     found, results = _attempt(case, traced, snapshot, [])
     if differ(eager, results):
-        return f"they part in the capture itself, before any pass: {_first(found, seen, 'eager')}"
+        kinds = {one.kind for one in differences(eager, results)}
+        return f"they part in the capture itself, before any pass: {_first(found, seen, 'eager', kinds)}"
     chain = resolve(case.spec.passes, case.spec.disable, Target.of(traced.step))
     skipped = _skipped(case.bound.traced.program)
     for k, p in enumerate(chain, 1):
@@ -47,7 +49,8 @@ def where_they_part(case: Case, snapshot: Snapshot, eager: dict[Key, torch.Tenso
         before = {value for _, values in found for value in values}
         found, results = _attempt(case, traced, snapshot, chain[:k])
         if differ(eager, results):
-            first = _first(found, before | seen, "the graph before it") if found else "it runs compiled, in no order"
+            kinds, seen = {one.kind for one in differences(eager, results)}, before | seen
+            first = _first(found, seen, "the graph before it", kinds) if found else "it runs compiled, in no order"
             return f"they part with the pass {p.name} ({p.tier}): {first}"
     return "captured again, the step equals eager: what Python read, such as a global, has changed since the capture"
 
@@ -61,16 +64,14 @@ def _attempt(
     """
     program = rewrite(copied(traced.program), replace(case.spec, passes=passes, disable=()))
     bound = BoundStep(replace(traced, program=program), case.bound.update, Session(), Accumulators())
-    watched = []
-    for name, graph in program.graphs.items():
-        if graph.executable is graph.module and graph.recording is None:
-            bound.runner.runners[name] = NodeResults(graph.module)
-            watched.append(bound.runner.runners[name])
+    plain = {name: g.module for name, g in program.graphs.items() if g.executable is g.module and g.recording is None}
+    watched = {name: NodeResults(module) for name, module in plain.items()}
+    bound.runner.runners.update(watched)
     results = {}
     for _ in range(calls(program)):
         snapshot.restore()
         results = outcome(case, lambda: bound(case.leaves))
-    return [pair for runner in watched for pair in runner.found], results
+    return [pair for runner in watched.values() for pair in runner.found], results
 
 
 def _skipped(program: StepProgram) -> set[str]:
@@ -80,12 +81,12 @@ def _skipped(program: StepProgram) -> set[str]:
     return {report.name for report in reports} - ran
 
 
-def _first(found: list[tuple[fx.Node, list[Fingerprint]]], seen: set[Fingerprint], whose: str) -> str:
-    """The first node with a result that is not among those ``seen``."""
+def _first(found: list[tuple[fx.Node, list[Fingerprint]]], seen: set[Fingerprint], whose: str, kinds: set[str]) -> str:
+    """The first node with a result that is not among those ``seen``. ``kinds``: of what the step leaves otherwise."""
     for node, values in found:
         if phase_of(node) in _SHARED and not is_view(node) and not seen.issuperset(values):
             return f"the first value that {whose} does not have is {_described(node)}"
-    if any(phase_of(node) == "optimizer" for node, _ in found):
+    if not kinds & {"loss", "gradient"} and any(phase_of(node) == "optimizer" for node, _ in found):
         return "forward and backward give the same values, the update does not"
     return f"every value of forward and backward is one that {whose} has too, and what the step leaves is not"
 
@@ -93,6 +94,5 @@ def _first(found: list[tuple[fx.Node, list[Fingerprint]]], seen: set[Fingerprint
 def _described(node: fx.Node) -> str:
     where = provenance(node)
     file, _, line = where.source.rpartition(":")
-    return (
-        f"{node.name} = {node.target}, {where.phase} of {where.path or 'the model'} ({os.path.basename(file)}:{line})"
-    )
+    place = f"{where.path or 'the model'} ({os.path.basename(file)}:{line})"
+    return f"{node.name} = {node.target}, {where.phase} of {place}"

@@ -250,6 +250,27 @@ def test_a_capture_that_is_wrong_itself_is_found():
     assert "mul.Tensor, forward of 1 (test_verify.py:" in report.parted
 
 
+@pytest.mark.parametrize("optimizer", [None, torch.optim.SGD])
+def test_a_loss_that_differs_is_not_blamed_on_the_update(optimizer):
+    class Swap(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            return (x if compat.is_fake(x) else y).clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad
+
+    def loss_fn(model, batch):
+        y = model(batch["x"])
+        return Swap.apply(y.sum(), (y * 2).sum())
+
+    model = build()
+    given = () if optimizer is None else (optimizer(model.parameters(), lr=0.1),)
+    report = stepgraph.capture(model, loss_fn, pair(), *given, passes="exact").verify(pair(), locate=True)
+    assert "every value of forward and backward is one that eager has too" in report.parted
+
+
 def test_eager_that_does_not_repeat_itself_is_told(monkeypatch):
     monkeypatch.setenv("OF_THE_TEST", "1")
 
