@@ -132,7 +132,7 @@ def test_source_lines_are_the_models():
 
 def test_updates_belong_to_the_modules_of_their_parameters():
     model, graph = captured("llama-unfused", "update")
-    updated = {provenance(n).path for n in graph.nodes("optimizer") if n.target is aten.lerp.Scalar}
+    updated = {provenance(n).path for n in graph.nodes("optimizer") if n.target is aten.lerp_.Scalar}
     assert updated == {path for path, module in model.named_modules() if list(module.parameters(recurse=False))}
 
 
