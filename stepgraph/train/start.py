@@ -1,6 +1,7 @@
 """Before a run begins: its folder, its data, and what it reports of its options."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,13 +98,15 @@ def _saved(config: TrainConfig) -> TrainConfig:
 def open_fitting_data(config: TrainConfig) -> DataBundle:
     """The data of a run. Raises ``ValueError`` where the tokenizer has more tokens than the model."""
     data = open_data(config.data, config.tokenizer, config.text_field, config.seq_len)
-    if data.tokenizer.vocab_size > config.model.vocab_size:
-        fix = f"try --model.vocab-size {-(-data.tokenizer.vocab_size // 64) * 64}"
-        if config.init_from_hf is not None or config.resume is not None:
+    given, size, weights = data.tokenizer.vocab_size, config.model.vocab_size, config.init_from_hf
+    if given > size:
+        fix = f"try --model.vocab-size {-(-given // 64) * 64}"
+        if weights is not None or config.resume is not None:
             fix = "give the one of these weights, or resize their embeddings first"
-        raise ValueError(
-            f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model {config.model.vocab_size}: {fix}"
-        )
+        raise ValueError(f"the tokenizer has {given} tokens, the model {size}: {fix}")
+    if weights is not None and config.tokenizer == "bytes" and size > 2 * given:
+        own = f"theirs is given by --tokenizer {weights / 'tokenizer.json'}"
+        warnings.warn(f"text is read as bytes, {given} tokens, and the weights have {size}: {own}", stacklevel=2)
     return data
 
 

@@ -80,3 +80,10 @@ def test_weights_that_are_there_have_the_rows_that_they_have():
     for given in ({"init_from_hf": Path("base")}, {"resume": Path("run")}):
         with pytest.raises(ValueError, match="the tokenizer has 257 tokens, the model 256: give the one of these weig"):
             open_fitting_data(TrainConfig(model=small, **given))
+
+
+def test_weights_of_another_vocabulary_do_not_train_on_bytes_without_a_word():
+    """As with a preset that names the model and not its tokenizer."""
+    large = dataclasses.replace(llama3_debug(), vocab_size=1024)
+    with pytest.warns(UserWarning, match=r"read as bytes, 257 tokens, .* have 1024: .*--tokenizer base/tokenizer.json"):
+        open_fitting_data(TrainConfig(model=large, init_from_hf=Path("base")))

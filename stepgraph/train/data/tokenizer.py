@@ -74,12 +74,10 @@ class JsonTokenizer:
             require_file(Path(path))
             content = Path(path).read_bytes()
         except FileNotFoundError as error:
-            folder = Path(path).parent
-            make = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-            raise ValueError(
-                f"cannot read tokenizer {path}: {error.strerror}; give another by --tokenizer, or let transformers "
-                f"make it: {make}"
-            ) from error
+            folder = str(Path(path).parent)
+            make = f"let transformers make it: AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+            said = f"cannot read tokenizer {path}: {error.strerror}; give another by --tokenizer, or {make}"
+            raise ValueError(said) from error
         except OSError as error:
             raise ValueError(f"cannot read tokenizer {path}: {error.strerror}") from error
         try:
@@ -98,9 +96,7 @@ class JsonTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         eos = next((name for name in END_OF_TEXT_NAMES if name in vocabulary), None)
         if eos is None:
-            raise ValueError(
-                f"tokenizer {path} has no end-of-text token: add one of {', '.join(END_OF_TEXT_NAMES)} to it"
-            )
+            raise ValueError(f"tokenizer {path} has no end-of-text token: add one of {', '.join(END_OF_TEXT_NAMES)}")
         self.eos_id = vocabulary[eos]
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()
