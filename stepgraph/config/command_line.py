@@ -173,7 +173,8 @@ def read_values(words: list[str], usage: str, options: Iterable[Option]) -> tupl
         parser.add_argument(option.flag, dest=option.flag, **_reads(option))
     plain = [re.sub(r"^--[^=]*", lambda m: m[0].replace("_", "-"), word) if option_of(word) else word for word in words]
     values, rest = parser.parse_known_args(plain)
-    return vars(values), rest
+    typed = dict(zip(plain, words, strict=True))
+    return vars(values), [typed.get(word, word) for word in rest]
 
 
 def _with(record: Any, values: Mapping[tuple[str, ...], Any]) -> Any:

@@ -310,5 +310,5 @@ def test_dump_writes_the_graph_before_and_after_each_pass(tools, tmp_path):
         assert len(lines) == inputs + count + 1 and lines[-1].startswith("return ")
         assert re.search(r"^mm\w*: float32\[\d+, \d+\] = aten\.mm\(.*# forward layers\.0\.\S+ \w+\.py:\d+$", text, re.M)
     assert len(set(texts)) == len(texts)
-    assert "aten.lerp_" in texts[-1] and "aten.lerp_" not in texts[-2]
+    assert "aten.div_" in texts[-1] and "aten.div_" not in texts[-2]
     assert texts[-1] == step.graph.text()

@@ -112,12 +112,12 @@ def _chains(step: StepGraph, report: PassReport) -> int:
         while current is not target and isinstance(current, fx.Node) and current.target in _IN_PLACE:
             chain.append(current)
             current = current.args[0]
-        first = aliases.position[chain[-1]]
+        first, last = aliases.position[chain[-1]], aliases.position[copy]
         others = aliases.reads(target, besides=(copy, chain[-1]))
         links_private = all(len(link.users) == 1 for link in chain[1:])
         returned = any(user.op == "output" for user in result.users)  # who called the step keeps it
         same = all(_same_form(link, target) for link in chain)
-        if current is not target or not links_private or returned or not same or any(p > first for p in others):
+        if current is not target or not links_private or returned or not same or any(first < p < last for p in others):
             continue
         for link in reversed(chain):
             link.target = _IN_PLACE[link.target]

@@ -34,7 +34,7 @@ def test_unfused_adamw_and_clipping_copy_nothing(tools, name):
     parameters = step.placeholders(Parameter)
     after = sum(map(tensor_bytes, allocated(step)))
     size = sum(map(tensor_bytes, parameters))
-    assert 2 * size <= after < 2.02 * size < before / 4  # the hundredth: the stacked norms of the gradients
+    assert 2 * size <= after < 2.02 * size < before / 3  # the hundredth: the stacked norms of the gradients
     assert aten.copy_.default not in tools.targets(step, "optimizer")
     scaled = [n for n in step.nodes("optimizer") if n.target is aten.mul.Tensor and n.args[0] in gradients]
     assert gradients and not scaled
