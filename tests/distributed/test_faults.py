@@ -112,7 +112,8 @@ def graph_text(folder):
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [1, 2])
 def test_torchrun_restarts_a_killed_run_and_it_ends_as_if_never_killed(corpus, tmp_path, kills):  # noqa: F811
     words = [*TINY_RUN, "--data", corpus, "--mesh", "fsdp=2", "--val-every", 0, "--steps", 160]
     words += ["--checkpoint-every", 60]

@@ -40,8 +40,9 @@ def test_what_a_run_prints_in_order(finished):
     parts = [
         r"stepgraph \S+, torch \S+, CPU with 1 thread\n",
         rf"run folder {re.escape(str(folder))}\n",
-        r"config llama3-debug: data=\S+ seq_len=64 batch_size=4 steps=12 warmup_steps=2 device=cpu dump_graphs=True "
-        r"val_every=5 val_batches=2 checkpoint_every=4 keep_checkpoints=20 model\.dim=64 model\.n_layers=2 [^\n]*\n",
+        r"config llama3-debug: data=\S+ seq_len=64 batch_size=4 steps=12 warmup_steps=2 device=cpu "
+        r"val_every=5 val_batches=2 checkpoint_every=4 keep_checkpoints=20 dump_graphs=True "
+        r"model\.dim=64 model\.n_layers=2 [^\n]*\n",
         r"data \S+: \d+ documents, .* train / .* validation; unigram entropy \d\.\d{4} nats\n",
         r"model llama3-debug: 115,008 parameters; fp32\n",
         r"mesh one process; 1 microbatch x 4 x 64 tokens, 256 tokens per step\n",

@@ -155,6 +155,7 @@ def test_compiled_pieces_let_go_of_what_they_read(tools):
         assert args == []
 
 
+@pytest.mark.long
 def test_flex_attention_is_left_to_eager_on_a_cpu(tools):
     """Its backward is not compiled for CPUs; all around it is."""
     models = [tools.llama(n_layers=1, attention=attention) for attention in ("flex", "sdpa")]

@@ -192,7 +192,7 @@ def test_records_that_are_deleted_from_a_live_run_end_nothing(tmp_path):
         shutil.rmtree(tb)
         with contextlib.suppress(FileNotFoundError):  # TensorBoard's thread may have seen it first
             folder._tensorboard.flush()
-        folder._tensorboard.file_writer.event_writer._async_writer._worker.join(20)
+        folder._tensorboard.file_writer.event_writer._async_writer._worker.join(3)
         folder.log(4, loss=0.25)
         folder._tensorboard.flush()
         (event,) = EventAccumulator(str(tb)).Reload().Scalars("train/loss")
