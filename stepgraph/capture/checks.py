@@ -177,7 +177,7 @@ def check_loss(loss: Any) -> None:
 def without_host_random(recorder: Recorder, call: Callable[[], Any], before: HostRandom | None = None) -> Any:
     """What ``call`` returns. Raise if it draws random numbers on the host, which the graph would keep for ever.
 
-    ``before``: the generators' states, to which `Reads` adds those that the call meets; by default the model's.
+    ``before``: the generators' states before the call; `Reads` adds the generators that it finds. Default: the model's.
     """
     before = before or HostRandom(recorder.model)
     result = call()

@@ -1,7 +1,7 @@
-"""Command lines from dataclasses, by argparse; every error of use is one line with one fix. Nothing here imports torch.
+"""Command lines from dataclasses, by argparse. Each usage error is one line with one fix. Does not import torch.
 
-A field of a dataclass is an option, with dashes for underscores; one of a dataclass in it has the outer name in front,
-as in ``--model.n-layers``. Its type says what values it takes, its docstring what it is for.
+Each field of a dataclass is an option, with dashes for underscores. A field of a nested dataclass has the outer name as
+a prefix: ``--model.n-layers``. The field's type gives the allowed values, its docstring the help text.
 """
 
 import argparse

@@ -12,12 +12,12 @@ from stepgraph.errors import read_json, require_file, unknown_name
 
 
 def read_config(path: Path, preset: str | None, init_from_hf: str | None = None) -> tuple[TrainConfig, set[str]]:
-    """The options in ``path``, on top of the options of the preset that it names, else of ``preset``; and the names of
-    those that it gives. Where neither names one, and the command line or the file has ``init_from_hf``, they are on top
-    of those of fine-tuning that folder.
+    """The options of a run with those in ``path`` applied, and the names of the options that ``path`` sets. The base is
+    the preset that the file names, else ``preset``; without either, and with ``init_from_hf`` on the command line or in
+    the file, it is the default for fine-tuning that folder.
 
-    A TOML file has options by their names, the model's in a table ``[model]``, and a ``preset``. A run's config.json
-    has all of them; the run's folder is left out, and the given ones are those that differ from its preset's.
+    A TOML file sets options by name, the model's in a table ``[model]``, and may set ``preset``. A run's config.json
+    has every option but the run's folder; the options that differ from its preset count as set.
 
     Raises:
         ValueError: one line; a file that cannot be read, an unknown option or preset, a bad value.

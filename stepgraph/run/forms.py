@@ -86,8 +86,8 @@ class Forms:
                 dropping += "; each value of the batch that Python reads, such as a length, makes a form"
             warn_caller(
                 f"{captured} forms of the step are captured already{dropping}. Each costs a capture: pad batches to "
-                "few shapes, and let schedules change the learning rate alone: betas, eps and weight decay are "
-                "constants."
+                "few shapes, and let schedules change the learning rate alone: the other options of fused Adam, SGD "
+                "and Adafactor are constants."
             )
         if captured == most:
             self._drop(next(iter(self._bound)))

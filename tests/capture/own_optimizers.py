@@ -177,3 +177,21 @@ class AdamMini(Written):
 
 WRITTEN = {kind.__name__: kind for kind in (Lion, Momentum, Counted, Assigned, Lamb, ScheduleFree, OfItself, Soap)}
 WRITTEN["AdamMini"] = AdamMini
+
+
+def _largest_side(tensor):
+    return max(tensor.shape)
+
+
+class BySize(torch.optim.Optimizer):
+    """Its rate depends on the shape of a parameter, which a function of the module reads."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / _largest_side(p))

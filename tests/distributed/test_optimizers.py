@@ -24,6 +24,7 @@ def _check():
         torch.optim.Adafactor: "Adafactor needs whole matrices",
         own_optimizers.Lamb: r"Lamb.step \(.*own_optimizers.py:\d+\) computes by aten.*norm.*needs whole",
         own_optimizers.Soap: "Soap.step reads shape of tensors",
+        own_optimizers.BySize: "BySize.step reads shape of tensors",
     }
     for kind, message in refused.items():
         with pytest.raises(ValueError, match=message + ".*is sharded; use"):

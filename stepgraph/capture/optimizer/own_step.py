@@ -9,6 +9,7 @@ written on the host after each call. State that it makes is an output of the gra
 import inspect
 import sys
 import traceback
+import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,7 +104,7 @@ class OwnStep:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         #: The shape of a parameter that is sharded; each rank then updates its part alone.
         self.sharded = next((list(param.shape) for param in params if _is_sharded(param)), None)
-        if self.sharded is not None and (names := shape_names(type(optimizer))):
+        if self.sharded is not None and (names := shape_names(optimizer)):
             self.refuse_shards(f"reads {' and '.join(sorted(names))} of tensors")
 
     def refuse_shards(self, what: str) -> NoReturn:
@@ -198,19 +199,42 @@ def _is_sharded(param: Tensor) -> bool:
     return any(placement.is_shard() and param.device_mesh.size(axis) > 1 for axis, placement in placements)
 
 
-def shape_names(cls: type) -> set[str]:
-    """Attributes that give a tensor's shape, among those that the code of an optimizer's class reads. Those that torch
-    brings compute without it, or by operators that show it."""
+def shape_names(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The attributes that give a tensor's shape, as far as the code of ``optimizer`` names them: its class, its helper
+    objects, and the functions, classes and modules that these name.
+
+    torch's own code is left out: it computes without the shape, or by operators that show it.
+    """
     found: set[str] = set()
-    for owner in cls.__mro__:
-        if of_program(owner.__module__):
-            pending = [inspect.unwrap(value) for value in vars(owner).values() if callable(value)]
-            codes = [function.__code__ for function in pending if hasattr(function, "__code__")]
-            while codes:
-                code = codes.pop()
-                found |= {*code.co_names} & {"shape", "size", "numel", "nelement"}
-                codes += [constant for constant in code.co_consts if isinstance(constant, type(code))]
+    seen: set[int] = set()
+    pending: list[Any] = [type(optimizer), *map(type, vars(optimizer).values())]
+    while pending:
+        value = pending.pop()
+        home = getattr(value, "__module__", None) or ""
+        if id(value) in seen or home.partition(".")[0] in ("torch", *sys.stdlib_module_names):
+            continue
+        seen.add(id(value))
+        if isinstance(value, type):
+            pending += [*value.__mro__[1:], *vars(value).values()]
+        elif isinstance(value, property):
+            pending.append(value.fget)
+        elif isinstance(value, staticmethod | classmethod | types.MethodType):
+            pending.append(value.__func__)
+        elif isinstance(value, types.FunctionType):
+            names = _names(value.__code__)
+            found |= names & {"shape", "size", "numel", "nelement"}
+            named = [value.__globals__[name] for name in names if name in value.__globals__]
+            held = [vars(part)[name] for part in named if isinstance(part, types.ModuleType)
+                    for name in names if name in vars(part)]  # fmt: skip
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell.cell_contents is not value]
+            pending += [getattr(value, "__wrapped__", None), *named, *held, *cells]
     return found
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names in a function's code, and in the functions that it defines."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return {*code.co_names}.union(*inner)
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:

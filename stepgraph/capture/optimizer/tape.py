@@ -324,8 +324,8 @@ def _on_tape(function: Callable) -> Callable:
 
 @contextlib.contextmanager
 def python_on_tape(modules: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the functions of ``math`` take numbers of a tape; also those that ``modules``, the names of modules that
-    define an optimizer, imported by their names."""
+    """Inside, the functions of ``math`` accept numbers of a tape, under ``math`` and where one of ``modules`` (name ->
+    module, those that define an optimizer) has imported them by name."""
     ours = {name: _on_tape(function) for name, function in _MATH.items()}
     by_id = {id(function): ours[name] for name, function in _MATH.items()}
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,7 @@
 """Puts the optimizers into the graph, with their state and learning rates as inputs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from stepgraph.capture.optimizer.adafactor import AdafactorRule
 from stepgraph.capture.optimizer.adam import AdamRule
 from stepgraph.capture.optimizer.host import Host
 from stepgraph.capture.optimizer.master import MasterAdamW
-from stepgraph.capture.optimizer.own_step import OwnStep, StandIn
+from stepgraph.capture.optimizer.own_step import OwnStep, Run, StandIn
 from stepgraph.capture.optimizer.prepare import Fresh, prepare
 from stepgraph.capture.optimizer.rule import Member, Rule
 from stepgraph.capture.optimizer.sgd import SGDRule
@@ -155,7 +156,8 @@ class Update:
         """
         updated: set[int] = set()
         for own in self.own.values():
-            updated |= self._record_own(own, groups, grads, flat, attribute, skip, give_input, mode)
+            trace = partial(own.trace, give_input=lambda _, live: give_input(live), attribute=attribute, mode=mode)
+            updated |= self._record_own(own, groups, grads, flat, skip, trace)
         for (optimizer, options), group in zip(self._groups(), groups, strict=True):
             if optimizer in self.own:
                 continue
@@ -176,10 +178,8 @@ class Update:
         groups: Sequence[dict[str, Any]],
         grads: dict[int, torch.Tensor],
         flat: Sequence[torch.Tensor],
-        attribute: Callable[[str], None],
         skip: Skip,
-        give_input: Callable[[torch.Tensor], torch.Tensor],
-        mode: compat.FakeTensorMode,
+        trace: Callable[[Sequence[Sequence[StandIn]]], Run],
     ) -> set[int]:
         """Record the update of an optimizer by its own ``step``; the slots updated."""
         stand_ins, kept, updated = [], [], set()
@@ -207,7 +207,7 @@ class Update:
                 made = stand_in(part.start).requires_grad_()
                 stand_ins[-1].append(StandIn(param, made, grads.get(i), state, group["paths"][i]))
                 updated |= {i} & grads.keys()
-        run = own.trace(stand_ins, lambda _, live: give_input(live), attribute, mode)
+        run = trace(stand_ins)
         for old, new in kept:
             skip.write(old, new)
         run.host.settle = fresh and fresh.settle

@@ -14,8 +14,8 @@ _Access = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class HostRandom:
-    """The states of the host's generators at one moment: the global ones, those that modules of ``model`` hold, and
-    what is added."""
+    """States of random generators on the host at one moment: the global generators, the generators that modules of
+    ``model`` hold, and what is added later."""
 
     def __init__(self, model: nn.Module | None = None):
         self._accesses = _accesses(model)

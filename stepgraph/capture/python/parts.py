@@ -107,7 +107,7 @@ def parts_of_instance(value: Any, names: Iterable[str] | None) -> Iterator[Part]
 def _computed(value: Any, name: str) -> Any:
     try:
         return getattr(value, name, values.ABSENT)
-    except Exception:
+    except Exception:  # a property that raises has no value: one that had a value at the capture counts as changed
         return values.ABSENT
 
 

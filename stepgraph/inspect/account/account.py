@@ -51,9 +51,9 @@ def account_of(
 
     ``head``: the step's title, options and versions, ``forecast`` (times only for the ``device`` itself: a CPU's
     measured time is not compared with a GPU's forecast) and ``measured`` (None before a step ran). ``schedule``: calls
-    of the graphs in order. ``graphs``: see `graph_account`, and ``beside``: bytes of state that only other graphs read,
-    by kind. ``passes``: one report each, with its excerpts. ``phases``, ``kinds``, ``work``: the names that graphs
-    refer to by number. ``pipeline``: see `pipeline_account`. ``curves``: [step, value] over a run, by metric.
+    of the graphs in order. ``graphs``: see `graph_account`, and ``other_graphs``: bytes of state that only other graphs
+    read, by kind. ``passes``: one report each, with its excerpts. ``phases``, ``kinds``, ``work``: the names that
+    graphs refer to by number. ``pipeline``: see `pipeline_account`. ``curves``: [step, value] over a run, by metric.
     """
     calls = program.calls()
     options = {"fused": config.compiles_all, "ran": device is not None}
@@ -61,7 +61,7 @@ def account_of(
         graph_account(step, calls[name], n, gpu, groups, routed=_routed(program, calls[name]), **options)
         for name, (step, n) in zip(program.graphs, program.counted(), strict=True)
     ]
-    _state_beside(graphs)
+    _state_of_other_graphs(graphs)
     reports = [*program.log, *(report for step in program.graphs.values() for report in step.log)]
     pipeline = pipeline_account(graphs, config, gpu, stages)
     if pipeline:
@@ -128,28 +128,28 @@ def fullest(graph: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
             change[node] += size
             change[last + 1] -= size
     alive = list(itertools.accumulate(change[:n]))
-    peak, sizes = alive.index(max(alive)), dict.fromkeys(KINDS, 0) | dict(graph["beside"])
+    peak, sizes = alive.index(max(alive)), dict.fromkeys(KINDS, 0) | dict(graph["other_graphs"])
     for node, size, kind, last in rows:
         if last == n or node <= peak <= last:
             sizes[KINDS[kind]] += size
     return peak, sizes
 
 
-def _state_beside(graphs: Sequence[dict[str, Any]]) -> None:
+def _state_of_other_graphs(graphs: Sequence[dict[str, Any]]) -> None:
     """Note for each graph the bytes of state, by kind, that only other graphs read."""
     taken = []
     for graph in graphs:
         size = dict(zip(graph["storages"]["node"], graph["storages"]["bytes"], strict=True))
         taken.append({(k, name): size.get(node, 0) for node, k, name in graph["inputs"] if k in _STATE})
     for graph, own in zip(graphs, taken, strict=True):
-        beside: dict[str, int] = {}
+        other_graphs: dict[str, int] = {}
         for state in taken:
             for (kind, name), size in state.items():
                 if (kind, name) not in own:
                     own[kind, name] = 0  # so that it is counted once
                     held = HELD.get(kind, "inputs")
-                    beside[held] = beside.get(held, 0) + size
-        graph["beside"] = beside
+                    other_graphs[held] = other_graphs.get(held, 0) + size
+        graph["other_graphs"] = other_graphs
 
 
 def _products(config: TrainConfig) -> torch.dtype:

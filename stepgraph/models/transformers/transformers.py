@@ -34,7 +34,7 @@ class CausalLMConfig:
     longest = property(lambda self: getattr(self._text, "max_position_embeddings", None))
 
     def num_params(self, *, lookup_table: bool = True) -> int:
-        """Number of parameters; without ``lookup_table`` those that multiply a token: of experts the chosen ones."""
+        """Number of parameters. Without ``lookup_table``: only those that a token is multiplied by (active experts)."""
         whole, table, experts = _counts(self.folder)
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         of = next(filter(None, (getattr(self._text, name, None) for name in names)), 1)

@@ -104,7 +104,7 @@ def test_storages_are_alive_from_maker_to_last_reader(case):
     for found, step in graphs(case[2]):
         order, storages = list(step.graph.nodes), found["storages"]
         at, sizes = fullest(found)
-        alive = dict.fromkeys(KINDS, 0) | found["beside"]
+        alive = dict.fromkeys(KINDS, 0) | found["other_graphs"]
         for node, size, kind, last in zip(*(storages[k] for k in ("node", "bytes", "kind", "last")), strict=True):
             assert size == tensor_bytes(order[node])
             if order[node].op in ("placeholder", "get_attr"):
@@ -122,7 +122,7 @@ def test_two_graphs_hold_each_others_state():
     micro, update = found["graphs"]
     assert (micro["calls"], update["calls"]) == (3, 1)
     assert found["schedule"] == [["microbatch", 0], ["microbatch", 1], ["microbatch", 2], ["update", None]]
-    assert micro["beside"]["optimizer"] > 0 and "parameters" not in micro["beside"]
+    assert micro["other_graphs"]["optimizer"] > 0 and "parameters" not in micro["other_graphs"]
     assert sum(peak_of(micro).values()) > sum(micro["storages"]["bytes"][i] for i in range(len(micro["inputs"])))
 
 

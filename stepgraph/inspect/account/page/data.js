@@ -77,7 +77,7 @@ function memoryOver(graph) {
   if (graph._memory) return graph._memory;
   const { node, bytes, kind, last } = graph.storages;
   const kinds = KINDS.map((name) => new Float64Array(graph.size + 1).fill(0));
-  const held = KINDS.map((name) => graph.beside[name] || 0);
+  const held = KINDS.map((name) => graph.other_graphs[name] || 0);
   for (let s = 0; s < node.length; s++) {
     if (last[s] >= graph.size) held[kind[s]] += bytes[s];
     else { kinds[kind[s]][node[s]] += bytes[s]; kinds[kind[s]][last[s] + 1] -= bytes[s]; }

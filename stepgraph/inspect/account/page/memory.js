@@ -103,10 +103,10 @@ function drawMoment(text, list) {
   text.replaceChildren(moment === null ? "At the peak, while " : "While ", nodeLink(graph, i), ` runs (${where(graph, i)}), ${bytes(memory.total[i])} are held:`);
   const rows = liveAt(graph, i);
   const columns = [["bytes", 1], ["kind", 0], ["tensor", 0], ["shape", 0, 1], ["made by this line", 0, 1], ["why it is held", 0]];
-  if (Object.keys(graph.beside).length) rows.push({ kind: Object.keys(graph.beside).join(", "), beside: true, bytes: sum(Object.values(graph.beside)), members: [] });
+  if (Object.keys(graph.other_graphs).length) rows.push({ kind: Object.keys(graph.other_graphs).join(", "), other: true, bytes: sum(Object.values(graph.other_graphs)), members: [] });
   rows.sort((a, b) => b.bytes - a.bytes);
   const line = (row) => {
-    if (row.beside) return cells(columns, [bytes(row.bytes), row.kind, "state that only the step's other graphs read", "", "", ""]);
+    if (row.other) return cells(columns, [bytes(row.bytes), row.kind, "state that only the step's other graphs read", "", "", ""]);
     const [file, code] = graph.source(row.node), why = keptWhy(graph, row.members[0], i), many = row.members.length > 1;
     return cells(columns, [bytes(row.bytes), el("span.kind", {}, swatch(row.kind), row.kind),
       [many && folding(row.members, (s) => line({ ...row, node: graph.storages.node[s], bytes: graph.storages.bytes[s], members: [s] })), nodeLink(graph, row.node, many ? `${row.path || graph.nodes.name[row.node]} × ${row.members.length}` : tensorName(graph, row.node))],
