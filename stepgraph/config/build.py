@@ -36,7 +36,10 @@ def build_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
     """The model on ``device`` in its precision, or this rank's shards of it, with weights from the seed or from
     Hugging Face. The seed gives the same weights on every device and mesh."""
     if isinstance(config.model, CausalLMConfig):
-        return _of_transformers(config, device, weights=config.init_from_hf is not None)
+        inner = _of_transformers(config, device, weights=config.init_from_hf is not None)
+        if config.document_mask == "on":
+            inner.check_documents()
+        return inner
     model = empty_model(config, device, mesh)
     if config.init_from_hf is not None:
         load_hf(model, config.init_from_hf)
@@ -81,7 +84,7 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
     return model
 
 
-def _of_transformers(config: TrainConfig, device: torch.device, weights: bool) -> nn.Module:
+def _of_transformers(config: TrainConfig, device: torch.device, weights: bool) -> CausalLM:
     """A model of transformers, with ``weights`` of its folder or drawn ones."""
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     lora = None if config.lora is None else lora_options(config.lora)

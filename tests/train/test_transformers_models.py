@@ -93,6 +93,23 @@ def test_documents_of_a_row_do_not_see_each_other(folder, kind):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "lfm2"])
+def test_a_model_that_mixes_documents_is_refused(folder, kind):
+    """Convolutions over the sequence do not stop where positions begin again."""
+    from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig
+
+    if kind == "lfm2":
+        config = transformers.Lfm2Config(**ROPE, layer_types=["conv", "full_attention"])
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
+    model = CausalLM(CausalLMConfig(str(folder / kind)), weights=True)
+    if kind == "lfm2":
+        with pytest.raises(ValueError, match=r"a document of a row sees those before it.* say --document-mask off"):
+            model.check_documents()
+    else:
+        model.check_documents()
+        assert all(module.training for module in model.modules())
+
+
 def test_what_such_a_model_does_not_have_is_refused(folder, capsys):
     given = ["--init-from-hf", folder / "qwen3"]
     assert train(folder, *given, "--mesh", "fsdp=2") == 2

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,9 @@ def lora_options(text: str) -> dict[str, Any]:
     try:
         given = {key: kinds[key](value) for key, _, value in (part.partition("=") for part in text.split(","))}
         rank, targets = given.get("r", 16), given.get("targets", "all-linear")
-        assert rank > 0 and 0 <= given.get("dropout", 0) < 1
-    except (KeyError, ValueError, AssertionError) as error:
+        if rank < 1 or not 0 <= given.get("dropout", 0) < 1:
+            raise ValueError("out of range")
+    except (KeyError, ValueError) as error:
         form = "r=16,alpha=32,targets=q_proj+v_proj,dropout=0.1"
         raise ValueError(f"lora={text} is not allowed: write it as {form}") from error
     if importlib.util.find_spec("peft") is None:
@@ -102,6 +103,17 @@ class CausalLM(nn.Module):
         """With ``positions`` (B, T), that begin again at 0 in each document, documents do not see each other."""
         places = {} if positions is None else {"position_ids": positions}
         return self.inner(input_ids=tokens, use_cache=False, **places).logits
+
+    def check_documents(self) -> None:
+        """Raise ``ValueError``, one line, if a document of a row sees another one."""
+        device = next(self.parameters()).device
+        positions = torch.cat([torch.arange(9), torch.arange(7)])[None].to(device)
+        tokens = (torch.arange(1, 17, device=device) % self.config.vocab_size)[None]  # 0 may be padding: zeros
+        if crosses_documents(self.inner, lambda: self(tokens, positions), 9):
+            raise ValueError(
+                f"in {type(self.inner).__name__} a document of a row sees those before it, as in state-space layers or "
+                "convolutions over the sequence: say --document-mask off"
+            )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As ``nn.Module``'s; of a model with LoRA only what is trained."""
@@ -185,6 +197,31 @@ def _counts(folder: str) -> tuple[int, int, int]:
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     return num_params(model), 0 if head is not None and head.weight is table else table.numel(), experts
+
+
+def crosses_documents(model: nn.Module, run: Callable[[], torch.Tensor], first: int) -> bool:
+    """Whether the results of ``run``, (1, T, V), after the ``first`` tokens depend on these.
+
+    Exact, whatever the weights and their dtype: the gradient with respect to the embeddings of tokens that attention
+    masks is 0.
+    """
+    embedded: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+        embedded.append(result.detach().requires_grad_())
+        return embedded[-1]
+
+    training = [module for module in model.modules() if module.training]
+    model.eval()  # no dropout
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(run()[0, first:].float().square().sum(), embedded[:1])
+    finally:
+        hook.remove()
+        for module in training:
+            module.training = True
+    return bool(gradient[0, :first].any())
 
 
 def takes_positions(folder: str) -> bool:
