@@ -312,11 +312,13 @@ class StepTrace:
     def _knowing(
         self, flat: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], inputs: dict[int, tuple]
     ) -> KnownValues:
-        """The values that Python may read: in a pipeline, whose ranks trace alike, literals alone."""
+        """The values that Python may read. Ranks have different batches and must run the same graph, or each waits for
+        another: over a mesh, no value of the batch; in a pipeline, literals alone."""
+        meshed = any(compat.is_traceable_wrapper_subclass(slot.tensor) for slot in self.slots)
         places = {
             compat.node_of_trace(flat[where.start]): i
             for i, (where, _) in inputs.items()
-            if self.share is None and has_values(self.leaves[i]) and not self.leaves[i].requires_grad
+            if self.share is None and not meshed and has_values(self.leaves[i]) and not self.leaves[i].requires_grad
         }
         self.settings = {
             compat.node_of_trace(tensor): slot

@@ -43,3 +43,23 @@ def _check():
 
 def test_sharded_parameters():
     in_fake_world(0, 2, _check)
+
+
+def _check_reads():
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(4, 4, bias=False)
+
+    def loss_fn(model, batch):
+        weight = getattr(model.weight, "full_tensor", lambda: model.weight)()
+        return (batch["x"] @ weight)[: batch["n"].max().item()].square().mean()
+
+    batch = {"x": torch.randn(3, 4), "n": torch.tensor([1, 2])}
+    stepgraph.capture(model, loss_fn, batch, passes="exact")
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="item"):
+        stepgraph.capture(model, loss_fn, batch, passes="exact")
+
+
+def test_over_a_mesh_python_reads_no_value_of_the_batch():
+    """One rank's batch may ask for another graph than the others run."""
+    in_fake_world(0, 2, _check_reads)
