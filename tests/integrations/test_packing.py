@@ -131,6 +131,16 @@ def test_a_model_that_mixes_documents_is_refused():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_convolution_across_documents_is_seen_whatever_the_dtype(dtype):
+    """Of weights just drawn it moves results by less than bf16 rounds."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    layers = ["conv", "full_attention"]
+    config = transformers.Lfm2Config(vocab_size=VOCAB, num_hidden_layers=2, layer_types=layers, **sizes)
+    with pytest.raises(ValueError, match="a document sees those before it"):
+        attend_within_documents(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype))
+
+
 def test_one_capture_serves_a_training(tmp_path):
     model, pack = model_of("Qwen3Config", MODELS["Qwen3Config"]), PackToBudget(32, max_documents=8)
     attend_within_documents(model)
