@@ -51,7 +51,7 @@ class BatchReads:
                 self._constants[self._copies[node]] = history[node]
             else:
                 self._copies[node] = self._call((node, 0), node.target, node.args, node.kwargs)
-        latest = next(reversed(max(history).graph.nodes))
+        latest = next(iter(reversed(max(history).graph.nodes)))
         self._answers[self._call((latest, 1 + len(self)), function, tuple(args), dict(kwargs))] = answer
 
     def reads(self, node: fx.Node) -> bool:

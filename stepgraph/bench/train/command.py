@@ -21,6 +21,7 @@ from stepgraph.bench.train.providers import PROVIDERS
 from stepgraph.bench.train.rank import TRACED_STEPS, WARMUP_STEPS
 from stepgraph.bench.train.results import TrainRow, check_losses
 from stepgraph.bench.train.table import train_section
+from stepgraph.bench.train.titan.job import rounded_weights
 from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.commands import BENCH, TrainBench
 from stepgraph.config.device import pick_device
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> int:
     env = environment()
     chosen = describe(config, env) | values(config, MeshOptions)
     chosen["balanced_routing"] = options.balanced_routing
+    chosen["rounded_weights"] = "torchtitan" in providers and rounded_weights(config)
     settings: dict[str, Any] = {
         "benchmark": "train",
         "device": device.type,

@@ -86,6 +86,8 @@ def _notes(chosen: dict[str, Any], settings: dict[str, Any], rows: Sequence[Trai
                 f"idle {found['idle_ms']:.4g} (the rank with most exposed; shares of all: "
                 f"{', '.join(format(rank['share'], '.1%') for rank in row.exposure_all)})"
             )
+    if chosen.get("rounded_weights"):
+        notes.append(f"torchtitan's weights and AdamW state are {chosen['precision']}: it mixes precisions by FSDP alone")
     return [*notes, f"memory {chosen['memory']}, reshard {chosen['reshard']}", chosen["losses"]]
 
 

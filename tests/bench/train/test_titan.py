@@ -106,7 +106,9 @@ def test_the_job_of_a_pipeline_and_of_microbatches():
     assert sections["training"]["local_batch_size"] == 8 and sections["training"]["global_batch_size"] == 16
     mesh = sections["parallelism"]
     assert (mesh["pipeline_parallel_degree"], mesh["pipeline_parallel_microbatch_size"]) == (2, 1)
-    assert mesh["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    assert mesh["pipeline_parallel_schedule"] == "ZBVZeroBubble" and "dtype" not in sections["training"]
+    alone = job.job_sections(config("llama3-8b", "--mesh", "pp=2", "--accumulate", "2"), "folder")
+    assert alone["training"]["dtype"] == "bfloat16"  # it mixes precisions by FSDP alone, and would compute in fp32
     training = job.job_sections(config("llama3-8b", "--accumulate", "8"), "folder")["training"]
     assert training["local_batch_size"] == 1 and training["global_batch_size"] == 16
 

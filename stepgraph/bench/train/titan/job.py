@@ -67,11 +67,18 @@ def unavailable(config: TrainConfig, device: torch.device) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def rounded_weights(config: TrainConfig) -> bool:
+    """Whether its parameters and AdamW state are in ``config.precision``: without shards, tensor and pipeline
+    parallelism have no mixed precision there."""
+    mesh = config.mesh_spec
+    return mesh.dp_shard == 1 and (mesh.pp > 1 or mesh.tp > 1) and config.precision != "fp32"
+
+
 def job_sections(config: TrainConfig, folder: str, balanced: bool = False) -> dict[str, dict[str, Any]]:
     """The fields of torchtitan's ``JobConfig`` that differ from its defaults, by section, dotted where it is nested.
 
     Mixed precision as `stepgraph train` has it under a mesh: fp32 at rest, gathered and computed in ``precision``,
-    gradients reduced in fp32. ``folder``: for what it writes. ``balanced``: every expert gets as many tokens.
+    gradients reduced in fp32; but for `rounded_weights`. ``folder``: for what it writes. ``balanced``: every expert gets as many tokens.
     """
     mesh = config.mesh_spec
     # It cuts the batch of a rank into the microbatches of a pipeline, and else adds up batches of ranks.
@@ -113,6 +120,8 @@ def job_sections(config: TrainConfig, folder: str, balanced: bool = False) -> di
         "compile": {"enable": True, "components": ["model", "loss"]},
         "debug": {"seed": config.seed, "moe_force_load_balance": balanced},
     }
+    if rounded_weights(config):
+        job["training"]["dtype"] = _DTYPES[config.precision]
     if mesh.pp > 1:
         job["parallelism"] |= {
             "pipeline_parallel_schedule": _PIPELINES[config.pipeline_schedule],
