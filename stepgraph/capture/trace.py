@@ -328,7 +328,9 @@ class StepTrace:
         self.batch_reads = BatchReads(places, {node: slot.tensor for node, slot in self.settings.items()})
         known = {node: self.leaves[i] for node, i in places.items()}
         known |= {node: slot.tensor for node, slot in self.settings.items()}
-        return KnownValues({node: value.cpu() for node, value in known.items()}, self.batch_reads)
+        with compat.without_modes():  # a copy from a GPU would be fake
+            on_host = {node: value.cpu() for node, value in known.items()}
+        return KnownValues(on_host, self.batch_reads)
 
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
         """The stand-ins of parameters and buffers."""

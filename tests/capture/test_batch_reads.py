@@ -92,6 +92,12 @@ def test_values_of_the_batch(look):
     assert len(step._forms) == forms
 
 
+def test_values_of_another_device_are_copied_outside_the_trace(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # a real operator, as a copy from a GPU is
+    step = stepgraph.capture(Looks(LOOKS["size"][0]), loss_fn, batches()[0], passes="exact")
+    assert step.verify(batches()[1]).bitwise
+
+
 def test_only_what_is_read_is_compared():
     model = Looks(lambda y, b: y * torch.ones_like(b["n"]).sum().item())
     step = stepgraph.capture(model, loss_fn, batches()[0], passes="exact")

@@ -51,12 +51,18 @@ def _rank(rank, port, function, args):
 
 
 def on_one_gpu(function, *args):
-    """In a process that sees one GPU: ``Trainer`` would wrap the model in ``DataParallel`` where it sees two."""
-    on_processes(1, _alone, (function, args))
+    """In a process that sees one GPU: ``Trainer`` would wrap the model in ``DataParallel`` where it sees two. The
+    process has to start with the variable: its imports may ask the driver for GPUs."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = (seen or "0").split(",")[0]
+    try:
+        on_processes(1, _alone, (function, args))
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES") if seen is None else os.environ.update(CUDA_VISIBLE_DEVICES=seen)
 
 
 def _alone(_, function, args):
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    assert torch.cuda.device_count() == 1
     _repeatable()
     function(*args)
 

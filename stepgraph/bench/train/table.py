@@ -87,7 +87,7 @@ def _notes(chosen: dict[str, Any], settings: dict[str, Any], rows: Sequence[Trai
                 f"{', '.join(format(rank['share'], '.1%') for rank in row.exposure_all)})"
             )
     if chosen.get("rounded_weights"):
-        notes.append(f"torchtitan's weights and AdamW state are {chosen['precision']}: it mixes precisions by FSDP alone")
+        notes.append(f"torchtitan's weights and AdamW state are {chosen['precision']}: it mixes precisions by FSDP")
     return [*notes, f"memory {chosen['memory']}, reshard {chosen['reshard']}", chosen["losses"]]
 
 

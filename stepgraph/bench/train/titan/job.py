@@ -78,7 +78,8 @@ def job_sections(config: TrainConfig, folder: str, balanced: bool = False) -> di
     """The fields of torchtitan's ``JobConfig`` that differ from its defaults, by section, dotted where it is nested.
 
     Mixed precision as `stepgraph train` has it under a mesh: fp32 at rest, gathered and computed in ``precision``,
-    gradients reduced in fp32; but for `rounded_weights`. ``folder``: for what it writes. ``balanced``: every expert gets as many tokens.
+    gradients reduced in fp32; but for `rounded_weights`. ``folder``: for what it writes. ``balanced``: every expert
+    gets as many tokens.
     """
     mesh = config.mesh_spec
     # It cuts the batch of a rank into the microbatches of a pipeline, and else adds up batches of ranks.
