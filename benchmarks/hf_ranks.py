@@ -5,7 +5,7 @@ shapes; nothing is downloaded. Parameters are fp32 shards that are used in bf16 
 optimizer is torch's fused AdamW, gradients are clipped. ``Trainer`` keeps gathered parameters until backward, which is
 its faster way; ``--reshard`` frees them. Prints one line of JSON per row, then all with the environment.
 
-    python benchmarks/hf_ranks.py --nproc 2 > hf_ranks.json
+    python benchmarks/hf_ranks.py --ranks 2 > hf_ranks.json
     python benchmarks/hf_ranks.py --tiny --steps 3 --warmup 2       # two CPU ranks
 """
 
@@ -60,7 +60,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
-    parser.add_argument("--nproc", type=int, default=2, help="ranks; fsdp shards over all of them")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        help="GPUs; fsdp shards over all of them (torchrun would take --nproc for its own)",
+    )
     parser.add_argument("--batch", type=int, help="sequences per GPU and step, in place of the model's own")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
@@ -88,9 +93,9 @@ def main() -> None:
 
 def run(model: str, provider: str, options: argparse.Namespace) -> dict:
     """The row of one provider, from processes of its own; where they fail, their last words."""
-    row = {"model": model, "provider": provider, "ranks": options.nproc}
+    row = {"model": model, "provider": provider, "ranks": options.ranks}
     given = [*sys.argv[1:], "--child", model, provider]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.nproc)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     print(f"{model}, {provider}: starts", file=sys.stderr, flush=True)
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
@@ -136,7 +141,7 @@ def measure(model: str, provider: str, options: argparse.Namespace) -> None:
                 getattr(transformers, config)(**shape), attn_implementation="sdpa", dtype=torch.float32
             )
         clock = _clock(TrainerCallback, options.warmup, gpu)
-        rows = torch.randint(shape["vocab_size"], (steps * batch * options.nproc, seq_len))
+        rows = torch.randint(shape["vocab_size"], (steps * batch * options.ranks, seq_len))
         kind = GraphTrainer if provider == "stepgraph" else Trainer
         trainer = kind(
             model=built, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows],

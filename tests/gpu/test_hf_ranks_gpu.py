@@ -52,11 +52,12 @@ def _rank(rank, port, function, args):
 
 def on_one_gpu(function, *args):
     """In a process that sees one GPU: ``Trainer`` would wrap the model in ``DataParallel`` where it sees two. The
-    process has to start with the variable: its imports may ask the driver for GPUs."""
+    process has to start with the variable, since its imports may ask the driver for GPUs, and the server that forks
+    ranks must not."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = (seen or "0").split(",")[0]
     try:
-        on_processes(1, _alone, (function, args))
+        torch.multiprocessing.start_processes(_alone, (function, args), nprocs=1, start_method="spawn")
     finally:
         os.environ.pop("CUDA_VISIBLE_DEVICES") if seen is None else os.environ.update(CUDA_VISIBLE_DEVICES=seen)
 
