@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
-    parser.add_argument(
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs; fsdp shards over all of them")
         "--ranks",
         type=int,
         default=2,
