@@ -61,11 +61,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--providers", nargs="+", choices=list(PROVIDERS), default=list(PROVIDERS))
     parser.add_argument("--ranks", type=int, default=2, help="GPUs; fsdp shards over all of them")
-        "--ranks",
-        type=int,
-        default=2,
-        help="GPUs; fsdp shards over all of them (torchrun would take --nproc for its own)",
-    )
     parser.add_argument("--batch", type=int, help="sequences per GPU and step, in place of the model's own")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
