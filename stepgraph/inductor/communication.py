@@ -37,9 +37,21 @@ class KeepOrder(parts.CustomSchedulerPass):
                 for name in earlier.get_buffer_names():
                     node.add_fake_dep(parts.WeakDep(name, mutating_buf=own, is_fake=True))
             earlier = node
-        if nodes:
-            nodes[0].scheduler.compute_ancestors()  # what fusion consults for whether two nodes depend on each other
+        self._note_ancestors(nodes)
         return nodes
+
+    @staticmethod
+    def _note_ancestors(nodes: list[Any]) -> None:
+        """What fusion consults for whether two nodes depend on each other. Inductor's own function runs before nodes of
+        several operations (foreach) are made, and raises KeyError after it."""
+        ancestors: dict[str, Any] = {}
+        for node in nodes:
+            found = type(node.ancestors)()
+            for dep in node.unmet_dependencies:
+                name = node.scheduler.name_to_buf[dep.name].defining_op_name()
+                found |= {name, *ancestors[name]}
+            node.ancestors = found
+            ancestors |= dict.fromkeys(node.get_operation_names(), found)
 
     def _communicates(self, node: Any) -> bool:
         return self._is(node, self.also) or parts.contains_collective(node) or parts.contains_wait(node)

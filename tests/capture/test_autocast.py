@@ -9,6 +9,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.capture import autocast
+from stepgraph.capture.python import writes
 from stepgraph.graph.provenance import provenance
 from stepgraph.run.saved.values import target_name, target_named
 
@@ -142,3 +143,23 @@ def test_a_fake_implementation_that_says_another_dtype_is_refused():
     step = stepgraph.capture(Model(), loss_fn, torch.randn(6, 6), passes="exact")
     with pytest.raises(RuntimeError, match=r"untold.default gives torch.bfloat16 under autocast.*says torch.float32"):
         step(torch.randn(6, 6))
+
+
+class Entered:
+    """A forward under one autocast that is entered at every call, as accelerate wraps it."""
+
+    def __init__(self, forward):
+        self.forward, self.autocast = forward, torch.autocast("cpu", torch.bfloat16)
+
+    def __call__(self, *args):
+        with self.autocast:
+            return self.forward(*args).float()
+
+
+def test_an_autocast_that_is_entered_again_is_no_change(monkeypatch):
+    model = nn.Linear(4, 4)
+    model.forward = Entered(model.forward)
+    monkeypatch.setattr(writes, "same", lambda *_: False)  # a change would be refused
+    batch = {"x": torch.ones(2, 4)}
+    step = stepgraph.capture(model, lambda m, b: m(b["x"]).sum(), batch, passes="exact")
+    assert step.verify(batch).bitwise and model.forward.autocast.prev is False

@@ -131,7 +131,7 @@ class Helpers:
     def share(self, work: Work) -> Iterator[Key]:
         """The pieces in the order in which to compile or load them here: first the pieces of this process, then the
         helpers', each when it is done. Helpers that are not ready, at the latest after the first piece, get none."""
-        if not all(helper.ready() for helper in self._free):
+        if work and not all(helper.ready() for helper in self._free):
             first, *rest = work
             yield first
             work = {key: work[key] for key in rest}

@@ -64,6 +64,11 @@ def sizes_of(request):
     return [sum(n.op == "call_function" for n in unpack(data)[0].graph.nodes) for data in request.pieces]
 
 
+def test_no_piece_is_new(started):
+    with started(Answering(None, ready=False)) as found:
+        assert list(found.share({})) == []
+
+
 def test_pieces_are_shared_by_size_and_the_first_stays_here(started):
     one, other = Answering(None, None), Answering(None, None)
     with started(one, other) as found:
