@@ -279,6 +279,9 @@ class RecordOptions:
     lora: str | None = None
     """Train an adapter by peft, as in r=16,alpha=32,targets=all-linear (or q_proj+v_proj); dropout=0.1. None: all."""
 
+    quantize: Literal["nf4", "fp8"] | None = None
+    """With --lora, frozen linear layers in 4 bits as bitsandbytes has them (QLoRA), or in fp8. None: as they are."""
+
     export_hf: Path | None = None
     """At the end, write the weights to this folder as a Hugging Face checkpoint."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stepgraph.capture.state import repeated_blocks
 from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.hf_weights import load_hf
 from stepgraph.config.train import TrainConfig
+from stepgraph.kernels.quant import quantize_linear
 from stepgraph.lower import StepSpec
 from stepgraph.models import family_of, next_token_loss
 from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig, lora_options
@@ -88,11 +90,18 @@ def _of_transformers(config: TrainConfig, device: torch.device, weights: bool) -
     """A model of transformers, with ``weights`` of its folder or drawn ones."""
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     lora = None if config.lora is None else lora_options(config.lora)
+    quantize = None if config.quantize is None else partial(_quantize, config.quantize, device)
     with torch.device(device):
-        model = CausalLM(config.model, dtype, weights, lora).to(device)
+        model = CausalLM(config.model, dtype, weights, lora, quantize).to(device)
     if lora is not None and config.precision == "bf16-autocast":
         model.round_frozen(torch.bfloat16)
     return model
+
+
+def _quantize(kind: str, device: torch.device, model: Any) -> list[str]:
+    """Quantize the linear layers of a model of transformers but its head, on ``device``; their paths."""
+    head = model.get_output_embeddings()
+    return quantize_linear(model, kind, skip=[path for path, m in model.named_modules() if m is head], device=device)
 
 
 def _pipeline(config: TrainConfig, model: nn.Module, mesh: parallel.Mesh) -> parallel.Pipeline:

@@ -181,10 +181,9 @@ class TrainConfig(
             family_of(self.model).hugging_face.write_config(self.model, torch.float32)
         if isinstance(self.model, CausalLMConfig):
             self._validate_transformers()
-        elif self.lora is not None:
-            raise ValueError(
-                f"lora={self.lora} is for models of transformers: give --init-from-hf FOLDER, and no PRESET"
-            )
+        elif self.lora is not None or self.quantize is not None:
+            given = f"quantize={self.quantize}" if self.lora is None else f"lora={self.lora}"
+            raise ValueError(f"{given} is for models of transformers: give --init-from-hf FOLDER, and no PRESET")
 
     def _validate_transformers(self) -> None:
         """What a model of transformers does not have here."""
@@ -198,6 +197,8 @@ class TrainConfig(
             lora_options(self.lora)
             if self.optimizer != "adamw":
                 raise ValueError(f"optimizer={self.optimizer} and lora are both given: adapters are trained by adamw")
+        elif self.quantize is not None:
+            raise ValueError(f"quantize={self.quantize} is for frozen weights, and all are trained: add --lora r=16")
         if self.document_mask == "on" and not takes_positions(folder):
             raise ValueError(f"document_mask=on keeps documents apart by positions, which the model of {folder} does "
                              "not take: say --document-mask off")  # fmt: skip

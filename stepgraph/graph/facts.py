@@ -12,6 +12,7 @@ from stepgraph.graph.launch import Launch
 from stepgraph.kernels import attention, fp8  # noqa: F401  (these define operators of torch.ops.stepgraph)
 from stepgraph.kernels.comm import expert_rows  # noqa: F401
 from stepgraph.kernels.moe import grouped  # noqa: F401
+from stepgraph.kernels.quant import nf4  # noqa: F401
 
 OpOverload = torch._ops.OpOverload
 aten, ours = torch.ops.aten, torch.ops.stepgraph
@@ -39,7 +40,7 @@ _PURE = {
     ours.sort_by_expert.default, ours.gather_rows.default, ours.combine_rows.default,
     ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
     ours.swiglu_rows.default, ours.swiglu_rows_backward.default, ours.expert_places.default,
-    ours.flash4_attention.default, ours.flash4_attention_backward.default,
+    ours.flash4_attention.default, ours.flash4_attention_backward.default, ours.dequantize_4bit.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.

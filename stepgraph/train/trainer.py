@@ -177,9 +177,9 @@ class Run:
         self.say(f"tokens: {self.loader.tokens.describe()}")
         self.say(start.model_line(config, self.params))
         if config.lora is not None:
-            self.say(
-                f"lora {config.lora}: {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} trained"
-            )
+            trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            quantized = f"; {len(self.model.quantized)} frozen layers in {config.quantize}" if config.quantize else ""
+            self.say(f"lora {config.lora}: {trained:,} trained{quantized}")
         self.say(start.mesh_line(config))
         self.page = RunPage(path, config, device, self.say) if self.speaks else None
         self.profile = self._profile() if config.profile else None

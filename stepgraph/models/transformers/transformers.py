@@ -3,6 +3,7 @@
 Its configuration is the folder of its checkpoint, which a run reads again when it is resumed or sampled.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -70,11 +71,17 @@ class CausalLM(nn.Module):
     """A model of transformers: tokens (B, T) int64 -> logits (B, T, V).
 
     ``weights``: whether to read the weights in the folder, in ``dtype``; otherwise transformers draws them. ``lora``:
-    options of ``peft.LoraConfig``; the weights are then read and frozen.
+    options of ``peft.LoraConfig``; the weights are then read and frozen. ``quantize``: with LoRA, replaces layers
+    of a model that is on the CPU by ones that have ``dequantize(dtype)``, on the device of the run; their paths.
     """
 
     def __init__(
-        self, config: CausalLMConfig, dtype: torch.dtype = torch.float32, weights: bool = False, lora: Any = None
+        self,
+        config: CausalLMConfig,
+        dtype: torch.dtype = torch.float32,
+        weights: bool = False,
+        lora: Any = None,
+        quantize: Callable[[nn.Module], list[str]] | None = None,
     ):
         super().__init__()
         from transformers import AutoModelForCausalLM
@@ -83,11 +90,13 @@ class CausalLM(nn.Module):
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
         if weights or self.lora:
             options |= {"output_loading_info": True, "local_files_only": True}
-            self.inner, info = AutoModelForCausalLM.from_pretrained(config.folder, **options)
+            with torch.device("cpu") if quantize else contextlib.nullcontext():
+                self.inner, info = AutoModelForCausalLM.from_pretrained(config.folder, **options)
             if missing := sorted(info["missing_keys"]):
                 raise ValueError(f"{config.folder} lacks {', '.join(missing[:3])}: give a complete checkpoint")
         else:
             self.inner = AutoModelForCausalLM.from_config(_config(config.folder), **options)
+        self.quantized = [] if quantize is None else quantize(self.inner)
         if lora is not None:
             import peft
 
@@ -97,6 +106,8 @@ class CausalLM(nn.Module):
                 self.inner = peft.get_peft_model(self.inner, adapter, autocast_adapter_dtype=False)
             except ValueError as error:  # of modules that the model does not have
                 raise ValueError(f"lora: {str(error).splitlines()[0]}") from error
+            for param in (p for p in self.inner.parameters() if p.requires_grad):
+                param.data = param.data.to(dtype)  # peft's own choice next to a quantized weight is fp32
         self.inner.train()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,7 +137,9 @@ class CausalLM(nn.Module):
         embedding shares stay."""
         tables = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         linear = (m for m in self.modules() if isinstance(m, nn.Linear) and id(m.weight) not in tables)
-        for param in (p for m in linear for p in m.parameters(recurse=False) if not p.requires_grad):
+        for param in (
+            p for m in linear for p in m.parameters(recurse=False) if not p.requires_grad and p.is_floating_point()
+        ):
             param.data = param.data.to(dtype)
 
     def init_weights(self, seed: int | None = None, parts: Mapping[str, Any] | None = None) -> None:
@@ -162,6 +175,10 @@ class CausalLM(nn.Module):
 
             self.inner.save_pretrained(folder / ADAPTER)
             base = AutoModelForCausalLM.from_pretrained(self.config.folder, dtype="auto", local_files_only=True)
+            ours = dict(self.inner.get_base_model().named_modules())
+            for path in self.quantized:  # the adapter was trained next to what the bits say
+                weight = base.get_submodule(path).weight
+                weight.data.copy_(ours.get(f"{path}.base_layer", ours[path]).dequantize(weight.dtype))
             whole = peft.PeftModel.from_pretrained(base, folder / ADAPTER).merge_and_unload()
         whole.save_pretrained(folder)
         write_json(folder / CONFIG, read_json(folder / CONFIG) | dict(tokens))
