@@ -92,6 +92,9 @@ def examples(t):
     yield "cast_by_magnitudes", (t(512, 1024), t(512, dtype=FP32), t(1024, dtype=FP32), FP8)
     yield "cast_scaled_rows", (t(512, 1025), FP8, True, True)  # no pairs in a row
     yield "sort_by_expert", (t(512, 4, dtype=I64), 16)
+    codes, nested = t(2048, 1, dtype=torch.uint8), [t(1, dtype=FP32), t(256, dtype=FP32), t(dtype=FP32)]
+    weight = codes, t(64, dtype=torch.uint8), t(16, dtype=FP32)
+    yield "dequantize_4bit", (*weight, nested, 64, (64, 64), BF16)
     places, order = t(512, 4, dtype=I32), t(2048, dtype=I32)
     yield "gather_rows", (t(512, 1024), places, order, 2048)
     yield "combine_rows", (t(2048, 1024), places, t(512, 4), order)

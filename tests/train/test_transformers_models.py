@@ -172,8 +172,11 @@ def test_lora_from_start_to_an_adapter(folder, capsys):
     assert saved and all("lora_" in name for name in saved)  # frozen weights are not
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast"])
-def test_the_graph_knows_frozen_weights(folder, precision):
+@pytest.mark.parametrize(
+    ("precision", "quantize"), [*((p, None) for p in ("fp32", "bf16", "bf16-autocast")), ("bf16", "nf4"),
+                                ("bf16-autocast", "fp8")]
+)  # fmt: skip
+def test_the_graph_knows_frozen_weights(folder, precision, quantize):
     pytest.importorskip("peft")
     from stepgraph.cli import parse_train
     from stepgraph.config import build
@@ -181,6 +184,7 @@ def test_the_graph_knows_frozen_weights(folder, precision):
     from stepgraph.step import CapturedStep
 
     words = ["--init-from-hf", folder / "qwen3", "--lora", LORA, "--data", folder / "chat.jsonl", "--seq-len", "16"]
+    words += ["--quantize", quantize] if quantize else []
     config = parse_train([*map(str, words), "--passes", "exact", "--precision", precision, "--device", "cpu"])
     device = torch.device("cpu")
     model = build.build_model(config, device)
@@ -190,6 +194,8 @@ def test_the_graph_knows_frozen_weights(folder, precision):
     )
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert trained and all("lora_" in name for name in trained)
+    held = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert {param.dtype for param in model.parameters() if param.requires_grad} == {held}
     assert {i.what.parameter for i in step.graph.inputs if isinstance(i.what, OptimizerState)} == trained
     masters = [i for i in step.graph.inputs if isinstance(i.what, OptimizerState) and i.what.key == "master"]
     assert bool(masters) == (precision == "bf16")
@@ -205,6 +211,49 @@ def test_the_graph_knows_frozen_weights(folder, precision):
     outer = {tuple(node.meta["val"].shape) for node in products}
     frozen = {tuple(p.shape) for name, p in model.named_parameters() if name not in trained and p.ndim == 2}
     assert not outer & (frozen | {shape[::-1] for shape in frozen})  # no gradient of a frozen weight
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_lora_next_to_quantized_weights(folder, kind, capsys):
+    """What is exported is what was trained: the adapter by itself next to the bits, and merged with what they say."""
+    peft = pytest.importorskip("peft")
+    from stepgraph.kernels.quant import quantize_linear
+
+    out, exported = folder / f"run-{kind}", folder / f"out-{kind}"
+    options = ["--init-from-hf", folder / "qwen3", "--lora", LORA, "--quantize", kind, "--seq-len", 48, "--verify"]
+    assert train(folder, *options, "--lr", 3e-2, "--steps", 4, "--out", out, "--export-hf", exported) == 0
+    printed = capsys.readouterr().out
+    assert "bitwise equal" in printed and f"14 frozen layers in {kind}" in printed
+    losses = records(out, "loss")
+    assert losses[-1] < losses[0] - 0.05
+
+    merged = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    plain = base.model.layers[0].mlp.up_proj.weight.clone()
+    quantize_linear(base, kind, skip=["lm_head"])
+    assert not torch.equal(base.model.layers[0].mlp.up_proj.dequantize(), plain)
+    adapted = peft.PeftModel.from_pretrained(base, exported / "adapter")
+    tokens = torch.randint(3, 320, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--quantize", "nf4"], "add --lora r=16"),
+        (["--quantize", "nf5", "--lora", "r=4"], "nf4"),
+        (["--quantize", "nf4", "--lora", "r=4", "--init-from-hf", "gpt2"], "no linear layers besides its head"),
+        (["--quantize", "nf4", "--lora", "r=4", "--init-from-hf", None], "no PRESET"),
+    ],
+)
+def test_a_wrong_quantize_is_one_line(folder, words, said, capsys):
+    pytest.importorskip("peft")
+    model = words.pop() if "--init-from-hf" in words else "qwen3"
+    words = [word for word in words if word != "--init-from-hf"]
+    model = ["--init-from-hf", folder / model] if model else []
+    assert train(folder, *model, *words, "--out", folder / "run-wrong") == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """Frozen weights in fewer bits: NF4 as bitsandbytes has it, fp8, and linear layers that hold them."""
 
-from stepgraph.kernels.quant.linear import Fp8Linear, Nf4Linear, QuantizedLinear, quantize_linear
+from stepgraph.kernels.quant.linear import KINDS, Fp8Linear, Nf4Linear, QuantizedLinear, quantize_linear
 from stepgraph.kernels.quant.nf4 import Quantized, dequantize_4bit, quantize
 
 __all__ = [
+    "KINDS",
     "Fp8Linear",
     "Nf4Linear",
     "Quantized",
