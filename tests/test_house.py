@@ -38,7 +38,7 @@ PUBLIC_BY_USE = ("torch.ops.", "torch._foreach_", "torch._ops.OpOverload", "torc
 #: Lines of Python in stepgraph/, all together. It only falls, but for what an issue asks for.
 BUDGET = 62_610
 #: Functions in stepgraph/ without all of their types. It only falls.
-UNTYPED = 149
+UNTYPED = 148
 
 #: What no sentence of stepgraph/, docs/ or README.md says, and what it says instead.
 IDIOMS = {

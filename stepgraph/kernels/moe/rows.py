@@ -7,6 +7,8 @@ With all weights one each is the other's gradient. No atomic additions: a token 
 its slots. A slot without a place (-1) has no row, and a row that is no slot's place is zero.
 """
 
+from typing import Any
+
 import torch
 
 from stepgraph.kernels.ahead import launching
@@ -57,7 +59,7 @@ def _at(rows: Tensor, places: Tensor) -> Tensor:
 # Operators. ``order`` says which rows no slot uses; without it rows are zeroed first.
 
 
-def _on_gpu(x: Tensor):
+def _on_gpu(x: Tensor) -> Any:
     """The kernels where ``x`` lives; None on a CPU."""
     if not x.is_cuda:
         return None
@@ -126,7 +128,7 @@ def _(dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor, order: Tensor |
 # Gradients
 
 
-def _save_gather(ctx, inputs, output) -> None:
+def _save_gather(ctx: Any, inputs: Any, output: Any) -> None:
     _, places, order, _ = inputs
     ctx.save_for_backward(places, order)
 
@@ -136,7 +138,7 @@ def _gather_gradient(ctx, grad):
     return _combine(grad, places, None, order), None, None, None
 
 
-def _save_combine(ctx, inputs, output) -> None:
+def _save_combine(ctx: Any, inputs: Any, output: Any) -> None:
     rows, places, weights, order = inputs
     ctx.n_rows = rows.shape[0]
     ctx.save_for_backward(None if weights is None else rows, places, weights, order)

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.quant.formats import BLOCK, NESTED_BLOCK
 
 Tensor = torch.Tensor
 
-BLOCK, NESTED_BLOCK = 64, 256
 #: Values that are quantized at a time, a multiple of `BLOCK`: what bounds the memory of fp32 copies.
 _AT_ONCE = 2**24
 #: Quantiles of the normal distribution, the outermost ones at -1 and 1.

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.kernels.quant.nf4 import NESTED_BLOCK
+from stepgraph.kernels.quant.formats import NESTED_BLOCK
 
 Tensor = torch.Tensor
 #: Words of 8 values that a program reads at once, one a thread, and how often.
