@@ -26,6 +26,7 @@ import stepgraph.passes.compile.inductor
 import stepgraph.passes.compile.tag
 import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
+import stepgraph.passes.matmul.bitsandbytes
 import stepgraph.passes.matmul.fp8
 import stepgraph.passes.matmul.fuse_casts
 import stepgraph.passes.memory.recompute
@@ -56,6 +57,7 @@ ORDER = (
     "expert_swiglu",  # numerics: SwiGLU of the rows of experts that are in use
     "grouped_products",  # numerics: grouped products by QuACK
     "unread_rows",  # no zeros after experts' rows where nothing reads them
+    "bitsandbytes_4bit",  # numerics: weights that bitsandbytes holds in 4 bits by our kernel
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
     "gather_activations_fp8",  # numerics: tensor parallelism's gathers of activations likewise

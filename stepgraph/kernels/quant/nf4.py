@@ -46,6 +46,11 @@ class Quantized(NamedTuple):
     nested: tuple[Tensor, ...] = ()
 
 
+def normal_map() -> Tensor:
+    """The 16 values of NF4, ascending, fp32."""
+    return torch.tensor(_NF4)
+
+
 def dynamic_map() -> Tensor:
     """The 256 values of the 8-bit map, ascending, fp32: seven decades of both signs, the larger ones finer."""
     values = [0.0, 1.0]
@@ -72,7 +77,7 @@ def quantize(weight: Tensor, nested: bool = True) -> Quantized:
     ``weight``, with the bits of bitsandbytes there."""
     if not weight.is_floating_point() or not weight.numel():
         raise ValueError(f"a {weight.dtype} weight {tuple(weight.shape)} in NF4; allowed is a floating one with values")
-    flat, table = weight.detach().reshape(-1), torch.tensor(_NF4, device=weight.device)
+    flat, table = weight.detach().reshape(-1), normal_map().to(weight.device)
     parts = [_nearest(part.float(), table, BLOCK) for part in flat.split(_AT_ONCE)]
     codes, absmax = (torch.cat(some) for some in zip(*parts, strict=True))
     codes = torch.nn.functional.pad(codes, (0, codes.numel() % 2), value=7)  # the code of zero

@@ -11,7 +11,7 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.cleanup.views import reshaped_in_place
 from stepgraph.passes.contract import PassReport, register
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 
 @register("dedupe_casts", "exact")
@@ -27,7 +27,8 @@ def dedupe_casts(step: StepGraph, options: object, report: PassReport) -> None:
     seen: dict[tuple, fx.Node] = {}
     for node in list(step.graph.nodes):
         cast = node.target is aten._to_copy.default
-        if not cast and not (is_view(node) and is_overload(node)):
+        scaled = node.target is ours.cast_scaled_rows.default  # of layers in fp8 that share an input
+        if not cast and not scaled and not (is_view(node) and is_overload(node)):
             continue
         report.matched += 1
         here = aliases.position[node]
@@ -41,7 +42,7 @@ def dedupe_casts(step: StepGraph, options: object, report: PassReport) -> None:
                 continue
         key = (node.target, str(node.args), str(node.kwargs), phase_of(node))
         first = seen.get(key)
-        written = cast and first and aliases.written_between(node.args[0], aliases.position[first], here)
+        written = (cast or scaled) and first and aliases.written_between(node.args[0], aliases.position[first], here)
         if first is None or written or reshaped_in_place(first) or reshaped_in_place(node):
             seen[key] = node
             continue

@@ -101,6 +101,38 @@ def test_products_in_fp8(bias):
     assert not torch.equal(y, expected)
 
 
+@pytest.mark.parametrize("passes", ["exact", "default"])
+def test_layers_in_fp8_share_the_cast_of_their_input(passes, monkeypatch):
+    """As on a GPU with fp8, by the operators' references."""
+    import stepgraph
+    from stepgraph.options import StepOptions
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+
+        def forward(self, x):
+            return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def product(layer, x, bias):
+        return _Fp8Product.apply(x, bias, layer.weight, layer.weight_scale)
+
+    monkeypatch.setattr(KINDS["fp8"], "_product", product)
+    torch.manual_seed(0)
+    model = Layer().to(torch.bfloat16).requires_grad_(False)
+    quantize_linear(model, "fp8")
+    model = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16), model)
+    optimizer = torch.optim.AdamW(model[0].parameters(), fused=True)
+    batch = torch.randn(2, 16, 32, dtype=torch.bfloat16)
+    options = StepOptions(passes=passes, inductor="off")
+    step = stepgraph.capture(model, lambda m, x: m(x).float().square().mean(), batch, optimizer, passes=options)
+    assert "bitwise equal" in str(step.verify(batch))
+    names = [str(node.target) for node in step.graph.graph.nodes]
+    assert sum("scaled_product" in name for name in names) == 6
+    assert sum("cast_scaled_rows" in name for name in names) == 5  # of 6: gate and up share one
+
+
 def test_which_layers_are_replaced():
     class Model(nn.Module):
         def __init__(self):

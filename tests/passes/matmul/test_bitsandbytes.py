@@ -1,0 +1,46 @@
+"""Models whose weights bitsandbytes holds: captured as they are, and dequantized by our kernel."""
+
+import pytest
+import torch
+from torch import nn
+
+import stepgraph
+from stepgraph.options import StepOptions
+
+bnb = pytest.importorskip("bitsandbytes.nn")
+
+
+def captured(passes, nested=True, kind="nf4"):
+    torch.manual_seed(0)
+    options = dict(compute_dtype=torch.float32, compress_statistics=nested, quant_type=kind)
+    layers = [bnb.Linear4bit(64, 64, **options), nn.Linear(64, 64), bnb.Linear4bit(64, 64, bias=False, **options)]
+    model = nn.Sequential(*layers).to("cpu")
+    model[0].bias.requires_grad_(False)
+    batch = torch.randn(2, 8, 64)
+    optimizer = torch.optim.AdamW(model[1].parameters(), fused=True)
+    step = stepgraph.capture(model, lambda m, x: m(x).square().mean(), batch, optimizer, passes=passes)
+    return step, batch
+
+
+def operators(step):
+    return {str(node.target).removesuffix(".default") for node in step.graph.graph.nodes}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_our_kernel_takes_over(nested):
+    exact, batch = captured("exact", nested)
+    assert "bitsandbytes.gemm_4bit" in operators(exact)
+    assert "bitwise equal" in str(exact.verify(batch))
+    ours, _ = captured(StepOptions(inductor="off"), nested)
+    (report,) = (r for r in ours.report if r.name == "bitsandbytes_4bit")
+    assert (report.matched, report.changed) == (3, 3)
+    assert not any(name.startswith("bitsandbytes.") for name in operators(ours))
+    for _ in range(2):
+        assert torch.equal(ours(batch), exact(batch))
+
+
+def test_other_formats_stay():
+    step, _ = captured(StepOptions(inductor="off"), kind="fp4")
+    (report,) = (r for r in step.report if r.name == "bitsandbytes_4bit")
+    assert (report.matched, report.changed) == (3, 0)
+    assert report.notes == ["left to bitsandbytes: weights of fp4 in torch.uint8"]
