@@ -7,6 +7,8 @@ import tempfile
 import pytest
 
 os.environ["STEPGRAPH_CACHE"] = "off"  # no test finds a step that another saved; ranks and commands inherit it
+# Inductor trusts that the C++ compiler takes what the processor has: each process would start ten others to try it.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that starts them
     _CACHES = tempfile.TemporaryDirectory(prefix="stepgraph-tests-")
     os.environ["XDG_CACHE_HOME"] = _CACHES.name

@@ -1,7 +1,6 @@
 """What full Inductor generates issues and waits for communication in the order that the passes made."""
 
 import contextlib
-import dataclasses
 import re
 from unittest import mock
 
@@ -13,7 +12,7 @@ from stepgraph.capture import phase_of
 from stepgraph.parallel import next_token_loss
 from stepgraph.passes import configured
 from stepgraph.passes.runner import run_passes
-from tests.distributed.ranks import TINY, in_fake_world, make_mesh, own_batch, parallel_model
+from tests.distributed.ranks import in_fake_world, make_mesh, own_batch, parallel_model
 
 
 class Generated(BaseException):
@@ -53,7 +52,7 @@ def issued(step):
 def _check(ours):
     """``ours``: communication by operators of ours, in pipelines and by copy engines."""
     mesh = make_mesh("fsdp=2,tp=2")
-    model = parallel_model(mesh, dataclasses.replace(TINY, n_layers=2), param_dtype=torch.bfloat16)
+    model = parallel_model(mesh, param_dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     chosen = {p.name: p for p in configured(async_tp=ours, copy_engines=ours, reshard="always")}
     inductor = chosen.pop("inductor")
@@ -67,7 +66,7 @@ def _check(ours):
     calls = re.findall(r"(?m)^ +(?:\w+ = )?torch\.ops\.(?:_c10d_functional|stepgraph)\.(\w+)\.default\(", code)
     made_in_place = [call.removesuffix("_") for call in calls]
     expected = issued(step)
-    assert made_in_place == expected and len(expected) > 40
+    assert made_in_place == expected and len(expected) > 20
     # What copy engines read after the call is not written again, whoever else has read it last.
     sent = re.findall(r"reduce_begin\.default\(\[(.*?)\]", code)
     assert len(sent) == expected.count("reduce_begin")

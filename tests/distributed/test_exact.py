@@ -27,7 +27,7 @@ from tests.distributed.ranks import (
 
 MESHES = {"fsdp=2": 2, "tp=2": 2, "fsdp=2,tp=2": 4, "hsdp=2x2": 4}
 LAYERS = dataclasses.replace(TINY, n_layers=2)
-STEPS, CLIP = 4, 0.5
+STEPS, CLIP = 2, 0.5
 BUCKETS = ("bucket_collectives",)  # left out where single collectives are counted
 PARTS = 2  # microbatches of a step
 
@@ -192,19 +192,18 @@ def test_full_recomputation_gathers_again():
 
 
 @pytest.mark.slow
-# Meshes of one axis: fsdp=2 also trains bitwise in tests of overlap, optimizers and `verify`.
-@pytest.mark.parametrize("text", [pytest.param(m, marks=[pytest.mark.long] * (m == "fsdp=2")) for m in MESHES])
+# Meshes of one axis: fsdp=2 also trains bitwise in tests of overlap, optimizers and `verify`, tp=2 below.
+@pytest.mark.parametrize("text", [pytest.param(m, marks=[pytest.mark.long] * (MESHES[m] == 2)) for m in MESHES])
 def test_mesh(text):
     on_ranks(MESHES[text], _check, text)
 
 
 def _check_columns():
-    """Five ranks split the twelve rows of keys and values by columns, of which the last rank has fewer."""
-    config = dataclasses.replace(TINY, n_kv_heads=1)
-    mesh = make_mesh("fsdp=5")
+    """Three ranks split the four rows of keys and values by columns, of which the last rank has fewer."""
+    config = dataclasses.replace(TINY, dim=16, n_kv_heads=1)
+    mesh = make_mesh("fsdp=3")
     columns = {name for name, found in layouts(parallel_model(mesh, config)).items() if found.shard_dim == 1}
     assert columns == {"layers.0.attn.k_proj.weight", "layers.0.attn.v_proj.weight"}
-    check_gradients(mesh, config=config)
     check_training(mesh, config=config)
     # Buckets, gathers again in backward and prefetching, whose sums are those of the same collectives.
     loss_fn, batch = next_token_loss(mesh), own_batch(mesh, 0)
@@ -218,4 +217,4 @@ def _check_columns():
 
 @pytest.mark.slow
 def test_parameters_split_by_columns():
-    on_ranks(5, _check_columns)
+    on_ranks(3, _check_columns)

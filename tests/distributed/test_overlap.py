@@ -22,7 +22,7 @@ from stepgraph.passes.contract import get
 from tests.distributed.ranks import TINY, make_mesh, on_ranks, own_batch, parallel_model, whole_model
 
 BEFORE = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "dedupe_unshards", "inplace_update"]
-STEPS = 3
+STEPS = 2
 
 
 def passes(reshard="always", prefetch=1, delay=1):
@@ -46,8 +46,9 @@ def capture(model, mesh, chosen, accumulate=1, optimize=True):
 def _check(text, tied, all_forms=True):
     mesh = make_mesh(text)
     config = dataclasses.replace(TINY, n_layers=2, tie_embeddings=tied)
+    dtype = {} if all_forms else {"param_dtype": torch.bfloat16}
     for chosen, accumulate in ((passes(), 2), (passes("never", 2, 2), 1))[: 1 + all_forms]:
-        plain, changed = parallel_model(mesh, config), parallel_model(mesh, config)
+        plain, changed = (parallel_model(mesh, config, **dtype) for _ in range(2))
         steps = capture(plain, mesh, [], accumulate), capture(changed, mesh, chosen, accumulate)
         for i in range(STEPS):
             a, b = (step(own_batch(mesh, i)) for step in steps)
@@ -69,7 +70,8 @@ def _check(text, tied, all_forms=True):
 @pytest.mark.parametrize(
     ("text", "world", "tied", "all_forms"),
     [
-        ("fsdp=2", 2, True, True),
+        ("fsdp=2", 2, True, False),
+        pytest.param("fsdp=2", 2, True, True, marks=pytest.mark.long),
         pytest.param("ddp=2", 2, False, True, marks=pytest.mark.long),
         pytest.param("fsdp=4", 4, False, True, marks=pytest.mark.long),
         pytest.param("hsdp=2x2", 4, False, True, marks=pytest.mark.long),

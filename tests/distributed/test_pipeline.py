@@ -25,7 +25,7 @@ from stepgraph.train.pipelined_loss import PipelinedLoss
 from tests.distributed.ranks import TINY, global_batch, make_mesh, on_ranks, own_batch, whole_model
 from tests.models.moe_models import DEEPSEEK
 
-DEEP = dataclasses.replace(TINY, n_layers=4)
+SHORT, DEEP = (dataclasses.replace(TINY, n_layers=n) for n in (2, 4))
 # One dense block, then two with experts: both stages have some, whose selection biases move every step.
 EXPERTS = dataclasses.replace(
     DEEPSEEK,
@@ -168,7 +168,7 @@ def check_symmetric(mesh):
     assert not pipeline.channels and set(pipeline.named_groups()) == {"pp"}
     targets = {node.target for graph in step.graphs.values() for node in graph.graph.nodes}
     assert {PUT, TAKE} < targets and not {SEND, RECV} & targets
-    step = check_training(mesh, "1f1b", 2, sends="symmetric")
+    step = check_training(mesh, "1f1b", 2, SHORT, sends="symmetric")
     check_awaited(mesh, step, 2, ("receive_backward", "receive_forward"))
     model, _ = pipelined(mesh, "zbv", sends="symmetric")
     batch = global_batch(7, 1, 1)
@@ -206,11 +206,11 @@ def test_every_schedule(schedule, ranks):
     on_ranks(ranks, _check_schedule, schedule, ranks, 2 * ranks)
 
 
-def _check_fsdp(schedule, n):
+def _check_fsdp(schedule, n, config):
     """Gradients of ``pp=2,fsdp=2`` without an optimizer: each rank's part of those that are averaged over the ranks of
     a stage microbatch by microbatch, as FSDP in eager does."""
     mesh = make_mesh("pp=2,fsdp=2")
-    alone, (model, pipeline) = whole_model(DEEP), pipelined(mesh, schedule)
+    alone, (model, pipeline) = whole_model(config), pipelined(mesh, schedule, config)
     batch = own_batch(mesh, 0, n)
     loss_fn = next_token_loss(mesh)
     step = stepgraph.capture(model, loss_fn, batch, accumulate=n, passes=configured("exact"))
@@ -236,7 +236,7 @@ def _check_fsdp(schedule, n):
 
 
 def test_fsdp_inside_a_stage():
-    on_ranks(4, _check_fsdp, "1f1b", 2)
+    on_ranks(4, _check_fsdp, "1f1b", 2, SHORT)
 
 
 def _train(text, schedule, n, folder, memory):

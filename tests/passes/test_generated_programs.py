@@ -10,7 +10,7 @@ from tests.passes import generated_programs as programs
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
-EXAMPLES = 20
+EXAMPLES = 10
 VIEWS = [*programs.SPLITS, *programs.STRIDED, *programs.RESHAPES]
 
 

@@ -173,15 +173,15 @@ def test_kernels_give_the_reference_bits(tmp_path):
     cases = [
         (exact(3, 200, E4M3), E4M3, True, False, 16384),
         (exact(3, 200, E5M2), E5M2, True, False, 100),  # rows that one program does not hold
-        (exact(130, 5, E4M3), E4M3, True, True, 16384),
+        (exact(13, 5, E4M3), E4M3, True, True, 16384),
         (exact(136, 40, E5M2).t(), E5M2, True, True, 16384),
         (exact(20, 600, E4M3)[:, ::2], E4M3, False, True, 16384),
         (exact(20, 30, E4M3).float(), E4M3, True, True, 16384),
         (exact(20, 41, E4M3)[:, 1:], E4M3, True, True, 16384),
         (exact(140, 276, E4M3), E4M3, True, True, 16384),
         (odd, E4M3, True, True, 16384),
-        (odd[:, 1:], E4M3, True, True, 16384),
-        (odd.repeat(1, 2), E5M2, True, True, 16384),
+        (odd[:12, 1:], E4M3, True, True, 16384),
+        (odd[:12].repeat(1, 2), E5M2, True, True, 16384),
         (rough, E5M2, True, True, 16384),
     ]
     for case, (casts, fused) in zip(cases, interpreted(CHILD, tmp_path, cases), strict=True):

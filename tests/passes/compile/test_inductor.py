@@ -38,7 +38,7 @@ def train(model, loss_fn, batches, make_optimizer, step=None):
     return losses, torch.get_rng_state()
 
 
-def compare(model, loss_fn, batches, make_optimizer, *, parameters=1e-4):
+def compare(model, loss_fn, batches, make_optimizer, *, parameters=1e-4, twice=True):
     """Inductor's kernels sum in another order than eager's: losses agree to about 1e-5 (fp32, sums of some hundred
     terms), parameters after four steps of lr 3e-3 to ``parameters``: AdamW turns a gradient near zero into a step of
     either sign, so a wrong gradient would show as up to 4 * 3e-3 = 1.2e-2."""
@@ -50,6 +50,8 @@ def compare(model, loss_fn, batches, make_optimizer, *, parameters=1e-4):
     assert torch.equal(generator, generator_after), "the random state does not advance as in eager"
     for (name, a), b in zip(eager.state_dict().items(), captured.state_dict().values(), strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=parameters, msg=lambda m, name=name: f"{name}: {m}")
+    if not twice:
+        return step
     step = stepgraph.capture(again, loss_fn, batches[0], make_optimizer(again), passes=PASSES)
     assert train(again, loss_fn, batches, make_optimizer, step)[0] == actual, "two runs differ"
     return step
@@ -68,10 +70,10 @@ def test_llama(tools):
 
 
 def test_equal_blocks_share_what_was_compiled(tools):
-    step = compare(tools.llama(n_layers=5), tools.next_token_loss, tools.tokens(n=4), tools.fused_adamw)
+    step = compare(tools.llama(n_layers=4), tools.next_token_loss, tools.tokens(n=2), tools.fused_adamw, twice=False)
     summary = report_of(step).summary
     pieces, structures = map(int, re.search(r"in (\d+) compiled pieces of (\d+) structures", summary).groups())
-    assert pieces >= 11 and pieces - structures >= 4, summary
+    assert pieces >= 9 and pieces - structures >= 3, summary
 
 
 class Counting(nn.Module):
@@ -144,7 +146,7 @@ def test_gradients_without_an_optimizer(tools):
 def test_compiled_pieces_let_go_of_what_they_read(tools):
     """A tensor that only the piece reads is freed while it runs: its list of arguments comes back empty."""
     batch = tools.vectors(6, 12)[0]
-    step = stepgraph.capture(tools.Tower(), tools.mse, batch, passes=PASSES)
+    step = stepgraph.capture(tools.Tower(n=1), tools.mse, batch, passes=PASSES)
     step(batch)
     executable = step.graph.executable
     calls = executable.graph.find_nodes(op="call_module")
@@ -227,7 +229,7 @@ def test_which_index_puts_stay_with_eager(device, dtype, alone):
 
 def test_recomputation_survives_compilation(tools):
     """Losses as eager's, with blocks computed again inside one compiled piece."""
-    model = tools.Tower(p=0.0, n=2)
+    model = tools.Tower(p=0.0, n=1)
     batches = tools.vectors(6, 12, n=4)
     eager, captured = copy.deepcopy(model), copy.deepcopy(model)
     passes = configured(memory="full", inductor="full")

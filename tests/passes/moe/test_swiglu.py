@@ -22,7 +22,7 @@ from tests.models.moe_models import DEEPSEEK, our_model
 
 ours = torch.ops.stepgraph
 KERNELS = (ours.swiglu_rows.default, ours.swiglu_rows_backward.default)
-LAYERS = 2
+LAYERS = 1
 CONFIG = dataclasses.replace(DEEPSEEK, n_layers=LAYERS, n_dense_layers=0, vocab_size=VOCAB)
 
 
