@@ -22,7 +22,7 @@ BEFORE = [
     *("fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "inplace_update", "reshard_after_forward"),
     *("bucket_collectives", "overlap"),
 ]
-STEPS, LAYERS = 3, 3
+STEPS, LAYERS = 2, 2
 
 
 def _check_operators():
@@ -166,7 +166,7 @@ def test_what_is_replaced(check):
 
 def linear_step():
     model, batch = torch.nn.Linear(3, 1), torch.ones(2, 3)
-    step = stepgraph.capture(model, lambda model, batch: model(batch).sum(), batch)
+    step = stepgraph.capture(model, lambda model, batch: model(batch).sum(), batch, passes="exact")
     return step, batch, step._current.runner
 
 

@@ -19,7 +19,7 @@ from stepgraph.run import whole
 from stepgraph.run.interpreter import Interpreter
 from stepgraph.run.spans import Clock
 from tests.distributed.ranks import global_batch, make_mesh, on_ranks
-from tests.distributed.test_pipeline import CLIP, adamw, pipelined
+from tests.distributed.test_pipeline import CLIP, DEEP, SHORT, adamw, pipelined
 
 N = 4
 
@@ -66,7 +66,7 @@ def passes():
 
 
 def captured(mesh, schedule, sends, chosen):
-    model, _ = pipelined(mesh, schedule, sends=sends)
+    model, _ = pipelined(mesh, schedule, DEEP if schedule == "interleaved" else SHORT, sends=sends)
     step = stepgraph.capture(
         model,
         next_token_loss(mesh),
