@@ -87,7 +87,7 @@ def test_nproc_starts_the_ranks_and_one_speaks_for_all(corpus, tmp_path):
     assert [step for step, _ in records(tmp_path / "run", "loss")] == list(range(1, 7))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_of_use_that_the_capture_finds_is_one_line(corpus, tmp_path):
     words = [*TINY_RUN, "--data", corpus, "--batch-size", "2", "--mesh", "fsdp=2", "--nproc", "2"]
     status, _, err = train(*words, "--memory", "budget=0.0000001GiB", "--out", tmp_path / "run", cwd=tmp_path)

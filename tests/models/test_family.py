@@ -1,5 +1,6 @@
 """A family of models is one record: another one trains, is validated and is forecast without a change elsewhere."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from stepgraph.models.family import Family
 
 #: What the folder of a new family, the list of families and the list of presets would say.
 SCRIPT = """
+import contextlib
+import io
+import json
 import sys
 from dataclasses import dataclass
 
@@ -60,46 +64,44 @@ from stepgraph.config.train import TrainConfig
 
 sizes = {"seq_len": 32, "batch_size": 2, "steps": 3, "warmup_steps": 1, "val_batches": 1, "inductor": "off"}
 PRESETS["tiny"] = lambda: TrainConfig(preset="tiny", model=TinyConfig(), device="cpu", **sizes)
-cli.main(sys.argv[1:])
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = cli.main(words)
+        except SystemExit as stop:
+            status = stop.code
+    print(json.dumps([status, out.getvalue(), err.getvalue()]))
 """
 
 
-def run(folder, *words):
-    root = str(Path(stepgraph.__file__).parents[1])
-    script = folder / "tiny.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, str(script), *words]
-    return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True)
+REFUSED = {
+    "--seq-len 64": "seq_len=64 exceeds model.max_seq_len=32: try --seq-len 32",
+    "--mesh tp=3 --seq-len 30": "tp=3 does not divide vocab_size=320",
+    "--export-hf out": "export_hf works for Llama 3, DeepSeek-V3, Qwen3-MoE, transformers models only",
+    "--model.dims 3": "unknown option --model.dims: did you mean --model.dim?",
+}
 
 
 @pytest.mark.slow
-def test_another_family_trains(tmp_path):
-    done = run(tmp_path, "train", "tiny", "--out", "run", "--model.dim", "24")
+def test_another_family_trains_is_forecast_and_is_validated(tmp_path):
+    commands = [
+        "train tiny --out run --model.dim 24",
+        "train --resume run --steps 4",
+        "plan tiny --mesh fsdp=4 --model.dim 24",
+        *(f"train tiny {words}" for words in REFUSED),
+    ]
+    (tmp_path / "tiny.py").write_text(SCRIPT)
+    words = [sys.executable, "tiny.py", json.dumps([command.split() for command in commands])]
+    environment = os.environ | {"PYTHONPATH": str(Path(stepgraph.__file__).parents[1])}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    trained, resumed, forecast, *refused = map(json.loads, done.stdout.splitlines())
+    assert trained[0] == resumed[0] == forecast[0] == 0, (trained, resumed, forecast)
     assert '"family": "tiny"' in (tmp_path / "run" / "config.json").read_text()
-    again = run(tmp_path, "train", "--resume", "run", "--steps", "4")
-    assert again.returncode == 0, again.stderr
-
-
-@pytest.mark.slow
-def test_another_family_is_forecast(tmp_path):
-    done = run(tmp_path, "plan", "tiny", "--mesh", "fsdp=4", "--model.dim", "24")
-    assert done.returncode == 0 and "tiny on 4 x H200" in done.stdout, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--seq-len 64", "seq_len=64 exceeds model.max_seq_len=32: try --seq-len 32"),
-        ("--mesh tp=3 --seq-len 30", "tp=3 does not divide vocab_size=320"),
-        ("--export-hf out", "export_hf works for Llama 3, DeepSeek-V3, Qwen3-MoE, transformers models only"),
-        ("--model.dims 3", "unknown option --model.dims: did you mean --model.dim?"),
-    ],
-)
-def test_another_family_is_validated(tmp_path, words, message):
-    done = run(tmp_path, "train", "tiny", *words.split())
-    assert done.returncode == 2 and message in done.stderr
+    assert "step 4/4" in resumed[1] and "tiny on 4 x H200" in forecast[1]
+    for (status, _, error), message in zip(refused, REFUSED.values(), strict=True):
+        assert status == 2 and message in error, error
 
 
 def test_every_family_is_found_by_its_name_and_its_configuration():

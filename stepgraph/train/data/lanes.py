@@ -11,7 +11,9 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from stepgraph.train.data.stream import begun, stream_of
 from stepgraph.train.data.tokenizer import Tokenizer
 
 LEAST_BYTES, CHUNK_BYTES = 1 << 12, 1 << 20  # text that is tokenized at a time
-_POLL_S = 0.5
+_JOIN_S = 5.0
 NEWS_S = 30.0
 
 #: (epoch, place of its file in the lane's order, its row there) and the text.
@@ -138,88 +140,64 @@ def _some(documents: Iterator[Document], size: int) -> list[Document]:
 
 
 class Reader:
-    """The buffers of lanes, made by a thread: each while the one before it is in use. ``marks``: from which lanes that
-    are not read from their beginning are read. ``waited``: called every ``NEWS_S`` seconds that are waited."""
+    """The buffers of lanes, made by a thread in the order of `ask`: each while the one before it is in use. ``marks``:
+    from which lanes that are not read from their beginning are read. ``waited``: called every ``NEWS_S`` seconds that
+    are waited."""
 
     def __init__(self, lane: Callable[[int], Lane], marks: dict[int, Mark], waited: Callable[[], None]):
         self._lane, self._marks, self._waited, self._waits_since = lane, marks, waited, time.monotonic()
         self._open: dict[int, Iterator[Buffer]] = {}
-        self._made: dict[int, dict[int, Buffer]] = {}  # by lane and number
-        self._reached: dict[int, int] = {}  # of each lane, the last one made
-        self._wanted: list[tuple[int, int]] = []
-        self._changed, self._stop = threading.Condition(), threading.Event()
-        self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._asked: dict[int, dict[int, Future[Buffer]]] = {}  # by lane and number
+        self._queue: SimpleQueue[tuple[int, int, Future[Buffer]] | None] = SimpleQueue()
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._work, name="reader", daemon=True)
 
-    def ask(self, lane: int, number: int, *, first: bool = False) -> None:
-        """Have a buffer made, ``first`` of all: then those of its lane before it are not needed any more."""
-        with self._changed:
-            one = (lane, number)
-            if number in self._made.setdefault(lane, {}):
-                return
-            if not first and (one in self._wanted or number <= self._reached.get(lane, -1)):
-                return
-            if first:
-                self._wanted = [one, *(o for o in self._wanted if o[0] != lane or o[1] > number)]
-            else:
-                self._wanted.append(one)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="reader", daemon=True)
+    def ask(self, lane: int, number: int) -> "Future[Buffer]":
+        """Have a buffer made, once; those of its lane before it that were not asked for are left out."""
+        asked = self._asked.setdefault(lane, {})
+        if number not in asked:
+            asked[number] = Future()
+            self._queue.put((lane, number, asked[number]))
+            if self._thread.ident is None:
                 self._thread.start()
-            self._changed.notify_all()
+        return asked[number]
 
     def buffer(self, lane: int, number: int) -> Buffer:
         """Wait for a buffer of a lane, none of which is let go before `drop`. Raises what the thread did."""
-        self.ask(lane, number, first=True)
-        with self._changed:
-            made = self._made[lane]
-            if number in made:
-                self._waits_since = time.monotonic()
-            while number not in made:
-                if self._failure is not None:
-                    raise self._failure
-                self._changed.wait(_POLL_S)
-                if time.monotonic() >= self._waits_since + NEWS_S:
-                    self._waits_since = time.monotonic()
-                    self._waited()
-            buffer = made[number]
+        made = self.ask(lane, number)
+        if made.done():
+            self._waits_since = time.monotonic()
+        while not wait([made], max(0.0, self._waits_since + NEWS_S - time.monotonic())).done:
+            self._waits_since = time.monotonic()
+            self._waited()
         self.ask(lane, number + 1)
-        return buffer
+        return made.result()
 
     def drop(self, lane: int, number: int) -> None:
         """Let the buffers of a lane before ``number`` go."""
-        with self._changed:
-            made = self._made.get(lane, {})
-            for earlier in [one for one in made if one < number]:
-                del made[earlier]
+        self._asked[lane] = {one: made for one, made in self._asked.get(lane, {}).items() if one >= number}
 
     def close(self) -> None:
         """End the thread."""
-        with self._changed:
-            self._stop.set()
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(_POLL_S * 10)  # it may wait for the network; it ends with the process
+        self._stop.set()
+        self._queue.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)  # it may wait for the network; it ends with the process
 
     def _work(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._wanted or self._stop.is_set())
-                    if self._stop.is_set():
-                        return
-                    lane, number = self._wanted[0]
+        failure: BaseException | None = None
+        while (asked := self._queue.get()) is not None and not self._stop.is_set():
+            lane, number, made = asked
+            try:
+                if failure is not None:
+                    raise failure
                 buffer = self._make(lane, number)
+            except BaseException as error:  # raised by `buffer`, in the thread that needs it
+                failure = error
+                made.set_exception(error)
+            else:
                 if buffer is None:
                     return
-                with self._changed:
-                    self._wanted = [one for one in self._wanted if one != (lane, number)]
-                    self._made[lane][number], self._reached[lane] = buffer, number
-                    self._changed.notify_all()
-        except BaseException as failure:  # raised by `buffer`, in the thread that needs it
-            with self._changed:
-                self._failure = failure
-                self._changed.notify_all()
+                made.set_result(buffer)
 
     def _make(self, lane: int, number: int) -> Buffer | None:
         """The buffer ``number`` of a lane; None where the thread is to end."""

@@ -101,7 +101,7 @@ def test_forward_and_backward(data):
 def test_rows_that_begin_anywhere_within_16_bytes(kind, dtype, n, split):
     """What lies before and behind each row, its neighbours and the memory around the tensor, changes nothing: infinite
     there, and as before where it is written. Several steps a program, and a last one that only some have."""
-    m = 21
+    m = 9
 
     def amid(seed):
         memory = torch.full((m * n + 64,), torch.inf, dtype=dtype)
@@ -149,7 +149,7 @@ def test_quantized(shape, kind, config):
     assert ((error <= y.abs() / 16 + scale.double()[..., None] * 2**-6) | carries)[clear].all()
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     shape=shapes, kind=st.sampled_from(("rms", "layer")), dtype=st.sampled_from(DTYPES), out=st.sampled_from(DTYPES),
     streams=st.booleans(), weighted=st.booleans(), cast=st.booleans(), config=configs(False, True, WEIGHTS),
