@@ -285,7 +285,7 @@ class Reads:
             elif not _same_content(before, now := _content(holder)):
                 found.append(Change(where, holder, None, before, now, False))
         # What torch.autocast keeps between __enter__ and __exit__, of an object that is entered again and again.
-        own = {id(vars(value)) for value in self._met.values() if isinstance(value, torch.autocast)}
+        own = {id(vars(value)) for value in list(self._met.values()) if issubclass(type(value), torch.autocast)}
         found = [change for change in found if id(change.holder) not in own or not str(change.key).startswith("prev")]
         return [change for change in found if change.key is None or not self._is_unread(change, owners)]
 
