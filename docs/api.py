@@ -31,6 +31,7 @@ MODULES = (
     "stepgraph.kernels.moe",
     "stepgraph.kernels.fp8",
     "stepgraph.kernels.attention",
+    "stepgraph.kernels.loss",
 )
 
 

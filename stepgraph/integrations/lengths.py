@@ -17,6 +17,7 @@ IGNORED = -100  # what cross entropy leaves out
 #: What the tensors of a batch are padded with, by their names in transformers. ``position_ids`` count on.
 FILL: dict[str, float] = {
     "attention_mask": 0,
+    "completion_mask": 0,
     "decoder_attention_mask": 0,
     "decoder_input_ids": 0,
     "inputs_embeds": 0.0,
@@ -104,7 +105,7 @@ class PadToLengths:
         for name, value in padded.items():
             if value.ndim != 2 and name in self._of_tokens:
                 raise ValueError(f"{name} of shape {tuple(value.shape)} cannot be padded: give one of (batch, length)")
-        if "labels" not in batch and not any(self.fill[name] == IGNORED for name in padded):
+        if not {"labels", "completion_mask"} & batch.keys() and not any(self.fill[name] == IGNORED for name in padded):
             raise ValueError(
                 "the batch has no labels, so the loss would count the padding: let collate add labels, or name the "
                 f"targets, fill={{'targets': {IGNORED}}}"
@@ -149,11 +150,13 @@ class PadToLengths:
 
 def _is_spare(batch: dict[str, Any]) -> bool:
     """Whether a causal model does without the mask: it hides what lies on the right, and no loss is taken there."""
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
-    if mask is None or labels is None or labels.shape != mask.shape:
+    mask = batch.get("attention_mask")
+    name, ignored = ("labels", IGNORED) if "labels" in batch else ("completion_mask", 0)
+    targets = batch.get(name)
+    if mask is None or targets is None or targets.shape != mask.shape:
         return False
     on_the_right = bool((mask[:, 1:] <= mask[:, :-1]).all())
-    return on_the_right and bool((labels[mask == 0] == IGNORED).all())
+    return on_the_right and bool((targets[mask == 0] == ignored).all())
 
 
 def choose_lengths(

@@ -56,6 +56,10 @@ def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
         yield f"cross_entropy_ {layout.__name__}", ours.cross_entropy_, (layout(logits), targets, one, True, -100)
         arguments = (layout(logits), column, targets, column.abs())
         yield f"split_gradient_ {layout.__name__}", ours.split_gradient_, arguments
+        tokens = (layout(logits), targets, column, column.abs(), column, column, 0.7, -100)
+        yield f"token_gradient_ {layout.__name__}", ours.token_gradient_, tokens
+        tokens = (layout(logits), layout(logits.flip(0)), column, column, column, column.abs(), 0.7, False)
+        yield f"token_kl_gradient_ {layout.__name__}", ours.token_kl_gradient_, tokens
     spread = torch.stack([targets, targets], 1)[:, 1]
     yield "cross_entropy_, targets apart", ours.cross_entropy_, (logits.clone(), spread, one, False, -100)
     norm = (dtype, "layer", 1e-5, 0.0)
@@ -63,6 +67,8 @@ def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
     for layout in ANY:
         name = layout.__name__
         yield f"softmax_parts {name}", ours.softmax_parts, (layout(logits),)
+        yield f"token_stats {name}", ours.token_stats, (layout(logits), targets, 0.7, -100)
+        yield f"token_kl_stats {name}", ours.token_kl_stats, (layout(logits), layout(logits.flip(0)), 0.7)
         yield f"column_sum {name}", ours.column_sum, (layout(data(ROWS, WIDTH, dtype=torch.float32)), dtype)
         grad, indices = layout(x), torch.randint(VOCAB, (ROWS, 2), device=device).t()
         yield f"embedding_backward {name}", ours.embedding_backward, (grad, indices, VOCAB, -1)

@@ -1,1 +1,4 @@
-"""Cross entropy and its gradient, over a whole vocabulary or one that is sharded over ranks."""
+"""Losses of language models: cross entropy with its gradient, over a whole vocabulary or one that is sharded over
+ranks, and heads that give log-probabilities, entropies and KL divergences of tokens a part after the other."""
+
+from stepgraph.kernels.loss.heads import token_kl, token_log_probs, token_log_probs_and_entropies

@@ -59,7 +59,7 @@ def _at(rows: Tensor, places: Tensor) -> Tensor:
 # Operators. ``order`` says which rows no slot uses; without it rows are zeroed first.
 
 
-def _on_gpu(x: Tensor) -> Any:
+def _on_gpu(x: Tensor):
     """The kernels where ``x`` lives; None on a CPU."""
     if not x.is_cuda:
         return None
@@ -128,23 +128,23 @@ def _(dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor, order: Tensor |
 # Gradients
 
 
-def _save_gather(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_gather(ctx: Any, inputs: tuple, output: Any) -> None:
     _, places, order, _ = inputs
     ctx.save_for_backward(places, order)
 
 
-def _gather_gradient(ctx, grad):
+def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     places, order = ctx.saved_tensors
     return _combine(grad, places, None, order), None, None, None
 
 
-def _save_combine(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_combine(ctx: Any, inputs: tuple, output: Any) -> None:
     rows, places, weights, order = inputs
     ctx.n_rows = rows.shape[0]
     ctx.save_for_backward(None if weights is None else rows, places, weights, order)
 
 
-def _combine_gradient(ctx, grad):
+def _combine_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, places, weights, order = ctx.saved_tensors
     if weights is None:
         return _gather(grad, places, order, ctx.n_rows), None, None, None

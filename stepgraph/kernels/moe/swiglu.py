@@ -9,6 +9,8 @@ anything where the pass `unread_rows` found that nothing reads them there either
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
 
+from typing import Any
+
 import torch
 
 from stepgraph.kernels.ahead import launching
@@ -110,11 +112,11 @@ def _(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> T
     return gate_up.new_empty(gate_up.shape)
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*inputs[:2])
 
 
-def _gradient(ctx, grad):
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return swiglu_rows_backward(grad, *ctx.saved_tensors), None, None
 
 

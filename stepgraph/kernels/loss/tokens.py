@@ -1,0 +1,193 @@
+"""What losses of post-training read of each token's distribution, and its gradient: two passes over the logits.
+
+With z = scale * x, log p_ij = z_ij - log_sum_i:
+
+    log_prob_i = log p_i,t_i          d log_prob_i / d z_ij = [j == t_i] - p_ij
+    entropy_i  = -sum_j p_ij log p_ij    d entropy_i / d z_ij = -p_ij (log p_ij + entropy_i)
+
+and for two rows of logits, p and q, of two models:
+
+    kl_i = sum_j p_ij (log p_ij - log q_ij)    d kl_i / d (logits of q)_ij = q_ij - p_ij
+                                               d kl_i / d (logits of p)_ij = p_ij (log p_ij - log q_ij - kl_i)
+
+Unlike a cross entropy's, these gradients come in only after the loss is known (DPO's depends on both answers of a
+pair), so the forward keeps a few numbers per row, and the backward overwrites logits with their gradient.
+"""
+
+import torch
+
+from stepgraph.kernels.ahead import launching
+
+
+def stats_reference(
+    logits: torch.Tensor, labels: torch.Tensor, scale: float, ignore: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`token_stats` in plain torch."""
+    z = _wide(logits, scale)
+    log_sum = z.logsumexp(1)
+    logs = z - log_sum.unsqueeze(1)
+    counts, inside = labels != ignore, (labels >= 0) & (labels < logits.shape[1])
+    chosen = logs.gather(1, labels.where(inside & counts, 0).unsqueeze(1)).squeeze(1)
+    return chosen.where(inside, torch.nan).where(counts, 0.0), log_sum, -_expected(logs.exp(), logs)
+
+
+def gradient_reference(
+    logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, entropy: torch.Tensor, slope: torch.Tensor,
+    entropy_slope: torch.Tensor, scale: float, ignore: int,
+) -> torch.Tensor:  # fmt: skip
+    """What `token_gradient_` writes, in plain torch."""
+    logs = _wide(logits, scale) - log_sum.unsqueeze(1)
+    p = logs.exp()
+    hit = torch.arange(logits.shape[1], device=logits.device) == labels.unsqueeze(1)
+    of_label = (hit.to(p.dtype) - p) * slope.where(labels != ignore, 0.0).unsqueeze(1)
+    of_entropy = _product(p, logs + entropy.unsqueeze(1)) * entropy_slope.unsqueeze(1)
+    none = (slope.where(labels != ignore, 0.0) == 0) & (entropy_slope == 0)
+    return ((of_label - of_entropy) * scale).masked_fill(none.unsqueeze(1), 0.0).to(logits.dtype)
+
+
+def kl_reference(
+    logits: torch.Tensor, other: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`token_kl_stats` in plain torch."""
+    z, o = _wide(logits, scale), _wide(other, scale)
+    sums = z.logsumexp(1), o.logsumexp(1)
+    logs = z - sums[0].unsqueeze(1)
+    return _expected(logs.exp(), logs - (o - sums[1].unsqueeze(1))), *sums
+
+
+def kl_gradient_reference(
+    logits: torch.Tensor, other: torch.Tensor, log_sum: torch.Tensor, other_log_sum: torch.Tensor, kl: torch.Tensor,
+    slope: torch.Tensor, scale: float, of_p: bool,
+) -> torch.Tensor:  # fmt: skip
+    """What `token_kl_gradient_` writes, in plain torch."""
+    logs, others = _wide(logits, scale) - log_sum.unsqueeze(1), _wide(other, scale) - other_log_sum.unsqueeze(1)
+    p = logs.exp()
+    slopes = _product(p, logs - others - kl.unsqueeze(1)) if of_p else p - others.exp()
+    return (slopes * (slope * scale).unsqueeze(1)).masked_fill((slope == 0).unsqueeze(1), 0.0).to(logits.dtype)
+
+
+def _wide(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+
+
+def _product(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``p * x``, 0 where p is 0, whatever x is there."""
+    return torch.where(p > 0, p * x, 0.0)
+
+
+def _expected(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _product(p, x).sum(1)
+
+
+@torch.library.custom_op("stepgraph::token_stats", mutates_args=())
+@launching("token_stats")
+def token_stats(
+    logits: torch.Tensor, labels: torch.Tensor, scale: float, ignore: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probability of the label and entropy of each row, in one pass.
+
+    Args:
+        logits: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. Computed in fp32.
+        labels: (M,) int64 in [0, V); rows with ``ignore`` have log-probability 0. Any other label gives NaN.
+        scale: what logits are multiplied by, 1 / temperature.
+
+    Returns:
+        ``log_prob``, ``log_sum`` (the logarithm of the sum of exponentials) and ``entropy`` in nats, (M,) fp32 each.
+
+    Deterministic: sums are taken in a fixed order.
+    """
+    if logits.is_cuda:
+        from stepgraph.kernels.loss import tokens_triton
+
+        return tokens_triton.launch_stats(logits, labels, scale, ignore)
+    return _narrow(stats_reference(logits, labels, scale, ignore))
+
+
+@torch.library.custom_op("stepgraph::token_gradient_", mutates_args={"logits"})
+@launching("token_gradient_")
+def token_gradient_(
+    logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, entropy: torch.Tensor, slope: torch.Tensor,
+    entropy_slope: torch.Tensor, scale: float, ignore: int,
+) -> None:  # fmt: skip
+    """Write over ``logits`` their gradient, of what `token_stats` gave for the same arguments.
+
+    Args:
+        slope, entropy_slope: (M,) fp32, gradients of the row's log-probability and entropy. Rows where both are 0
+            become zeros, whatever they hold.
+
+    Computed in fp32 and rounded once.
+    """
+    arguments = logits, labels, log_sum, entropy, slope, entropy_slope, scale, ignore
+    if logits.is_cuda:
+        from stepgraph.kernels.loss import tokens_triton
+
+        tokens_triton.launch_gradient(*arguments)
+    else:
+        logits.copy_(gradient_reference(*arguments))
+
+
+@torch.library.custom_op("stepgraph::token_kl_stats", mutates_args=())
+@launching("token_kl_stats")
+def token_kl_stats(
+    logits: torch.Tensor, other: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """KL(p || q) of each row, p by ``logits`` and q by ``other``, in one pass.
+
+    Args:
+        logits, other: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. Computed in
+            fp32.
+        scale: what both are multiplied by, 1 / temperature.
+
+    Returns:
+        ``kl`` in nats and the ``log_sum`` of both, (M,) fp32 each.
+
+    Deterministic: sums are taken in a fixed order.
+    """
+    if logits.is_cuda:
+        from stepgraph.kernels.loss import tokens_triton
+
+        return tokens_triton.launch_kl(logits, other, scale)
+    return _narrow(kl_reference(logits, other, scale))
+
+
+@torch.library.custom_op("stepgraph::token_kl_gradient_", mutates_args={"logits"})
+@launching("token_kl_gradient_")
+def token_kl_gradient_(
+    logits: torch.Tensor, other: torch.Tensor, log_sum: torch.Tensor, other_log_sum: torch.Tensor, kl: torch.Tensor,
+    slope: torch.Tensor, scale: float, of_p: bool,
+) -> None:  # fmt: skip
+    """Write over ``logits`` the gradient of a KL divergence from ``other``.
+
+    Args:
+        logits, other: (M, V), as in `token_kl_stats`, each with its ``log_sum`` (M,) fp32.
+        kl, slope: (M,) fp32, the divergence and its gradient. Rows where ``slope`` is 0 become zeros.
+        of_p: ``logits`` are those of p, else of q, in KL(p || q).
+
+    Computed in fp32 and rounded once.
+    """
+    arguments = logits, other, log_sum, other_log_sum, kl, slope, scale, of_p
+    if logits.is_cuda:
+        from stepgraph.kernels.loss import tokens_triton
+
+        tokens_triton.launch_kl_gradient(*arguments)
+    else:
+        logits.copy_(kl_gradient_reference(*arguments))
+
+
+def _narrow(found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(value.float() for value in found)
+
+
+def _three_of_rows(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    a, b, c = (logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(3))
+    return a, b, c
+
+
+def _written(*_: object) -> None:
+    return None
+
+
+token_stats.register_fake(_three_of_rows)
+token_kl_stats.register_fake(_three_of_rows)
+token_gradient_.register_fake(_written)
+token_kl_gradient_.register_fake(_written)

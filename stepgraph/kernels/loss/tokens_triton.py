@@ -1,0 +1,202 @@
+"""The Triton kernels of `tokens`: one program per row for the sums, one per block for the gradients."""
+
+import torch
+import triton
+import triton.language as tl
+
+from stepgraph.kernels.loss.cross_entropy_triton import configuration, in_rows
+from stepgraph.kernels.loss.split_triton import gradient_configuration
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _raised(top, total, v, LOG2E: tl.constexpr):
+    """Once ``v`` is seen: the maximum, the same or 0 to subtract, the factor for older sums, exponentials of ``v``, and
+    their ``total``."""
+    higher = tl.maximum(top, tl.max(v, 0))
+    # A row that starts with -inf has no maximum yet.
+    shift = tl.where(higher == -float("inf"), 0.0, higher)
+    factor = tl.exp2((top - shift) * LOG2E)
+    e = tl.exp2((v - shift) * LOG2E)
+    return higher, shift, factor, e, total * factor + tl.sum(e, 0)
+
+
+@triton.jit
+def _stats_kernel(
+    logits, labels, log_prob, log_sum, entropy, stride, V, scale, ignore, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Row ``program_id(0)``: the sums of e^(z - top) and of (z - top) e^(z - top), and the label's z."""
+    row = tl.program_id(0).to(tl.int64)
+    x = logits + row * stride
+    scale = tl.cast(scale, tl.float32)
+    label = tl.load(labels + row)
+    columns = tl.arange(0, BLOCK)
+    top = -float("inf")
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, V, BLOCK):
+        at = start + columns
+        v = tl.load(x + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
+        higher, shift, factor, e, summed = _raised(top, total, v, _LOG2E)
+        moved = tl.where(top == -float("inf"), 0.0, top - shift)
+        weighted = (weighted + total * moved) * factor + tl.sum(tl.where(e > 0, e * (v - shift), 0.0), 0)
+        top = higher
+        total = summed
+    log_total = tl.log(total)
+    inside = (label >= 0) & (label < V)
+    chosen = tl.load(x + label, mask=inside, other=float("nan")).to(tl.float32) * scale
+    tl.store(log_prob + row, tl.where(label == ignore, 0.0, (chosen - top) - log_total))
+    tl.store(log_sum + row, top + log_total)
+    tl.store(entropy + row, log_total - weighted / total)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits, labels, log_sum, entropy, slope, entropy_slope, stride, V, scale, ignore, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Block ``program_id(1)`` of row ``program_id(0)``."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = logits + row * stride + at
+    inside = at < V
+    scale = tl.cast(scale, tl.float32)
+    label = tl.load(labels + row)
+    of_label = tl.where(label == ignore, 0.0, tl.load(slope + row))
+    of_entropy = tl.load(entropy_slope + row)
+    if (of_label == 0.0) & (of_entropy == 0.0):
+        tl.store(x, tl.zeros([BLOCK], logits.dtype.element_ty), mask=inside)
+    else:
+        log_p = tl.load(x, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(log_sum + row)
+        p = tl.exp2(log_p * _LOG2E)
+        result = (tl.where(at == label, 1.0, 0.0) - p) * of_label
+        result -= tl.where(p > 0, p * (log_p + tl.load(entropy + row)), 0.0) * of_entropy
+        tl.store(x, (result * scale).to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _kl_kernel(logits, other, kl, log_sum, other_log_sum, stride, other_stride, V, scale, BLOCK: tl.constexpr):
+    """Row ``program_id(0)``: both sums of exponentials, and that of e^(z - top) (z - o)."""
+    row = tl.program_id(0).to(tl.int64)
+    x = logits + row * stride
+    y = other + row * other_stride
+    scale = tl.cast(scale, tl.float32)
+    columns = tl.arange(0, BLOCK)
+    top = -float("inf")
+    other_top = -float("inf")
+    total = 0.0
+    other_total = 0.0
+    weighted = 0.0
+    for start in range(0, V, BLOCK):
+        at = start + columns
+        v = tl.load(x + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
+        o = tl.load(y + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
+        top, _, factor, e, total = _raised(top, total, v, _LOG2E)
+        weighted = weighted * factor + tl.sum(tl.where(e > 0, e * (v - o), 0.0), 0)
+        other_top, _, factor, e, other_total = _raised(other_top, other_total, o, _LOG2E)
+    own = top + tl.log(total)
+    others = other_top + tl.log(other_total)
+    tl.store(kl + row, weighted / total - (own - others))
+    tl.store(log_sum + row, own)
+    tl.store(other_log_sum + row, others)
+
+
+@triton.jit
+def _kl_gradient_kernel(
+    logits, other, log_sum, other_log_sum, kl, slope, stride, other_stride, V, scale,
+    OF_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Block ``program_id(1)`` of row ``program_id(0)``."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = logits + row * stride + at
+    inside = at < V
+    scale = tl.cast(scale, tl.float32)
+    factor = tl.load(slope + row)
+    if factor == 0.0:
+        tl.store(x, tl.zeros([BLOCK], logits.dtype.element_ty), mask=inside)
+    else:
+        own = tl.load(x, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(log_sum + row)
+        others = tl.load(other + row * other_stride + at, mask=inside, other=0.0).to(tl.float32) * scale
+        others -= tl.load(other_log_sum + row)
+        p = tl.exp2(own * _LOG2E)
+        if OF_P:
+            result = tl.where(p > 0, p * (own - others - tl.load(kl + row)), 0.0)
+        else:
+            result = p - tl.exp2(others * _LOG2E)
+        tl.store(x, (result * factor * scale).to(logits.dtype.element_ty), mask=inside)
+
+
+Config = tuple[int, int] | None
+
+
+def launch_stats(
+    logits: torch.Tensor, labels: torch.Tensor, scale: float, ignore: int, config: Config = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `tokens.token_stats`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
+    logits = in_rows(logits)
+    rows, V = logits.shape
+    log_prob, log_sum, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    block, warps = config or configuration(V)
+    if rows:
+        _stats_kernel[(rows,)](
+            logits, labels.contiguous(), log_prob, log_sum, entropy, logits.stride(0), V, scale, ignore,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return log_prob, log_sum, entropy
+
+
+def launch_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, entropy: torch.Tensor, slope: torch.Tensor,
+    entropy_slope: torch.Tensor, scale: float, ignore: int, config: Config = None,
+) -> None:  # fmt: skip
+    """As `tokens.token_gradient_`. ``config``: (BLOCK, warps), see `gradient_configuration`."""
+    given, logits = logits, in_rows(logits)
+    rows, V = logits.shape
+    block, warps = config or gradient_configuration(V)
+    small = (t.contiguous() for t in (labels, log_sum, entropy, slope, entropy_slope))
+    if rows:
+        _gradient_kernel[(rows, triton.cdiv(V, block))](
+            logits, *small, logits.stride(0), V, scale, ignore, BLOCK=block, num_warps=warps
+        )
+    if logits is not given:
+        given.copy_(logits)
+
+
+def launch_kl(
+    logits: torch.Tensor, other: torch.Tensor, scale: float, config: Config = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `tokens.token_kl_stats`. ``config``: (BLOCK, warps), see `_kl_configuration`."""
+    logits, other = in_rows(logits), in_rows(other)
+    rows, V = logits.shape
+    kl, log_sum, other_log_sum = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    block, warps = config or kl_configuration(V)
+    if rows:
+        _kl_kernel[(rows,)](
+            logits, other, kl, log_sum, other_log_sum, logits.stride(0), other.stride(0), V, scale,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    return kl, log_sum, other_log_sum
+
+
+def kl_configuration(V: int) -> tuple[int, int]:
+    """(BLOCK, warps) of the divergence, which holds two blocks of logits: half of `configuration`'s."""
+    block, warps = configuration(V)
+    return max(block // 2, 128), warps
+
+
+def launch_kl_gradient(
+    logits: torch.Tensor, other: torch.Tensor, log_sum: torch.Tensor, other_log_sum: torch.Tensor, kl: torch.Tensor,
+    slope: torch.Tensor, scale: float, of_p: bool, config: Config = None,
+) -> None:  # fmt: skip
+    """As `tokens.token_kl_gradient_`. ``config``: (BLOCK, warps), see `gradient_configuration`."""
+    given, logits, other = logits, in_rows(logits), in_rows(other)
+    rows, V = logits.shape
+    block, warps = config or gradient_configuration(V)
+    small = (t.contiguous() for t in (log_sum, other_log_sum, kl, slope))
+    if rows:
+        _kl_gradient_kernel[(rows, triton.cdiv(V, block))](
+            logits, other, *small, logits.stride(0), other.stride(0), V, scale, OF_P=of_p, BLOCK=block, num_warps=warps
+        )
+    if logits is not given:
+        given.copy_(logits)
