@@ -289,7 +289,13 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         default = fine_tuning(Path(folder), lora=bool(value_of("--lora", options)))
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
-    if "warmup_steps" not in given:
+    written = {name for name in ("steps", "epochs") if value_of(f"--{name}", options)}
+    in_file = {"steps", "epochs"} & given if file and file.endswith(".toml") else set()
+    if 2 in (len(written), len(in_file)):
+        raise ValueError("steps and epochs are both given: drop one")
+    if written == {"steps"}:
+        default = dataclasses.replace(default, epochs=None)
+    if "warmup_steps" not in given and written != {"epochs"} and default.epochs is None:
         words = value_of("--steps", options) or ""
         steps = int(words) if words.isdecimal() else default.steps
         if default.warmup_steps >= steps:

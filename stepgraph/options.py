@@ -64,6 +64,9 @@ class OptimizerOptions:
     steps: int = 150
     """Optimizer updates in the whole run; after --resume those already done count too."""
 
+    epochs: float | None = None
+    """Passes over the training data, in place of --steps."""
+
     seed: int = 0
     """Seeds the weights, the data order and dropout. On a CPU, two runs with one seed are bitwise equal."""
 

@@ -173,7 +173,7 @@ def test_help_and_wrong_names_answer_within_a_second_before_anything_heavy_is_lo
     ("given", "hint"),
     [
         ("--wandb", "here it is --log wandb"),
-        ("--epochs", "here it is --steps N (a run has no epochs)"),
+        ("--num-train-epochs", "here it is --epochs"),
         ("--learning_rate", "here it is --lr"),
         ("--output-dir", "here it is --out"),
         ("--gradient-accumulation-steps", "here it is --accumulate"),

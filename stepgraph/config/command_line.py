@@ -32,9 +32,8 @@ Records = TypeVarTuple("Records")
 ELSEWHERE = {
     "--learning-rate": "--lr",
     "--lr-scheduler-type": "--schedule",
-    "--epochs": "--steps N (a run has no epochs)",
-    "--num-epochs": "--steps N (a run has no epochs)",
-    "--num-train-epochs": "--steps N (a run has no epochs)",
+    "--num-epochs": "--epochs",
+    "--num-train-epochs": "--epochs",
     "--max-steps": "--steps",
     "--num-steps": "--steps",
     "--output-dir": "--out",
@@ -223,7 +222,7 @@ def _read(hint: Any, default: object, word: str) -> Any:
 #: models.
 _MAIN = {
     "data": ("data", "tokenizer", "seq_len", "batch_size", "accumulate"),
-    "training": ("steps", "lr", "precision", "val_every"),
+    "training": ("steps", "epochs", "lr", "precision", "val_every"),
     "speed and memory": ("memory", "mesh", "nproc"),
     "the run": ("out", "resume", "init_from_hf"),
 }

@@ -108,29 +108,36 @@ class TrainConfig(
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
             raise ValueError(f"keep_every={self.keep_every} must be a multiple of checkpoint_every="
                              f"{self.checkpoint_every}, of whose steps there are checkpoints")  # fmt: skip
-        self._validate_length()
+        if self.epochs is None:
+            self.validate_length()
+        else:
+            self._require("epochs", lambda value: value > 0, "above 0")
+        self._validate_sequence()
         _check_mesh(self)
         self._validate_optimizer()
         self._validate_folders()
-        if self.profile is not None and parse_steps(self.profile)[1] > self.steps + 1:
-            raise ValueError(f"profile={self.profile} goes beyond steps={self.steps}: give earlier steps")
         if self.memory_snapshot and self.device == "cpu":
             raise ValueError("memory_snapshot records a GPU's allocations and device=cpu: drop one of them")
         mesh = self.mesh_spec
         check_step(self, tp=mesh.tp if mesh else 1, dp_shard=mesh.dp_shard if mesh else 1)
 
-    def _validate_length(self) -> None:
+    def validate_length(self) -> None:
+        """Raises ValueError for options that do not go with ``steps``, which a run of ``epochs`` counts first."""
         if self.warmup_steps >= self.steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} must be below steps={self.steps}: "
                 f"try --warmup-steps {self.steps // 10}"
             )
+        if self.profile is not None and parse_steps(self.profile)[1] > self.steps + 1:
+            raise ValueError(f"profile={self.profile} goes beyond steps={self.steps}: give earlier steps")
         if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
             largest = math.floor(100 * (self.steps - self.warmup_steps) / self.steps) / 100
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and a decay of {self.decay_steps} steps "
                 f"(decay_fraction={self.decay_fraction:g}) exceed steps={self.steps}: try --decay-fraction {largest:g}"
             )
+
+    def _validate_sequence(self) -> None:
         longest = family_of(self.model).longest(self.model)
         if longest is not None and self.seq_len > longest:
             raise ValueError(f"seq_len={self.seq_len} exceeds model.max_seq_len={longest}: try --seq-len {longest}")

@@ -64,7 +64,9 @@ def _close(run: Any, status: str, error: str | None) -> None:
         run.say(f'sample  stepgraph sample {path} --prompt "..."')
         if family_of(run.config.model).hugging_face is not None:
             run.say(f"export  stepgraph export {path} --out FOLDER")
-        more = f" --steps {2 * run.step}" if run.step == run.config.steps else ""
+        epochs = run.config.epochs
+        more = f" --steps {2 * run.step}" if epochs is None else f" --epochs {2 * epochs:g}"
+        more = more if run.step == run.config.steps else ""
         run.say(f"resume  stepgraph train --resume {path}{more}")
 
 

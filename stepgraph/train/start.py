@@ -1,6 +1,7 @@
 """Before a run begins: its folder, its data, and what it reports of its options."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from stepgraph.train.data import (
     DataBundle,
     Loader,
     MixedLoader,
+    PackedLoader,
     Part,
     default_folder,
     open_data,
@@ -84,7 +86,8 @@ def require_export(config: TrainConfig, run: Path) -> None:
 
 
 def _nothing_left(config: TrainConfig, step: int, exported: bool = False) -> ValueError:
-    done, more = f"{config.resume} has {step} of {config.steps} steps", "give more with --steps"
+    option = "--steps" if config.epochs is None else "--epochs"
+    done, more = f"{config.resume} has {step} of {config.steps} steps", f"give more with {option}"
     if exported:
         done, more = f"{done} and its export is in {config.export_hf}", f"{more} and a new --export-hf"
     return ValueError(f"nothing is left to do: {done}; {more}")
@@ -134,6 +137,27 @@ def open_batches(
     if data.parts:
         return MixedLoader(list(data.parts), data.tokenizer, **sizes), validation
     return open_loader(data.source, data.tokenizer, **sizes), validation
+
+
+def with_steps_of_epochs(config: TrainConfig, loader: Loader) -> tuple[TrainConfig, str]:
+    """``config`` with the steps of its epochs, rounded up to whole ones, if it has epochs; and a line about them. A
+    warm-up that is the preset's, for long runs, is shortened.
+
+    Raises ``ValueError``, in one line, for data without epochs, and for options that do not go with these steps.
+    """
+    if config.epochs is None:
+        return config, ""
+    if not isinstance(loader, PackedLoader):
+        mixed, why = isinstance(loader, MixedLoader), "the rows of a stream are not known before its end"
+        why = "each source of a mixture has epochs of its own" if mixed else why
+        raise ValueError(f"epochs={config.epochs:g}, but {why}: give --steps")
+    rows, per_step = loader.rows_of_an_epoch(), config.tokens_per_step // config.seq_len
+    steps = math.ceil(config.epochs * rows / per_step)
+    shorter = config.warmup_steps >= steps and config.warmup_steps == _preset_of(config).warmup_steps
+    warmup = steps // 10 if shorter else config.warmup_steps
+    config = dataclasses.replace(config, steps=steps, warmup_steps=warmup)
+    config.validate_length()
+    return config, f"epochs {config.epochs:g}: {rows:,} rows each, {per_step} per step, {steps:,} steps"
 
 
 def options_lines(config: TrainConfig, *, resumed: bool) -> str:

@@ -133,6 +133,9 @@ class Run:
         self.loader, batches = start.open_batches(config, data, mesh)
         self.unigram = self.ranks.first(data.unigram_entropy)
         self.loader.tokens.start(self.say)  # from here on, only its thread reads the source
+        with Waiting(self.say, "tokenizing all documents, to count the rows of an epoch"):
+            self.config, epochs = start.with_steps_of_epochs(config, self.loader)
+        config = self.config
 
         self.model = build.build_model(config, device, mesh)
         self.optimizer = build.build_optimizer(config, self.model)
@@ -175,6 +178,8 @@ class Run:
         self.say(start.options_lines(config, resumed=config.resume is not None))
         self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
         self.say(f"tokens: {self.loader.tokens.describe()}")
+        if epochs:
+            self.say(epochs)
         self.say(start.model_line(config, self.params))
         if config.lora is not None:
             trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)

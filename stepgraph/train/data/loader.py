@@ -1,6 +1,7 @@
 """Turns documents into batches: tokenized, packed without padding, rows shuffled, resumable at any row."""
 
 import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,10 @@ class PackedLoader:
         """Wait until the next ``rows`` rows can be read, by default a batch of all ranks together. Raises what
         `TokenCache.wait` does, before anything has moved on."""
         self._count(self._place((rows or self._world_size * self._batch_size) - 1)[1])
+
+    def rows_of_an_epoch(self) -> int:
+        """How many rows an epoch has, once all documents are tokenized. Raises as `ready` does."""
+        return self._count(sys.maxsize) or 0
 
     def _place(self, ahead: int) -> tuple[int, int]:
         """The (epoch, place in its order) of the row that comes ``ahead`` rows after the next."""

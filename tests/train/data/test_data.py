@@ -85,6 +85,7 @@ def test_every_row_comes_once_an_epoch(texts, seed, shuffle, batch_size, seq_len
     source = Documents(texts)
     packed = loader(source, seed=seed, shuffle=shuffle, batch_size=batch_size, seq_len=seq_len)
     expected = rows_of(source, source.order(source.train, 0, 0) if shuffle else source.train, seq_len)
+    assert packed.rows_of_an_epoch() == len(expected)
     read = epochs_of(packed, 3 * len(expected))
     for epoch in range(3):
         rows = read[epoch * len(expected) : (epoch + 1) * len(expected)]
