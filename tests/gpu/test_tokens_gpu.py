@@ -77,3 +77,43 @@ def test_a_step_in_parts(dtype):
     assert abs(loss - expected) < tolerance * max(1, abs(expected))
     assert (mine.float() - gradient.float()).norm() < tolerance * gradient.float().norm()
     assert little < much
+
+
+def plain(pair, batch):
+    """As `in_parts` without entropies and KL, by whole logits."""
+    at = batch["y"][:, 1:].unsqueeze(-1)
+
+    def log_probs(head, hidden):
+        return head(hidden.tanh())[:, :-1].float().log_softmax(-1).gather(-1, at).squeeze(-1)
+
+    return -F.logsigmoid(
+        (log_probs(pair.head, pair.up(batch["x"])) - log_probs(pair.frozen[1], pair.frozen[0](batch["x"]))).mean(1)
+    ).mean()
+
+
+@pytest.mark.parametrize("chunks", ["auto", 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_pass_puts_a_plain_loss_in_parts(dtype, chunks):
+    torch.manual_seed(0)
+    pair = Pair().to(DEVICE, dtype)
+    with torch.no_grad():
+        pair.head.weight.mul_(1.1)
+    batch = {"x": torch.randn(4, 2048, 512, device=DEVICE, dtype=dtype)}
+    batch["y"] = torch.randint(32000, (4, 2048), device=DEVICE)
+    results = []
+    for disable in (("fuse_loss",), ()):
+        twin = copy.deepcopy(pair)
+        passes = stepgraph.StepOptions(loss_chunks=chunks, disable_pass=disable)
+        step = stepgraph.capture(twin, plain, batch, passes=passes)
+        loss = step(batch).item()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(batch)
+        results.append((loss, twin.head.weight.grad, torch.cuda.max_memory_allocated() - before))
+    report = next(r for r in step.report if r.name == "fuse_loss")
+    assert report.notes == [] and report.summary.count("log-probabilities of 8188 x 32000 logits") == 2
+    (expected, gradient, much), (loss, mine, little) = results
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    assert abs(loss - expected) < tolerance
+    assert (mine.float() - gradient.float()).norm() < tolerance * gradient.float().norm()
+    assert little < much

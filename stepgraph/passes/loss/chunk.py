@@ -24,14 +24,13 @@ import stepgraph.kernels.loss.cross_entropy  # noqa: F401  (defines torch.ops.st
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.marks import KEEP_EAGER
+from stepgraph.kernels.loss.heads import PART_BYTES, parts_of
 from stepgraph.passes.contract import PassReport
 from stepgraph.passes.loss.head import RESHAPES, Head, match
 
 aten = torch.ops.aten
 Chunks = int | Literal["auto"]
 
-#: What ``auto`` allows the logits of a part, and the fewest rows for products that are as fast as over all.
-PART_BYTES, FEWEST_ROWS = 5 * 2**28, 2048
 _TILE = 128  # rows of a tile of a product
 
 
@@ -52,22 +51,27 @@ def rewrite(loss: fx.Node, wanted: Chunks, report: PassReport) -> str:
     if chunks == 1 and not head.padding:
         return ""
     rows, columns = head.shape
-    step = math.ceil(rows / chunks)
-    whole = math.ceil(step / _TILE) * _TILE
-    if math.ceil(rows / whole) == chunks:
-        step = min(whole, rows)
-    bounds = [(a, min(a + step, rows)) for a in range(0, rows, step)]
+    bounds, step = bounds_of(rows, chunks)
     _Writer(head).write(bounds)
     padded = f", the vocabulary padded to {columns + head.padding}" if head.padding else ""
     several = f"{len(bounds)} parts of {step} rows" if len(bounds) > 1 else "one part"
     return f"; head and loss of {rows} x {columns} logits in {several}{padded}"
 
 
-def parts(head: Head, wanted: Chunks) -> int:
-    """How many: ``wanted``, or as many as memory asks for."""
-    rows, itemsize = head.shape[0], head.product.meta["val"].element_size()
+def bounds_of(rows: int, chunks: int) -> tuple[list[tuple[int, int]], int]:
+    """(the rows of each part, how many a part has)."""
+    step = math.ceil(rows / chunks)
+    whole = math.ceil(step / _TILE) * _TILE
+    if math.ceil(rows / whole) == chunks:
+        step = min(whole, rows)
+    return [(a, min(a + step, rows)) for a in range(0, rows, step)], step
+
+
+def parts(head: Head, wanted: Chunks, rows: int | None = None) -> int:
+    """How many: ``wanted``, or as many as memory asks for. ``rows``: those of the head that count, if not all."""
+    rows = rows or head.shape[0]
     if wanted == "auto":
-        wanted = min(math.ceil(rows * head.shape[1] * itemsize / PART_BYTES), rows // FEWEST_ROWS)
+        return parts_of(rows, head.shape[1], head.product.meta["val"].element_size())
     return max(min(wanted, rows), 1)
 
 

@@ -3,12 +3,11 @@
 Matches: ``_log_softmax`` of a (M, V) tensor read only by ``nll_loss_forward`` and by the backward of that same loss,
 where the gradient that comes in does not depend on the loss's value. Before -> after: cast, log softmax, loss, loss
 backward, softmax backward, cast back -> ``stepgraph::cross_entropy_(logits)``. Where ranks share the
-vocabulary (tensor parallelism), see `split`.
+vocabulary (tensor parallelism), see `split`; for log-probabilities of labels, as in DPO, see `tokens`.
 Tier numerics: the kernel sums in another order, and its result is rounded once. Preconditions: a CUDA GPU, class
 indices as targets, no class weights, mean or sum.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +19,13 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_cast, is_pure, is_view, only_user, tensor_bytes
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.loss import chunk, split
+from stepgraph.passes.loss import chunk, split, tokens
+from stepgraph.passes.loss.head import SAME, readers
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # torch's numbers for the reductions
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SAME = (aten.detach.default, aten.alias.default)  # torch 2.15 puts alias where detach was
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, *_SAME)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, *SAME)
 
 
 @dataclass(frozen=True)
@@ -49,26 +48,43 @@ class LossOptions:
 )
 def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None:
     """Compute the cross entropy and its gradient in one kernel, over the logits; in two where ranks share them."""
-    saved, heads = 0, ""
+    entropies, fused, saved, heads = 0, 0, 0, ""
     for node in list(step.graph.nodes):
         if node.target not in _FIRST:
             continue
         aliases = Aliases(step.graph)
+        if node.target is aten._log_softmax.default and tokens.is_match(node):
+            heads += _in_parts(node, tokens.match(node, aliases), options, report)
+            continue
         found = _FIRST[node.target](node, aliases)
         if found is None:
             continue
-        report.matched += 1
+        entropies += 1
         if isinstance(found, str):
             report.notes.append(f"{node.name} stays as it is: {found}")
             continue
         loss = found.rewrite(aliases)
         heads += chunk.rewrite(loss, options.chunks, report) if loss is not None else ""
-        report.changed += 1
+        fused += 1
         saved += tensor_bytes(found.logits) if found.private else 0
-    what = f"{report.changed} of {report.matched} cross entropies" if report.matched else "no cross entropy found to be"
+    report.matched, report.changed = report.matched + entropies, report.changed + fused
+    what = f"{fused} of {entropies} cross entropies" if entropies else "no cross entropy found to be"
     report.summary = (
         f"{what} computed with the gradient, {saved / 2**20:.0f} MiB of gradients written over logits{heads}"
     )
+
+
+def _in_parts(softmax: fx.Node, found: tokens.TokenHead | str, options: LossOptions, report: PassReport) -> str:
+    """Rewrite log-probabilities of tokens; what was done, for the summary."""
+    report.matched += 1
+    if isinstance(found, str):
+        report.notes.append(f"{softmax.name}, of which labels are gathered, stays as it is: {found}")
+        return ""
+    bounds, each = chunk.bounds_of(found.rows, chunk.parts(found.head, options.chunks, found.rows))
+    found.rewrite(bounds)
+    report.changed += 1
+    several = f"{len(bounds)} parts of {each} rows" if len(bounds) > 1 else "one part"
+    return f"; head and log-probabilities of {found.rows} x {found.head.shape[1]} logits in {several}"
 
 
 @dataclass
@@ -111,11 +127,11 @@ class _Loss:
 
 def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     """The loss around ``softmax``, or why it cannot be rewritten."""
-    readers = list(_readers(softmax))
-    by_target = {user.target: user for user in readers}
+    found = list(readers(softmax))
+    by_target = {user.target: user for user in found}
     forward, backward = by_target.get(aten.nll_loss_forward.default), by_target.get(aten.nll_loss_backward.default)
     last = by_target.get(aten._log_softmax_backward_data.default)
-    if not (forward and backward and last) or len(readers) != 3:
+    if not (forward and backward and last) or len(found) != 3:
         return "not a class loss with its backward alone"
     if 0 not in getitem_users(forward):
         return "backward computes the loss again, and forward's own is another"
@@ -146,12 +162,6 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
 
 #: What a loss begins with, and how the rest of it is found.
 _FIRST = {aten._log_softmax.default: _match, aten.amax.default: split.match}
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads ``node``, directly or under another name."""
-    for user in node.users:
-        yield from _readers(user) if user.target in _SAME else (user,)
 
 
 def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -5,6 +5,7 @@ reshapes between), whose gradient is read by the products for ``dx`` and ``dw`` 
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -18,10 +19,15 @@ aten = torch.ops.aten
 _ALIGNMENT = 16  # bytes, of a row that cuBLAS's fast kernels take
 _WIDTH = 64  # a padded vocabulary is a multiple of it, as tiles are
 _PADDED_ROWS = 512  # below them, the padded copy of the weight costs more than it gains
+SAME = (aten.detach.default, aten.alias.default)  # other names; torch 2.15 puts alias where detach was
 #: Views that leave rows of logits whole and in their order, if they leave their width.
-RESHAPES = (
-    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.alias.default, aten.detach.default,
-)  # fmt: skip
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, *SAME)
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads ``node``, directly or under another name."""
+    for user in node.users:
+        yield from readers(user) if user.target in SAME else (user,)
 
 
 @dataclass
@@ -60,14 +66,14 @@ def match(loss: fx.Node, aliases: Aliases) -> Head | str:
         for user in queue.pop().users:
             if user in region:
                 continue
-            reason = _place(user, head, region)
+            reason = place(user, head, region)
             if reason:
                 return reason
             if user in head.between and user is not loss:
                 region.add(user)
                 queue.append(user)
     head.between = sorted({*head.between, loss}, key=aliases.position.get)
-    return _unfit(head, region, aliases) or head
+    return unfit(head, region, aliases) or head
 
 
 def _product(node: fx.Node, size: int) -> fx.Node | None:
@@ -84,7 +90,7 @@ def _product(node: fx.Node, size: int) -> fx.Node | None:
     return None
 
 
-def _place(user: fx.Node, head: Head, region: set[fx.Node]) -> str | None:
+def place(user: fx.Node, head: Head, region: set[fx.Node]) -> str | None:
     """Put ``user``, which reads the logits or what was made of them, where it belongs in ``head``; or why it cannot."""
     value = user.meta.get("val")
     size, columns = math.prod(head.shape), head.shape[1]
@@ -112,7 +118,7 @@ def _place(user: fx.Node, head: Head, region: set[fx.Node]) -> str | None:
     return None
 
 
-def _unfit(head: Head, region: set[fx.Node], aliases: Aliases) -> str | None:
+def unfit(head: Head, region: set[fx.Node], aliases: Aliases) -> str | None:
     """Why ``head`` cannot be computed where its loss is."""
     here = aliases.position[head.loss]
     x, columns = head.x, head.weight.meta["val"]

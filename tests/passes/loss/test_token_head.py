@@ -1,0 +1,178 @@
+"""A head and its tokens' log-probabilities in parts: loss and gradients as eager gives them, less memory, a reason
+where they stay."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import stepgraph
+from stepgraph.costs.memory import estimate_memory
+from stepgraph.passes import get, run_passes
+
+aten = torch.ops.aten
+FUSE = replace(get("fuse_loss"), needs_cuda=False)
+VOCAB, WIDTH = 37, 12
+
+
+class Head(nn.Module):
+    """Ids (B, T) to logits (B, T, V)."""
+
+    def __init__(self, bias=False, tied=False, dtype=torch.float32):
+        super().__init__()
+        self.table, self.up = nn.Embedding(VOCAB, WIDTH, dtype=dtype), nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.out = nn.Linear(WIDTH, VOCAB, bias, dtype=dtype)
+        if tied:
+            self.out.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.out(torch.tanh(self.up(self.table(ids))))
+
+
+class Pair(nn.Module):
+    """A policy and its frozen reference."""
+
+    def __init__(self, dtype=torch.float32, **options):
+        super().__init__()
+        self.policy, self.reference = (Head(dtype=dtype, **options) for _ in range(2))
+        self.reference.requires_grad_(False)
+
+
+def picked(logits, ids):
+    return logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def shifted(model, ids):
+    return picked(model(ids)[:, :-1].float(), ids[:, 1:])
+
+
+def preference(pair, ids):
+    chosen, rejected = (shifted(pair.policy, ids) - shifted(pair.reference, ids)).sum(1).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def weighted(pair, ids):
+    """At a temperature, in rows, with the entropy as a number to report, before the labels are gathered."""
+    logits = pair.policy(ids).flatten(0, 1) / 0.7
+    logs, labels = logits.log_softmax(-1), ids.roll(1, 1).view(-1, 1)
+    with torch.no_grad():
+        stepgraph.metric("entropy", -(logs.exp() * logs).sum(-1).mean())
+    return -(logs.gather(1, labels).squeeze(1) * (ids.view(-1) > 5)).sum() * 0.1
+
+
+def gradients(model, loss_fn, ids, passes):
+    """(loss, gradients, metrics, report or None); ``passes=None`` is plain eager."""
+    model = copy.deepcopy(model)
+    if passes is None:
+        loss = loss_fn(model, ids)
+        loss.backward()
+        return loss.detach(), {n: p.grad for n, p in model.named_parameters()}, {}, None
+    step = stepgraph.capture(model, loss_fn, ids, passes=passes)
+    loss = step(ids)
+    return loss, {n: p.grad for n, p in model.named_parameters()}, step.metrics, next(iter(step.report), None)
+
+
+def ids_of(shape=(4, 7)):
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
+
+
+OPTIONS = [{}, {"bias": True}, {"tied": True}, {"dtype": torch.bfloat16, "bias": True}]
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("loss_fn", [preference, weighted])
+def test_gradients(loss_fn, options, chunks):
+    torch.manual_seed(0)
+    model, ids = Pair(**options), ids_of()
+    wide = gradients(copy.deepcopy(model).double(), loss_fn, ids, None)
+    _, plain, metrics, _ = gradients(model, loss_fn, ids, [])
+    loss, grads, mine, report = gradients(model, loss_fn, ids, [FUSE.with_options(chunks=chunks)])
+    assert report.notes == []
+    rows = 24 if loss_fn is preference else 28
+    parts = f"3 parts of {rows // 3 + (rows % 3 > 0)} rows" if chunks == 3 else "one part"
+    heads = report.summary.split("; head")[1:]
+    assert report.matched == report.changed == len(heads) and "log-probabilities" in report.line()
+    assert heads == [f" and log-probabilities of {rows} x 37 logits in {parts}"] * (2 if loss_fn is preference else 1)
+    tolerance = 2e-2 if "dtype" in options else 1e-5
+    torch.testing.assert_close(loss.double(), wide[0].double(), rtol=tolerance, atol=tolerance)
+    for name, value in metrics.items():
+        torch.testing.assert_close(mine[name], value, rtol=tolerance, atol=tolerance)
+    for name, slope in wide[1].items():
+        if slope is None:
+            assert grads[name] is None
+            continue
+        assert grads[name].dtype == plain[name].dtype
+        error = (grads[name].double() - slope).norm() / slope.norm()
+        before = (plain[name].double() - slope).norm() / slope.norm()
+        assert error < max(1e-5, 2 * before), f"{name}: {error:.1e} rewritten, {before:.1e} before"
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_nothing_of_all_logits_exists(tools, chunks):
+    """bf16 logits of a part alone, in forward and in backward."""
+    model, ids = Pair(dtype=torch.bfloat16), ids_of((4, 17))
+    step = tools.trace(model, preference, ids)
+    before = estimate_memory(step.graph).peak
+    run_passes(step, [FUSE.with_options(chunks=chunks)])
+    wide = [n.meta["val"] for n in step.graph.nodes
+            if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].shape[-1:] == (VOCAB,)]  # fmt: skip
+    assert {(v.dtype, len(v)) for v in wide if v.shape[0] != WIDTH} == {(torch.bfloat16, 64 // chunks)}
+    assert estimate_memory(step.graph).peak < before - 64 * VOCAB * 4
+    targets = [n.target for n in step.graph.nodes]
+    assert aten._log_softmax.default not in targets and aten.scatter_add.default not in targets
+    assert targets.count(torch.ops.stepgraph.token_gradient_.default) == chunks
+
+
+def entropy_bonus(pair, ids):
+    logs = pair.policy(ids).log_softmax(-1)
+    return (logs.exp() * logs).sum(-1).mean() - logs.gather(-1, ids.unsqueeze(-1)).mean()
+
+
+def read_elsewhere(pair, ids):
+    logits = pair.policy(ids)
+    return picked(logits, ids).mean() + logits.tanh().mean()
+
+
+def top(pair, ids):
+    logs = pair.policy(ids).log_softmax(-1)
+    return logs.gather(-1, ids.unsqueeze(-1)).mean() + logs.amax()
+
+
+def several(pair, ids):
+    return pair.policy(ids).log_softmax(-1).gather(-1, torch.stack([ids, ids + 1], -1) % VOCAB).mean()
+
+
+def no_product(pair, ids):
+    return picked(pair.policy(ids).cumsum(-1), ids).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [entropy_bonus, read_elsewhere, top, several, no_product])
+def test_left_as_it_is(loss_fn):
+    model, ids = Pair(), ids_of()
+    expected, grads, *_ = gradients(model, loss_fn, ids, None)
+    loss, mine, _, report = gradients(model, loss_fn, ids, [FUSE.with_options(chunks=2)])
+    (note,) = report.notes
+    assert (report.matched, report.changed) == (1, 0)
+    assert "of which labels are gathered, stays as it is: " in note and "log-probabilities of" not in report.summary
+    torch.testing.assert_close(loss, expected)
+    for name, grad in grads.items():
+        torch.testing.assert_close(mine[name], grad, rtol=1e-5, atol=1e-6)
+
+
+def test_the_rest_of_the_passes_run_after_it():
+    """With an optimizer, clipping and the exact passes, and once more with microbatches."""
+    for accumulate in (1, 2):
+        model, ids, losses = Pair(), ids_of(), []
+        for more in ([], [FUSE.with_options(chunks=2)]):
+            twin = copy.deepcopy(model)
+            optimizer = torch.optim.AdamW(twin.policy.parameters(), lr=0.01, fused=True)
+            passes = [get("dead_code"), *more, get("inplace_update")]
+            step = stepgraph.capture(twin, preference, ids, optimizer, max_grad_norm=1.0, accumulate=accumulate,
+                                     passes=passes)  # fmt: skip
+            losses.append(torch.stack([step(ids) for _ in range(4)]))
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        assert losses[0][-1] < losses[0][0]
