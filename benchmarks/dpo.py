@@ -48,7 +48,7 @@ def build(options: argparse.Namespace) -> nn.Module:
     ends = dict(pad_token_id=0, eos_token_id=EOS)
     config = Qwen3Config(vocab_size=options.vocab, tie_word_embeddings=True, **sizes, **heads, **ends)
     with torch.device(options.device):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
+        return AutoModelForCausalLM.from_config(config).to(getattr(torch, options.dtype))
 
 
 def pairs_of(options: argparse.Namespace) -> list[dict[str, list[int]]]:
