@@ -45,14 +45,35 @@ class BatchReads:
 
         ``history``: the nodes that lead to these, and the tensors of literals among them.
         """
+        self._copy(history)
+        latest = next(iter(reversed(max(history).graph.nodes)))
+        self._answers[self._call((latest, 1 + len(self)), function, tuple(args), dict(kwargs))] = answer
+
+    def keep(self, history: Mapping[fx.Node, torch.Tensor | None], node: fx.Node) -> fx.Node:
+        """Keep the computation of ``node`` for `values`, which takes what this gives. ``history``: see `note`."""
+        self._copy(history)
+        return self._copies[node]
+
+    def _copy(self, history: Mapping[fx.Node, torch.Tensor | None]) -> None:
         for node in sorted(history.keys() - self._copies.keys()):
             if node.op == "get_attr":
                 self._copies[node] = self._placeholder(node)
                 self._constants[self._copies[node]] = history[node]
             else:
                 self._copies[node] = self._call((node, 0), node.target, node.args, node.kwargs)
-        latest = next(iter(reversed(max(history).graph.nodes)))
-        self._answers[self._call((latest, 1 + len(self)), function, tuple(args), dict(kwargs))] = answer
+
+    def values(self, nodes: Sequence[fx.Node], leaves: Sequence[Any], k: int, n: int) -> list[torch.Tensor]:
+        """What ``nodes``, of `keep`, are for microbatch ``k`` of ``n`` of a batch."""
+        values = dict(self._constants)
+        for node in self._graph.nodes if nodes else ():
+            if node.op == "placeholder":
+                if node in self._leaves:
+                    values[node] = microbatch(leaves[self._leaves[node]].detach(), k, n).cpu()
+                elif node in self._buffers:
+                    values[node] = self._buffers[node].cpu()
+            elif node not in self._answers:
+                values[node] = computed(node, values)
+        return [values[node] for node in nodes]
 
     def reads(self, node: fx.Node) -> bool:
         """Whether what Python has learned follows from ``node``, a placeholder of the trace."""

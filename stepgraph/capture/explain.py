@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture.optimizer.own_step import Again
+from stepgraph.capture.python.host_draws import DrawsFound
 from stepgraph.capture.recorder import Recorder, is_user_file, user_source
 from stepgraph.capture.repeats import RunAgain
 from stepgraph.errors import CaptureError, TraceError, first_line
@@ -39,7 +40,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
     """
     try:
         yield
-    except (CaptureError, RunAgain, Again, torch.OutOfMemoryError):
+    except (CaptureError, RunAgain, Again, DrawsFound, torch.OutOfMemoryError):
         raise
     except Exception as error:
         operator = compat.operator_needing_values(error)

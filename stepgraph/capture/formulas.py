@@ -1,19 +1,20 @@
 """Backward formulas of eager, where torch has another one for the tensors of a trace.
 
-Eager looks at values, which a trace has not: the gradient of a product divides by each factor if none is zero, and
-that of a value that fills a mask is the sum of what the mask selects. For a trace torch takes formulas that look at
-nothing and round otherwise. Here both are nodes, and the values choose when the step runs. Singular values and
-eigenvalues that need no gradient eager computes alone, by another algorithm; a trace has the whole decomposition.
+Eager looks at values, which a trace has not: the gradient of a product divides by each factor if none is zero, and that
+of a value that fills a mask, or that is written where a mask is true, is the sum of what the mask selects. For a trace
+torch takes formulas that look at nothing and round otherwise. Here both are nodes, and the values choose when the step
+runs. Singular values and eigenvalues that need no gradient eager computes alone, by another algorithm; a trace has the
+whole decomposition.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from stepgraph import compat
-from stepgraph.kernels.masked_sum import masked_sum
+from stepgraph.kernels.masked_sum import masked_sum, selected_sum
 
 #: Operators that eager calls for values alone, or for vectors too where gradients need them, and where values are.
 BY_GRADIENTS = {torch.ops.aten._linalg_svd.default: 1, torch.ops.aten._linalg_eigh.default: 0}
@@ -24,7 +25,12 @@ _VALUES = ("linalg_svdvals", "linalg_eigvalsh", "linalg_matrix_norm", "linalg_no
 
 
 class EagerFormulas(TorchFunctionMode):
-    """Inside, ``prod`` and ``masked_fill`` have eager's gradients."""
+    """Inside, ``prod``, ``masked_fill`` and ``x[mask] = value`` have eager's gradients. ``is_known``: whether a mask's
+    values are known, and with them how many elements it selects."""
+
+    def __init__(self, is_known: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self.is_known = is_known
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -34,6 +40,8 @@ class EagerFormulas(TorchFunctionMode):
             return _values(func, args, kwargs)
         special = _SPECIAL.get(func)
         if special is None or not torch.is_grad_enabled() or compat.in_function_transform():
+            return func(*args, **kwargs)
+        if special is _put and any(map(self.is_known, _masks(args[1]))):
             return func(*args, **kwargs)
         return special(func, *args, **kwargs)
 
@@ -130,7 +138,44 @@ class _FilledBy(torch.autograd.Function):
         return grad, None, masked_sum(grad, mask).to(ctx.dtype)
 
 
+def _masks(index: Any) -> list[torch.Tensor]:
+    indices = index if isinstance(index, list | tuple) else [index]
+    return [one for one in indices if isinstance(one, torch.Tensor) and one.dtype == torch.bool]
+
+
+def _put(func: Any, x: Any, index: Any, value: Any, *accumulate: Any, **kwargs: Any) -> Any:
+    indices = index if isinstance(index, list | tuple) else [index]
+    whole = all(isinstance(one, torch.Tensor) or (isinstance(one, slice) and one == slice(None)) for one in indices)
+    if (
+        not (isinstance(value, torch.Tensor) and value.requires_grad and _masks(index) and whole)
+        or any((*accumulate, kwargs.get("accumulate")))
+        or any(map(compat.is_traceable_wrapper_subclass, (x, value)))
+    ):
+        return func(x, index, value, *accumulate, **kwargs)
+    filled = func(x, index, value.detach())
+    places = [one if isinstance(one, torch.Tensor) else None for one in indices]
+    made = _PutBy.apply(x if filled is None else filled, value, *places)
+    return filled if filled is None else made
+
+
+class _PutBy(torch.autograd.Function):
+    """``filled``, into which ``value`` was written at the places of ``indices``, masks among them."""
+
+    @staticmethod
+    def forward(ctx: Any, filled: torch.Tensor, value: torch.Tensor, *indices: torch.Tensor | None) -> torch.Tensor:
+        ctx.mark_dirty(filled)
+        ctx.save_for_backward(*indices)
+        ctx.shape = value.shape
+        return filled
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        indices = ctx.saved_tensors
+        return grad, selected_sum(grad, indices, ctx.shape), *(None for _ in indices)
+
+
 _SPECIAL = {
     **dict.fromkeys((torch.prod, torch.Tensor.prod), _prod),
+    **dict.fromkeys((torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.index_put, torch.Tensor.index_put), _put),
     **dict.fromkeys((torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_), _masked_fill),
 }

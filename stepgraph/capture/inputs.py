@@ -64,6 +64,15 @@ class Inputs:
         self.specs.append(InputSpec(HostValue(number), live))
         return made
 
+    def add_drawn(self, value: torch.Tensor, device: torch.device, place: int) -> torch.Tensor:
+        """Add what the host draws, leaf number ``place`` of the batch, while the graph is traced; its stand-in, of one
+        row for each microbatch. ``value``: an example of a row."""
+        with compat.without_modes(), self.mode:
+            made = torch.empty((1, *value.shape), dtype=value.dtype, device=device)
+        compat.input_of_trace(made, f"batch_{place}")
+        self.specs.append(InputSpec(BatchLeaf(place)))
+        return made
+
     def add_accumulator(self, name: str, param: torch.Tensor) -> int:
         """Add the sum of the gradients of ``param``, a local fake tensor; where it is."""
         with self.mode, torch.no_grad():

@@ -181,6 +181,19 @@ class KnownValues(compat.TorchDispatchMode):
         history = None if node is None else self._history(node)
         return history is not None and self._batch.keys().isdisjoint(history)
 
+    def knows_of_batch(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor of the running trace follow from literals and the batch's integers."""
+        return compat.node_of_trace(tensor) is not None and self._knows_all(tensor)
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a known ``tensor`` of the example batch holds, on the CPU."""
+        return self._value(tensor)
+
+    def kept_for_host(self, tensor: torch.Tensor) -> fx.Node:
+        """A known ``tensor`` in `BatchReads`, which computes it before each step."""
+        node = compat.node_of_trace(tensor)
+        return self._reads.keep({node: _literal(node) for node in self._history(node)}, node)
+
     def listed(self, tensor: torch.Tensor) -> list | None:
         """What a known ``tensor`` holds; None for others."""
         return self._ask(_TOLIST, (tensor,)) if self._knows_all(tensor) else None

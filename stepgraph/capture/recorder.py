@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -71,12 +71,14 @@ class Recorder:
     """Attributes every node of a graph as a trace creates it. One per trace.
 
     ``repeated``: the calls of ``torch.utils.checkpoint`` that run again in backward, see `stepgraph.capture.repeats`.
-    ``reducing``: for collectives that reduce a parameter's gradient, the parameter's placeholder.
+    ``is_known``: whether the values of a tensor are known, see `stepgraph.capture.known`. ``reducing``: for collectives
+    that reduce a parameter's gradient, the parameter's placeholder.
     """
 
     def __init__(self, model: nn.Module, repeated: Collection[int] = ()):
         self.model = model
         self.phase = "loss"
+        self.is_known: Callable[[torch.Tensor], bool] = lambda _: False
         self.latest: fx.Node | None = None
         self.stack: list[str] = []
         self._regions: list[str] = []  # open ones
@@ -94,6 +96,11 @@ class Recorder:
         self._owner: fx.Node | None = None  # of the gradient that runs through backward
         self._placeholders: dict[int, fx.Node] = {}  # of parameters, by their ids
         self.reducing: dict[fx.Node, fx.Node] = {}
+
+    @property
+    def in_checkpoint(self) -> bool:
+        """Whether a call of ``torch.utils.checkpoint`` is open."""
+        return self._open is not None
 
     @contextlib.contextmanager
     def watch_graph(self, graph: fx.Graph) -> Iterator[None]:
@@ -167,7 +174,7 @@ class Recorder:
                 listening() as self._regions,
                 compat.watch_autocast() as casts,
                 autocast.Kept(casts),
-                EagerFormulas(),
+                EagerFormulas(lambda mask: self.is_known(mask)),
                 compat.intercept_checkpoint(self._in_checkpoint),
                 self._repeats if self._repeats.calls else contextlib.nullcontext(),
             ):
@@ -205,7 +212,7 @@ class Recorder:
         self._open, self._again, self.stack[:] = call, True, stack
         try:
             # `torch.autograd.grad` leaves such a mode of the trace.
-            with self._repeats.again(drawn), EagerFormulas():
+            with self._repeats.again(drawn), EagerFormulas(lambda mask: self.is_known(mask)):
                 yield
         finally:  # torch ends it by an exception once nothing more is needed
             self._open, self._again, self.stack[:] = before

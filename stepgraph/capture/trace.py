@@ -29,6 +29,7 @@ from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.python import writes
 from stepgraph.capture.python.assigned import write_assigned
 from stepgraph.capture.python.end_of_step import traced_end_of_step
+from stepgraph.capture.python.host_draws import Draws, DrawsFound, Hosted, Recording
 from stepgraph.capture.python.metrics import collected
 from stepgraph.capture.python.reads import Change, Reads
 from stepgraph.capture.python.replay import FILLS, Replay, ReplayError
@@ -54,11 +55,11 @@ LossFn = Callable[[nn.Module, Any], torch.Tensor]
 class Traced:
     """A captured step with what binds it to live tensors.
 
-    ``landing``: the slots whose gradients the program returns, and how to wrap them. ``reads``: what Python
-    read, to be compared. ``grow``: by condition, what the host calls before a step that exceeded it is repeated.
-    ``generators``: the model's own that operators draw from. ``batch_reads``: what Python read of the batch's values.
-    ``hosts``: what calls do on the host for optimizers. ``replay``: the loss function's Python, to run again after
-    each step.
+    ``landing``: the slots whose gradients the program returns, and how to wrap them. ``reads``: what Python read, to be
+    compared. ``grow``: by condition, what the host calls before a step that exceeded it is repeated. ``generators``:
+    the model's own that operators draw from. ``batch_reads``: what Python read of the batch's values. ``hosts``: what
+    calls do on the host for optimizers. ``draws``: random numbers that the host draws. ``replay``: the loss function's
+    Python, to run again after each step.
     """
 
     program: StepProgram
@@ -69,6 +70,7 @@ class Traced:
     generators: list[torch.Generator] = field(default_factory=list)
     batch_reads: BatchReads = field(default_factory=lambda: BatchReads({}))
     hosts: list[Host] = field(default_factory=list)
+    draws: Draws = field(default_factory=Draws)
     replay: Replay | None = None
 
     @property
@@ -130,14 +132,18 @@ def trace_step(
 def _traced(*given: Any) -> Traced:
     """`trace_step` with the arguments of `StepTrace`."""
     model, batch, accumulate, exact = given[0], given[2], given[5], given[8]
+    given = (*given, None, ())  # `StepTrace`'s ``repeated`` and ``hosted``
     trace = StepTrace(*given)
     try:
         while True:  # twice or three times if calls of checkpoint must run twice: some, then all
             try:
                 program = trace.program()
                 break
-            except (RunAgain, Again) as found:
-                given = (*given[:10], found.calls) if isinstance(found, RunAgain) else given
+            except (RunAgain, Again, DrawsFound) as found:
+                if isinstance(found, RunAgain):
+                    given = (*given[:10], found.calls, given[11])
+                elif isinstance(found, DrawsFound):
+                    given = (*given[:11], found.hosted)
                 trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
         moving = trace.replay.prove(model) if trace.replay else []
@@ -158,7 +164,8 @@ def _traced(*given: Any) -> Traced:
     trace.batch_reads.close()
     checks.check_alike(trace.batch_reads.hold(flatten_batch(batch)[0], accumulate), accumulate)
     replay = trace.replay if trace.replay and (trace.replay.wanted or moving) else None
-    return Traced(*found, generators, trace.batch_reads, trace.update.hosts if trace.update else [], replay)
+    hosts = trace.update.hosts if trace.update else []
+    return Traced(*found, generators, trace.batch_reads, hosts, trace.draws, replay)
 
 
 class StepTrace:
@@ -177,7 +184,11 @@ class StepTrace:
         exact: bool = False,
         fill: float | None = None,
         repeated: Collection[int] | None = None,
+        hosted: Sequence[Hosted] | None = (),
     ):
+        # Not where Python runs again after the step, or where several ranks would draw for one batch.
+        self.hosted = hosted if fill is None and share is None else None
+        self.draws = Draws()
         self.guard, self.exact = guard, exact
         self.model, self.loss_fn, self.max_grad_norm, self.accumulate = model, loss_fn, max_grad_norm, accumulate
         self.share = share
@@ -226,7 +237,7 @@ class StepTrace:
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             tensors = self._tensors(flat, entries)
-            loss, grads, held = self._forward_backward(flat, tensors, batch)
+            loss, grads, held = self._forward_backward(flat, tensors, batch, inputs)
             with self._in_optimizer():
                 write_assigned(self.recorder, held, flat)
                 outputs.extend((values.Loss(), *self._of_loss()))
@@ -247,7 +258,7 @@ class StepTrace:
         outputs: list[values.Output] = [values.Loss()]
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
-            loss, grads, held = self._forward_backward(flat, self._tensors(flat, entries), batch)
+            loss, grads, held = self._forward_backward(flat, self._tensors(flat, entries), batch, inputs)
             with self.recorder.watch_graph(compat.graph_of_trace()), torch.no_grad():
                 with self.recorder.in_phase("backward"):
                     for i, grad in grads.items():
@@ -330,7 +341,9 @@ class StepTrace:
         known |= {node: slot.tensor for node, slot in self.settings.items()}
         with compat.without_modes():  # a copy from a GPU would be fake
             on_host = {node: value.cpu() for node, value in known.items()}
-        return KnownValues(on_host, self.batch_reads)
+        found = KnownValues(on_host, self.batch_reads)
+        self.recorder.is_known = found.knows_of_batch
+        return found
 
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
         """The stand-ins of parameters and buffers."""
@@ -342,7 +355,7 @@ class StepTrace:
         return tensors
 
     def _forward_backward(
-        self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple]
+        self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple], inputs: Inputs
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
         """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
         kept_before, modules_before = kept_tensors(self.model), dict(self.model.named_modules())
@@ -364,7 +377,7 @@ class StepTrace:
         ):
             params = [(self.slots[i].path, tensors[i]) for i in self.trained]
             frozen = {id(t): s.name for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad}
-            loss, grads = self._loss_and_grads(self._batch(flat, batch), tensors, params, frozen)
+            loss, grads = self._loss_and_grads(self._batch(flat, batch), tensors, params, frozen, inputs)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             checks.refuse_replaced(modules_before, self.model)
             checks.refuse_data_assigned(self.slots, tensors, places)
@@ -409,6 +422,7 @@ class StepTrace:
         tensors: Sequence[torch.Tensor],
         params: Sequence[tuple[str, torch.Tensor]],
         frozen: Mapping[int, str],
+        inputs: Inputs,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """Loss and gradients as ``(loss_fn(model, batch) / accumulate).backward()`` gives them.
 
@@ -417,7 +431,7 @@ class StepTrace:
         """
         call = partial(self.loss_fn, self.model, batch)
         with collected() as self.reported, self._reading(tensors, batch) as end:
-            loss = checks.without_host_random(self.recorder, call, self.reads.random)
+            loss = self._recording(call, inputs)
             end(loss)
         checks.check_loss(loss)
         checks.refuse_metrics_of_stages(map(str, self._of_loss()), self.share is not None)
@@ -443,6 +457,26 @@ class StepTrace:
                     grad = gradients.local(grads[i], param)
                     grads[i] = gradients.as_accumulated(grad, unwrap(param)[0][0]) if self.accumulate == 1 else grad
         return loss.detach(), grads
+
+    def _recording(self, call: Callable[[], Any], inputs: Inputs) -> Any:
+        """What ``call`` gives; what it draws on the host and makes tensors of is recorded."""
+        if self.hosted is None:
+            return checks.without_host_random(self.recorder, call, self.reads.random)
+
+        def add_leaf(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+            return inputs.add_drawn(value, device, len(self.leaves) + len(recording.draws.leaves) - 1)[0]
+
+        # In a checkpointed call eager draws again in backward, and gets other numbers.
+        refuses = lambda: self.recorder.in_checkpoint  # noqa: E731
+        recording = Recording(self.hosted, self.reads.random, self._known, add_leaf, refuses)
+        self.draws = recording.draws
+        try:
+            with recording.recorded():
+                return call()
+        except Exception as error:
+            if isinstance(error, DrawsFound) or not (recording.draws.calls or recording.failed):
+                raise
+            raise DrawsFound(None) from error
 
     @contextlib.contextmanager
     def _in_optimizer(self) -> Iterator[None]:

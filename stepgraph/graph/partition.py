@@ -60,7 +60,7 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
     devices = {t.device.type for t in tensors_of(node)}
     if devices - {gpu}:
         return f"it works on {' and '.join(sorted(devices))} tensors"
-    if packet(node) is torch.ops.stepgraph.masked_sum:
+    if packet(node) in (torch.ops.stepgraph.masked_sum, torch.ops.stepgraph.selected_sum):
         return "the host must read how many elements its mask selects"
     if packet(node) in _GROUPED and not grouped.on_device(node.args[0].meta["val"]):
         return "torch computes grouped products in bf16 alone without reading the groups' sizes on the host"

@@ -9,6 +9,7 @@ import torch
 from stepgraph.capture import Traced, gradients
 from stepgraph.capture.guard.conditions import Grow
 from stepgraph.capture.optimizer import Update
+from stepgraph.capture.python.host_random import HostRandom
 from stepgraph.capture.python.metrics import means
 from stepgraph.capture.state import Watch
 from stepgraph.graph.values import GroupValue
@@ -83,11 +84,15 @@ class BoundStep:
         for host in self.traced.hosts:
             host.begin()
         random = RandomState(self.devices, self.traced.generators) if self.traced.grow else None
-        results = self.runner(leaves)
+        host = HostRandom() if self.traced.grow and self.traced.draws.calls else None
+        drawn = self.traced.draws.run(leaves, self.traced.batch_reads, self.traced.program.microbatches)
+        results = self.runner([*leaves, *drawn])
         if random is not None:
             ratios = {name: results.ratios[name].item() for name in self.traced.grow}
             if exceeded := {name: ratio for name, ratio in ratios.items() if ratio > 1}:
                 random.restore()
+                if host is not None:
+                    host.restore()
                 raise ExceededError(exceeded, self.traced.grow)
         if self.traced.hosts:
             skipped, created = results.metrics.get("skipped"), iter(results.made)

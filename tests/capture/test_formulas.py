@@ -35,6 +35,10 @@ FUNCTIONS = {
     "masked_fill": lambda m, y: y.masked_fill(MASK, m.bias[0]),
     "masked_fill_": lambda m, y: (y * 1).masked_fill_(MASK[:, :1], m.bias[1]),
     "masked_fill_view": lambda m, y: masked_view(m, y * 1),
+    "set_item": lambda m, y: set_item(y * 1, y.detach() > 0, m.bias[3]),
+    "set_item_row": lambda m, y: set_item(y * 1, y.detach()[:, 0] > 0, m.bias[None]),
+    "set_item_column": lambda m, y: set_item(y * 1, (slice(None), y.detach()[0] > 0), m.weight[:1, :1] * 2),
+    "index_put": lambda m, y: y.index_put([y.detach() > 0], m.bias[1]) + y,
     "masked_fill_frozen": lambda m, y: y * torch.ones(8, 5).masked_fill_(MASK, m.bias[2]),
     "penalty": lambda m, y: torch.autograd.grad(y.prod(0).sum(), y, create_graph=True)[0].square(),
     "vmap": lambda m, y: torch.func.vmap(torch.func.grad(lambda row: row.prod()))(y),
@@ -44,6 +48,11 @@ FUNCTIONS = {
 def autocast(function):
     with torch.autocast("cpu", torch.bfloat16):
         return function().float()
+
+
+def set_item(y, index, value):
+    y[index] = value
+    return y.sin()
 
 
 def masked_view(m, y):

@@ -35,6 +35,19 @@ class HostRandom:
         """Names of the generators that another state has by now."""
         return [name for name, (get, _) in self._accesses.items() if not _same(get(), self._states[name])]
 
+    def accept(self) -> None:
+        """From here on, what moved until now counts as unmoved."""
+        self._states = {name: get() for name, (get, _) in self._accesses.items()}
+
+    def kept(self) -> dict[str, Any]:
+        """The states of that moment, to be `put` back after others were accepted."""
+        return dict(self._states)
+
+    def put(self, states: dict[str, Any]) -> None:
+        """Go back to ``states`` as the ones of that moment; a generator that was added since keeps its own."""
+        self._states |= states
+        self.restore()
+
     def restore(self) -> None:
         """Give each generator its state of that moment."""
         for name, (_, set_state) in self._accesses.items():

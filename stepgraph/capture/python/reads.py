@@ -249,10 +249,11 @@ class Reads:
                 found = list(parts.plain_parts(value))
             for part in found:
                 where = part.name if part.absolute else path + part.name
+                inside = values.behind(part.value)
                 if part.how in ("item", "attribute") and part.key != "__defaults__":
-                    self._before.setdefault((id(part.holder), part.key), (where, part.holder, part.key, part.value))
+                    self._before.setdefault((id(part.holder), part.key), (where, part.holder, part.key, inside))
                 if parts.is_looked_into(part):
-                    pending.append((where, part.value))
+                    pending.append((where, inside))
 
     def _of_class(self, cls: type) -> list[parts.Part]:
         """What a class of the user's has: its values, and methods whose code names what may be read."""

@@ -25,6 +25,8 @@ from stepgraph.capture.python.places import of_library, of_program
 
 #: What is read where nothing is.
 ABSENT = type("Absent", (), {"__repr__": lambda _: "nothing"})()
+#: The attribute by which a function that a trace puts in another's place names that one.
+BEHIND = "_stepgraph_behind"
 #: Elements of the largest container, and bytes of the largest array, that are compared at each call.
 LARGEST = 1 << 16
 
@@ -95,6 +97,11 @@ def is_hidden(cls: type) -> bool:
     slots = sum(isinstance(found, types.MemberDescriptorType) for base in cls.__mro__ for found in vars(base).values())
     shown = slots + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     return cls.__basicsize__ > object.__basicsize__ + shown * ctypes.sizeof(ctypes.c_void_p)
+
+
+def behind(value: Any) -> Any:
+    """The function that ``value`` has the place of while a step is traced; other values themselves."""
+    return vars(value).get(BEHIND, value) if type(value) is types.FunctionType else value
 
 
 def held_by(value: Any) -> dict[str, Any] | None:

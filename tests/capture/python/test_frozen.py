@@ -47,10 +47,6 @@ def traces(monkeypatch):
 # ---- random numbers of the host ----
 
 
-def numpy_mask(self, x):
-    return x * torch.from_numpy((np.random.rand(6) > 0.5).astype(np.float32))
-
-
 def numpy_branch(self, x):
     return x if np.random.uniform() < 0.5 else -x
 
@@ -79,7 +75,6 @@ def host_state():
 @pytest.mark.parametrize(
     ("function", "generator"),
     [
-        (numpy_mask, r"numpy\.random"),
         (numpy_branch, r"numpy\.random"),
         (python_branch, "Python's random"),
         (python_integer, "Python's random"),
@@ -120,10 +115,9 @@ def test_whisper_masks_its_spectrum_by_numpy():
     )  # fmt: skip
     model = transformers.WhisperForConditionalGeneration(config).train()
     batch = {"input_features": torch.randn(2, 8, 40), "labels": torch.randint(3, 50, (2, 7))}
-    with pytest.raises(CaptureError, match=r"model \(.*modeling_whisper.py:\d+\) draws numbers from numpy.random"):
-        stepgraph.capture(model, lambda m, b: m(**b).loss, batch, passes="exact")
-    config.apply_spec_augment = False
-    assert stepgraph.capture(model, lambda m, b: m(**b).loss, batch, passes="exact").verify(batch).bitwise
+    step = stepgraph.capture(model, lambda m, b: m(**b).loss, batch, passes="exact")
+    assert [step.verify(batch).bitwise for _ in range(2)] == [True, True]
+    assert step(batch) != step(batch)
 
 
 def test_torch_draws_anew_in_every_step_and_drawing_outside_is_free():
