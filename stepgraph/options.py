@@ -115,7 +115,7 @@ class MeshOptions:
     """Microbatches in a step: a step takes accumulate * batch_size * seq_len tokens per data-parallel rank."""
 
     mesh: str | None = None
-    """Ranks, as in pp=2,fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS, tp=N, pp=N, ep=N. None: one process."""
+    """Ranks, as in pp=2,fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS; cp, tp, pp, ep. None: one process."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""

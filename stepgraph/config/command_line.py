@@ -72,6 +72,7 @@ ELSEWHERE = {
     "--tp": "--mesh tp=N",
     "--pp": "--mesh pp=N",
     "--ep": "--mesh ep=N",
+    "--cp": "--mesh cp=N",
     "--deepspeed": "--mesh fsdp=N",
     "--tensor-parallel-size": "--mesh tp=N",
     "--gpus": "--nproc",

@@ -302,10 +302,26 @@ def _check_mesh(config: TrainConfig) -> None:
     _check_pipeline(config, spec)
     sizes = family_of(config.model).tp_sizes
     spec.check_divides({name: getattr(config.model, name) for name in sizes} | {"seq_len": config.seq_len})
+    _check_context(config, spec)
     if spec.ep > 1:
         if not hasattr(config.model, "moe"):
             raise ValueError(f"mesh {spec} spreads experts and the model has none; drop ep={spec.ep}")
         spec.check_divides({"model.moe.n_experts": config.model.moe.n_experts}, "ep")
+
+
+def _check_context(config: TrainConfig, spec: MeshSpec) -> None:
+    """Ranks of cp share sequences and heads, of which a rank of tp has a part."""
+    if spec.cp == 1:
+        return
+    whole = {"seq_len": config.seq_len, "n_heads": config.model.n_heads}
+    whole |= (
+        {}
+        if spec.cp % (kv := getattr(config.model, "n_kv_heads", spec.cp) // spec.tp) == 0
+        else {"n_kv_heads": kv * spec.tp}
+    )
+    spec.check_divides({f"{n} / tp" if spec.tp > 1 else n: size // spec.tp for n, size in whole.items()}, "cp")
+    if spec.pp > 1:
+        raise ValueError(f"mesh {spec} has stages and shares sequences, which are not tested together: drop pp or cp")
 
 
 def _check_pipeline(config: TrainConfig, spec: MeshSpec) -> None:

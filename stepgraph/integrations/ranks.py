@@ -33,8 +33,8 @@ def mesh_spec(args: TrainingArguments, mesh: str | None) -> MeshSpec | None:
     world = args.world_size
     if spec is not None:
         spec.check_world(world)
-        if spec.tp > 1 or spec.pp > 1:
-            raise ValueError(f"mesh {spec}: GraphTrainer takes the axes fsdp, ddp, hsdp and ep; drop tp and pp")
+        if spec.cp * spec.tp * spec.pp > 1:
+            raise ValueError(f"mesh {spec}: GraphTrainer takes the axes fsdp, ddp, hsdp and ep; drop cp, tp and pp")
     if world == 1:
         return None
     replicas = _replicas(args)

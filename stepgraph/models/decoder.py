@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from stepgraph.models.cache import Cache, LayerCache, tokens_in
+from stepgraph.models.context import Context, own_part
 from stepgraph.models.documents import attend_within, check_positions, document_mask
 from stepgraph.models.init import Part, init_parameters
 from stepgraph.models.rope import RopeScaling, YarnScaling, apply_rope, rope_tables
@@ -28,6 +29,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.head_dim, self.gqa, self.scale = head_dim, n_kv_heads != n_heads, scale
+        self.context: Context | None = None
         self.q_proj = nn.Linear(dim, n_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
@@ -57,6 +59,8 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
         if cache is not None:
             k, v = cache.extend(k, v)
+        if self.context is not None:
+            q, k, v = self.context.by_heads(q, k, v)
         if mask is None:
             causal = cache is None or T > 1
             y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.gqa, scale=self.scale)
@@ -64,6 +68,8 @@ class Attention(nn.Module):
             y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.gqa)
         else:
             y = attend_within(q, k, v, mask, self.scale)
+        if self.context is not None:
+            y = self.context.by_tokens(y)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -92,7 +98,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the tokens
     that follow those in it; with ``positions`` (B, T), of packed documents that do not see each other (see
-    `stepgraph.models.documents`).
+    `stepgraph.models.documents`). With a ``context`` the logits are of this rank's part of the tokens.
 
     Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
     then :meth:`init_weights`. With tied embeddings there is no ``head`` module, so the tie survives both.
@@ -106,6 +112,7 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         self.config, self._rope = config, (rope_dim, config.rope_theta, scaling)
+        self.context: Context | None = None
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -129,10 +136,10 @@ class Decoder(nn.Module):
         self.rope_sin.copy_(signed_sin)
 
     def mask(
-        self, x: torch.Tensor, positions: torch.Tensor | None, cache: Cache | None
+        self, tokens: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None, cache: Cache | None
     ) -> BlockMask | torch.Tensor | None:
-        """The mask that the blocks attend with; None: causal."""
-        return None if positions is None else document_mask(positions, x.dtype)
+        """The mask that the blocks attend with, in a stream of ``dtype``; None: causal."""
+        return None if positions is None else document_mask(positions, dtype)
 
     def forward(
         self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
@@ -143,12 +150,15 @@ class Decoder(nn.Module):
             raise ValueError(f"sequence length {T} is above max_seq_len={limit}; shorten it or raise max_seq_len")
         if positions is not None:
             check_positions(positions, tokens, cache)
-        x = self.embed(tokens)  # (B, T, D)
+        x = self.embed(own_part(self, tokens))  # (B, T, D)
         # Tables in the residual stream's dtype, as in Hugging Face: a bf16 model rotates in bf16, with a rounding that
         # existing checkpoints were trained and served with; under autocast the stream, and so the rotation, is fp32.
-        rows = slice(start, T) if positions is None else positions
-        cos, signed_sin = self.rope_cos[rows].to(x.dtype), self.rope_sin[rows].to(x.dtype)
-        mask = self.mask(x, positions, cache)
+        rows = slice(start, T) if positions is None else own_part(self, positions)
+        cos, signed_sin = self.rope_cos[rows], self.rope_sin[rows]
+        if positions is None:
+            cos, signed_sin = own_part(self, cos, 0), own_part(self, signed_sin, 0)
+        cos, signed_sin = cos.to(x.dtype), signed_sin.to(x.dtype)
+        mask = self.mask(tokens, x.dtype, positions, cache)
         for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = block(x, cos, signed_sin, mask, kept)
         x = self.norm(x)

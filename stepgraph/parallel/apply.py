@@ -11,6 +11,7 @@ from stepgraph import compat
 from stepgraph.errors import unknown_name
 from stepgraph.models.moe.decoder import MoEDecoder
 from stepgraph.models.moe.router import Router
+from stepgraph.parallel.context import share_sequences
 from stepgraph.parallel.expert_chunks import chunk_experts
 from stepgraph.parallel.expert_symmetric import SymmetricExchange
 from stepgraph.parallel.experts import ExpertExchange, exchange_over, expert_paths, expert_splits
@@ -79,6 +80,8 @@ def parallelize(
         at = device or next(model.parameters()).device
         place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)
         register_place(model, place)  # for the loss
+    if mesh.spec.cp > 1:
+        share_sequences(model, mesh, device or next(model.parameters()).device)
     experts = expert_paths(model, mesh.spec) if mesh.experts is not None else set()
     if experts:
         if expert_exchange not in EXCHANGES:
@@ -118,8 +121,8 @@ def parallelize(
             register_place(module, place)
         if isinstance(module, MoEDecoder):
             module.sum_over_ranks = _sum_over_ranks
-        if isinstance(module, Router) and tp is not None:
-            module.sum_over_sequence = partial(_sum_over_tp, mesh)
+        if isinstance(module, Router) and (tp is not None or mesh.spec.cp > 1):
+            module.sum_over_sequence = partial(_sum_over_sequence, mesh)
         for name, buffer in module._buffers.items():
             if buffer is not None and device is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
@@ -143,8 +146,12 @@ def _sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     return compat.all_reduce(value, "sum", dist.group.WORLD)
 
 
-def _sum_over_tp(mesh: Mesh, value: torch.Tensor) -> torch.Tensor:
-    return compat.all_reduce(value, "sum", mesh.axis("tp").get_group())
+def _sum_over_sequence(mesh: Mesh, value: torch.Tensor) -> torch.Tensor:
+    tp = mesh.axis("tp")
+    for group in (tp and tp.get_group(), mesh.context_group):
+        if group is not None:
+            value = compat.all_reduce(value, "sum", group)
+    return value
 
 
 def _with_mesh(forward, tp, module, base, *args):

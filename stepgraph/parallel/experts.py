@@ -16,16 +16,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepgraph import compat
 from stepgraph.capture.guard import conditions
-from stepgraph.capture.roles import declare
 from stepgraph.kernels.moe import combine_rows, gather_rows, sort_by_expert
+from stepgraph.parallel.all_to_all import AllToAll, swap
 from stepgraph.parallel.mesh import Axes, MeshSpec
 from stepgraph.parallel.routed_experts import check_routed, is_routed
 
@@ -92,8 +90,8 @@ class ExpertExchange:
         along = torch.arange(room, device=x.device)  # (room,)
         source = order[(first.unsqueeze(1) + along).clamp(max=order.numel() - 1)]  # (P, room)
         order = torch.where(along < sent.unsqueeze(1), source, -1).flatten()  # (P * room,)
-        received = _swap(counts, self.group, "dispatch")  # from each rank, for each expert here
-        rows = _AllToAll.apply(gather_rows(x, order, places), self.group, "dispatch")
+        received = swap(counts, self.group, "dispatch", "ep")  # from each rank, for each expert here
+        rows = AllToAll.apply(gather_rows(x, order, places), self.group, "dispatch", "ep")
         # What came from each rank is sorted by expert already: the expert of each place, `here` where it is empty.
         ends = received.cumsum(1)
         expert = torch.searchsorted(ends, along.to(ends.dtype).expand(self.ranks, -1).contiguous(), right=True)
@@ -105,7 +103,7 @@ class ExpertExchange:
         """The experts' rows (R, D), ``weights`` (N, K) fp32 -> (N, D), the weighted sum over each token's experts."""
         order, places, by_expert, at = state
         rows = gather_rows(rows, at.flatten(), by_expert.unsqueeze(1))  # back in the parts that they came in
-        return combine_rows(_AllToAll.apply(rows, self.group, "combine"), places, weights, order)
+        return combine_rows(AllToAll.apply(rows, self.group, "combine", "ep"), places, weights, order)
 
     def _room(self, tokens: int, slots: int, here: int, needed: torch.Tensor) -> int:
         room = self.capacity.rows(tokens, slots, here, self.ranks)
@@ -116,25 +114,6 @@ class ExpertExchange:
         needed = needed.clone()
         dist.all_reduce(needed, dist.ReduceOp.MAX, group=self.group)
         return max(room, int(needed))
-
-
-class _AllToAll(torch.autograd.Function):
-    """Part r goes to rank r, (P * room, D) -> (P * room, D); ``kind``: the role of the collectives."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, kind: str) -> torch.Tensor:
-        ctx.group, ctx.kind = group, kind
-        return _swap(rows, group, kind)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _swap(grad.contiguous(), ctx.group, ctx.kind), None, None
-
-
-def _swap(parts: torch.Tensor, group: dist.ProcessGroup, kind: str) -> torch.Tensor:
-    swapped = compat.all_to_all(parts, group)
-    declare(swapped, kind, "ep")
-    return swapped
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
+from stepgraph.models.context import PLACE
 from stepgraph.models.loss import IGNORE, added_losses, logits_of, mean_cross_entropy, usual_count
+from stepgraph.parallel.context import Context
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.tensor import place_in
 
@@ -107,22 +109,28 @@ def next_token_loss(mesh: Mesh) -> LossFn:
     """``loss_fn(model, batch)`` for a model parallelized over ``mesh``, as `stepgraph.models.next_token_loss`.
 
     Each data-parallel rank gives its own batch, ranks of one tp group the same; the loss is the mean over the mesh:
-    with ``batch["targets_per_row"]``, of each rank's own rows, that over all targets.
+    with ``batch["targets_per_row"]``, of each rank's own rows, that over all targets. Ranks of ``cp`` give the same
+    batch, and each computes the loss of its part of the tokens; the mean of their losses is that over all targets.
     """
-    tp = mesh.axis("tp")
+    tp, cp = mesh.axis("tp"), Context(mesh) if mesh.spec.cp > 1 else None
 
     def loss_fn(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with added_losses() as others:
-            logits, targets = logits_of(model, batch).flatten(0, 1), batch["targets"].flatten()
+            logits, targets = logits_of(model, batch).flatten(0, 1), batch["targets"]
         count = usual_count(batch)
-        if count is not None:
+        if cp is not None:
+            count = ((targets != IGNORE).sum() if count is None else count) / cp.ranks
+            targets = cp.part(targets, place_in(model, PLACE))
+        targets = targets.flatten()
+        if "targets_per_row" in batch:
             count = mean_over_mesh(count, mesh)
         if tp is not None:
             loss = cross_entropy(logits, targets, tp, place=place_in(model), count=count)
         else:
             loss = mean_cross_entropy(logits.float(), targets, count)
         if others:
-            loss = loss + _sum_over(sum(others), tp)
+            # Parts of sequences add up over cp too, where gradients and losses are averaged.
+            loss = loss + _sum_over(sum(others) * mesh.spec.cp, tp)
         return mean_over_mesh(loss, mesh)
 
     return loss_fn

@@ -1,4 +1,7 @@
-"""The mesh of a run: ``--mesh fsdp=4,tp=2,ep=2`` to ranks, process groups and their slices.
+"""The mesh of a run: ``--mesh fsdp=4,cp=2,tp=2,ep=2`` to ranks, process groups and their slices.
+
+Ranks of ``cp`` share sequences. Each has tokens of its own, so that to parameters they are ranks like those of
+different data: ``fsdp=4,cp=2`` shards over all 8, ``ddp=4,cp=2`` has 8 replicas.
 
 Experts see the same ranks as another mesh: ``ep`` of them, neighbours, share the experts among them, and what is left
 of shards and tensor-parallel ranks (to experts, they too bring tokens of their own) shards each expert's weights.
@@ -35,18 +38,22 @@ class MeshSpec:
     pp: int = _axis()
     """Ranks of a pipeline: each has stages of the model, and all read the same data."""
     dp_replicate: int = _axis(data=True)
-    """Ranks that hold the same shards (DDP, the outer axis of HSDP)."""
+    """Ranks that hold the same shards (DDP, the outer axis of HSDP); without shards, those of ``cp`` included."""
     dp_shard: int = _axis(data=True)
-    """Ranks that shard parameters, gradients and optimizer state (FSDP)."""
+    """Ranks that shard parameters, gradients and optimizer state (FSDP), those of ``cp`` included."""
     tp: int = _axis()
     """Tensor-parallel ranks."""
     ep: int = field(default=1, metadata={"divides": True})
     """Expert-parallel ranks, among the ranks of the axes above: no axis of its own."""
+    cp: int = field(default=1, metadata={"divides": True})
+    """Context-parallel ranks, neighbours among shards or, without shards, replicas: no axis of its own."""
 
     def __post_init__(self) -> None:
         inner = self._inner
         if self.size > MOST_RANKS:
             raise ValueError(f"mesh {self} has {self.size:,} ranks, and {MOST_RANKS:,} is the most: give a smaller one")
+        if self._shards % self.cp:
+            raise ValueError(f"cp={self.cp} does not divide {self._shards} ranks; give a multiple, which counts them")
         if inner % self.ep:
             fits = [n for n in range(1, inner + 1) if inner % n == 0]
             near = [*[n for n in fits if n < self.ep][-1:], *[n for n in fits if n > self.ep][:1]]
@@ -57,9 +64,9 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> "MeshSpec":
-        """``fsdp=N``, ``ddp=N`` or ``hsdp=REPLICASxSHARDS``, ``tp=N`` and ``ep=N``, joined by commas; ``ValueError``
-        else. Without a data-parallel axis, ``ep`` comes with as many shards as it needs."""
-        forms = _DATA_FORMS | {name: (name,) for name in (*MODEL_AXES, "ep")}
+        """``fsdp=N``, ``ddp=N`` or ``hsdp=REPLICASxSHARDS``, ``cp=N``, ``tp=N`` and ``ep=N``, joined by commas;
+        ``ValueError`` else. Without a data-parallel axis, ``ep`` comes with as many shards as it needs."""
+        forms = _DATA_FORMS | {name: (name,) for name in (*MODEL_AXES, "cp", "ep")}
         found: dict[str, tuple[int, ...]] = {}
         for part in text.split(","):
             form, _, value = part.strip().partition("=")
@@ -77,14 +84,19 @@ class MeshSpec:
                 f"mesh {text!r} has two data-parallel axes; shards with replicas are hsdp={replicas}x{shards}"
             )
         sizes = {name: n for form, given in found.items() for name, n in zip(forms[form], given, strict=True)}
+        cp = sizes.get("cp", 1)
         if "ep" in found and not found.keys() & _DATA_FORMS.keys():
-            sizes["dp_shard"] = sizes["ep"] // math.gcd(sizes["ep"], sizes.get("tp", 1))
+            sizes["dp_shard"] = sizes["ep"] // math.gcd(sizes["ep"], sizes.get("tp", 1) * cp)
+        if cp > 1:
+            inner = "dp_replicate" if "ddp" in found else "dp_shard"
+            sizes[inner] = sizes.get(inner, 1) * cp
         return cls(**sizes)
 
     def __str__(self) -> str:
         form = "fsdp" if self.dp_replicate == 1 else "ddp" if self.dp_shard == 1 else "hsdp"
-        data = f"{form}={'x'.join(str(self.sizes[name]) for name in _DATA_FORMS[form])}"
-        others = {name: self.sizes[name] for name in MODEL_AXES} | {"ep": self.ep}
+        shown = [self.sizes[name] for name in _DATA_FORMS[form]]
+        data = f"{form}={'x'.join(map(str, [*shown[:-1], shown[-1] // self.cp]))}"
+        others = {"cp": self.cp} | {name: self.sizes[name] for name in MODEL_AXES} | {"ep": self.ep}
         return ",".join([data, *(f"{name}={size}" for name, size in others.items() if size > 1)])
 
     @property
@@ -95,7 +107,12 @@ class MeshSpec:
     @property
     def _inner(self) -> int:
         """Ranks that ``ep`` divides: shards, or replicas where nothing is sharded, times tp."""
-        return (self.dp_replicate if self.dp_shard == 1 else self.dp_shard) * self.tp
+        return self._shards * self.tp
+
+    @property
+    def _shards(self) -> int:
+        """Ranks that ``cp`` divides: shards, or replicas where nothing is sharded."""
+        return self.dp_replicate if self.dp_shard == 1 else self.dp_shard
 
     @property
     def expert_sizes(self) -> dict[str, int]:
@@ -113,7 +130,7 @@ class MeshSpec:
     @property
     def dp(self) -> int:
         """Ranks that read data of their own."""
-        return math.prod(self.sizes[name] for name in DATA_AXES)
+        return math.prod(self.sizes[name] for name in DATA_AXES) // self.cp
 
     def check_world(self, world: int) -> None:
         """``ValueError`` unless the mesh has ``world`` ranks, with the nearest mesh that has."""
@@ -156,7 +173,7 @@ def _nearest(spec: MeshSpec, world: int) -> MeshSpec:
     else:
         replicate = _divisor(left, spec.dp_replicate)
         near = MeshSpec(dp_replicate=replicate, dp_shard=left // replicate, **found)
-    return replace(near, ep=_divisor(near._inner, spec.ep))
+    return replace(near, cp=_divisor(near._shards, spec.cp), ep=_divisor(near._inner, spec.ep))
 
 
 def _divisor(number: int, limit: int) -> int:
@@ -201,7 +218,8 @@ class Axes:
 
 class Mesh(Axes):
     """The mesh of a run. ``spec``: its sizes. ``devices`` has no ``pp``: it is of the ranks that share a stage.
-    ``stage_group``: their process group. ``experts``: the mesh as experts see it; None without ``ep``."""
+    ``stage_group``: their process group. ``context_group``: the ranks that share this one's sequences; None without
+    ``cp``. ``experts``: the mesh as experts see it; None without ``ep``."""
 
     shard, averaged = "dp_shard", ("dp_replicate", "dp_shard")
 
@@ -218,7 +236,9 @@ class Mesh(Axes):
         every = (*self.names, "pp") if spec.pp > 1 else self.names
         grid = _device_mesh(device_type, spec.sizes, every)
         with compat.single_gloo_thread():
-            self.stage_group = _stage_group(spec)
+            rest = spec.size // spec.pp
+            self.stage_group = _own_group(spec, "stage", rest, 1) if spec.pp > 1 else dist.group.WORLD
+            self.context_group = _own_group(spec, "cp", spec.cp, spec.tp) if spec.cp > 1 else None
         # Slices are made here, once: torch 2.11 cannot make them during a trace.
         self.devices = grid[self.names] if spec.pp > 1 else grid
         shown = every if spec.pp == 1 else (*names, "pp")  # a pipeline alone has no other axis
@@ -228,7 +248,17 @@ class Mesh(Axes):
 
     @property
     def dp_place(self) -> int:
-        """This rank's place among the ``spec.dp`` ranks that read data of their own."""
+        """This rank's place among the ``spec.dp`` that read data of their own; ranks of ``cp`` have the same."""
+        return self._token_place // self.spec.cp
+
+    @property
+    def cp_place(self) -> int:
+        """This rank's place along ``cp``: which part of the sequences it has."""
+        return self._token_place % self.spec.cp
+
+    @property
+    def _token_place(self) -> int:
+        """This rank's place among those that have tokens of their own."""
         place = 0
         for name in DATA_AXES:
             place = place * self.spec.sizes[name] + self.place(name)
@@ -246,7 +276,7 @@ class ExpertAxes(Axes):
     shard = "ep_shard"
 
     def __init__(self, spec: MeshSpec, device_type: str):
-        self.sizes, self.divisor = spec.expert_sizes, spec.dp
+        self.sizes, self.divisor = spec.expert_sizes, spec.dp * spec.cp
         self.names = tuple(name for name in reversed(self.sizes) if self.sizes[name] > 1)
         every = (*self.names, "pp") if spec.pp > 1 else self.names
         grid = _device_mesh(device_type, {"pp": spec.pp} | self.sizes, every)
@@ -272,12 +302,11 @@ def _device_mesh(device_type: str, sizes: dict[str, int], names: tuple[str, ...]
         return DeviceMesh(device_type, ranks, mesh_dim_names=names)
 
 
-def _stage_group(spec: MeshSpec) -> dist.ProcessGroup:
-    """The ranks that share this one's stage of a pipeline; without a pipeline all. Every rank makes all the groups."""
-    found, size = dist.group.WORLD, spec.size // spec.pp
-    for first in range(0, spec.size if spec.pp > 1 else 0, size):
-        ranks = range(first, first + size)
-        group = dist.new_group(list(ranks), group_desc="stage")
-        if dist.get_rank() in ranks:
+def _own_group(spec: MeshSpec, name: str, ranks: int, stride: int) -> dist.ProcessGroup:
+    """Of the groups of ``ranks`` ranks, ``stride`` apart, this one's. Every rank makes all of them."""
+    found = dist.group.WORLD
+    for first in torch.arange(spec.size).view(-1, ranks, stride).transpose(1, 2).reshape(-1, ranks).tolist():
+        group = dist.new_group(first, group_desc=name)
+        if dist.get_rank() in first:
             found = group
     return found

@@ -25,15 +25,16 @@ SEQUENCE = 1  # dimension of the sequence in activations (B, T, D)
 _PLACE = "tp_place"
 
 
-def register_place(module: nn.Module, place: torch.Tensor) -> None:
-    """Keep ``place``, a rank's along ``tp`` as a scalar int64, in a buffer of ``module`` that is in no checkpoint: an
-    input of the graph, so that all ranks have the same one."""
-    module.register_buffer(_PLACE, place, persistent=False)
+def register_place(module: nn.Module, place: torch.Tensor, name: str = _PLACE) -> None:
+    """Keep ``place``, a rank's along ``tp`` (or another axis) as a scalar int64, in a buffer ``name`` of ``module``
+    that is in no checkpoint: an input of the graph, so that all ranks have the same one."""
+    module.register_buffer(name, place, persistent=False)
 
 
-def place_in(model: nn.Module) -> torch.Tensor | None:
-    """This rank's place along ``tp``, as the modules of a parallel ``model`` keep it; None where they do not."""
-    return next((buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == _PLACE), None)
+def place_in(model: nn.Module, place: str = _PLACE) -> torch.Tensor | None:
+    """This rank's place along ``tp``, as the modules of a parallel ``model`` keep it in ``place``; None where they do
+    not."""
+    return next((buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == place), None)
 
 
 def gather_sequence(x: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:

@@ -63,10 +63,10 @@ class Samples:
             raise ValueError("sample_prompt is about samples and there are none: add --sample-every")
         if config.sample_every:
             _check_every(config.sample_every, config.val_every)
-            if (spec := config.mesh_spec) and spec.tp * spec.pp * spec.ep > 1:
+            if (spec := config.mesh_spec) and spec.cp * spec.tp * spec.pp * spec.ep > 1:
                 raise ValueError(
-                    f"sample_every needs whole models, and mesh={config.mesh} splits them by tp, pp or ep: drop it, "
-                    "and use stepgraph sample RUN"
+                    f"sample_every needs whole models, and mesh={config.mesh} splits them by cp, tp, pp or ep: drop "
+                    "it, and use stepgraph sample RUN"
                 )
             self._writer = Writer(config.tokenizer, chat)
             self._prompt = self._writer.prompt(config.sample_prompt)

@@ -139,7 +139,7 @@ REFUSED = {
         "gradient_checkpointing",
     ),
     "bf16 evaluation": ({"bf16_full_eval": True}, None, "bf16_full_eval"),
-    "tensors split": ({}, "fsdp=1,tp=2", "drop tp and pp"),
+    "tensors split": ({}, "fsdp=1,tp=2", "drop cp, tp and pp"),
     "ranks": ({}, "fsdp=4", "4 ranks and there are 2 processes"),
     "no such axis": ({}, "dp=2", "mesh axis"),
 }

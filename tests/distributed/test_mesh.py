@@ -30,6 +30,11 @@ from tests.distributed.ranks import TINY, on_processes
         ("ep=4,tp=2", (1, 2, 2), "fsdp=2,tp=2,ep=4"),
         ("tp=4,ep=2", (1, 1, 4), "fsdp=1,tp=4,ep=2"),
         ("ep=4,hsdp=2x2,tp=2", (2, 2, 2), "hsdp=2x2,tp=2,ep=4"),
+        ("cp=2", (1, 2, 1), "fsdp=1,cp=2"),
+        ("fsdp=2,cp=4,tp=2", (1, 8, 2), "fsdp=2,cp=4,tp=2"),
+        ("cp=2,ddp=3", (6, 1, 1), "ddp=3,cp=2"),
+        ("hsdp=2x1,cp=2", (2, 2, 1), "hsdp=2x1,cp=2"),
+        ("cp=2,ep=4", (1, 4, 1), "fsdp=2,cp=2,ep=4"),
     ],
 )
 def test_parse(text, sizes, shown):
@@ -42,7 +47,7 @@ def test_parse(text, sizes, shown):
     ("text", "message"),
     [
         ("fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
-        ("", "unknown mesh axis '': choose one of ddp, ep, fsdp, hsdp, pp, tp"),
+        ("", "unknown mesh axis '': choose one of cp, ddp, ep, fsdp, hsdp, pp, tp"),
         ("fsdp", "mesh 'fsdp': 'fsdp' has no size above 0; write it as in fsdp=2"),
         ("fsdp=2x4", "mesh 'fsdp=2x4': 'fsdp=2x4' has no size above 0; write it as in fsdp=2"),
         ("hsdp=8", "mesh 'hsdp=8': 'hsdp=8' has no size above 0; write it as in hsdp=2x4 (replicas x shards)"),
@@ -78,6 +83,11 @@ def test_texts_that_are_refused(text, message):
             "fsdp=1,tp=4 has 4 ranks and there are 6 processes: try --mesh fsdp=2,tp=3, or start 4 (--nproc 4)",
         ),
         ("hsdp=2x4", 4, "hsdp=2x4 has 8 ranks and there are 4 processes: try --mesh hsdp=2x2, or start 8 (--nproc 8)"),
+        (
+            "fsdp=2,cp=2",
+            2,
+            "fsdp=2,cp=2 has 4 ranks and there are 2 processes: try --mesh fsdp=1,cp=2, or start 4 (--nproc 4)",
+        ),
         ("ddp=2", 3, "ddp=2 has 2 ranks and there are 3 processes: try --mesh ddp=3, or start 2 (--nproc 2)"),
     ],
 )
@@ -108,6 +118,9 @@ def test_ranks_count_tp_fastest(world):
     assert mesh.axis("tp").mesh.tolist() == [4, 5]
     assert mesh.axis("dp_shard").mesh.tolist() == [5, 7]
     assert mesh.axis("dp_replicate").mesh.tolist() == [1, 5]
+    mesh = Mesh(MeshSpec.parse("fsdp=2,cp=2,tp=2"), "cpu")
+    assert (mesh.dp_place, mesh.cp_place, mesh.spec.dp, mesh.place("dp_shard")) == (1, 0, 2, 2)
+    assert dist.get_process_group_ranks(mesh.context_group) == [5, 7]
     assert Mesh(MeshSpec.parse("fsdp=8"), "cpu").axis("tp") is None
     with pytest.raises(ValueError, match="mesh fsdp=4 has 4 ranks and there are 8 processes"):
         Mesh(MeshSpec.parse("fsdp=4"), "cpu")

@@ -177,6 +177,7 @@ def simulated(config: TrainConfig, gpu: Gpu, rank: int = 0) -> Iterator[tuple[St
         program = lower(simulated_spec(config, mesh), Target.forecast(gpu)).program
         meshes = [] if mesh is None else [mesh] if mesh.experts is None else [mesh, mesh.experts]
         axes = {name: axes.axis(name).get_group() for axes in meshes for name in axes.names}
+        axes |= {"cp": mesh.context_group} if mesh is not None and mesh.context_group else {}
         yield program, links.groups(axes) if axes else {}
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from stepgraph.models.cache import LayerCache
 from stepgraph.models.checks import check_positive
+from stepgraph.models.context import Context
 from stepgraph.models.decoder import Block
 from stepgraph.models.documents import attend_within
 from stepgraph.models.moe.config import MoEConfig
@@ -93,6 +94,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: DeepSeekV3Config):
         super().__init__()
         self.config = config
+        self.context: Context | None = None
         dim, rank, heads = config.dim, config.q_lora_rank, config.n_heads
         self.q_proj = self.q_a_proj = self.q_a_norm = self.q_b_proj = None
         if rank is None:
@@ -133,7 +135,11 @@ class LatentAttention(nn.Module):
         causal = cache is None or q.shape[2] > 1
         if cache is not None:
             k, v = cache.extend(k, v)
-        return self.o_proj(self._attend(q, k, v, causal, mask).transpose(1, 2).flatten(2))
+        if self.context is None:
+            y = self._attend(q, k, v, causal, mask)
+        else:
+            y = self.context.by_tokens(self._attend(*self.context.by_heads(q, k, v), causal, mask))
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None

@@ -15,6 +15,7 @@ from torch import nn
 
 from stepgraph.models.cache import Cache, LayerCache
 from stepgraph.models.checks import check_heads, check_positive
+from stepgraph.models.context import Context, own_part
 from stepgraph.models.documents import attend_within, check_positions, document_mask
 from stepgraph.models.init import Part, init_parameters
 
@@ -78,6 +79,7 @@ class Attention(nn.Module):
     def __init__(self, config: GolfConfig):
         super().__init__()
         self.head_dim = config.head_dim
+        self.context: Context | None = None
         self.gqa = config.n_kv_heads != config.n_heads
         kv_dim = config.n_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
@@ -97,10 +99,14 @@ class Attention(nn.Module):
         # The pytorch issue's code repeats k and v for each query head; grouped attention needs no copies.
         if cache is not None:
             k, v = cache.extend(k, v)
+        if self.context is not None:
+            q, k, v = self.context.by_heads(q, k, v)
         if mask is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
         else:
             y = attend_within(q, k, v, mask)
+        if self.context is not None:
+            y = self.context.by_tokens(y)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -141,7 +147,7 @@ class Block(nn.Module):
 class Golf(nn.Module):
     """The golf model: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the
     tokens that follow those in it; with ``positions`` (B, T), of packed documents that do not see each other (see
-    `stepgraph.models.documents`).
+    `stepgraph.models.documents`). With a ``context`` the logits are of this rank's part of the tokens.
 
     Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
     then :meth:`init_weights`.
@@ -150,6 +156,7 @@ class Golf(nn.Module):
     def __init__(self, config: GolfConfig):
         super().__init__()
         self.config = config
+        self.context: Context | None = None
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.embed_norm = _norm(config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
@@ -166,7 +173,7 @@ class Golf(nn.Module):
     ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
         if positions is not None:
             check_positions(positions, tokens, cache)
-        x = self.embed_norm(self.embed(tokens))  # (B, T, D)
+        x = self.embed_norm(self.embed(own_part(self, tokens)))  # (B, T, D)
         mask = None if positions is None else document_mask(positions, x.dtype)
         for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = block(x, kept, mask)

@@ -92,14 +92,14 @@ class Llama3(Decoder):
         super().__init__(config, blocks, config.head_dim, config.rope_scaling)
 
     def mask(
-        self, x: torch.Tensor, positions: torch.Tensor | None, cache: Cache | None
+        self, tokens: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None, cache: Cache | None
     ) -> BlockMask | torch.Tensor | None:
         """As in `Decoder`, or FlexAttention's."""
         if self.config.attention != "flex" or (positions is None and cache is not None):
-            return super().mask(x, positions, cache)
+            return super().mask(tokens, dtype, positions, cache)
         if positions is not None:
             raise ValueError("attention='flex' does not separate packed documents; choose sdpa")
-        return causal_block_mask(x.shape[1], x.device)
+        return causal_block_mask(tokens.shape[1], tokens.device)
 
 
 def causal_block_mask(seq_len: int, device: torch.device, block: int = 128) -> BlockMask:

@@ -108,8 +108,9 @@ def job_sections(config: TrainConfig, folder: str, balanced: bool = False) -> di
             "mixed_precision_reduce": "float32",
         },
         "parallelism": {
-            "data_parallel_replicate_degree": mesh.dp_replicate,
-            "data_parallel_shard_degree": mesh.dp_shard,
+            "data_parallel_replicate_degree": mesh.dp_replicate // (mesh.cp if mesh.dp_shard == 1 else 1),
+            "data_parallel_shard_degree": max(1, mesh.dp_shard // mesh.cp),
+            "context_parallel_degree": mesh.cp,
             "tensor_parallel_degree": mesh.tp,
             "expert_parallel_degree": mesh.ep,
             "pipeline_parallel_degree": mesh.pp,

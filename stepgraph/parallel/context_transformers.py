@@ -1,0 +1,115 @@
+"""Context parallelism of transformers' models, through their interface of attention functions.
+
+Every rank gives the model the whole batch, as one process would. A hook before the model's forward takes this rank's
+part of tokens, positions and labels (each token's label is the next one before parts are taken), and makes the mask of
+all tokens where the batch asks for one. Attention functions exchange heads for tokens (see
+`stepgraph.parallel.context`). The logits are of this rank's part; the mean of the ranks' losses is that of one process.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stepgraph.models.context import PLACE, Context
+from stepgraph.models.documents import HIDDEN, document_mask
+from stepgraph.models.loss import IGNORE
+
+_NAME = "stepgraph_context"
+_CONTEXT = "_stepgraph_context"
+_TOKENS = ("input_ids", "position_ids", "labels", "shift_labels")  # (B, T) each
+_OTHER = ("attention_mask", "num_items_in_batch")
+
+
+def models_of_transformers(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules in ``model`` that are models of transformers."""
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        yield model
+    else:
+        for child in model.children():
+            yield from models_of_transformers(child)
+
+
+def share(model: nn.Module, context: Context) -> None:
+    """Let the ranks of ``context`` share the sequences of ``model``, of transformers. ``ValueError`` for a model with
+    layers that mix tokens otherwise than by full attention."""
+    from transformers import AttentionInterface
+
+    kind, config = type(model).__name__, model.config.get_text_config()
+    mixing = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    found = {
+        "attention of its own form": not model._supports_attention_backend,
+        "a state that passes from token to token": getattr(model, "_is_stateful", False),
+        f"layers of {', '.join(mixing)}": bool(mixing),
+        "a convolution over tokens": any(isinstance(m, nn.Conv1d) for m in model.modules()),
+        "an encoder and a decoder": getattr(config, "is_encoder_decoder", False),
+        "a loss of its routers (output_router_logits)": getattr(config, "output_router_logits", False),
+    }
+    for what, holds in found.items():
+        if holds:
+            raise ValueError(f"cp splits sequences, and {kind} has {what}, which needs all of its tokens: drop cp")
+    AttentionInterface.register(_NAME, _attend)
+    model.set_attn_implementation(_NAME)
+    for module in model.modules():
+        setattr(module, _CONTEXT, context)
+    model.register_forward_pre_hook(_take_part, with_kwargs=True)
+
+
+def _take_part(model: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """What the model is called with, of this rank's part of the tokens."""
+    context, place = getattr(model, _CONTEXT), getattr(model, PLACE)
+    given = dict(zip(("input_ids",), args[:1], strict=False)) | given
+    more = [name for name, v in given.items() if isinstance(v, torch.Tensor) and name not in (*_TOKENS, *_OTHER)]
+    if more or len(args) > 1 or "input_ids" not in given:
+        raise ValueError(
+            f"with cp, {type(model).__name__} takes input_ids and, by name, {', '.join((*_TOKENS[1:], *_OTHER))}, and "
+            f"was given {', '.join(more) or 'others'}: leave them out, or drop cp"
+        )
+    tokens, positions, labels = (given.get(name) for name in _TOKENS[:3])
+    all_places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if given.get("attention_mask") is not None:
+        seen = given["attention_mask"][:, None, None, :].bool()
+        given["attention_mask"] = document_mask(all_places, model.dtype).masked_fill(~seen, HIDDEN)
+    elif positions is not None:  # documents begin at 0
+        given["attention_mask"] = document_mask(positions.expand_as(tokens), model.dtype)
+    given["position_ids"] = all_places if positions is None else positions.expand_as(tokens)
+    if labels is not None:
+        if given.get("shift_labels") is None:
+            given["shift_labels"] = F.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+        count = given.get("num_items_in_batch")
+        count = (given["shift_labels"] != IGNORE).sum() if count is None else count
+        given["num_items_in_batch"] = count / context.ranks
+    for name in _TOKENS:
+        if given.get(name) is not None:
+            given[name] = context.part(given[name], place)
+    return (), given | {"use_cache": False}
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,  # (B, H, T / P, d)
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # of all tokens, (B, 1, T, T); None: causal where the module is
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:  # (B, T / P, H, d)
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if others.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} attends with {name}, which cp does not compute: drop cp")
+    context = getattr(module, _CONTEXT)
+    q, k, v = context.by_heads(query, key, value)
+    groups = q.shape[1] // k.shape[1]
+    causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if attention_mask is not None and groups > 1:  # kernels that take a mask know no groups of heads
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    y = F.scaled_dot_product_attention(
+        q, k, v, attention_mask, dropout, causal, scale=scaling, enable_gqa=attention_mask is None and groups > 1
+    )
+    return context.by_tokens(y).transpose(1, 2).contiguous(), None
