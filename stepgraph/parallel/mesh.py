@@ -303,7 +303,7 @@ def _device_mesh(device_type: str, sizes: dict[str, int], names: tuple[str, ...]
 
 
 def _own_group(spec: MeshSpec, name: str, ranks: int, stride: int) -> dist.ProcessGroup:
-    """Of the groups of ``ranks`` ranks, ``stride`` apart, this one's. Every rank makes all of them."""
+    """This rank's among the groups of ``ranks`` ranks that are ``stride`` apart. Every rank makes all of them."""
     found = dist.group.WORLD
     for first in torch.arange(spec.size).view(-1, ranks, stride).transpose(1, 2).reshape(-1, ranks).tolist():
         group = dist.new_group(first, group_desc=name)
