@@ -11,6 +11,7 @@ from torch import fx
 from stepgraph.graph.launch import Launch
 from stepgraph.kernels import attention, fp8  # noqa: F401  (these define operators of torch.ops.stepgraph)
 from stepgraph.kernels.comm import expert_rows  # noqa: F401
+from stepgraph.kernels.lora import sums  # noqa: F401
 from stepgraph.kernels.moe import grouped  # noqa: F401
 from stepgraph.kernels.quant import nf4  # noqa: F401
 
@@ -40,7 +41,7 @@ _PURE = {
     ours.sort_by_expert.default, ours.gather_rows.default, ours.combine_rows.default,
     ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
     ours.swiglu_rows.default, ours.swiglu_rows_backward.default, ours.expert_places.default,
-    ours.flash4_attention.default, ours.flash4_attention_backward.default, ours.dequantize_4bit.default,
+    ours.flash4_attention.default, ours.flash4_attention_backward.default, ours.dequantize_4bit.default, ours.sum_products.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.
@@ -49,7 +50,7 @@ EXPENSIVE = {
     aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
-    ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product, ours.flash4_attention,
+    ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product, ours.flash4_attention, ours.sum_products,
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ import stepgraph.passes.loss.fuse
 import stepgraph.passes.matmul.bitsandbytes
 import stepgraph.passes.matmul.fp8
 import stepgraph.passes.matmul.fuse_casts
+import stepgraph.passes.matmul.lora
 import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.moe.experts
@@ -61,6 +62,7 @@ ORDER = (
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
     "gather_activations_fp8",  # numerics: tensor parallelism's gathers of activations likewise
+    "lora",  # numerics: products of low-rank adapters joined, and added by the base layer's
     "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
     "attention",  # numerics: each attention by the fastest backend
     "recompute",  # the memory policy

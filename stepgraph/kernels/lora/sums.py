@@ -1,0 +1,88 @@
+"""A sum of matrix products, accumulated by the products themselves.
+
+    y = scale * a[0] @ b[0] + a[1] @ b[1] + ... + bias
+
+The first product writes the result, each other one adds to it (cuBLAS: beta = 1), so nothing else passes over it.
+``torch.addmm`` of a matrix copies that first, which costs what an addition does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+Tensor = torch.Tensor
+
+
+def reference(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """`sum_products` in plain torch: summed in fp32 (fp64 for fp64), rounded once."""
+    wide = torch.promote_types(a[0].dtype, torch.float32)
+    total = scale * (a[0].to(wide) @ b[0].to(wide)) + sum(x.to(wide) @ y.to(wide) for x, y in zip(a[1:], b[1:]))
+    return (total if bias is None else total + bias.to(wide)).to(a[0].dtype)
+
+
+@torch.library.custom_op("stepgraph::sum_products", mutates_args=())
+def sum_products(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Add up products of matrices.
+
+    Args:
+        a: one or more matrices (M, K_i), of one dtype.
+        b: as many matrices (K_i, N), in the same dtype; in any strides, as all inputs.
+        bias: None, or (N,) in the same dtype.
+        scale: of the first product alone, applied before it is rounded.
+
+    Returns:
+        (M, N), contiguous, in that dtype; rounded to it after each product.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    _check(a, b, bias)
+    out = a[0].new_empty(a[0].shape[0], b[0].shape[1])
+    if bias is None:
+        torch.addmm(out, a[0], b[0], beta=0, alpha=scale, out=out)
+    else:
+        torch.addmm(bias, a[0], b[0], alpha=scale, out=out)
+    for x, y in zip(a[1:], b[1:], strict=True):
+        out.addmm_(x, y)
+    return out
+
+
+@sum_products.register_fake
+def _(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    _check(a, b, bias)
+    return a[0].new_empty(a[0].shape[0], b[0].shape[1])
+
+
+@register_flop_formula(torch.ops.stepgraph.sum_products)
+def _flops(a_shapes, b_shapes, *_, **__) -> int:
+    return sum(2 * a[0] * a[1] * b[1] for a, b in zip(a_shapes, b_shapes, strict=True))
+
+
+def _check(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> None:
+    fits = len(a) == len(b) > 0 and all(x.ndim == y.ndim == 2 and x.shape[1] == y.shape[0] for x, y in zip(a, b))
+    fits = fits and all(x.shape[0] == a[0].shape[0] and y.shape[1] == b[0].shape[1] for x, y in zip(a, b))
+    tensors = [*a, *b, *([] if bias is None else [bias])]
+    if not fits or len({t.dtype for t in tensors}) > 1 or (bias is not None and bias.shape != b[0].shape[1:]):
+        given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+        raise ValueError(
+            f"sum_products got {len(a)} and {len(b)} matrices{' and a bias' * (bias is not None)}: {given}; allowed are "
+            "pairs (M, K) and (K, N) of one M, N and dtype, and a bias (N,): cast or split the sum"
+        )
+
+
+def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+    a, b, bias, ctx.scale = inputs
+    ctx.save_for_backward(*a, *b)
+    ctx.biased = bias is not None
+
+
+def _backward(ctx: torch.autograd.function.FunctionCtx, dy: Tensor) -> tuple:
+    pairs = len(ctx.saved_tensors) // 2
+    a, b = ctx.saved_tensors[:pairs], ctx.saved_tensors[pairs:]
+    scales = [ctx.scale] + [1.0] * (pairs - 1)
+    da = [dy @ y.t() * scale for y, scale in zip(b, scales, strict=True)]
+    db = [x.t() @ dy * scale for x, scale in zip(a, scales, strict=True)]
+    return da, db, dy.sum(0) if ctx.biased else None, None
+
+
+sum_products.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,380 @@
+"""Low-rank adapters: joined over layers of one input, and added by the products themselves.
+
+Matches y = x W^T + s (x A^T) B^T, forward and backward, as `peft` and others write it. Before -> after:
+
+    t_i = mm(x, A_i^T)                          ->  t = mm(x, [A_1; A_2; ...]^T), in columns        (layers that share x)
+    y = add(mm(x, W^T), mul(mm(t_i, B^T), s))   ->  y = sum_products([t_i, x], [B^T, W^T], scale=s)
+    dt_i = mm(mul(dy, s), B)                    ->  dt_i = sum_products([dy], [B], scale=s)
+    dB = mm(mul(dy, s)^T, t_i)                  ->  dB = sum_products([dy^T], [t_i], scale=s)
+    dA_i = mm(dt_i^T, x)                        ->  dA = mm([dt_1 dt_2 ...]^T, x), in rows          (layers that share x)
+    dx = sum of mm(dt_i, A_i) and mm(dy_i, W_i) ->  dx = sum_products([dt, dy_1, ...], [A, W_1, ...])
+
+So no elementwise operator passes over anything as large as y or x for an adapter, and x is read once for all of them.
+The weights W may be of any form: where the base layer is not a plain product (fp8, dequantized by its own operator), the
+adapter's product stays an addend and the rest holds.
+Tier numerics: s is applied before rounding, dx is summed in the products' dtype. Preconditions: s is a number, and the
+products have the dtype of y. With dropout each adapter reads an x of its own, and only the sums of forward are joined.
+Source: Hu et al., "LoRA", 2021, section 4; the joins are own.
+"""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.edit import Builder, erase_unread, replace
+from stepgraph.graph.facts import is_cast, is_mutating, only_user, packet
+from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.matmul.layers import Layer, Product, find
+
+aten, SUM = torch.ops.aten, torch.ops.stepgraph.sum_products.default
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+@dataclass
+class Adapter:
+    """``down``: t = x A^T. ``up``: t B^T, which reads only that. ``end``: the sum with the product ``base`` of the same
+    layer, None where that is none. ``scale``: s. ``why_not``: why ``up`` is not added by a product."""
+
+    down: Layer
+    up: Layer
+    scale: float = 1.0
+    base: fx.Node | None = None
+    end: fx.Node | None = None
+    why_not: str | None = None
+
+
+@register("lora", "numerics")
+def lora(step: StepGraph, options: object, report: PassReport) -> None:
+    """Join the products of low-rank adapters of one input, and add them without passes over activations."""
+    aliases = Aliases(step.graph)
+    adapters = list(_adapters(find(step, aliases).layers, aliases))
+    report.matched = len(adapters)
+    left: Counter[str] = Counter(adapter.why_not for adapter in adapters if adapter.why_not)
+    groups = _groups(adapters)
+    apart = sum(a.base is not None and _input(a.base, aliases) is not aliases.root(a.down.forward.a.node) for a in adapters)
+    joined = sum(_join_down(group) for group in groups)
+    added = [adapter for adapter in adapters if adapter.why_not is None]
+    for adapter in added:
+        _add(adapter)
+    scaled = [adapter for adapter in adapters if _scale_backward(adapter)]
+    sums = _sum_input_gradients(adapters)
+    gradients = sum(_join_gradients(group) for group in groups)
+    changed = {id(adapter) for adapter in (*added, *scaled)} | {id(a) for g in groups if len(g) > 1 for a in g}
+    report.changed = len(changed)
+    report.summary = (
+        f"{len(added)} of {len(adapters)} adapters added by products; {joined} first products in "
+        f"{sum(len(g) > 1 for g in groups)} of one input, {gradients} of their weights' gradients joined; "
+        f"{sum(sums)} products in {len(sums)} gradients of inputs"
+    )
+    if apart:
+        report.notes.append(f"{apart} adapters read another input than their base layer, as dropout makes it: not joined")
+    report.notes += [f"{number} adapters added by an operator of their own: {why}" for why, number in left.items()]
+
+
+# What is there
+
+
+def _adapters(layers: Sequence[Layer], aliases: Aliases) -> Iterator[Adapter]:
+    """Pairs of layers with nothing between them, the first narrower than what it reads and the second gives."""
+    downs = {layer.forward.node: layer for layer in layers}
+    for up in layers:
+        t = up.forward.a.node
+        down = downs.get(aliases.root(t))
+        if down is None or not _reads_rows(t, down.forward.node) or up.forward.why_not or down.forward.bias:
+            continue
+        (_, width, rank), inner = up.forward.sizes, down.forward.sizes[2]
+        if rank < width and rank < inner and not down.forward.why_not:
+            yield _ended(Adapter(down, up))
+
+
+def _reads_rows(node: fx.Node, source: fx.Node) -> bool:
+    """Whether ``node`` is ``source``, viewed in other shapes at most, and alone in reading it in forward."""
+    while node is not source:
+        if node.target not in _VIEWS:
+            return False
+        node = node.args[0]
+    return True
+
+
+def _ended(adapter: Adapter) -> Adapter:
+    """Follow what reads the product with B, to its sum with the base layer's."""
+    node = adapter.up.forward.node
+    if adapter.up.forward.bias is not None:
+        adapter.why_not = "B has a bias"
+    while adapter.why_not is None:
+        user = only_user(node)
+        if user is None:
+            adapter.why_not = "several operators read what it adds"
+        elif user.target is aten.mul.Tensor and isinstance(user.args[1], (int, float)):
+            adapter.scale *= user.args[1]
+        elif user.target is aten.add.Tensor and _is_plain_sum(user):
+            base = user.args[0] if user.args[1] is node else user.args[1]
+            base = _below(base)
+            if not _is_product(base) or base.meta["val"].dtype != user.meta["val"].dtype:
+                adapter.why_not = f"what it is added to is no product in its dtype, but {packet(base) or base.op}"
+            elif base.meta["val"].shape != adapter.up.forward.node.meta["val"].shape:
+                adapter.why_not = "the base layer's product has another shape"
+            adapter.base, adapter.end = base, user
+            break
+        elif user.target not in _VIEWS:
+            adapter.why_not = f"{packet(user) or user.op} reads what it adds"
+        node = user
+    return adapter
+
+
+def _below(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, as far as nothing else reads it."""
+    while node.target in _VIEWS and only_user(node) is not None:
+        node = node.args[0]
+    return node
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether only one operator reads the product of two matrices, which may have a bias for each column."""
+    if only_user(node) is None or node.kwargs:
+        return False
+    biased = node.target is aten.addmm.default and node.args[0].meta["val"].ndim == 1
+    return node.target is aten.mm.default or biased
+
+
+def _is_plain_sum(node: fx.Node) -> bool:
+    """Whether the node adds two tensors of its own shape."""
+    tensors = len(node.args) == 2 and not node.kwargs and all(isinstance(n, fx.Node) for n in node.args)
+    return tensors and all(n.meta["val"].shape == node.meta["val"].shape for n in node.args)
+
+
+def _groups(adapters: Sequence[Adapter]) -> list[list[Adapter]]:
+    """Adapters by the input that they share, in order of forward."""
+    groups: dict[tuple, list[Adapter]] = defaultdict(list)
+    for adapter in adapters:
+        groups[adapter.down.x].append(adapter)
+    return list(groups.values())
+
+
+def _input(base: fx.Node, aliases: Aliases) -> fx.Node:
+    """What owns the matrix that the base layer multiplies."""
+    return aliases.root(base.args[-2])
+
+
+# Forward
+
+
+def _join_down(group: list[Adapter]) -> int:
+    """One first product for all of ``group``; how many it takes the place of."""
+    first, products = group[0].down.forward.node, [adapter.down.forward for adapter in group]
+    if len(group) == 1:
+        return 0
+    for product in products:
+        _hoist(product.b.node, first)
+    build = Builder(*(p.node for p in products), before=first)
+    stacked = build(aten.cat.default, [_transposed(p.b.node, build) for p in products])
+    wide = build(aten.mm.default, products[0].a.node, build(aten.t.default, stacked))
+    _split(wide, [p.node for p in products], 1, build)
+    return len(group)
+
+
+def _split(wide: fx.Node, parts: Sequence[fx.Node], dim: int, build: Builder) -> None:
+    """Replace ``parts`` by slices of ``wide``, which has them side by side."""
+    ends = list(itertools.accumulate(part.meta["val"].shape[dim] for part in parts))
+    pieces = [
+        build(aten.slice.Tensor, wide, dim, start, end, like=part)
+        for part, start, end in zip(parts, (0, *ends), ends)
+    ]
+    for part, piece in zip(parts, pieces, strict=True):
+        read = part.all_input_nodes
+        replace(part, piece)
+        erase_unread(*read)
+
+
+def _hoist(node: fx.Node, before: fx.Node) -> None:
+    """Move what a weight is made by, gathers and casts, ``before`` where it is read now."""
+    if before < node:
+        for source in node.all_input_nodes:
+            _hoist(source, before)
+        before.prepend(node)
+
+
+def _transposed(node: fx.Node, build: Builder) -> fx.Node:
+    return node.args[0] if node.target is aten.t.default else build(aten.t.default, node)
+
+
+def _add(adapter: Adapter) -> None:
+    """The products with B and with the base layer's weight as one sum."""
+    base, up, end = adapter.base, adapter.up.forward.node, adapter.end
+    bias, x, w = base.args if base.target is aten.addmm.default else (None, *base.args)
+    build = Builder(base, up, end, before=end)
+    t, b = up.args
+    y = build(SUM, [t, x], [b, w], bias, adapter.scale)
+    read = end.all_input_nodes
+    replace(end, build.view(y, end.meta["val"].shape))
+    erase_unread(*read)
+
+
+# Backward
+
+
+def _scale_backward(adapter: Adapter) -> bool:
+    """Leave the scale of the output's gradient to the products that read it."""
+    if adapter.scale == 1:
+        return False
+    done = False
+    for product in (adapter.up.input_gradient, adapter.up.weight_gradient):
+        if product is None or product.node.target is not aten.mm.default:
+            continue
+        build = Builder(product.node, before=product.node)
+        dy = _unscaled(product.node.args[0], adapter.scale, build)
+        if dy is None:
+            continue
+        new = build(SUM, [dy], [product.node.args[1]], None, adapter.scale)
+        read = product.node.all_input_nodes
+        _moved(adapter, product, new)
+        replace(product.node, new)
+        erase_unread(*read)
+        done = True
+    return done
+
+
+def _moved(adapter: Adapter, product: Product, new: fx.Node) -> None:
+    """Note that ``product`` is ``new`` now."""
+    if product is adapter.up.input_gradient:
+        adapter.up.input_gradient = product._replace(node=new)
+    else:
+        adapter.up.weight_gradient = product._replace(node=new)
+
+
+def _unscaled(node: fx.Node, scale: float, build: Builder) -> fx.Node | None:
+    """The matrix ``node`` before it was multiplied by ``scale``, or None."""
+    if node.target is aten.t.default:
+        found = _unscaled(node.args[0], scale, build)
+        return None if found is None else build(aten.t.default, found)
+    shape = node.meta["val"].shape
+    while node.target in _VIEWS:
+        node = node.args[0]
+    if node.target is not aten.mul.Tensor or node.args[1] != scale or node.meta["val"].dtype != _dtype(node.args[0]):
+        return None
+    dy = node.args[0]
+    if not dy.meta["val"].is_contiguous():
+        dy = build(aten.clone.default, dy, memory_format=torch.contiguous_format)
+    return build.view(dy, shape)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    return node.meta["val"].dtype
+
+
+def _sum_input_gradients(adapters: Sequence[Adapter]) -> list[int]:
+    """One sum of products for each gradient of an input that adapters take part in: how many products each has."""
+    trees: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for adapter in adapters:
+        product = adapter.down.input_gradient
+        if product is not None and product.node.target is aten.mm.default and (root := _root(product.node)):
+            trees[root].append(product.node)
+    found = []
+    for root, downs in trees.items():
+        leaves = sorted(_leaves(root))
+        kinds = {(n.meta["val"].shape, n.meta["val"].dtype) for n in leaves}
+        if len(leaves) < 2 or len(kinds) > 1:
+            continue
+        found.append(len(leaves))
+        last, products = leaves[-1], [leaf.args for leaf in leaves if leaf not in downs]
+        build = Builder(*leaves, before=last)
+        if len(downs) > 1:
+            downs = sorted(downs)
+            stacked = build(aten.cat.default, [n.args[1] for n in downs])
+            products.insert(0, (_side_by_side([n.args[0] for n in downs]), stacked))
+        else:
+            products.insert(0, downs[0].args)
+        total = build(SUM, *map(list, zip(*products, strict=True)))
+        for leaf in leaves[:-1]:
+            _drop(leaf)
+        read = last.all_input_nodes
+        replace(last, total)
+        erase_unread(*read)
+    return found
+
+
+def _side_by_side(parts: list[fx.Node]) -> fx.Node:
+    """Matrices joined in columns, once, after the last of them."""
+    known = [user for user in parts[0].users if user.target is aten.cat.default and user.args == (parts, 1)]
+    return known[0] if known else Builder(*parts, after=max(parts))(aten.cat.default, parts, 1)
+
+
+def _summand(node: fx.Node) -> fx.Node | None:
+    """The sum that alone reads ``node``, viewed and cast at most."""
+    while (user := only_user(node)) is not None and (user.target in _VIEWS or is_cast(user)):
+        node = user
+    return user if user is not None and user.target is aten.add.Tensor and _is_plain_sum(user) else None
+
+
+def _root(leaf: fx.Node) -> fx.Node | None:
+    """The last of the sums that ``leaf`` goes into."""
+    root, node = None, _summand(leaf)
+    while node is not None and phase_of(node) == "backward":
+        root, node = node, _summand(node)
+    return root
+
+
+def _leaves(node: fx.Node) -> Iterator[fx.Node]:
+    """The products of two matrices among the summands of the sum ``node``."""
+    for summand in node.args:
+        while (summand.target in _VIEWS or is_cast(summand)) and only_user(summand) is not None:
+            summand = summand.args[0]
+        if only_user(summand) is None:
+            continue
+        if summand.target is aten.add.Tensor and _is_plain_sum(summand):
+            yield from _leaves(summand)
+        elif summand.target is aten.mm.default:
+            yield summand
+
+
+def _drop(leaf: fx.Node) -> None:
+    """Take ``leaf`` out of the sum that it is a summand of."""
+    top = leaf
+    while (user := only_user(top)).target is not aten.add.Tensor:
+        top = user
+    other = user.args[1] if user.args[0] is top else user.args[0]
+    replace(user, Builder(user, before=user).cast(other, _dtype(user)))
+    erase_unread(top)
+
+
+def _join_gradients(group: list[Adapter]) -> int:
+    """One product for the gradients of the first weights of ``group``; how many it takes the place of."""
+    products = sorted(
+        adapter.down.weight_gradient.node
+        for adapter in group
+        if (found := adapter.down.weight_gradient) is not None
+        and found.node.target is aten.mm.default
+        and found.node.args[0].target is aten.t.default  # dt^T x, as of nn.Linear
+        and found.b.matrix == adapter.down.x
+    )
+    if len(products) < 2:
+        return 0
+    last = products[-1]
+    early = _readers(products[:-1], last)
+    if any(is_mutating(node) for node in early):
+        return 0
+    place, build = last.next, Builder(*products, before=last.next)
+    parts = [product.args[0].args[0] for product in products]
+    wide = build(aten.mm.default, build(aten.t.default, _side_by_side(parts)), last.args[1])
+    _split(wide, products, 0, build)
+    for node in early:
+        place.prepend(node)
+    return len(products)
+
+
+def _readers(nodes: Sequence[fx.Node], end: fx.Node) -> list[fx.Node]:
+    """What is made from ``nodes`` before ``end``, in order."""
+    found: set[fx.Node] = set()
+    queue = list(nodes)
+    while queue:
+        users = [user for user in queue.pop().users if user < end and user not in found]
+        found.update(users)
+        queue += users
+    return sorted(found)
