@@ -17,7 +17,8 @@ Tensor = torch.Tensor
 def reference(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """`sum_products` in plain torch: summed in fp32 (fp64 for fp64), rounded once."""
     wide = torch.promote_types(a[0].dtype, torch.float32)
-    total = scale * (a[0].to(wide) @ b[0].to(wide)) + sum(x.to(wide) @ y.to(wide) for x, y in zip(a[1:], b[1:]))
+    first, *others = (x.to(wide) @ y.to(wide) for x, y in zip(a, b, strict=True))
+    total = scale * first + sum(others)
     return (total if bias is None else total + bias.to(wide)).to(a[0].dtype)
 
 
@@ -59,14 +60,15 @@ def _flops(a_shapes, b_shapes, *_, **__) -> int:
 
 
 def _check(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> None:
-    fits = len(a) == len(b) > 0 and all(x.ndim == y.ndim == 2 and x.shape[1] == y.shape[0] for x, y in zip(a, b))
-    fits = fits and all(x.shape[0] == a[0].shape[0] and y.shape[1] == b[0].shape[1] for x, y in zip(a, b))
+    pairs, (M, N) = list(zip(a, b, strict=False)), (a[0].shape[:1], b[0].shape[-1:]) if a and b else (None, None)
+    fits = len(a) == len(b) > 0 and all(x.ndim == y.ndim == 2 and x.shape[1] == y.shape[0] for x, y in pairs)
+    fits = fits and all(x.shape[:1] == M and y.shape[1:] == N for x, y in pairs)
     tensors = [*a, *b, *([] if bias is None else [bias])]
     if not fits or len({t.dtype for t in tensors}) > 1 or (bias is not None and bias.shape != b[0].shape[1:]):
         given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
         raise ValueError(
-            f"sum_products got {len(a)} and {len(b)} matrices{' and a bias' * (bias is not None)}: {given}; allowed are "
-            "pairs (M, K) and (K, N) of one M, N and dtype, and a bias (N,): cast or split the sum"
+            f"sum_products got {len(a)} and {len(b)} matrices{' and a bias' * (bias is not None)}: {given}; allowed "
+            "are pairs (M, K) and (K, N) of one M, N and dtype, and a bias (N,): cast or split the sum"
         )
 
 

@@ -2,16 +2,16 @@
 
 Matches y = x W^T + s (x A^T) B^T, forward and backward, as `peft` and others write it. Before -> after:
 
-    t_i = mm(x, A_i^T)                          ->  t = mm(x, [A_1; A_2; ...]^T), in columns        (layers that share x)
+    t_i = mm(x, A_i^T)                          ->  t = mm(x, [A_1; A_2; ...]^T), in columns    (layers that share x)
     y = add(mm(x, W^T), mul(mm(t_i, B^T), s))   ->  y = sum_products([t_i, x], [B^T, W^T], scale=s)
     dt_i = mm(mul(dy, s), B)                    ->  dt_i = sum_products([dy], [B], scale=s)
     dB = mm(mul(dy, s)^T, t_i)                  ->  dB = sum_products([dy^T], [t_i], scale=s)
-    dA_i = mm(dt_i^T, x)                        ->  dA = mm([dt_1 dt_2 ...]^T, x), in rows          (layers that share x)
+    dA_i = mm(dt_i^T, x)                        ->  dA = mm([dt_1 dt_2 ...]^T, x), in rows      (layers that share x)
     dx = sum of mm(dt_i, A_i) and mm(dy_i, W_i) ->  dx = sum_products([dt, dy_1, ...], [A, W_1, ...])
 
 So no elementwise operator passes over anything as large as y or x for an adapter, and x is read once for all of them.
-The weights W may be of any form: where the base layer is not a plain product (fp8, dequantized by its own operator), the
-adapter's product stays an addend and the rest holds.
+The weights W may be of any form. Where the base layer is not a plain product (fp8), the adapter's product stays an
+addend, and the rest holds.
 Tier numerics: s is applied before rounding, dx is summed in the products' dtype. Preconditions: s is a number, and the
 products have the dtype of y. With dropout each adapter reads an x of its own, and only the sums of forward are joined.
 Source: Hu et al., "LoRA", 2021, section 4; the joins are own.
@@ -58,7 +58,10 @@ def lora(step: StepGraph, options: object, report: PassReport) -> None:
     report.matched = len(adapters)
     left: Counter[str] = Counter(adapter.why_not for adapter in adapters if adapter.why_not)
     groups = _groups(adapters)
-    apart = sum(a.base is not None and _input(a.base, aliases) is not aliases.root(a.down.forward.a.node) for a in adapters)
+    apart = sum(
+        a.base is not None and aliases.root(a.base.args[-2]) is not aliases.root(a.down.forward.a.node)
+        for a in adapters
+    )
     joined = sum(_join_down(group) for group in groups)
     added = [adapter for adapter in adapters if adapter.why_not is None]
     for adapter in added:
@@ -69,12 +72,14 @@ def lora(step: StepGraph, options: object, report: PassReport) -> None:
     changed = {id(adapter) for adapter in (*added, *scaled)} | {id(a) for g in groups if len(g) > 1 for a in g}
     report.changed = len(changed)
     report.summary = (
-        f"{len(added)} of {len(adapters)} adapters added by products; {joined} first products in "
-        f"{sum(len(g) > 1 for g in groups)} of one input, {gradients} of their weights' gradients joined; "
+        f"{len(added)} of {len(adapters)} adapters added by products; {joined} first products joined to "
+        f"{sum(len(g) > 1 for g in groups)}, {gradients} of their weights' gradients joined; "
         f"{sum(sums)} products in {len(sums)} gradients of inputs"
     )
     if apart:
-        report.notes.append(f"{apart} adapters read another input than their base layer, as dropout makes it: not joined")
+        report.notes.append(
+            f"{apart} adapters read another input than their base layer, as dropout makes it: not joined"
+        )
     report.notes += [f"{number} adapters added by an operator of their own: {why}" for why, number in left.items()]
 
 
@@ -95,7 +100,7 @@ def _adapters(layers: Sequence[Layer], aliases: Aliases) -> Iterator[Adapter]:
 
 
 def _reads_rows(node: fx.Node, source: fx.Node) -> bool:
-    """Whether ``node`` is ``source``, viewed in other shapes at most, and alone in reading it in forward."""
+    """Whether ``node`` is ``source``, viewed in other shapes at most."""
     while node is not source:
         if node.target not in _VIEWS:
             return False
@@ -121,7 +126,8 @@ def _ended(adapter: Adapter) -> Adapter:
                 adapter.why_not = f"what it is added to is no product in its dtype, but {packet(base) or base.op}"
             elif base.meta["val"].shape != adapter.up.forward.node.meta["val"].shape:
                 adapter.why_not = "the base layer's product has another shape"
-            adapter.base, adapter.end = base, user
+            else:
+                adapter.base, adapter.end = base, user
             break
         elif user.target not in _VIEWS:
             adapter.why_not = f"{packet(user) or user.op} reads what it adds"
@@ -158,11 +164,6 @@ def _groups(adapters: Sequence[Adapter]) -> list[list[Adapter]]:
     return list(groups.values())
 
 
-def _input(base: fx.Node, aliases: Aliases) -> fx.Node:
-    """What owns the matrix that the base layer multiplies."""
-    return aliases.root(base.args[-2])
-
-
 # Forward
 
 
@@ -185,7 +186,7 @@ def _split(wide: fx.Node, parts: Sequence[fx.Node], dim: int, build: Builder) ->
     ends = list(itertools.accumulate(part.meta["val"].shape[dim] for part in parts))
     pieces = [
         build(aten.slice.Tensor, wide, dim, start, end, like=part)
-        for part, start, end in zip(parts, (0, *ends), ends)
+        for part, start, end in zip(parts, (0, *ends), ends, strict=False)
     ]
     for part, piece in zip(parts, pieces, strict=True):
         read = part.all_input_nodes
