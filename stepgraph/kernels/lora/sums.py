@@ -7,6 +7,7 @@ The first product writes the result, each other one adds to it (cuBLAS: beta = 1
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -55,7 +56,7 @@ def _(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, scal
 
 
 @register_flop_formula(torch.ops.stepgraph.sum_products)
-def _flops(a_shapes, b_shapes, *_, **__) -> int:
+def _flops(a_shapes: Sequence[torch.Size], b_shapes: Sequence[torch.Size], *_: Any, **__: Any) -> int:
     return sum(2 * a[0] * a[1] * b[1] for a, b in zip(a_shapes, b_shapes, strict=True))
 
 
