@@ -69,6 +69,15 @@ def model_slots(model: nn.Module) -> list[Slot]:
     return slots
 
 
+def put_back(model: nn.Module, slots: list[Slot]) -> None:
+    """Parameters among the parameters again that forward left among the buffers: a parametrization for the time of a
+    call, as peft's of fused experts, puts back what is no ``Parameter`` in a trace as a buffer."""
+    missing = {(id(holder), key) for slot in slots for holder, key in slot.places if key not in holder}
+    for module in model.modules() if missing else ():
+        for key in [key for key in module._buffers if (id(module._parameters), key) in missing]:
+            module._parameters[key] = module._buffers.pop(key)
+
+
 class Watch:
     """Notices that the user replaced a tensor that a captured step is bound to.
 

@@ -39,7 +39,17 @@ from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.repeats import RunAgain, calls_to_repeat
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.stages.share import Share
-from stepgraph.capture.state import Slot, Wrapping, kept_tensors, model_slots, repeated_blocks, swapped, unwrap, wrap
+from stepgraph.capture.state import (
+    Slot,
+    Wrapping,
+    kept_tensors,
+    model_slots,
+    put_back,
+    repeated_blocks,
+    swapped,
+    unwrap,
+    wrap,
+)
 from stepgraph.errors import CaptureError
 from stepgraph.graph import values
 from stepgraph.graph.edit import Builder, fake_value
@@ -378,6 +388,7 @@ class StepTrace:
             params = [(self.slots[i].path, tensors[i]) for i in self.trained]
             frozen = {id(t): s.name for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad}
             loss, grads = self._loss_and_grads(self._batch(flat, batch), tensors, params, frozen, inputs)
+            put_back(self.model, self.slots)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             checks.refuse_replaced(modules_before, self.model)
             checks.refuse_data_assigned(self.slots, tensors, places)

@@ -144,10 +144,11 @@ LORA = "r=4,alpha=8,targets=all-linear"
 
 
 @pytest.mark.long
-def test_lora_from_start_to_an_adapter(folder, capsys):
+@pytest.mark.parametrize("form", ["", ",dora", ",rslora"])
+def test_lora_from_start_to_an_adapter(folder, form, capsys):
     peft = pytest.importorskip("peft")
-    out, exported = folder / "run-lora", folder / "out-lora"
-    options = ["--init-from-hf", folder / "qwen3", "--lora", LORA, "--checkpoint-every", 3, "--verify"]
+    out, exported = folder / f"run-lora{form}", folder / f"out-lora{form}"
+    options = ["--init-from-hf", folder / "qwen3", "--lora", LORA + form, "--checkpoint-every", 3, "--verify"]
     assert train(folder, *options, "--lr", 3e-2, "--out", out, "--export-hf", exported) == 0
     assert "bitwise equal" in capsys.readouterr().out
     losses = records(out, "loss")
@@ -170,6 +171,17 @@ def test_lora_from_start_to_an_adapter(folder, capsys):
     reader = torch.distributed.checkpoint.FileSystemReader(out / "checkpoints" / "step-00000006")
     saved = [name for name in reader.read_metadata().state_dict_metadata if name.startswith(("model.", "optimizer."))]
     assert saved and all("lora_" in name for name in saved)  # frozen weights are not
+
+
+def test_words_of_lora():
+    pytest.importorskip("peft")
+    from stepgraph.models.transformers.transformers import lora_options
+
+    assert lora_options("r=8,dora,targets=q_proj+v_proj,rslora") == {
+        **{"r": 8, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 16, "lora_dropout": 0.0},
+        **{"use_dora": True, "use_rslora": True},
+    }
+    assert lora_options("dora") == lora_options("r=16") | {"use_dora": True}
 
 
 @pytest.mark.parametrize(
@@ -260,6 +272,7 @@ def test_a_wrong_quantize_is_one_line(folder, words, said, capsys):
     ("lora", "said"),
     [
         ("r=0", "r=16,alpha=32"),
+        ("dora=1", "dora, rslora may follow"),
         ("rank=4", "r=16,alpha=32"),
         ("targets=wq", "lora: Target modules"),
         ("r=4", "no PRESET"),

@@ -50,21 +50,25 @@ def read_config(folder: Path) -> CausalLMConfig:
 
 
 def lora_options(text: str) -> dict[str, Any]:
-    """``r=16,alpha=32,targets=all-linear`` as options of ``peft.LoraConfig``. ``ValueError``, one line, for others."""
+    """``r=16,alpha=32,targets=all-linear,dora`` as options of ``peft.LoraConfig``. ``ValueError``, one line, for
+    others."""
     kinds = {"r": int, "alpha": float, "targets": str, "dropout": float}
+    parts = text.split(",")
+    forms = {f"use_{word}": True for word in ("dora", "rslora") if word in parts}
     try:
-        given = {key: kinds[key](value) for key, _, value in (part.partition("=") for part in text.split(","))}
+        pairs = (part.partition("=") for part in parts if f"use_{part}" not in forms)
+        given = {key: kinds[key](value) for key, _, value in pairs}
         rank, targets = given.get("r", 16), given.get("targets", "all-linear")
         if rank < 1 or not 0 <= given.get("dropout", 0) < 1:
             raise ValueError("out of range")
     except (KeyError, ValueError) as error:
         form = "r=16,alpha=32,targets=q_proj+v_proj,dropout=0.1"
-        raise ValueError(f"lora={text} is not allowed: write it as {form}") from error
+        raise ValueError(f"lora={text} is not allowed: write it as {form}; dora, rslora may follow") from error
     if importlib.util.find_spec("peft") is None:
         raise ValueError(f"lora={text} needs peft: pip install peft")
     modules = targets if targets == "all-linear" else targets.split("+")
     rest = {"lora_alpha": given.get("alpha", 2 * rank), "lora_dropout": given.get("dropout", 0.0)}
-    return {"r": rank, "target_modules": modules} | rest
+    return {"r": rank, "target_modules": modules} | rest | forms
 
 
 class CausalLM(nn.Module):

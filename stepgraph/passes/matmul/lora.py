@@ -77,9 +77,7 @@ def lora(step: StepGraph, options: object, report: PassReport) -> None:
         f"{sum(sums)} products in {len(sums)} gradients of inputs"
     )
     if apart:
-        report.notes.append(
-            f"{apart} adapters read another input than their base layer, as dropout makes it: not joined"
-        )
+        report.notes.append(f"{apart} adapters read another input than their base layer (dropout): not joined")
     report.notes += [f"{number} adapters added by an operator of their own: {why}" for why, number in left.items()]
 
 

@@ -1,0 +1,81 @@
+"""LoRA on a GPU: the sum of products, peft's model by the default pipeline compared with eager, and what it leaves."""
+
+import copy
+
+import pytest
+import torch
+
+import stepgraph
+from stepgraph.kernels.lora import sum_products
+from stepgraph.kernels.lora.sums import reference
+from stepgraph.passes import StepOptions
+
+SMALL = dict(
+    vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_sum_products(dtype, biased, scale):
+    torch.manual_seed(0)
+    made = lambda *shape: torch.randn(*shape, device="cuda").to(dtype)  # noqa: E731
+    wide = made(512, 48)
+    a, b = [wide[:, 16:32], made(512, 256)], [made(384, 16).t(), made(384, 256).t()]  # strides as the pass gives them
+    bias = made(384) if biased else None
+    y = sum_products(a, b, bias, scale)
+    right = reference([x.double() for x in a], [x.double() for x in b], bias.double() if biased else None, scale)
+    error = float((y.double() - right).norm() / right.norm())
+    assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.equal(y, sum_products(a, b, bias, scale))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "autocast"])
+def test_peft_by_the_default_pipeline(kind):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    lora = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, lora, autocast_adapter_dtype=False).cuda()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.02)
+    model = model.bfloat16() if kind == "bf16" else model
+    ids = torch.randint(512, (2, 256), device="cuda")
+
+    def loss_fn(model, ids):
+        with torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast"):
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def gradients(model, dtype=None):
+        model = copy.deepcopy(model).to(dtype or next(model.parameters()).dtype)
+        loss_fn(model, ids).backward() if dtype is None else model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+
+    right, eager, mine = gradients(model, torch.float64), gradients(model), copy.deepcopy(model)
+    step = stepgraph.capture(mine, loss_fn, ids, passes=StepOptions(cuda_graph=False))
+    step(ids)
+    found = {name: p.grad.double() for name, p in mine.named_parameters() if p.grad is not None}
+    report = next(r for r in step.report if r.name == "lora")
+    assert report.summary.startswith("14 of 14 adapters added by products; 10 first products joined to 4"), (
+        report.summary
+    )
+
+    def error(gradients_):
+        return sum(float((g - right[name]).norm() / right[name].norm()) for name, g in gradients_.items())
+
+    assert found.keys() == eager.keys() and error(found) <= 1.3 * error(eager)
+
+
+def test_two_captures_give_the_same_bits():
+    torch.manual_seed(0)
+    from tests.passes.matmul.test_lora import BATCH, Model, loss_fn
+
+    made, results = Model().cuda(), []
+    for _ in range(2):
+        model = copy.deepcopy(made)
+        step = stepgraph.capture(model, loss_fn(), BATCH.cuda(), torch.optim.AdamW(model.parameters(), lr=1e-2))
+        results.append([step(BATCH.cuda()).clone() for _ in range(5)])
+    assert all(map(torch.equal, *results))
