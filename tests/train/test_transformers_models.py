@@ -155,7 +155,10 @@ def test_lora_from_start_to_an_adapter(folder, form, capsys):
     assert losses[-1] < losses[0] - 0.1
 
     assert (
-        train(folder, "--resume", out / "checkpoints" / "step-00000003", "--lr", 3e-2, "--export-hf", folder / "x") == 0
+        train(
+            folder, "--resume", out / "checkpoints" / "step-00000003", "--lr", 3e-2, "--export-hf", folder / f"x{form}"
+        )
+        == 0
     )
     assert records(out, "loss") == losses
     merged = transformers.AutoModelForCausalLM.from_pretrained(exported)
