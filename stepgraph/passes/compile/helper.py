@@ -11,6 +11,7 @@ import select
 import sys
 
 import torch
+import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.inductor.compiled import Compiled
@@ -35,11 +36,21 @@ def main() -> int:
         return 0
     if request.device is not None:
         torch.cuda.set_device(request.device)
-    same = compat.take_inductor_settings(request.settings, request.threads)
+    refused = None
+    if not compat.take_inductor_settings(request.settings, request.threads):
+        refused = "Inductor has other settings there"
+    elif request.place is not None and not _named(*request.place, request.groups):
+        refused = "process groups have other names there"
     for piece in request.pieces:
-        answer = _compiled(piece) if same else "Inductor has other settings there"
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(refused or _compiled(piece)), file=answers, flush=True)
     return 0
+
+
+def _named(rank: int, world: int, groups: dict[str, list[int]]) -> bool:
+    """Make ``groups`` of ranks that are not there: Inductor asks how many ranks a group has. Whether all have their
+    names."""
+    compat.init_fake_world(rank, world)
+    return all(compat.name_group(dist.new_group(ranks), name) == name for name, ranks in groups.items())
 
 
 def _compiled(data: bytes) -> str | None:

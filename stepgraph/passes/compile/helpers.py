@@ -22,13 +22,15 @@ import torch.distributed as dist
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.graph import collectives
 from stepgraph.inductor.packed import Unpackable, pack
 
 Key = TypeVar("Key", bound=Hashable)
 #: Pieces by key, with their options.
 Work = Mapping[Key, tuple[fx.GraphModule, dict[str, Any]]]
 
-#: Each takes a context of the GPU while it compiles, half a GB. With four cores each they take none from the trace.
+#: Of each rank. Each takes a context of its GPU while it compiles, half a GB. With four cores each they take none from
+#: the trace.
 _MOST, _CORES_OF_EACH = 4, 4
 #: Seconds for which this process waits for a piece: one that takes longer is compiled here.
 _LIMIT_S = 120
@@ -36,12 +38,15 @@ _LIMIT_S = 120
 
 class Request(NamedTuple):
     """Compile ``pieces``, as `pack` gives them, for the GPU number ``device`` (None: for CPUs), under Inductor's
-    ``settings``, of a process that compiles with ``threads`` threads."""
+    ``settings``, of a process that compiles with ``threads`` threads. ``place``: its (rank, ranks), None where it is
+    alone; ``groups``: the ranks of each process group that the pieces name."""
 
     settings: tuple[Any, ...]
     threads: int
     device: int | None
     pieces: list[bytes]
+    place: tuple[int, int] | None = None
+    groups: dict[str, list[int]] = {}
 
 
 class _Helper:
@@ -94,9 +99,10 @@ _started: list[_Helper] = []
 
 
 def start_helpers() -> None:
-    """Start as many as Inductor may use cores for, none where there are other ranks. They begin by importing."""
-    count = 0 if dist.is_initialized() else min(_MOST, compat.compile_threads() // _CORES_OF_EACH)
-    _started.extend(_Helper() for _ in range(count - len(_started)))
+    """Start as many as Inductor may use cores for, of this rank's share. They begin by importing."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
+    cores = min(compat.compile_threads(), (os.cpu_count() or 1) // ranks)
+    _started.extend(_Helper() for _ in range(min(_MOST, cores // _CORES_OF_EACH) - len(_started)))
 
 
 @atexit.register
@@ -191,4 +197,8 @@ def _request(work: Work, pieces: list[bytes]) -> Request:
     values = (n.meta["val"] for piece, _ in work.values() for n in piece.graph.find_nodes(op="placeholder"))
     device = next((value.device.index or 0 for value in values if value.is_cuda), None)
     threads = compat.compile_threads()  # first: it may be settled only now
-    return Request(compat.inductor_settings(), threads, device, pieces)
+    place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    nodes = (node for piece, _ in work.values() for node in piece.graph.nodes)
+    names = sorted({collectives.group_of(n) for n in nodes if collectives.stage_of(n) not in (None, "wait")})
+    groups = {name: dist.get_process_group_ranks(compat.process_group(name)) for name in names}
+    return Request(compat.inductor_settings(), threads, device, pieces, place, groups)

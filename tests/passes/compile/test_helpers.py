@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 import stepgraph
+from stepgraph import compat
 from stepgraph.inductor.packed import unpack
-from stepgraph.passes.compile import helpers
+from stepgraph.passes.compile import helper, helpers
 from stepgraph.passes.compile.helpers import Helpers
+from tests.distributed.ranks import on_processes
 
 
 class Answering:
@@ -136,34 +138,94 @@ def test_a_process_that_gives_no_answer_is_not_waited_for(script, reason, monkey
         helper.end()
 
 
+@pytest.mark.parametrize("ranks, there, count", [(1, None, 4), (2, None, 4), (8, "8", 1), (8, "2", 4), (16, None, 0)])
+def test_ranks_of_a_machine_share_its_cores(ranks, there, count, monkeypatch):
+    monkeypatch.setattr(helpers, "_Helper", Answering)
+    monkeypatch.setattr(helpers, "_started", [])
+    monkeypatch.setattr(compat, "compile_threads", lambda: 32)
+    monkeypatch.setattr(os, "cpu_count", lambda: 48)
+    monkeypatch.setattr(helpers.dist, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(helpers.dist, "get_world_size", lambda: ranks)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if there is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", there)
+    helpers.start_helpers()
+    helpers.start_helpers()  # by the next capture
+    assert len(helpers._started) == count
+
+
+def _reduced(name):
+    """A piece that reduces over the group ``name``."""
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = torch.empty(2)
+    node = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (node, "sum", name))
+    graph.output(graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (node,)))
+    return {"a": (fx.GraphModule({}, graph), {})}
+
+
+def _of_a_rank(_):
+    compat.init_fake_world(3, 4)
+    compat.name_group(torch.distributed.new_group([1, 3]), "data")
+    request = helpers._request(_reduced("data"), [])
+    assert (request.place, request.groups) == ((3, 4), {"data": [1, 3]})
+    torch.distributed.destroy_process_group()
+    assert helper._named(*request.place, request.groups)
+    assert compat.process_group("data").size() == 2
+    torch.distributed.destroy_process_group()
+    assert not helper._named(3, 4, {"data": [1, 3], "0": [2, 3]})  # torch's own name of all ranks
+
+
+def test_a_helper_has_the_groups_that_the_pieces_of_a_rank_name():
+    on_processes(1, _of_a_rank, ())
+
+
+ALONE = """
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(16, float(sys.argv[1])), nn.GELU()) for _ in range(2)])
+loss, batch = (lambda model, x: model(x).square().mean()), torch.ones(8, 16)
+passes = ["tag_regions", get("inductor", mode="regional")]
+"""
+OF_A_RANK = """
+from stepgraph.parallel import next_token_loss
+from tests.distributed.ranks import make_mesh, own_batch, parallel_model
+compat.init_fake_world(0, 2)
+mesh = make_mesh("fsdp=2")
+model, loss, batch, passes = parallel_model(mesh), next_token_loss(mesh), own_batch(mesh, 0), ["inductor"]
+"""
 SCRIPT = """
 import gc, sys, time, torch, stepgraph
 from torch import nn
+from stepgraph import compat
 from stepgraph.passes import get
 from stepgraph.passes.compile import helpers
-
-torch.manual_seed(0)
-model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(16, float(sys.argv[1])), nn.GELU()) for _ in range(2)])
-loss = lambda model, x: model(x).square().mean()
+{}
 for helped in (True, False):
     if helped:
         helpers._started.append(helpers._Helper())
         while not helpers._started[0].ready():
             time.sleep(0.1)
-    step = stepgraph.capture(model, loss, torch.ones(8, 16), passes=["tag_regions", get("inductor", mode="regional")])
-    print(step(torch.ones(8, 16)).item(), step.report[-1].summary.partition("(")[2], step.report[-1].notes)
+    step = stepgraph.capture(model, loss, batch, passes=passes)
+    report = step.report[-1]
+    print(step(batch).item(), report.summary.partition("(")[2], [note for note in report.notes if "helper" in note])
+    del report
     del step
     gc.collect()  # this process forgets its pieces
 """
 
 
 @pytest.mark.slow
-def test_a_helper_compiles_what_this_process_then_loads():
-    """The second capture finds all on disk: neither bits nor keys depend on who compiled a piece. An eps of this run
-    alone, and the cache of all tests: in an empty one the headers of C++ are compiled first."""
+@pytest.mark.parametrize("job, pieces", [(ALONE, 3), pytest.param(OF_A_RANK, 2, marks=pytest.mark.long)])
+def test_a_helper_compiles_what_this_process_then_loads(job, pieces, tmp_path):
+    """The second capture finds all on disk: neither bits nor keys depend on who compiled a piece. Alone an eps of this
+    run alone, and the cache of all tests: in an empty one the headers of C++ are compiled first."""
     environment = os.environ | {"PYTHONPATH": str(Path(stepgraph.__file__).parents[1])}
-    command = [sys.executable, "-c", SCRIPT, str(1e-5 * (1 + random.SystemRandom().random()))]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=500)
+    if job == OF_A_RANK:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-c", SCRIPT.format(job), str(1e-5 * (1 + random.SystemRandom().random()))]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stderr
     (made, how), (loaded, again) = (line.split(" ", 1) for line in ran.stdout.splitlines()[-2:])
     assert made == loaded
-    assert (how, again) == ("0 of 3 loaded from disk, 1 compiled by helpers) []", "3 of 3 loaded from disk) []")
+    assert how == f"0 of {pieces} loaded from disk, 1 compiled by helpers) []"
+    assert again == f"{pieces} of {pieces} loaded from disk) []"
