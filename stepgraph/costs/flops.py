@@ -39,6 +39,10 @@ _DOCUMENTS = {
 #: The same for FlexAttention, which takes q, k and v first in both directions.
 _FLEX_ATTENTION = {higher_order.flex_attention: FORWARD, higher_order.flex_attention_backward: BACKWARD}
 
+#: What is counted here, not by torch.
+_COUNTED = {*_ATTENTION, *_WINDOWED, *_DOCUMENTS, aten._grouped_mm.default}
+_IS_ATTENTION = {*_ATTENTION, *_WINDOWED, *_FLEX_ATTENTION, *_DOCUMENTS}
+
 
 def flops(node: fx.Node) -> int:
     """Floating-point operations of matrix products and attention that ``node`` runs, 0 for others. Products of experts'
@@ -52,6 +56,9 @@ def flops(node: fx.Node) -> int:
         pairs = q.shape[0] * q.shape[1] * node.meta.get(VISIBLE_PAIRS, q.shape[2] * k.shape[2])
         return attention_flops(_FLEX_ATTENTION[node.target], pairs, q.shape[3], v.shape[3])
     if not is_overload(node):
+        return 0
+    count = flop_registry.get(node.target.overloadpacket)
+    if count is None and node.target not in _COUNTED:
         return 0
     values = fx.map_arg(node.args, lambda n: n.meta["val"])
     if node.target in _ATTENTION:
@@ -69,13 +76,12 @@ def flops(node: fx.Node) -> int:
         return products // (2 if argument(node, "causal") else 1)
     if node.target is aten._grouped_mm.default:
         return 2 * values[0].numel() * node.meta["val"].shape[-1]
-    count = flop_registry.get(node.target.overloadpacket)
-    return count(*values, out_val=node.meta["val"]) if count else 0
+    return count(*values, out_val=node.meta["val"])
 
 
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is attention, forward or backward."""
-    return any(node.target in kinds for kinds in (_ATTENTION, _WINDOWED, _FLEX_ATTENTION, _DOCUMENTS))
+    return node.target in _IS_ATTENTION
 
 
 def is_fp8(node: fx.Node) -> bool:

@@ -6,12 +6,12 @@ A new node has what a traced one has: its fake value, and the provenance of the 
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.facts import is_mutating, is_overload, is_pure
 from stepgraph.graph.provenance import provenance, set_provenance, together
 
@@ -57,12 +57,30 @@ class Builder:
         return node if node.meta["val"].shape == shape else self(aten.view.default, node, list(shape), like=like)
 
 
+#: By fake mode: by operator and the forms of its arguments, the forms of what it gave.
+_KNOWN: "WeakKeyDictionary[compat.FakeTensorMode, dict[tuple, Any]]" = WeakKeyDictionary()
+
+
 def fake_value(node: fx.Node) -> Any:
-    """What the node's call gives for the fake values of its arguments. No memory is allocated, no number drawn."""
+    """What the node's call gives for the fake values of its arguments. No memory is allocated, no number drawn.
+
+    Equal calls are evaluated once where that gave new tensors, or wrote into an argument and returned it: every node
+    still gets tensors of its own.
+    """
     args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
     mode = next(n.meta["val"] for n in node.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)).fake_mode
+    known = _KNOWN.setdefault(mode, {})
+    try:
+        key = (node.target, _form(args), _form(kwargs)) if is_overload(node) and not is_mutating(node) else None
+        if key in known:
+            return _made(known[key], mode)
+    except TypeError:  # an argument that has no form
+        key = None
     with mode, torch.no_grad():
-        return node.target(*args, **kwargs)
+        result = node.target(*args, **kwargs)
+    if key is not None and (made := _form_of_new(result, (args, kwargs))) is not None:
+        known[key] = made
+    return result
 
 
 def _value(node: fx.Node) -> Any:
@@ -70,39 +88,57 @@ def _value(node: fx.Node) -> Any:
     return getattr(node.graph.owning_module, node.target) if "val" not in node.meta else node.meta["val"]
 
 
-class FakeValues:
-    """`fake_value` for many similar calls, such as the updates of all parameters: each kind is evaluated once.
-
-    Every node gets a tensor of its own, as an operator gives it. Only for operators whose result depends on nothing
-    but dtypes, shapes, strides and devices, and that make a new tensor or, written in place, return their argument.
-    """
-
-    def __init__(self):
-        #: By the call, its tensors by their form: what it gave.
-        self._known: dict[tuple, compat.FakeTensor] = {}
-
-    def __call__(self, node: fx.Node) -> Any:
-        """The fake value of ``node``."""
-        if is_mutating(node):
-            (written,) = written_arguments(node)
-            return written.meta["val"]
-        key = (node.target, *map(_form, node.args), *((name, _form(value)) for name, value in node.kwargs.items()))
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = fake_value(node)
-            return known
-        shape, strides, dtype = known.shape, known.stride(), known.dtype
-        with torch.no_grad():
-            made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-            return compat.FakeTensor(known.fake_mode, made, known.device)
-
-
 def _form(value: Any) -> Any:
-    """What the result of a call depends on in an argument."""
-    if isinstance(value, fx.Node):
-        tensor = value.meta["val"]
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    """All of an argument that a result depends on. ``TypeError`` for what may have more: a tensor of known values or of
+    symbolic sizes, or one of a class of its own."""
+    if isinstance(value, torch.Tensor):
+        if type(value) is not compat.FakeTensor or value.constant is not None or value.layout is not torch.strided:
+            raise TypeError
+        shape, strides, bits = tuple(value.shape), value.stride(), (value.is_conj(), value.is_neg())
+        if not all(type(size) is int for size in (*shape, *strides)):
+            raise TypeError
+        return shape, strides, value.dtype, value.device, value.requires_grad, bits
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_form, value)
+    if isinstance(value, dict):
+        return tuple((name, _form(item)) for name, item in value.items())
+    hash(value)
     return type(value), value
+
+
+def _form_of_new(result: Any, given: Any) -> Any:
+    """The form of ``result``, one or several plain tensors in memory of their own, for `_made`; None for others."""
+    tensors = list(result) if isinstance(result, (list, tuple)) else [result]
+    before = {compat.storage_key(t) for t in compat.pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
+    if not all(type(t) is compat.FakeTensor and _is_plain(t) for t in tensors):
+        return None
+    storages = {compat.storage_key(t) for t in tensors}
+    if len(storages) < len(tensors) or storages & before:
+        return None
+    forms = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors]
+    return type(result), forms
+
+
+def _is_plain(tensor: compat.FakeTensor) -> bool:
+    """Whether shape, strides, dtype and device are all of it: it fills its storage and has no value."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if tensor.constant is not None or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad:
+        return False
+    if tensor.layout is not torch.strided or not all(type(size) is int for size in (*shape, *strides)):
+        return False
+    used = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if tensor.numel() else 0
+    return not tensor.storage_offset() and tensor.untyped_storage().nbytes() == used * tensor.element_size()
+
+
+def _made(form: Any, mode: compat.FakeTensorMode) -> Any:
+    """New tensors of a form of `_form_of_new`."""
+    kind, forms = form
+    with torch.no_grad(), compat.without_modes():
+        made = [
+            compat.FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
+            for shape, strides, dtype, device in forms
+        ]
+    return kind(made) if issubclass(kind, (list, tuple)) else made[0]
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:

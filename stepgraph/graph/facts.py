@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -57,17 +57,31 @@ EXPENSIVE = {
 # Facts of operators are asked for at every node of a graph by most passes, and schemas are slow to read.
 
 
-@functools.cache
+def _of_operator(fact: Callable[[OpOverload], bool]) -> Callable[[OpOverload], bool]:
+    """``fact``, read once for each operator; these are found by address, as their own hash is computed in Python."""
+    known: dict[int, tuple[OpOverload, bool]] = {}
+
+    @functools.wraps(fact)
+    def look_up(target: OpOverload) -> bool:
+        found = known.get(id(target))
+        if found is None:
+            found = known[id(target)] = target, fact(target)  # which keeps it, and so its address
+        return found[1]
+
+    return look_up
+
+
+@_of_operator
 def _draws(target: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
-@functools.cache
+@_of_operator
 def _writes(target: OpOverload) -> bool:
     return target._schema.is_mutable or target in HIDDEN_WRITES
 
 
-@functools.cache
+@_of_operator
 def _views(target: OpOverload) -> bool:
     returns = target._schema.returns
     shares = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
@@ -217,5 +231,7 @@ def upstream(node: fx.Node, given: Collection[fx.Node] = ()) -> set[fx.Node]:
 def tensor_bytes(node: fx.Node) -> int:
     """Bytes of the tensor or tensors that ``node`` produces."""
     value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    values = value if isinstance(value, (list, tuple)) else ()
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph.kernels.loss.split  # noqa: F401  (registers its operators)
+from stepgraph.graph import edit
 from stepgraph.graph.collectives import ALL_GATHER, WAIT
 from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import cast_behind, casts_of, is_cast, is_pointwise, without_casts
@@ -155,3 +156,46 @@ def test_the_cast_behind_a_node_alone_reads_it():
 )
 def test_pointwise_operators_compute_each_element_from_its_place(function, expected):
     assert is_pointwise(last(traced(lambda x: [function(x)], torch.randn(4, 4)))) == expected
+
+
+def test_equal_calls_are_evaluated_once_and_give_tensors_of_their_own(monkeypatch):
+    evaluated, form_of_new = [], edit._form_of_new
+    monkeypatch.setattr(edit, "_form_of_new", lambda *given: evaluated.append(given) or form_of_new(*given))
+    module = traced(lambda x: [x.sin().cos()], torch.randn(4, 6))
+    x, cos = next(iter(module.graph.nodes)), find(module, aten.cos.default)
+    build = Builder(cos, before=cos)
+    calls = {
+        "new": lambda: build(aten.mul.Tensor, x, 2.0),
+        "other number": lambda: build(aten.mul.Tensor, x, 2),
+        "several": lambda: build(aten.topk.default, x, 2),
+        "padded": lambda: build(aten.new_empty_strided.default, x, [4, 6], [8, 1]),
+        "view": lambda: build(aten.t.default, x),
+        "itself": lambda: build(aten._to_copy.default, x),
+        "of another layout": lambda: build(aten.mul.Tensor, build.view(x, [24]), 2.0),
+    }
+    for name, call in calls.items():
+        first, done = call().meta["val"], len(evaluated)
+        second = call().meta["val"]
+        pairs = list(zip(first, second, strict=True)) if isinstance(first, tuple) else [(first, second)]
+        for one, other in pairs:
+            assert one is not other and one.fake_mode is other.fake_mode
+            assert (one.shape, one.stride(), one.dtype, one.device) == (
+                other.shape, other.stride(), other.dtype, other.device,
+            )  # fmt: skip
+            shared = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+            assert shared == (name == "view")
+        # A view is evaluated each time: it shares the storage of its own argument.
+        assert (len(evaluated) == done) == (name not in ("view", "of another layout")), name
+
+
+def test_values_that_are_known_are_not_taken_for_others():
+    """A fake tensor of known values may give another result than one of its form alone."""
+    module = traced(lambda x: [x.sin().cos()], torch.randn(2))
+    x, cos = next(iter(module.graph.nodes)), find(module, aten.cos.default)
+    build = Builder(cos, before=cos)
+    build(aten.neg.default, x)
+    known = build(aten.neg.default, x)
+    known.meta["val"].constant = torch.ones(2)
+    with pytest.raises(TypeError):
+        edit._form(known.meta["val"])
+    assert build(aten.neg.default, known).meta["val"].shape == (2,)

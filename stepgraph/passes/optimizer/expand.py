@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.aliases import written_arguments
-from stepgraph.graph.edit import Builder, FakeValues, erase_unread
+from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import is_cast, is_mutating
 from stepgraph.graph.marks import COMPILE
 from stepgraph.graph.provenance import phase_of
@@ -71,9 +71,8 @@ def _updated_otherwise(step: StepGraph) -> int:
 class _Compiled(Builder):
     """Adds nodes that Inductor compiles, for the update of the parameter of the module ``path``."""
 
-    def __init__(self, update: fx.Node, path: str, values: FakeValues):
+    def __init__(self, update: fx.Node, path: str):
         super().__init__(update, before=update)
-        self.values = values
         self.origin = self.origin._replace(path=path)
 
     def __call__(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
@@ -82,8 +81,8 @@ class _Compiled(Builder):
         return node
 
     def value_of(self, node: fx.Node) -> Any:
-        """As of the other parameters' nodes: one update is like the next."""
-        return self.values(node)
+        """What is written in place gives its argument back."""
+        return written_arguments(node)[0].meta["val"] if is_mutating(node) else super().value_of(node)
 
 
 class _Expansion:
@@ -94,7 +93,6 @@ class _Expansion:
         self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, _, self.steps = update.args
         self.decoupled = update.target is aten._fused_adamw_.tensor_lr
         self.rounding = self._rounding()
-        self.values = FakeValues()
         modules = {node: what.module for node, what in step.bound() if isinstance(what, Parameter)}
         #: Where each parameter is; of a master weight, the parameter that it is rounded into.
         self.paths = [modules[p] for p in (self.rounding.args[0] if self.rounding else self.params)]
@@ -165,7 +163,7 @@ class _Expansion:
         return factors
 
     def _update_one(self, i: int, grad: fx.Node, scale: fx.Node | None, factors: dict[str, Any]) -> None:
-        build, options = _Compiled(self.update, self.paths[i], self.values), self.options
+        build, options = _Compiled(self.update, self.paths[i]), self.options
         state = self.exp_avgs[i], self.exp_avg_sqs[i], self.params[i]
         g = build.cast(grad, torch.float32)
         if scale is not None:
