@@ -10,6 +10,10 @@ of the whole command with its two steps; ``cpu_s``: processor seconds of all its
 machine changes little; ``load_before``: the load average when it began.
 
     python benchmarks/cold_start.py [--ranks 8] [--layers 2] [--repeats 3] [--json FILE]
+    python benchmarks/cold_start.py --lower NAME=FOLDER ... [--repeats 3] [--json FILE]
+
+``--lower``: the host's part of the first step of llama3-8b over two ranks, lowered for a simulated H200 by the sources
+in each FOLDER, which take turns: processor seconds of trace, key and passes, and a hash of the rewritten graphs.
 """
 
 import argparse
@@ -81,13 +85,77 @@ def measure(ranks: int, layers: int, repeats: int) -> Iterator[dict[str, Any]]:
         yield {"ranks": ranks, "layers": layers, "repeats": repeat, "medians": medians, "runs": found}
 
 
+#: Lowers argv[1] as rank 0 of two.
+LOWER = """
+import dataclasses, hashlib, json, sys, time
+import torch
+from stepgraph import compat
+from stepgraph.config.presets import PRESETS
+from stepgraph.costs.hardware import GPUS
+from stepgraph.inspect.forecast.forecast import fake_world, simulated_spec
+from stepgraph.lower import rewrite, trace
+from stepgraph.passes import Target
+from stepgraph.run.saved import key
+from stepgraph.run.saved.graphs import Captured, Writer
+
+job = dict(mesh="fsdp=2", precision="bf16", batch_size=1, seq_len=8192, inductor="full", fp8=sys.argv[1])
+config = dataclasses.replace(PRESETS["llama3-8b"](), **job)
+with fake_world(config) as mesh, compat.collector_off():
+    spec, target = simulated_spec(config, mesh), Target.forecast(GPUS["h200"])
+    at = [time.process_time()]
+    traced = trace(spec, target)
+    at.append(time.process_time())
+    writer = Writer(None, None)
+    key.digest([writer.program(traced.program), writer.digest])
+    captured = Captured.of(traced.program)
+    at.append(time.process_time())
+    program = rewrite(traced.program, spec, target)
+    at.append(time.process_time())
+    writer = Writer(None, captured)
+    digest = key.digest([writer.program(program), writer.digest])
+names = ("trace_cpu_s", "key_cpu_s", "passes_cpu_s")
+print(json.dumps(dict(zip(names, (b - a for a, b in zip(at, at[1:])))) | {"graphs": digest}))
+"""
+
+
+def lowered(trees: dict[str, str], repeats: int) -> list[dict[str, Any]]:
+    """Rows of ``--lower``: for bf16 and fp8 the medians of each tree, what was measured, and ratios to the first tree.
+    Raises ``RuntimeError`` where the trees give other graphs."""
+    rows = []
+    for fp8 in ("off", "tensorwise"):
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+        for _ in range(repeats):
+            for name, tree in trees.items():
+                environment = os.environ | {"PYTHONPATH": tree, "OMP_NUM_THREADS": "1"}
+                command = [sys.executable, "-c", LOWER, fp8]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+                found[name].append(json.loads(done.stdout.splitlines()[-1]))
+                print(fp8, name, done.stdout.splitlines()[-1], flush=True)
+        if len({one["graphs"] for took in found.values() for one in took}) > 1:
+            raise RuntimeError(f"the graphs differ: {found}")
+        parts = [part for part in next(iter(found.values()))[0] if part != "graphs"]
+        medians = {name: {p: statistics.median(one[p] for one in took) for p in parts} for name, took in found.items()}
+        first = next(iter(medians.values()))
+        ratios = {name: {p: own[p] / first[p] for p in parts} for name, own in medians.items()}
+        rows.append({"job": "llama3-8b fsdp=2", "fp8": fp8, "medians": medians, "ratios": ratios, "runs": found})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--layers", type=int, default=2, help="blocks of llama3-debug, which has six")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--lower", nargs="+", metavar="NAME=FOLDER")
     options = parser.parse_args()
+    if options.lower:
+        trees = dict(one.split("=", 1) for one in options.lower)
+        record = {"environment": environment(), "rows": lowered(trees, options.repeats)}
+        if options.json is not None:
+            kept = json.loads(options.json.read_text()) if options.json.exists() else {}
+            options.json.write_text(json.dumps(kept | {"lowering": record}, indent=1) + "\n")
+        return
     for row in measure(options.ranks, options.layers, options.repeats):
         if options.json is not None:
             options.json.write_text(json.dumps({"environment": environment(), "rows": [row]}, indent=1) + "\n")
