@@ -29,8 +29,8 @@ Key = TypeVar("Key", bound=Hashable)
 #: Pieces by key, with their options.
 Work = Mapping[Key, tuple[fx.GraphModule, dict[str, Any]]]
 
-#: A rank starts no more. Each takes a context of its GPU while it compiles, half a GB. With four cores each they take none from
-#: the trace.
+#: A rank starts no more. Each takes a context of its GPU while it compiles, half a GB. With four cores each they take
+#: none from the trace.
 _MOST, _CORES_OF_EACH = 4, 4
 #: Seconds for which this process waits for a piece: one that takes longer is compiled here.
 _LIMIT_S = 120
