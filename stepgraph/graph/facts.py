@@ -41,7 +41,8 @@ _PURE = {
     ours.sort_by_expert.default, ours.gather_rows.default, ours.combine_rows.default,
     ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
     ours.swiglu_rows.default, ours.swiglu_rows_backward.default, ours.expert_places.default,
-    ours.flash4_attention.default, ours.flash4_attention_backward.default, ours.dequantize_4bit.default, ours.sum_products.default,
+    ours.flash4_attention.default, ours.flash4_attention_backward.default, ours.dequantize_4bit.default,
+    ours.sum_products.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.

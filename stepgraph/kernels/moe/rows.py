@@ -59,7 +59,7 @@ def _at(rows: Tensor, places: Tensor) -> Tensor:
 # Operators. ``order`` says which rows no slot uses; without it rows are zeroed first.
 
 
-def _on_gpu(x: Tensor):
+def _on_gpu(x: Tensor) -> Any:
     """The kernels where ``x`` lives; None on a CPU."""
     if not x.is_cuda:
         return None

@@ -43,7 +43,7 @@ def _zeros_past(x: Tensor, offsets: Tensor) -> Tensor:
     return x.masked_fill(past.unsqueeze(1), 0.0).contiguous()
 
 
-def _on_gpu(x: Tensor):
+def _on_gpu(x: Tensor) -> Any:
     """The kernels where ``x`` lives; None where the reference runs."""
     if not x.is_cuda or x.dtype not in _DTYPES:
         return None
