@@ -167,7 +167,9 @@ class StepOptions:
     """Leave a pass out, by name."""
 
     memory: str = "none"
-    """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all)."""
+    """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all);
+    peak=70GiB or peak=90% (of the GPU): recompute and offload as little as that peak takes; layers.*.mlp=recompute,
+    =offload or =keep, alone or after a comma: for modules."""
 
     inductor: Literal["full", "regional", "off"] = "full"
     """full: compile the graph with Inductor, up to a minute; regional: only norms, RoPE, SwiGLU; off: nothing."""

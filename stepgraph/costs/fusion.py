@@ -8,6 +8,7 @@ from torch import fx
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import is_mutating, is_pointwise, is_view, packet
+from stepgraph.graph.host_copies import is_host_copy
 from stepgraph.graph.provenance import phase_of
 
 aten = torch.ops.aten
@@ -23,7 +24,11 @@ _FUSIBLE = {
 
 def is_free(node: fx.Node) -> bool:
     """Whether the node runs nothing."""
-    return node.op != "call_function" or node.target is operator.getitem or is_view(node) or stage_of(node) == "wait"
+    return node.op != "call_function" or _runs_nothing(node)
+
+
+def _runs_nothing(node: fx.Node) -> bool:
+    return node.target is operator.getitem or is_view(node) or stage_of(node) == "wait" or is_host_copy(node)
 
 
 def _is_fusible(node: fx.Node) -> bool:

@@ -29,6 +29,18 @@ LAUNCH_S = 2.5e-6
 #: and of such a flag's way over NVLink.
 SHORT_KERNEL_S, FLAG_S = 4e-6, 5e-6
 
+#: Bytes/s between a GPU and page-locked memory of its host in each direction, and seconds to begin a copy. PCIe 5.0 x16
+#: moves 63 GB/s (data sheets of H100, H200 and B200); 0.8 of it is an assumption, not a measurement.
+HOST_LINK, HOST_COPY_S = 0.8 * 63e9, 10e-6
+
+#: Bytes of host memory for each GPU of a forecast machine. Source: DGX H100 and H200 data sheets, 2 TB for eight.
+HOST_MEMORY = 2e12 / GPUS_PER_NODE
+
+
+def host_copy_seconds(nbytes: int) -> float:
+    """Seconds to copy ``nbytes`` between a GPU and page-locked memory of its host."""
+    return HOST_COPY_S + nbytes / HOST_LINK
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -14,7 +14,7 @@ from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.calls import Call
 from stepgraph.graph.collectives import stage_of
-from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.host_copies import device_bytes, on_host
 from stepgraph.graph.program import StepProgram, ValueKey
 from stepgraph.graph.provenance import phase_of, provenance, role_of
 from stepgraph.graph.step_graph import StepGraph
@@ -42,7 +42,7 @@ def lifetimes(
         if node.op != "call_function":
             continue
         # What an operator returns in a list belongs to the getitems.
-        made = aliases.root(node) is node and not isinstance(node.meta.get("val"), (list, tuple))
+        made = aliases.root(node) is node and not isinstance(node.meta.get("val"), (list, tuple)) and not on_host(node)
         if made and fusion and _stays_inside(node, readers.get(node, []), fusion):
             made = False
         if made:
@@ -85,16 +85,16 @@ def estimate_memory(graph: fx.Graph, *, fused: bool = False) -> MemoryEstimate:
         for node in graph.nodes
         if phase_of(node) in ("forward", "loss") and any(phase_of(user) == "backward" for user in node.users)
     }
-    peak = alive = inputs = sum(tensor_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
+    peak = alive = inputs = sum(device_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
     saved = most_saved = 0
     for node, made, freed in lifetimes(graph, aliases, fusion):
         if made:
-            alive += tensor_bytes(node)
-            saved += tensor_bytes(node) * (node in kept)
+            alive += device_bytes(node)
+            saved += device_bytes(node) * (node in kept)
             peak, most_saved = max(peak, alive), max(most_saved, saved)
         for root in freed:
-            alive -= tensor_bytes(root)
-            saved -= tensor_bytes(root) * (root in kept)
+            alive -= device_bytes(root)
+            saved -= device_bytes(root) * (root in kept)
     return MemoryEstimate(inputs, peak, most_saved)
 
 
@@ -106,7 +106,7 @@ def peak_bytes(program: StepProgram, *, fused: bool = False) -> int:
     whole = {spec: size for sizes in state.values() for spec, size in sizes.items()}
     needs = {
         name: estimate_memory(step.graph, fused=fused).peak
-        - sum(map(tensor_bytes, step.placeholders(Value)))
+        - sum(map(device_bytes, step.placeholders(Value)))
         + sum(size for spec, size in whole.items() if spec not in state[name])
         for name, step in program.graphs.items()
     }
@@ -126,9 +126,14 @@ def peak_bytes(program: StepProgram, *, fused: bool = False) -> int:
 _Memory = tuple[tuple[str, str, int | None], int]
 
 
+def state_bytes(program: StepProgram) -> int:
+    """Bytes of the state of ``program``, which is there for the whole step."""
+    return sum({what: size for step in program.graphs.values() for what, size in _state_bytes(step).items()}.values())
+
+
 def _state_bytes(step: StepGraph) -> dict[Input, int]:
     """Bytes of each input that is there for the whole step."""
-    return {what: tensor_bytes(node) for node, what in step.bound() if not isinstance(what, BatchLeaf | Value | Loss)}
+    return {what: device_bytes(node) for node, what in step.bound() if not isinstance(what, BatchLeaf | Value | Loss)}
 
 
 def _made(program: StepProgram, call: Call, held: Mapping[ValueKey, _Memory]) -> dict[ValueKey, _Memory]:
@@ -141,7 +146,7 @@ def _made(program: StepProgram, call: Call, held: Mapping[ValueKey, _Memory]) ->
         root = aliases.root(node)
         given = inputs.get(root)
         if given is None:
-            memory = (call.graph, root.name, call.microbatch), tensor_bytes(root)
+            memory = (call.graph, root.name, call.microbatch), device_bytes(root)
         else:
             memory = held.get(program.value_key(given, call)) if isinstance(given, Value) else None
         if memory is not None and isinstance(what, Value):
@@ -169,12 +174,12 @@ def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[
     alive = dict.fromkeys(KINDS, 0)
     for node in step.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            alive[kind[node]] += tensor_bytes(node)
+            alive[kind[node]] += device_bytes(node)
     moments: list[Moment] = []
     blocks: dict[str | None, str] = {}
     for node, made, freed in lifetimes(step.graph, aliases, fusion):
         if made:
-            alive[kind[node]] += tensor_bytes(node)
+            alive[kind[node]] += device_bytes(node)
         found = provenance(node)
         path = found.path if found else None
         if path not in blocks:
@@ -185,7 +190,7 @@ def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[
         elif here.total > moments[-1].total:
             moments[-1] = here
         for root in freed:
-            alive[kind[root]] -= tensor_bytes(root)
+            alive[kind[root]] -= device_bytes(root)
     return moments
 
 
@@ -195,10 +200,10 @@ def at_peak(step: StepGraph, aliases: Aliases, fusion: Fusion) -> tuple[fx.Node,
     alive = most = 0
     fullest = 0
     for place, (node, made, freed) in enumerate(walk):
-        alive += tensor_bytes(node) * made
+        alive += device_bytes(node) * made
         if alive > most:
             most, fullest = alive, place
-        alive -= sum(map(tensor_bytes, freed))
+        alive -= sum(map(device_bytes, freed))
     kind = kinds_of(step, aliases)
     held = {node: kind[node] for node in step.graph.nodes if node.op in ("placeholder", "get_attr")}
     for node, made, freed in walk[: fullest + 1]:

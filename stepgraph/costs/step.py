@@ -72,6 +72,7 @@ def step_cost(calls: Sequence[tuple[GraphCost, int]]) -> StepCost:
             step_seconds=sum(n * timeline.step_seconds for timeline, n in timelines),
             compute_seconds=sum(n * timeline.compute_seconds for timeline, n in timelines),
             regions=_regions(timelines),
+            copies=[c for timeline, n in timelines for c in timeline.copies * n],
         ),
         moments=[_beside(moment, state, graph.state) for graph, _ in calls for moment in graph.moments],
         flops=sum(n * graph.flops for graph, n in calls),

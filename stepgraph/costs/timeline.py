@@ -2,7 +2,8 @@
 
 A collective starts when what it reads is computed and its group's earlier collectives are done; a wait holds the
 compute stream until its collective is done, and that time is the collective's exposed time. A product pipelined with a
-collective holds the compute stream for as long as the pipeline takes beyond the product.
+collective holds the compute stream for as long as the pipeline takes beyond the product. Copies to the host, and copies
+back, have a stream each.
 """
 
 from collections import defaultdict
@@ -14,11 +15,13 @@ from torch import fx
 
 from stepgraph.costs import links
 from stepgraph.costs.fusion import Fusion
-from stepgraph.costs.hardware import ASSUMED, Gpu
+from stepgraph.costs.hardware import ASSUMED, Gpu, host_copy_seconds
 from stepgraph.costs.links import Group
 from stepgraph.costs.roofline import Roofline, node_seconds
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
+from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.host_copies import OFFLOAD_BEGIN, OFFLOAD_END, RELOAD_BEGIN, RELOAD_END
 from stepgraph.graph.provenance import phase_of, provenance, region_of
 
 
@@ -52,9 +55,23 @@ class Collective:
     wait: str = ""
 
 
+@dataclass
+class HostCopy:
+    """A copy of ``bytes`` of a result of module ``path`` to the host (``back``: from it): its seconds alone, and those
+    that computation waits for it."""
+
+    node: str
+    path: str
+    back: bool
+    bytes: int
+    seconds: float
+    exposed_seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The simulated graph: its collectives in order, seconds of the whole, and seconds of computation alone.
+    ``copies``: to the host and back, in order.
     ``regions``: those of computation by the user's regions and phase, ``""`` outside all. ``starts``: when each node
     that computes begins, by name; of a schedule of several graphs nothing."""
 
@@ -63,6 +80,7 @@ class Timeline:
     compute_seconds: float
     regions: dict[tuple[str, str], float] = field(default_factory=dict)
     starts: Mapping[str, float] = field(default_factory=dict)
+    copies: list[HostCopy] = field(default_factory=list)
 
     @property
     def exposed_seconds(self) -> float:
@@ -79,6 +97,7 @@ def simulate(
     free_at: dict[str, float] = {}
     running: dict[fx.Node, tuple[Collective, float]] = {}
     collectives = []
+    copies: dict[fx.Node, tuple[HostCopy, float]] = {}
     regions: dict[tuple[str, str], float] = defaultdict(float)
     starts: dict[str, float] = {}
     there: dict[fx.Node, float] = {}  # when each result is
@@ -99,6 +118,19 @@ def simulate(
             end = free_at[group] = collective.started_s + took
             running[node] = collective, end
             collectives.append(collective)
+        elif node.target in (OFFLOAD_BEGIN, RELOAD_BEGIN):
+            back, size = (
+                node.target is RELOAD_BEGIN,
+                tensor_bytes(node if node.target is RELOAD_BEGIN else node.args[0]),
+            )
+            found, stream = provenance(node), f"host {back}"
+            copy = HostCopy(node.name, found.path if found else "", back, size, host_copy_seconds(size))
+            free_at[stream] = max(now, free_at.get(stream, 0.0)) + copy.seconds
+            copies[node] = copy, free_at[stream]
+        elif node.target in (OFFLOAD_END, RELOAD_END) and node.args[0] in copies:
+            copy, end = copies[node.args[0]]
+            copy.exposed_seconds = max(0.0, end - now)
+            now = max(now, end)
         elif stage_of(node) in ("wait", "end") and node.args[0] in running:
             collective, end = running[node.args[0]]
             collective.exposed_seconds = max(0.0, end - now)
@@ -122,7 +154,8 @@ def simulate(
             starts[node.name] = start
         # What costs nothing is there as soon as what it is made of.
         there[node] = now if computing or stage_of(node) else ready
-    return Timeline(collectives, max([now, *free_at.values()]), busy, dict(regions), starts)
+    moved = [copy for copy, _ in copies.values()]
+    return Timeline(collectives, max([now, *free_at.values()]), busy, dict(regions), starts, moved)
 
 
 def _collective(node: fx.Node, kind: str, group: Group, dtype: torch.dtype, nbytes: int, seconds: float) -> Collective:

@@ -9,6 +9,7 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from stepgraph.graph.facts import has_generator, packet
+from stepgraph.graph.host_copies import is_host_copy
 from stepgraph.graph.provenance import provenance
 from stepgraph.kernels import masked_sum  # noqa: F401  (defines an operator of torch.ops.stepgraph)
 from stepgraph.kernels.moe import grouped
@@ -57,6 +58,8 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
         return "its result depends on values the host must read"
     if has_generator(node):
         return "it draws from a generator of its own, which no CUDA graph advances"
+    if is_host_copy(node):
+        return None  # into memory that stays
     devices = {t.device.type for t in tensors_of(node)}
     if devices - {gpu}:
         return f"it works on {' and '.join(sorted(devices))} tensors"

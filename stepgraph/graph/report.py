@@ -29,7 +29,8 @@ class PassReport:
     ``compile_s``: seconds on top of that, spent in a compiler, or at the first steps in recording CUDA graphs.
     ``nodes_before``, ``nodes_after``: operator nodes of the graph. ``terminal``: what runs is no longer the graph, so
     no pass may follow in another run of passes. ``graph``: which of a step's graphs it was. ``excerpts``: of what it
-    changed, before and after.
+    changed, before and after. ``peak``: bytes at the graph's peak as `fit_memory` counts them. ``peak_curve``: (bytes
+    at the step's peak, seconds that it costs), from where all is kept to the least.
     """
 
     name: str
@@ -46,6 +47,8 @@ class PassReport:
     terminal: bool = False
     graph: str = ""
     excerpts: list[Excerpt] = field(default_factory=list)
+    peak: int = 0
+    peak_curve: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def acted(self) -> bool:

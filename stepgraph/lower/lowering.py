@@ -12,6 +12,7 @@ from stepgraph.capture.stages.forward import trace_forward
 from stepgraph.errors import warn_caller
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.lower.peak import fitted
 from stepgraph.lower.spec import StepSpec
 from stepgraph.parallel.pipeline import Pipeline, StageGraphs
 from stepgraph.passes import Passes, Target, dry_run, prepare, record_whole, run_passes, split_at_pipeline_cut
@@ -53,6 +54,12 @@ def rewrite(
 ) -> StepProgram:
     """``program``, as `trace` captured the step of ``spec``, rewritten by its passes; in a pipeline this rank's
     program. The graphs of ``program`` are changed: see `copied`."""
+    spec, target = fitted(program, spec, target, lambda p, *rest: rewritten(copied(p), *rest))
+    return rewritten(program, spec, target, dump)
+
+
+def rewritten(program: StepProgram, spec: StepSpec, target: Target | None, dump: Path | None = None) -> StepProgram:
+    """`rewrite` by passes that need no search for a memory policy."""
     if spec.pipeline is not None:
         return _staged(program, spec, spec.pipeline, target, dump)
     several = len(program.graphs) > 1

@@ -8,7 +8,6 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.lower.lowering import copied, rewrite, trace
 from stepgraph.lower.spec import StepSpec
 from stepgraph.passes import StepOptions, Target
-from stepgraph.passes.memory.recompute import POLICIES
 
 
 def peak_bytes_by_policy(spec: StepSpec, target: Target | None = None) -> dict[str, int]:
@@ -26,6 +25,6 @@ def programs_by_policy(program: StepProgram, spec: StepSpec, target: Target) -> 
     """(memory policy, ``program`` rewritten under it), the policy that recomputes least first. ``program``: as `trace`
     captured the step of ``spec``; it is not changed. ``spec.passes``: see `peak_bytes_by_policy`."""
     options = spec.passes if isinstance(spec.passes, StepOptions) else StepOptions(spec.passes)
-    for policy in (policy for policy in POLICIES if policy != "budget"):
+    for policy in ("none", "selective", "full"):
         passes = dataclasses.replace(options, memory=policy)
         yield policy, rewrite(copied(program), dataclasses.replace(spec, passes=passes), target)

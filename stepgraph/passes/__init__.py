@@ -3,7 +3,7 @@
 from stepgraph.options import StepOptions
 from stepgraph.passes.compile.cuda_graph import record_whole
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get, register
-from stepgraph.passes.memory.recompute import parse_policy
+from stepgraph.passes.memory.policy import parse_policy
 from stepgraph.passes.order import chosen, configured, default, exact
 from stepgraph.passes.runner import (
     Passes,

@@ -8,7 +8,7 @@ from stepgraph.errors import require_words, unknown_name
 from stepgraph.options import StepOptions, choices
 from stepgraph.passes.contract import get
 from stepgraph.passes.loss.chunk import check_chunks
-from stepgraph.passes.memory.recompute import parse_policy
+from stepgraph.passes.memory.policy import parse_policy
 
 
 def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | None = None) -> None:

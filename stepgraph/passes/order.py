@@ -30,6 +30,7 @@ import stepgraph.passes.matmul.bitsandbytes
 import stepgraph.passes.matmul.fp8
 import stepgraph.passes.matmul.fuse_casts
 import stepgraph.passes.matmul.lora
+import stepgraph.passes.memory.fit
 import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.moe.experts
@@ -72,6 +73,7 @@ ORDER = (
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
     "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
+    "fit_memory",  # a peak of memory, and modules that offload
     "gather_once",  # one gather of each parameter for all microbatches of a pipeline
     "reduce_once",  # numerics: one reduction of each gradient for all of them
     "reshard_after_forward",  # gather parameters again in backward

@@ -1,11 +1,14 @@
 """The hardware that a step will run on: facts that passes may use, of this machine or of a forecast one."""
 
+import contextlib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
+from stepgraph.costs.hardware import GPUS_PER_NODE, HOST_MEMORY, Gpu
 from stepgraph.graph.step_graph import StepGraph
 
 
@@ -13,7 +16,8 @@ from stepgraph.graph.step_graph import StepGraph
 class Target:
     """``device``: its type. ``memory``: bytes of one GPU, None where unknown. ``ranks_per_machine``: neighbours that
     share a machine; 0: as torchrun started them. ``process_groups``: whether there are any. ``simulated``: the step is
-    forecast on it and never runs. ``capability``: compute capability of the GPU, None where unknown."""
+    forecast on it and never runs. ``capability``: compute capability of the GPU, None where unknown.
+    ``host_memory``: bytes of its host that this rank may take, None where unknown."""
 
     device: str
     memory: float | None = None
@@ -21,6 +25,7 @@ class Target:
     process_groups: bool = False
     simulated: bool = False
     capability: tuple[int, int] | None = None
+    host_memory: float | None = None
 
     @classmethod
     def of(cls, step: StepGraph) -> "Target":
@@ -35,9 +40,23 @@ class Target:
         memory = torch.cuda.get_device_properties(device).total_memory if known else None
         capability = torch.cuda.get_device_capability(device) if known else None
         kind = "cuda" if device.type == "cuda" else "cpu"
-        return cls(kind, memory, process_groups=dist.is_initialized(), capability=capability)
+        return cls(kind, memory, 0, dist.is_initialized(), capability=capability, host_memory=_free_host_memory())
 
     @classmethod
     def forecast(cls, gpu: Gpu) -> "Target":
         """Machines of eight ``gpu``, simulated."""
-        return cls("cuda", gpu.memory, GPUS_PER_NODE, dist.is_initialized(), True, gpu.capability)
+        return cls("cuda", gpu.memory, GPUS_PER_NODE, dist.is_initialized(), True, gpu.capability, HOST_MEMORY)
+
+
+def _free_host_memory() -> float | None:
+    """Bytes that are free on this machine, or in its control group, for each rank on it; None where unknown."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such group
+        group = Path("/sys/fs/cgroup")
+        used = int((group / "memory.current").read_text())
+        free = min(free, int((group / "memory.max").read_text()) - used)
+    return max(free, 0) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -17,6 +17,7 @@ from stepgraph.graph.facts import is_launch
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import BatchLeaf
 from stepgraph.inductor.regional import nodes_of
+from stepgraph.kernels import offload
 from stepgraph.kernels.comm.copy_collectives import join, under_way
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.passes.compile.cuda_graph import split_at_host
@@ -242,7 +243,9 @@ class _Piece:
 
 def join_collectives(results: Any, session: Session) -> None:
     """Wait, on the GPU, for collectives whose results a later piece would wait for: a graph may not end before what it
-    began, and nothing outside may wait for what is recorded. Does nothing for other tensors."""
+    began, and nothing outside may wait for what is recorded. So for copies to the host and back. Does nothing for other
+    tensors."""
+    offload.join(session)
     if torch.distributed.is_initialized():
         join(session)
         for tensor in compat.pytree.tree_leaves(results):

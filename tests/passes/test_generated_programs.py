@@ -32,7 +32,9 @@ def generated(*names: str, examples: int = EXAMPLES, derandomize: bool = True):
         max_examples=examples, deadline=None, derandomize=derandomize, database=None, print_blob=not derandomize,
         suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate],
     )  # fmt: skip
-    draws = hypothesis.given(lines(*names), st.booleans(), st.sampled_from(["none", "selective", "full"]))
+    draws = hypothesis.given(
+        lines(*names), st.booleans(), st.sampled_from(["none", "selective", "full", "*=offload", "full,*=offload"])
+    )
     return lambda test: settings(draws(test))
 
 

@@ -201,6 +201,8 @@ class Session:
         """What is being sent to other stages, kept until it has left: see `point_to_point`."""
         self.mail: dict[str, Any] = {}
         """What is written into other stages' memory, by group: see `symmetric_sends`."""
+        self.host_memory: dict[torch.device, Any] = {}
+        """What results are copied to while they are not needed, by device: see `kernels.offload`."""
         self._ages: Counter[str] = Counter()
 
     def __enter__(self) -> "Session":
@@ -238,6 +240,8 @@ class Session:
         """Begin with new memory in ``groups``, on all their ranks: after a step that was broken off, flags are not what
         they should be, and what is under way would be taken for what the next step begins."""
         self._ages.update(groups)
+        for memory in self.host_memory.values():
+            memory.forget()
         for kind, name in list(self.under_way):
             if name in groups:
                 del self.under_way[kind, name]

@@ -19,9 +19,9 @@ PART_BYTES, FEWEST_ROWS = 5 * 2**28, 2048
 Tensors = tuple[torch.Tensor, ...]
 
 
-def parts_of(rows: int, columns: int, itemsize: int) -> int:
-    """In how many parts the logits of ``rows`` tokens fit."""
-    return max(1, min(math.ceil(rows * columns * itemsize / PART_BYTES), rows // FEWEST_ROWS))
+def parts_of(rows: int, columns: int, itemsize: int, part_bytes: int = PART_BYTES) -> int:
+    """In how many parts of ``part_bytes`` the logits of ``rows`` tokens fit."""
+    return max(1, min(math.ceil(rows * columns * itemsize / part_bytes), rows // FEWEST_ROWS))
 
 
 def token_log_probs(

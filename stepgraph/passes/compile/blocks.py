@@ -7,6 +7,7 @@ from torch import fx
 
 from stepgraph.graph import collectives
 from stepgraph.graph.facts import is_view
+from stepgraph.graph.host_copies import is_host_copy
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import BatchLeaf
@@ -90,7 +91,7 @@ def _computing(step: StepGraph) -> dict[fx.Node, str | None]:
             continue
         made.add(node)
         inside = phase_of(node) in ("forward", "loss", "backward")
-        movable = node in tail or collectives.stage_of(node) in ("begin", "wait", "end")
+        movable = node in tail or is_host_copy(node) or collectives.stage_of(node) in ("begin", "wait", "end")
         if inside and not movable and not is_view(node):
             found[node] = step.block_of(node)
     return found

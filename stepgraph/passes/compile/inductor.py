@@ -27,6 +27,7 @@ from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import argument, has_generator, is_launch, is_mutating, is_view, packet
+from stepgraph.graph.host_copies import is_host_copy
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
@@ -161,6 +162,8 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         if phase_of(node) == "optimizer":
             return "optimizer" if node.meta.get(COMPILE) else None
         namespace = getattr(node.target, "namespace", "")
+        if is_host_copy(node):
+            return None
         if namespace == autocast.NAMESPACE or (namespace == "stepgraph" and is_mutating(node)):
             return None
         if node.meta.get(KEEP_EAGER) or is_launch(node):

@@ -40,14 +40,15 @@ def check_chunks(chunks: Chunks) -> None:
         raise ValueError(f"loss_chunks={chunks}; allowed: auto, or a number of parts from 1 on")
 
 
-def rewrite(loss: fx.Node, wanted: Chunks, report: PassReport) -> str:
-    """Put the head of ``loss``, a ``stepgraph::cross_entropy_``, in parts; what was done, for the pass's summary."""
+def rewrite(loss: fx.Node, wanted: Chunks, report: PassReport, part_bytes: int = PART_BYTES) -> str:
+    """Put the head of ``loss``, a ``stepgraph::cross_entropy_``, in parts; what was done, for the pass's summary.
+    ``part_bytes``: of a part's logits, where ``wanted`` is auto."""
     head = match(loss, Aliases(loss.graph))
     if isinstance(head, str):
-        if _wants(loss, wanted):
+        if _wants(loss, wanted, part_bytes):
             report.notes.append(f"the head of {loss.name} stays in one part: {head}")
         return ""
-    chunks = parts(head, wanted)
+    chunks = parts(head, wanted, part_bytes)
     if chunks == 1 and not head.padding:
         return ""
     rows, columns = head.shape
@@ -67,18 +68,18 @@ def bounds_of(rows: int, chunks: int) -> tuple[list[tuple[int, int]], int]:
     return [(a, min(a + step, rows)) for a in range(0, rows, step)], step
 
 
-def parts(head: Head, wanted: Chunks, rows: int | None = None) -> int:
+def parts(head: Head, wanted: Chunks, part_bytes: int = PART_BYTES, rows: int | None = None) -> int:
     """How many: ``wanted``, or as many as memory asks for. ``rows``: those of the head that count, if not all."""
     rows = rows or head.shape[0]
     if wanted == "auto":
-        return parts_of(rows, head.shape[1], head.product.meta["val"].element_size())
+        return parts_of(rows, head.shape[1], head.product.meta["val"].element_size(), part_bytes)
     return max(min(wanted, rows), 1)
 
 
-def _wants(loss: fx.Node, wanted: Chunks) -> bool:
+def _wants(loss: fx.Node, wanted: Chunks, part_bytes: int) -> bool:
     """Whether the logits are so large, or the caller so clear, that a head in one part needs a reason."""
     value = loss.args[0].meta["val"]
-    return value.numel() * value.element_size() > PART_BYTES if wanted == "auto" else wanted > 1
+    return value.numel() * value.element_size() > part_bytes if wanted == "auto" else wanted > 1
 
 
 class _Writer:

@@ -31,9 +31,10 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default, *SAME)
 @dataclass(frozen=True)
 class LossOptions:
     """``chunks``: the parts that a head and its loss are computed in, one after another (see `chunk`). auto: as many as
-    keep a part's logits near a GiB, in parts of at least 2048 rows."""
+    keep a part's logits near ``part_bytes``, in parts of at least 2048 rows."""
 
     chunks: chunk.Chunks = "auto"
+    part_bytes: int = chunk.PART_BYTES
 
     def __post_init__(self) -> None:
         chunk.check_chunks(self.chunks)
@@ -64,7 +65,7 @@ def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None
             report.notes.append(f"{node.name} stays as it is: {found}")
             continue
         loss = found.rewrite(aliases)
-        heads += chunk.rewrite(loss, options.chunks, report) if loss is not None else ""
+        heads += chunk.rewrite(loss, options.chunks, report, options.part_bytes) if loss is not None else ""
         fused += 1
         saved += tensor_bytes(found.logits) if found.private else 0
     report.matched, report.changed = report.matched + entropies, report.changed + fused
@@ -80,7 +81,7 @@ def _in_parts(softmax: fx.Node, found: tokens.TokenHead | str, options: LossOpti
     if isinstance(found, str):
         report.notes.append(f"{softmax.name}, of which labels are gathered, stays as it is: {found}")
         return ""
-    bounds, each = chunk.bounds_of(found.rows, chunk.parts(found.head, options.chunks, found.rows))
+    bounds, each = chunk.bounds_of(found.rows, chunk.parts(found.head, options.chunks, options.part_bytes, found.rows))
     found.rewrite(bounds)
     report.changed += 1
     several = f"{len(bounds)} parts of {each} rows" if len(bounds) > 1 else "one part"

@@ -12,63 +12,26 @@ Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), for t
 
 import math
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from stepgraph.costs import links
 from stepgraph.costs.roofline import node_seconds
-from stepgraph.errors import unknown_name
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import EXPENSIVE, is_pure, is_view, tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance, role_of, set_provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.memory.policy import POLICIES, MemoryPolicy, module_actions, parse_policy
 
 aten = torch.ops.aten
-
-POLICIES = ("none", "selective", "full", "budget")
 
 #: A chain of cheap operators longer than this is cut by keeping a result: a residual stream without declared blocks
 #: would otherwise be recomputed from the embedding up.
 MAX_CHAIN = 12
-
-
-@dataclass(frozen=True)
-class MemoryPolicy:
-    """``policy``: ``none``, ``full`` (keep what enters each repeated block), ``selective`` (keep the results of
-    expensive operators) or ``budget``, which keeps as much as fits. ``budget``: GiB kept for backward, or a fraction
-    of what ``none`` keeps, by ``budget_is_fraction``."""
-
-    policy: str = "none"
-    budget: float = 0.0
-    budget_is_fraction: bool = False
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise unknown_name("memory policy", self.policy, POLICIES)
-        if self.policy == "budget" and not 0 < self.budget < float("inf"):
-            raise ValueError(f"memory budget {self.budget:g} is not a positive number; give GiB or a fraction")
-
-
-def parse_policy(text: str) -> MemoryPolicy:
-    """``none | full | selective | budget=8GiB | budget=0.5`` (a fraction below or equal to 1, GiB above)."""
-    name, _, value = text.partition("=")
-    allowed = "allowed: none, full, selective, budget=<GiB, as 8GiB> or budget=<fraction, as 0.5>"
-    if name in ("none", "full", "selective") and not value:
-        return MemoryPolicy(name)
-    if name != "budget" or not value:
-        raise ValueError(f"unknown memory policy {text!r}; {allowed}")
-    try:
-        number = float(value.removesuffix("GiB"))
-    except ValueError:
-        number = -1.0
-    if not 0 < number < float("inf"):
-        raise ValueError(f"memory budget {value!r} is not a positive number; {allowed}")
-    return MemoryPolicy("budget", number, not value.endswith("GiB") and number <= 1)
 
 
 @register("recompute", "exact", options=MemoryPolicy(), from_options=lambda options: vars(parse_policy(options.memory)))
@@ -91,7 +54,8 @@ def recompute(step: StepGraph, options: MemoryPolicy, report: PassReport) -> Non
                 f"budget={enough:g}{'' if options.budget_is_fraction else 'GiB'}"
             )
     else:
-        dropped = plan.dropped(options.policy)
+        dropped = plan.dropped("none" if options.policy == "peak" else options.policy)
+    dropped = plan.by_module(dropped, options.modules)
     kept, marked = plan.kept_bytes(dropped), len(plan.checkpointed())
     report.changed = plan.rewrite(dropped)
     report.summary = (
@@ -207,6 +171,15 @@ class Plan:
         region = {n: (provenance(n).checkpoint if provenance(n) else None) for n in self.nodes}
         return {n for n in self.candidates() if region[n] is not None and not self._crosses(n, region)}
 
+    def by_module(self, dropped: set[fx.Node], modules: Sequence[tuple[str, str]]) -> set[fx.Node]:
+        """``dropped`` with the exceptions of ``modules`` (see `MemoryPolicy`): a module that recomputes keeps what
+        leaves it."""
+        find = module_actions(modules)
+        found = {n: find(p.path) if (p := provenance(n)) else None for n in self.nodes} if modules else {}
+        again = {n for n in self.candidates() if (a := found.get(n)) and a[0] == "recompute"}
+        inside = {n for n in again if not self._crosses(n, found)}
+        return {n for n in dropped if not (a := found.get(n)) or a[0] != "keep"} | inside
+
     def full(self) -> set[fx.Node]:
         """Everything inside repeated blocks except what leaves them."""
         end = self._end_of_forward()
@@ -299,11 +272,12 @@ class Plan:
         """Bytes of `kept`."""
         return sum(tensor_bytes(root) for root in self.kept(dropped))
 
-    def rewrite(self, dropped: set[fx.Node]) -> int:
-        """Make backward read copies of dropped results. The number of nodes added."""
+    def rewrite(self, dropped: set[fx.Node], made: Mapping[fx.Node, fx.Node] | None = None) -> int:
+        """Make backward read copies of dropped results; ``made``: such copies that are there already. The number of
+        nodes added."""
         if not dropped:
             return 0
-        graph, copies, added = self.step.graph, {}, 0
+        graph, copies, added = self.step.graph, dict(made or {}), 0
         for user in self.nodes:
             if not self.is_backward(user):
                 continue
@@ -315,7 +289,7 @@ class Plan:
                 added += new
                 user.replace_input_with(source, replacement)
         for node in reversed(self.nodes):
-            if node in copies and not node.users:  # forward made it for backward alone
+            if node in copies and node not in (made or ()) and not node.users:  # forward made it for backward alone
                 graph.erase_node(node)
         return added
 

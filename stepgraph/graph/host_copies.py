@@ -1,0 +1,30 @@
+"""Copies of results to host memory and back (see `stepgraph.kernels.offload`), as nodes of a graph."""
+
+from torch import fx
+
+from stepgraph.graph.facts import ours, tensor_bytes
+from stepgraph.kernels import offload  # noqa: F401  (registers the operators)
+
+OFFLOAD_BEGIN = ours.offload_begin.default
+OFFLOAD_END = ours.offload_end.default
+RELOAD_BEGIN = ours.reload_begin.default
+RELOAD_END = ours.reload_end.default
+
+#: Every operator that copies to the host or back, or waits for it.
+COPIES = (OFFLOAD_BEGIN, OFFLOAD_END, RELOAD_BEGIN, RELOAD_END)
+
+
+def is_host_copy(node: fx.Node) -> bool:
+    """Whether ``node`` copies a result to the host or back, or waits for that."""
+    return node.op == "call_function" and node.target in COPIES
+
+
+def on_host(node: fx.Node) -> bool:
+    """Whether the result of ``node`` lies in host memory, although the step's device may be simulated."""
+    waiting = node.op == "placeholder" and node.users and all(user.target is RELOAD_BEGIN for user in node.users)
+    return bool(waiting) or node.target is OFFLOAD_END
+
+
+def device_bytes(node: fx.Node) -> int:
+    """Bytes that the result of ``node`` takes on the device."""
+    return 0 if on_host(node) else tensor_bytes(node)

@@ -1,0 +1,375 @@
+"""Keep, recompute or offload each forward result that backward reads, so that the step peaks where it is asked to.
+
+Matches: results that forward leaves for backward, after fusion has decided what they are. Before -> after: see
+`recompute` and `offload`. Each way to give a result up has a price in seconds: to compute it again, or, for copies that
+hide behind computation, a share of their time. At the fullest moment of the step's memory over time, the cheapest ways
+for each byte come first, until the peak is low enough; then what turns out not to be needed is kept after all.
+Exact: the same bits as `recompute` and `offload`. Preconditions: a flat graph with phases. Modules that the policy
+names are not touched, except that they offload where it says so.
+Source: greedy choice by value over weight, as for knapsacks (Dantzig, 1957).
+"""
+
+import heapq
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import fx
+
+from stepgraph.costs.hardware import host_copy_seconds
+from stepgraph.costs.memory import lifetimes
+from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.host_copies import device_bytes
+from stepgraph.graph.provenance import provenance
+from stepgraph.graph.step_graph import StepGraph, name_of, type_of
+from stepgraph.options import StepOptions
+from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.memory import offload
+from stepgraph.passes.memory.policy import module_actions, parse_policy
+from stepgraph.passes.memory.recompute import Plan
+from stepgraph.passes.memory.rematerialize import rematerialize
+from stepgraph.passes.target import Target
+
+#: The price of a copy that hides: the share of its time that computation loses to its traffic. Not measured.
+_HIDDEN_PRICE = 0.1
+#: Moves between two looks at the memory over time.
+_STRIDE = 16
+#: Lines of a report.
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """``peak``: GiB of the whole step, or a share of the GPU's memory by ``peak_is_fraction``; 0: only ``modules`` (see
+    `MemoryPolicy`) count. ``memory``: bytes of the GPU. ``limit``: the bytes that this graph may take as the pass
+    counts them, None for no limit: `stepgraph.lower` finds it for the whole step. ``beyond``: bytes that the
+    whole step takes more than that. ``host``: bytes of host memory for this rank, None where unknown. ``compiled``:
+    whether a compiler joins nodes. ``carry_least``: whether it will carry the fewest bytes (see `rematerialize`)."""
+
+    peak: float = 0.0
+    peak_is_fraction: bool = False
+    modules: tuple[tuple[str, str], ...] = ()
+    memory: float | None = None
+    limit: float | None = None
+    beyond: float = 0.0
+    host: float | None = None
+    compiled: bool = False
+    carry_least: bool = False
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes of the whole step that are asked for."""
+        return self.peak * ((self.memory or 0.0) if self.peak_is_fraction else 2**30)
+
+
+def _from_options(options: StepOptions) -> dict[str, object] | None:
+    policy = parse_policy(options.memory)
+    if policy.policy != "peak" and all(action != "offload" for _, action in policy.modules):
+        return None
+    compiled = options.passes == "default" and options.compiles_all
+    carry = compiled and "rematerialize" not in options.disable_pass
+    own = {"peak": policy.peak, "peak_is_fraction": policy.peak_is_fraction, "modules": policy.modules}
+    return own | {"compiled": compiled, "carry_least": carry}
+
+
+def _for_target(options: FitOptions, target: Target) -> FitOptions:
+    if options.peak_is_fraction and not target.memory:
+        raise ValueError(
+            f"memory peak={options.peak:.0%} is a share of a GPU's memory, which is not known here; give GiB, as in "
+            "peak=8GiB"
+        )
+    carry = options.carry_least and target.device == "cuda"
+    return replace(options, memory=target.memory, host=target.host_memory, carry_least=carry)
+
+
+@register(
+    "fit_memory",
+    "exact",
+    options=FitOptions(),
+    after=("recompute", "fuse_norm", "fuse_loss"),
+    from_options=_from_options,
+    for_target=_for_target,
+)
+def fit_memory(step: StepGraph, options: FitOptions, report: PassReport) -> None:
+    """Keep, recompute or offload each saved result, for a peak of memory that was asked for."""
+    if not any(step.nodes("backward")):
+        return
+    if options.carry_least:
+        rematerialize(step)
+    fit = Fit(step, options)
+    report.matched = len(fit.plan.saved)
+    if options.limit is not None:
+        fit.solve(options.limit)
+    _refuse_host(fit, step, options)
+    report.peak = fit.peak()
+    report.peak_curve = [(peak + round(options.beyond), price) for peak, price in fit.path]
+    sizes = {
+        action: sum(map(tensor_bytes, roots)) for action, roots in (("recompute", fit.dropped), ("offload", fit.gone))
+    }
+    report.notes += fit.lines()
+    report.changed = len(fit.dropped) + len(fit.gone)
+    report.summary = (
+        f"{len(fit.dropped)} saved results computed again ({sizes['recompute'] / 2**20:.0f} MiB), {len(fit.gone)} "
+        f"offloaded ({sizes['offload'] / 2**20:.0f} MiB), {report.matched - report.changed} kept; price "
+        f"{sum(fit.prices.values()) * 1e3:.2f} ms for each microbatch"
+    )
+    fit.rewrite()
+
+
+def _refuse_host(fit: "Fit", step: StepGraph, options: FitOptions) -> None:
+    need = step.in_flight * sum(map(tensor_bytes, fit.gone))
+    if options.host is not None and need > options.host:
+        raise ValueError(
+            f"offloading needs {need / 2**30:.1f} GiB of host memory for each rank and {options.host / 2**30:.1f} GiB "
+            "are free: offload fewer modules, or recompute some"
+        )
+
+
+class Fit:
+    """A choice for each saved result of ``step``. ``dropped``: what is computed again. ``gone``: what is offloaded.
+    ``prices``: seconds for each. ``path``: (bytes at the peak, price) at each look while the peak fell."""
+
+    def __init__(self, step: StepGraph, options: FitOptions):
+        self.step, self.options = step, options
+        self.plan = plan = Plan(step)
+        self.trips = offload.Trips(plan, options.compiled)
+        aliases = self.position = plan.aliases.position
+        find = module_actions(options.modules)
+        actions = {r: find(p.path) if (p := provenance(r)) else None for r in plan.saved} if options.modules else {}
+        fixed = {root for root, action in actions.items() if action}
+        movable = self.trips.can_go()
+        self.gone = {r for r in movable if (a := actions.get(r)) and a[0] == "offload"}
+        self.movable = movable - fixed
+        again = plan.full() if step.blocks else plan.selective()
+        self.again = {n for n in again if n not in fixed}
+        self.dropped: set[fx.Node] = set()
+        self.prices: dict[fx.Node, float] = {}
+        self.path: list[tuple[int, float]] = []
+        self._reads()
+        self._base(aliases)
+
+    def _reads(self) -> None:
+        """Of each saved result, where it is read last in forward, and first and last in backward."""
+        plan = self.plan
+        self.last_forward: dict[fx.Node, int] = {}
+        self.needs: dict[fx.Node, tuple[int, int]] = {}
+        for root in plan.saved:
+            places = plan.aliases.reads(root)
+            back = [p for p in places if plan.is_backward(plan.nodes[p])]
+            self.last_forward[root] = max([self.position[root], *(p for p in places if p < min(back))])
+            self.needs[root] = min(back), max(back)
+
+    def _base(self, position: dict[fx.Node, int]) -> None:
+        """Memory over time of all but the saved results, as differences from node to node."""
+        plan, graph = self.plan, self.step.graph
+        self.base = np.zeros(len(plan.nodes) + 1, dtype=np.int64)
+        self.base[0] = sum(device_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
+        self.last: dict[fx.Node, int] = {}
+        for node, made, freed in lifetimes(graph, plan.aliases, self.trips.fusion):
+            for root in freed:
+                self.last[root] = position[node]
+                if root not in plan.saved:
+                    self.base[position[node] + 1] -= device_bytes(root)
+            if made and node not in plan.saved:
+                self.base[position[node]] += device_bytes(node)
+
+    def intervals(self) -> dict[fx.Node, list[tuple[int, int]]]:
+        """Where each saved result, and what is kept or made again for it, lies in memory: from node to node."""
+        plan, needs = self.plan, dict(self.needs)
+        queue = [(-self.position[root], root) for root in needs]
+        heapq.heapify(queue)
+        gone: list[tuple[fx.Node, int, int]] = []
+        found: dict[fx.Node, list[tuple[int, int]]] = {}
+        while queue:
+            _, root = heapq.heappop(queue)
+            if root in found:
+                continue
+            (first, last), made = needs[root], self.position[root]
+            saved = root in self.needs
+            if root in self.dropped or (not saved and root in self.again):
+                found[root] = [*([(made, self.last_forward[root])] if saved else []), (first, last)]
+                for source in plan.sources(root):
+                    if source.op != "call_function":
+                        continue
+                    before = needs.get(source)
+                    needs[source] = (min(before[0], first), max(before[1], first)) if before else (first, first)
+                    if before is None:
+                        heapq.heappush(queue, (-self.position[source], source))
+            elif root in self.gone:
+                gone.append((root, self.last_forward[root], first))
+                found[root] = [(made, self.last_forward[root]), (first, last)]
+            else:
+                found[root] = [(made if saved else self.last.get(root, made), last)]
+        self.routes = self.trips.schedule(gone)
+        for root, trip in self.routes.items():
+            made, forward = found[root][0]
+            found[root] = [(made, max(forward, trip.away)), (trip.back, found[root][1][1])]
+        return found
+
+    def curve(self) -> np.ndarray:
+        """Bytes in memory while each node runs."""
+        change = self.base.copy()
+        for root, spans in self.intervals().items():
+            size = device_bytes(root)
+            for begin, end in spans:
+                change[begin] += size
+                change[max(begin, end) + 1] -= size
+        return np.cumsum(change)[:-1]
+
+    def peak(self) -> int:
+        """Bytes at the fullest moment."""
+        return int(self.curve().max())
+
+    def solve(self, limit: float) -> None:
+        """Give results up, cheapest first, until the peak is at most ``limit``, or nothing is left to give up."""
+        moves = self._moves()
+        self._note(self.curve())
+        self._walk(moves, limit)
+        self._give_back(limit)
+        chosen = set(self.dropped), set(self.gone), dict(self.prices)
+        self._walk(moves, 0)  # what a lower peak would cost
+        self.dropped, self.gone, self.prices = chosen
+        path = sorted(set(self.path), key=lambda point: (-point[0], point[1]))
+        self.path = [point for i, point in enumerate(path) if all(point[1] < other[1] for other in path[i + 1 :])]
+
+    def _walk(self, moves: list[tuple[tuple, fx.Node, str]], limit: float) -> None:
+        curve = self.curve()
+        for chunk in (moves[i : i + _STRIDE] for i in range(0, len(moves), _STRIDE)):
+            if curve.max() <= limit:
+                break
+            fullest = int(curve.argmax())
+            done = [move for move in chunk if self._apply(*move, fullest)]
+            if done:
+                curve = self._settle(done, curve, limit)
+                self._note(curve)
+
+    def _settle(self, done: list[tuple], before: np.ndarray, limit: float) -> np.ndarray:
+        """After a chunk of moves: undo those at its end that were not needed, or all, if the peak did not fall."""
+        curve = self.curve()
+        if curve.max() >= before.max():
+            for move in done:
+                self._undo(move[1])
+            return before
+        while len(done) > 1 and curve.max() <= limit:
+            last = done.pop()
+            self._undo(last[1])
+            shorter = self.curve()
+            if shorter.max() > limit:
+                self._apply(*last, None)
+                return self.curve()
+            curve = shorter
+        return curve
+
+    def _note(self, curve: np.ndarray) -> None:
+        self.path.append((int(curve.max()), sum(self.prices.values())))
+
+    def _give_back(self, limit: float) -> None:
+        """Keep what need not be given up, the most expensive first."""
+        if self.peak() > limit:
+            return
+        for root in sorted(self.prices, key=lambda root: (-self.prices[root], self.position[root]))[: 2 * _STRIDE]:
+            was, price = root in self.dropped, self.prices[root]
+            self._undo(root)
+            if self.peak() > limit:
+                (self.dropped if was else self.gone).add(root)
+                self.prices[root] = price
+
+    def _moves(self) -> list[tuple[tuple, fx.Node, str]]:
+        """(order, saved result, how to give it up) of every way, cheapest for its bytes first; of equal ones, copies of
+        what is dearest to compute come first, and then what comes first, so that every rank chooses the same."""
+        moves = []
+        for root in self.needs:
+            size = max(tensor_bytes(root), 1)
+            again = self._again_seconds(root) / size if root in self.again else float("inf")
+            if root in self.again:
+                moves.append(((_digits(again), 0.0, self.position[root]), root, "recompute"))
+            if root in self.movable:
+                hidden = _HIDDEN_PRICE * host_copy_seconds(size) / size
+                moves.append(((_digits(hidden), -_digits(again), self.position[root]), root, "offload"))
+        return sorted(moves, key=lambda move: move[0])
+
+    def _again_seconds(self, root: fx.Node) -> float:
+        """Seconds to compute ``root`` again from what is saved, or given up and paid for already."""
+        seen: set[fx.Node] = set()
+        queue, seconds = [root], 0.0
+        while queue:
+            node = queue.pop()
+            operator = self.plan.operator(node)
+            if operator in seen or node.op != "call_function" or (node is not root and node in self.needs):
+                continue
+            if node not in self.again:
+                continue
+            seen.add(operator)
+            seconds += self.plan._seconds(node)
+            queue += self.plan.sources(node)
+        return seconds
+
+    def _apply(self, order: tuple, root: fx.Node, way: str, fullest: int | None) -> bool:
+        """Give ``root`` up in this way, if that frees memory at the node ``fullest``."""
+        first, _ = self.needs[root]
+        if root in self.prices or (fullest is not None and not self.position[root] <= fullest):
+            return False
+        if fullest is not None and not self.last_forward[root] < fullest < first:
+            return False
+        size = tensor_bytes(root)
+        if way == "recompute":
+            self.dropped.add(root)
+            self.prices[root] = self._again_seconds(root)
+            return True
+        if self.options.host is not None and self.step.mesh is None:  # ranks must choose the same
+            room = self.options.host / self.step.in_flight - sum(map(tensor_bytes, self.gone))
+            if size > room:
+                return False
+        trips = self.trips.schedule([(r, self.last_forward[r], self.needs[r][0]) for r in (*self.gone, root)])
+        if fullest is not None and not trips[root].away < fullest < trips[root].back:
+            return False
+        if fullest is not None and not all(trip.hidden for trip in trips.values()):
+            return False
+        self.gone.add(root)
+        self.prices[root] = _HIDDEN_PRICE * host_copy_seconds(size)
+        return True
+
+    def _undo(self, root: fx.Node) -> None:
+        self.dropped.discard(root)
+        self.gone.discard(root)
+        del self.prices[root]
+
+    def lines(self) -> list[str]:
+        """What is given up and at what price, by module and operator, the most bytes first."""
+        groups: dict[tuple[str, str, str, str], list[fx.Node]] = defaultdict(list)
+        for root in (*self.dropped, *self.gone):
+            found = provenance(root)
+            path = re.sub(r"(?<![^.])\d+(?![^.])", "*", found.path if found else "")
+            name = name_of(self.plan.operator(root).target)
+            groups["recomputed" if root in self.dropped else "offloaded", path, name, type_of(root)].append(root)
+        rows = []
+        for (action, path, name, kind), roots in groups.items():
+            size, price = sum(map(tensor_bytes, roots)), sum(self.prices.get(root, 0.0) for root in roots)
+            rows.append(
+                (
+                    -size,
+                    f"{action}: {len(roots)} x {kind} of {name} in {path or 'the model'}, "
+                    f"{size / 2**20:.1f} MiB, {price * 1e3:.2f} ms",
+                )
+            )
+        rows.sort()
+        rest = rows[_SHOWN:]
+        more = [f"and {-sum(size for size, _ in rest) / 2**20:.1f} MiB of {len(rest)} other kinds"] if rest else []
+        return [line for _, line in rows[:_SHOWN]] + more
+
+    def rewrite(self) -> None:
+        """Change the graph."""
+        again = self.dropped | {n for n in self.again if n not in self.needs}
+        if self.dropped:
+            self.plan.rewrite(again)
+        if self.gone:
+            gone = {root.name for root in self.gone}
+            fit = Fit(self.step, replace(self.options, modules=()))
+            fit.gone = {root for root in fit.needs if root.name in gone}
+            fit.intervals()
+            offload.rewrite(fit.plan, fit.routes)
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.3g}")
