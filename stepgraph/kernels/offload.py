@@ -57,7 +57,7 @@ class HostMemory:
         return token
 
     def host_of(self, token: Tensor) -> Tensor:
-        """The host's copy of what ``token`` stands for, once it is complete."""
+        """The host's copy that `out` began and named by ``token``, once it is complete."""
         event, host = self._under_way.pop(token.data_ptr())
         self._wait(event)
         return host

@@ -38,7 +38,7 @@ def report_of(step):
 
 
 @pytest.mark.parametrize("memory", ["layers.*=offload", "full,layers.*=offload"])
-def test_offload_under_cuda_graphs_is_bitwise(memory):
+def test_offload_under_cuda_graphs_is_bitwise(deterministic, memory):
     losses, parameters, most, _ = trained("none")
     found, own, peak, step = trained(memory)
     assert all(map(torch.equal, losses, found)) and all(map(torch.equal, parameters, own))

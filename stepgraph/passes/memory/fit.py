@@ -150,7 +150,7 @@ class Fit:
         self._base(aliases)
 
     def _reads(self) -> None:
-        """Of each saved result, where it is read last in forward, and first and last in backward."""
+        """Where each saved result is read last in forward, and first and last in backward."""
         plan = self.plan
         self.last_forward: dict[fx.Node, int] = {}
         self.needs: dict[fx.Node, tuple[int, int]] = {}
