@@ -18,7 +18,7 @@ STEPS = 8
 
 def make(folder):
     """Run the page's script in ``folder``: conversations, and a model with its tokenizer."""
-    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    script = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         exec(compile(script, "make.py", "exec"), {})
