@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, memory: str) -> dict[str, Any]:
 
 
 def policies(args: argparse.Namespace) -> list[str]:
-    """The policies to measure: those that are forecast to fit, and five peaks down to the least that works."""
+    """Policies to measure: each one that is forecast to fit, then five peaks from the largest to the least possible."""
     model, batch, optimizer = job(args)
     spec = StepSpec(model, next_token_loss, batch, optimizer, passes=StepOptions())
     target = dataclasses.replace(Target.on(torch.device("cuda", 0)), simulated=True)

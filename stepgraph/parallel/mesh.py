@@ -258,7 +258,7 @@ class Mesh(Axes):
 
     @property
     def _token_place(self) -> int:
-        """This rank's place among those that have tokens of their own."""
+        """This rank's index along the axes that split the batch or its sequences."""
         place = 0
         for name in DATA_AXES:
             place = place * self.spec.sizes[name] + self.place(name)

@@ -107,6 +107,10 @@ def fit_memory(step: StepGraph, options: FitOptions, report: PassReport) -> None
     sizes = {
         action: sum(map(tensor_bytes, roots)) for action, roots in (("recompute", fit.dropped), ("offload", fit.gone))
     }
+    if len(curve := report.peak_curve) > 1:
+        shown = [curve[i * (len(curve) - 1) // 4] for i in range(5)] if len(curve) > 5 else curve
+        steps = ", ".join(f"{peak / 2**30:.4g} GiB +{price * 1e3:.3g} ms" for peak, price in shown)
+        report.notes.append(f"peak of the step and what it costs, as forecast: {steps}")
     report.notes += fit.lines()
     report.changed = len(fit.dropped) + len(fit.gone)
     report.summary = (

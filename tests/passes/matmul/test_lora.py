@@ -1,4 +1,4 @@
-"""The pass lora: results compared with fp64, the products that remain, and what it says of those that it leaves."""
+"""The pass lora: results against fp64, the number of products left, and the reason reported for each skipped one."""
 
 import copy
 
