@@ -32,12 +32,12 @@ def test_a_long_phase_is_not_silent(row, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "_POLL_S", 0.02)
     said = ""
     with progress.Progress(row, tmp_path / "phases") as watched:
-        while said.count("m | p | start, 0 s") < 2:
+        while said.count("m | p | start, ") < 2:
             said += capsys.readouterr().err
-        assert str(watched).startswith("start, 0 s")
+        assert str(watched).startswith("start, ")
         monkeypatch.setenv(progress.VARIABLE, watched.environment[progress.VARIABLE])
         progress.phase("compile", "compiling piece 2 of 3")
-        while "m | p | compile (compiling piece 2 of 3), 0 s" not in said:
+        while "m | p | compile (compiling piece 2 of 3), " not in said:
             said += capsys.readouterr().err
     assert row.phases_s["start"] > 0.1
 
