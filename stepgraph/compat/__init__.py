@@ -56,6 +56,7 @@ from stepgraph.compat.eager import (
     has_autocast_rule,
     in_function_transform,
     in_plain_eager,
+    scaled_grouped_mm,
     scaled_mm,
     settings,
     watch_autocast,

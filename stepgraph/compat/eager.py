@@ -67,6 +67,16 @@ def scaled_mm(
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
+def scaled_grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Products of groups in bf16, of ``a`` and ``b`` in float8_e4m3fn on a GPU, with a scale for each row of a group of
+    ``a`` and column of a group of ``b``, fp32: (M, K) with (E, K, N), where ``offsets`` (E,) are ends of rows of ``a``;
+    or (M, K) with (K, N), where they are ends of places that are summed over. Sums stay in the tensor cores'
+    accumulators."""
+    return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=offsets, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
 @contextlib.contextmanager
 def watch_autocast() -> Iterator[dict[str, torch.dtype]]:
     """The autocasts that are on, by type of device, which operators that are being dispatched cannot see. Inside, it

@@ -12,11 +12,13 @@ import stepgraph.kernels.moe  # noqa: F401  (registers its operators)
 from stepgraph.graph.collectives import ROWS_BEGIN, stage_of
 from stepgraph.graph.facts import argument
 from stepgraph.graph.provenance import role_of
+from stepgraph.kernels.moe.scaled import MULTIPLE
 
 ours = torch.ops.stepgraph
 
 #: Products of the rows of all experts.
 GROUPED = {ours.grouped_mm.default, ours.grouped_mm_weight.default, torch.ops.aten._grouped_mm.default}
+GROUPED |= {ours.grouped_scaled_mm.default, ours.grouped_scaled_mm_weight.default}
 
 #: Read no row past the last expert's, and write zeros there, or nothing.
 ROWWISE = {ours.swiglu_rows.default, ours.swiglu_rows_backward.default}
@@ -53,4 +55,6 @@ def rows_of(node: fx.Node) -> int:
     """Rows of the buffer that the grouped product, or the SwiGLU, ``node`` works on."""
     first = node.args[0].meta["val"]  # of torch's products that of a weight's gradient has them in columns
     weights = node.target is torch.ops.aten._grouped_mm.default and node.args[1].meta["val"].ndim == 2
+    if node.target is ours.grouped_scaled_mm_weight.default:
+        return first.shape[1] - MULTIPLE * len(argument(node, "ends").meta["val"])  # the parts of experts are padded
     return first.shape[1 if weights else 0]

@@ -39,6 +39,11 @@ _DOCUMENTS = {
 #: The same for FlexAttention, which takes q, k and v first in both directions.
 _FLEX_ATTENTION = {higher_order.flex_attention: FORWARD, higher_order.flex_attention_backward: BACKWARD}
 
+_FP8 = {
+    getattr(torch.ops.stepgraph, name).default
+    for name in ("scaled_product", "grouped_scaled_mm", "grouped_scaled_mm_weight")
+}
+
 #: What is counted here, not by torch.
 _COUNTED = {*_ATTENTION, *_WINDOWED, *_DOCUMENTS, aten._grouped_mm.default}
 _IS_ATTENTION = {*_ATTENTION, *_WINDOWED, *_FLEX_ATTENTION, *_DOCUMENTS}
@@ -86,7 +91,7 @@ def is_attention(node: fx.Node) -> bool:
 
 def is_fp8(node: fx.Node) -> bool:
     """Whether the node multiplies in fp8."""
-    return node.target is torch.ops.stepgraph.scaled_product.default
+    return node.target in _FP8
 
 
 def _products(kinds: tuple[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:

@@ -94,7 +94,8 @@ def _work(node: fx.Node, shares: Mapping[int, float]) -> int:
 
 def _zeros(node: fx.Node, shares: Mapping[int, float]) -> int:
     """Bytes of zeros after the rows of a grouped product, which a kernel of their own writes."""
-    if node.target is not torch.ops.stepgraph.grouped_mm.default or leaves_rest(node):
+    products = (torch.ops.stepgraph.grouped_mm.default, torch.ops.stepgraph.grouped_scaled_mm.default)
+    if node.target not in products or leaves_rest(node):
         return 0
     return round((1.0 - shares.get(rows_of(node), 1.0)) * tensor_bytes(node))
 

@@ -42,7 +42,8 @@ _PURE = {
     ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
     ours.swiglu_rows.default, ours.swiglu_rows_backward.default, ours.expert_places.default,
     ours.flash4_attention.default, ours.flash4_attention_backward.default, ours.dequantize_4bit.default,
-    ours.sum_products.default,
+    ours.sum_products.default, ours.grouped_scaled_mm.default, ours.grouped_scaled_mm_weight.default,
+    ours.cast_scaled_groups.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.
@@ -52,6 +53,7 @@ EXPENSIVE = {
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
     ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product, ours.flash4_attention, ours.sum_products,
+    ours.grouped_scaled_mm, ours.grouped_scaled_mm_weight,
 }  # fmt: skip
 
 

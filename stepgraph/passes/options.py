@@ -49,6 +49,8 @@ def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | N
         raise ValueError(f"fp8={options.fp8} rounds to fp8, which passes=exact forbids: drop one of them")
     if options.fp8_skip and options.fp8 == "off":
         raise ValueError("fp8_skip leaves layers out of fp8 and fp8=off: add fp8=tensorwise or rowwise, or drop it")
+    if options.fp8_experts and options.fp8 == "off":
+        raise ValueError("fp8_experts is about fp8 and fp8=off: add fp8=rowwise or tensorwise, or drop it")
     for name in ("async_tp", "copy_engines"):
         if getattr(options, name) and options.passes == "exact":
             raise ValueError(f"{name} sums in another order, which passes=exact forbids: drop one of them")

@@ -34,6 +34,7 @@ import stepgraph.passes.memory.fit
 import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.moe.experts
+import stepgraph.passes.moe.fp8
 import stepgraph.passes.moe.products
 import stepgraph.passes.moe.swiglu
 import stepgraph.passes.moe.unread
@@ -59,6 +60,7 @@ ORDER = (
     "expert_swiglu",  # numerics: SwiGLU of the rows of experts that are in use
     "grouped_products",  # numerics: grouped products by QuACK
     "unread_rows",  # no zeros after experts' rows where nothing reads them
+    "fp8_experts",  # numerics: products of experts' rows in fp8
     "bitsandbytes_4bit",  # numerics: weights that bitsandbytes holds in 4 bits by our kernel
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read

@@ -7,14 +7,18 @@ import stepgraph
 from stepgraph.config.build import build_model
 from stepgraph.config.presets import PRESETS
 from stepgraph.kernels.moe import (
+    cast_scaled_groups,
     combine_rows,
     gather_rows,
     grouped_mm,
     grouped_mm_weight,
+    grouped_scaled_mm,
+    grouped_scaled_mm_weight,
     grouped_triton,
     quack,
     route_triton,
     rows_triton,
+    scaled_triton,
     sort_by_expert,
     swiglu_rows,
     swiglu_triton,
@@ -22,8 +26,12 @@ from stepgraph.kernels.moe import (
 from stepgraph.kernels.moe.grouped import BACKENDS
 from stepgraph.kernels.moe.swiglu import backward_reference, reference, swiglu_rows_backward
 from stepgraph.models import next_token_loss
-from stepgraph.passes import StepOptions
-from tests.kernels.moe.test_moe_triton import defined, row_cases, sort_cases, swiglu_cases, zero_cases
+from stepgraph.passes import StepOptions, chosen
+from tests.kernels.moe.test_moe_triton import cast_cases, defined, row_cases, sort_cases, swiglu_cases, zero_cases
+from tests.kernels.moe.test_scaled import COUNTS, E4M3, arguments, by_rows
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="groups in fp8 need compute capability 9.0")
 
 FUNCTIONS = {
     "sort": route_triton.launch,
@@ -31,6 +39,7 @@ FUNCTIONS = {
     "combine": rows_triton.combine,
     "combine_backward": rows_triton.combine_backward,
     "zero_past": grouped_triton.zero_past,
+    "cast_groups": scaled_triton.launch,
     "swiglu": swiglu_triton.launch,
     "swiglu_backward": swiglu_triton.launch_backward,
 }
@@ -41,14 +50,45 @@ def on_gpu(value):
 
 
 def test_kernels_against_references():
-    for name, arguments, expected in [*sort_cases(), *zero_cases(), *swiglu_cases(), *row_cases()]:
+    for name, arguments, expected in [*sort_cases(), *zero_cases(), *cast_cases(), *swiglu_cases(), *row_cases()]:
         found = FUNCTIONS[name](*map(on_gpu, arguments))
         expected, found = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected, found))
         for mine, theirs in zip(found, expected, strict=True):
             mine, theirs = (defined(arguments, t) for t in (mine, theirs))
             # One rounding to 16 bits may fall the other way, where a product and a sum are one operation.
-            tolerance = {2: torch.finfo(theirs.dtype).eps, 4: 1e-5}[mine.itemsize] if mine.is_floating_point() else 0
+            tolerance = (
+                {1: 0, 2: torch.finfo(theirs.dtype).eps, 4: 1e-5}[mine.itemsize] if mine.is_floating_point() else 0
+            )
             torch.testing.assert_close(mine.cpu(), theirs, rtol=tolerance, atol=tolerance)
+
+
+@hopper
+@pytest.mark.parametrize("counts", [*COUNTS, [300, 0, 1, 1000, 47]])
+def test_products_in_fp8(counts):
+    """Casts have the reference's bits, and torch's products its values; without waiting for the GPU."""
+    rows, weight, dy, offsets = arguments(counts, D=256, F=384)
+    (q, scale), (w, weight_scale) = by_rows(rows), by_rows(weight)
+    expected = grouped_scaled_mm(q, w, scale, weight_scale, offsets)
+    casts = [cast_scaled_groups(x, offsets, E4M3) for x in (dy, rows)]
+    (a, scale_a, ends), (b, scale_b, _) = casts
+    gradient = grouped_scaled_mm_weight(a, b, scale_a, scale_b, ends)
+    torch.cuda.synchronize()
+    given = [t.cuda() for t in (rows, weight, dy, offsets)]
+    for attempt in range(2):
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")  # the first compiles
+        try:
+            (q, scale), (w, weight_scale) = by_rows(given[0]), by_rows(given[1])
+            y = grouped_scaled_mm(q, w, scale, weight_scale, given[3])
+            found = [cast_scaled_groups(x, given[3], E4M3) for x in (given[2], given[0])]
+            (a, scale_a, on_ends), (b, scale_b, _) = found
+            dw = grouped_scaled_mm_weight(a, b, scale_a, scale_b, on_ends)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for (mine, mine_scale, _), (theirs, theirs_scale, _) in zip(found, casts, strict=True):
+        assert torch.equal(mine[:, : ends[-1]].cpu().view(torch.uint8), theirs[:, : ends[-1]].view(torch.uint8))
+        assert torch.equal(mine_scale.cpu(), theirs_scale)
+    for mine, theirs in ((y, expected), (dw, gradient)):
+        assert mine.isfinite().all() and (mine.cpu().double() - theirs.double()).norm() <= 5e-3 * theirs.double().norm()
 
 
 @pytest.mark.parametrize("experts", [1, 8, 64, 256])
@@ -216,17 +256,19 @@ def loss_fn(model, batch):
         return next_token_loss(model, batch)
 
 
-def trained(grouped, steps=6):
-    """(losses of ``steps``, of which the later ones are replayed; what the pass and the recording say)."""
+def trained(grouped, steps=6, **options):
+    """(losses of ``steps``, of which the later ones are replayed; the reports by pass)."""
     model = build_model(PRESETS["deepseek-v3-debug"](), torch.device("cuda"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(256, (32, 257), generator=torch.Generator().manual_seed(3)).cuda()
     batches = [{"tokens": t[:, :-1].contiguous(), "targets": t[:, 1:].contiguous()} for t in (tokens, tokens.flip(1))]
-    passes = StepOptions(grouped=grouped)
+    passes = [
+        p.with_options(unprofitable=True) if p.name == "fp8_experts" else p
+        for p in chosen(StepOptions(grouped=grouped, **options))
+    ]
     step = stepgraph.capture(model, loss_fn, batches[0], optimizer, max_grad_norm=1.0, passes=passes)
     losses = [step(batches[i % 2]).clone() for i in range(steps)]
-    reports = {report.name: report for report in step.report}
-    return torch.stack(losses), reports.get("grouped_products"), reports["cuda_graph"]
+    return torch.stack(losses), {report.name: report for report in step.report}
 
 
 @pytest.mark.parametrize("grouped", ["quack", "auto"])
@@ -234,11 +276,24 @@ def test_a_step_with_other_products(grouped):
     """One CUDA graph, whose first step compiled the package's kernels; the losses are near torch's."""
     if quack.unavailable() is not None:
         pytest.skip(quack.unavailable())
-    expected, none, _ = trained("torch")
-    losses, report, recording = trained(grouped)
-    assert none is None and recording.summary == "1 CUDA graph, 0 nodes on the host", recording.notes
+    expected, without = trained("torch")
+    losses, reports = trained(grouped)
+    report, recording = reports["grouped_products"], reports["cuda_graph"]
+    assert "grouped_products" not in without and recording.summary == "1 CUDA graph, 0 nodes on the host", (
+        recording.notes
+    )
     # 8,192 tokens of 3 of 16 experts each: 1,536 rows per expert.
     assert report.changed == report.matched > 0 or torch.cuda.get_device_capability() != (9, 0), report.notes
     assert losses[4] < losses[0]
     # bf16 rounds to 2^-9; a token near the border of two experts may go to another, which moves the loss by as little.
     torch.testing.assert_close(losses, expected, rtol=1e-2, atol=1e-2)
+
+
+@hopper
+def test_a_step_with_experts_in_fp8():
+    expected, _ = trained("torch", fp8="rowwise")
+    losses, reports = trained("torch", fp8="rowwise", fp8_experts=True)
+    report = reports["fp8_experts"]
+    assert report.changed == report.matched > 0, report.notes
+    assert reports["cuda_graph"].summary == "1 CUDA graph, 0 nodes on the host" and losses[4] < losses[0]
+    torch.testing.assert_close(losses, expected, rtol=5e-2, atol=5e-2)

@@ -10,10 +10,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton, swiglu_triton
+from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton, scaled_triton, swiglu_triton
 from tests.kernels.triton_tools import interpret_masks
 
 interpret_masks()
+scaled_triton._transposed_before = lambda x: x.dtype == torch.float16  # both ways
 
 FUNCTIONS = {
     "sort": route_triton.launch,
@@ -21,6 +22,7 @@ FUNCTIONS = {
     "combine": rows_triton.combine,
     "combine_backward": rows_triton.combine_backward,
     "zero_past": grouped_triton.zero_past,
+    "cast_groups": scaled_triton.launch,
     "swiglu": swiglu_triton.launch,
     "swiglu_backward": swiglu_triton.launch_backward,
 }

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.kernels.moe import route, rows, swiglu
+from stepgraph.kernels.fp8.formats import MOST
+from stepgraph.kernels.moe import route, rows, scaled, swiglu
 from tests.kernels.moe.test_moe import data, routing
 from tests.kernels.strides import padded, swapped
 from tests.kernels.triton_tools import assert_no_spills, interpreted
@@ -56,6 +57,21 @@ def zero_cases():
     return cases
 
 
+def cast_cases():
+    """Experts without rows, with one, with more than a tile, with multiples of 16; odd widths; NaN in rows of none.
+    Values of the format, as the interpreter rounds to fp8 in its own way: each column of an expert has the largest."""
+    cases = []
+    for i, (counts, C, past) in enumerate([((3, 0, 70), 33, 4), ((16,), 64, 0), ((1, 64, 15, 0), 65, 1), ((0,), 8, 5)]):
+        form, dtype = (torch.float8_e4m3fn, torch.float8_e5m2)[i % 2], (torch.float32, torch.bfloat16, torch.float16)
+        x = data(sum(counts) + past, C, seed=i, dtype=torch.float32).to(form).to(dtype[i % 3])
+        offsets = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+        x[[start for start, count in zip((0, *offsets.tolist()), counts, strict=False) if count]] = -MOST[form]
+        x[sum(counts) :] = torch.nan
+        x = swapped(x) if i else padded(x)
+        cases.append(("cast_groups", (x, offsets, form), scaled.cast_reference(x, offsets, form)))
+    return cases
+
+
 def swiglu_cases():
     """Ends before, within and behind a tile; narrow and odd widths, several tiles of columns; one expert, several."""
     cases, dtypes = [], (torch.float32, torch.bfloat16, torch.float16)
@@ -74,13 +90,15 @@ def swiglu_cases():
 
 def defined(arguments, result):
     """Of a result all rows or, where the last argument leaves the rest as it is in memory, those in use."""
+    if result.itemsize == 1:  # fp8, up to the last part's end
+        return result[:, : scaled.padded_ends(arguments[1])[-1]].float()
     return result[: arguments[-2][-1]] if arguments[-1] is False else result
 
 
 @pytest.mark.slow
 def test_kernels_interpreted(tmp_path):
     pytest.importorskip("triton")
-    cases = [*sort_cases(), *zero_cases(), *swiglu_cases(), *row_cases()]
+    cases = [*sort_cases(), *zero_cases(), *cast_cases(), *swiglu_cases(), *row_cases()]
     results = interpreted(CHILD, tmp_path, [(name, *arguments) for name, arguments, _ in cases])
     for (name, arguments, expected), found in zip(cases, results, strict=True):
         expected, found = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected, found))
@@ -93,14 +111,14 @@ def test_kernels_interpreted(tmp_path):
             tolerance = torch.finfo(mine.dtype).eps if rounds and mine.itemsize == 2 else 0
             tolerance = 1e-5 if rounds and name != "combine" and mine.itemsize == 4 else tolerance
             torch.testing.assert_close(
-                mine, theirs, rtol=tolerance, atol=10 * tolerance, msg=lambda m, w=what: f"{w}: {m}"
+                mine, theirs, rtol=tolerance, atol=10 * tolerance, equal_nan=True, msg=lambda m, w=what: f"{w}: {m}"
             )
 
 
 @pytest.mark.parametrize("element", ["fp32", "bf16"])
 def test_no_configuration_spills(element):
     pytest.importorskip("triton")
-    from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton, swiglu_triton
+    from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton, scaled_triton, swiglu_triton
 
     pointer = f"*{element}"
     kinds = dict.fromkeys(("x", "rows", "out", "dy", "drows", "gate_up", "dgate_up"), pointer)
@@ -126,6 +144,14 @@ def test_no_configuration_spills(element):
     wide = {"ROWS": 32, "BLOCK": 256}
     assert_no_spills(rows_triton._zero_kernel, kinds, wide, 8, tensors)
     assert_no_spills(grouped_triton._zero_past_kernel, kinds, wide, grouped_triton.WARPS, tensors)
+    casts = {"x": pointer, "offsets": "*i32", "q": "*fp8e4nv", "scale": "*fp32"}
+    casts |= dict.fromkeys(("C", "places", "row_stride", "column_stride"), "i32")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[element]
+    one = "row_stride" if scaled_triton._transposed_before(torch.empty(1, dtype=dtype)) else "column_stride"
+    for experts in (8, 128):
+        constants = {"EXPERTS": experts, "MOST": 448.0, "TALL": scaled_triton.TALL, "WIDE": scaled_triton.WIDE, one: 1}
+        aligned = [name for name in casts if name != one]
+        assert_no_spills(scaled_triton._groups_kernel, casts, constants, scaled_triton.WARPS, aligned)
     if element == "fp32":
         at = {"BLOCK": route_triton.BLOCK}
         assert_no_spills(route_triton._count_kernel, kinds, {**at, "BINS": 512}, route_triton.WARPS, tensors)

@@ -22,7 +22,7 @@ ours = torch.ops.stepgraph
 PRODUCTS = (ours.grouped_mm.default, ours.grouped_mm_weight.default)
 
 
-def products(dtype=torch.bfloat16, R=64, D=16):
+def products(dtype=torch.bfloat16, R=64, D=16, F=24):
     """A step of a grouped product and both its gradients, on a fake GPU, with 4 experts."""
 
     def program(rows, weight, offsets):
@@ -31,9 +31,9 @@ def products(dtype=torch.bfloat16, R=64, D=16):
 
     with FakeTensorMode():
         rows = torch.empty(R, D, dtype=dtype, device="cuda")
-        weight = torch.empty(4, 24, D, dtype=dtype, device="cuda")
+        weight = torch.empty(4, F, D, dtype=dtype, device="cuda")
         module = make_fx(program)(rows, weight, torch.empty(4, dtype=torch.int32, device="cuda"))
-    for node in module.graph.find_nodes(op="call_function", target=PRODUCTS[0]):
+    for node in (n for target in PRODUCTS for n in module.graph.find_nodes(op="call_function", target=target)):
         set_provenance(node, Provenance("layers.0.moe", "forward", "model.py:1"))
     inputs = [InputSpec(Parameter(name)) for name in ("rows", "weight", "offsets")]
     return StepGraph(module, inputs, [Metric(str(i)) for i in range(3)])

@@ -1,0 +1,213 @@
+"""Products of experts' rows in fp8, with a scale for each row of both sides.
+
+    grouped_scaled_mm:         y[r]  = s[r] t[e] * (rows[r] weight[e]^T)        rows r of expert e
+    grouped_scaled_mm_weight:  dw[e] = s[e] t[e] * (a[:, its places] b[:, its places]^T)
+    cast_scaled_groups:        x (R, C) -> its transpose in fp8 (C, R'), a scale for each expert and column
+
+A product reads both sides along the dimension that it sums over. A weight gradient sums over an expert's rows, so both
+of its sides are cast into transposed copies, each expert's part with scales of its own. There a part begins at a
+multiple of 16, as a GPU needs it, and zeros fill the places up to the next: R' = R + 16 E, rounded up to 16.
+
+As in `fp8.cast`, a NaN or an infinity makes what its scale covers NaN; rows past the last offset are not read.
+On a GPU of compute capability 9 the products are torch's ``_scaled_grouped_mm``, elsewhere products in fp32.
+"""
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from stepgraph import compat
+from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.fp8.cast import check, rounded, scale_of
+from stepgraph.kernels.moe.grouped import _zero_past
+
+Tensor = torch.Tensor
+
+E4M3 = torch.float8_e4m3fn
+#: Elements of a part of a transposed copy are a multiple of it: 16 bytes.
+MULTIPLE = 16
+
+
+def padded_ends(offsets: Tensor) -> Tensor:
+    """(E,) int32, where the parts of a transposed copy end."""
+    counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    return ((counts + MULTIPLE - 1) // MULTIPLE * MULTIPLE).cumsum(0, dtype=torch.int32)
+
+
+def padded_rows(R: int, experts: int) -> int:
+    """Places of a transposed copy of R rows."""
+    return -(-R // MULTIPLE) * MULTIPLE + MULTIPLE * experts
+
+
+def reference(
+    rows: Tensor, weight: Tensor, row_scale: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool
+) -> Tensor:
+    """`grouped_scaled_mm` in plain torch: sums in fp32, rounded once."""
+    out, start = rows.new_zeros(rows.shape[0], weight.shape[1], dtype=torch.bfloat16), 0
+    for expert, end in enumerate(offsets.tolist()):
+        y = rows[start:end].float() @ weight[expert].float().t()
+        out[start:end] = (y * row_scale[start:end, None] * weight_scale[expert]).bfloat16()
+        start = end
+    return out
+
+
+def weight_reference(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_scaled_mm_weight` in plain torch: sums in fp32, rounded once."""
+    out, start = a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=torch.bfloat16), 0
+    for expert, end in enumerate(ends.tolist()):
+        y = a[:, start:end].float() @ b[:, start:end].float().t()
+        out[expert] = (y * scale_a[expert, :, None] * scale_b[expert]).bfloat16()
+        start = end
+    return out
+
+
+def cast_reference(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`cast_scaled_groups` in plain torch, without the ends."""
+    (R, C), experts = x.shape, len(offsets)
+    q = x.new_zeros(C, padded_rows(R, experts), dtype=torch.float32).to(dtype)
+    scale = x.new_empty(experts, C, dtype=torch.float32)
+    start = at = 0
+    for expert, end in enumerate(offsets.tolist()):
+        part = x[start:end].t()
+        amax = part.abs().amax(1).float() if end > start else x.new_zeros(C, dtype=torch.float32)
+        scale[expert], factor = scale_of(amax, dtype)
+        q[:, at : at + end - start] = rounded(part, factor.unsqueeze(1), dtype)
+        at += -(-(end - start) // MULTIPLE) * MULTIPLE
+        start = end
+    return q, scale
+
+
+@torch.library.custom_op("stepgraph::grouped_scaled_mm", mutates_args=())
+def grouped_scaled_mm(
+    rows: Tensor, weight: Tensor, row_scale: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True
+) -> Tensor:
+    """Multiply the rows of each expert with its matrix, both in fp8.
+
+    Args:
+        rows: (R, D), sorted by expert, contiguous, in float8_e4m3fn, with a scale for each row in ``row_scale``, (R,)
+            fp32.
+        weight: (E, F, D), contiguous, likewise; ``weight_scale``: (E, F) fp32.
+        offsets: (E,) int32, the end of each expert's rows.
+        zero_rest: False leaves rows past ``offsets[-1]`` as they are in memory.
+
+    Returns:
+        (R, F), contiguous, bf16; rows past ``offsets[-1]`` are zero.
+
+    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where 16 does not divide D and F.
+    """
+    _check(rows, weight, row_scale, weight_scale, offsets)
+    if not rows.numel():
+        return rows.new_zeros(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
+    if not rows.is_cuda:
+        return reference(rows, weight, row_scale, weight_scale, offsets, zero_rest)
+    out = compat.scaled_grouped_mm(rows, weight.mT, row_scale, weight_scale, offsets).contiguous()
+    return _zero_past(out, offsets) if zero_rest else out
+
+
+@launching("grouped_scaled_mm")
+def _launch(rows, weight, row_scale, weight_scale, offsets, zero_rest=True) -> Tensor:
+    """What `grouped_scaled_mm` launches in addition to the product, which needs addresses."""
+    out = rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
+    return _zero_past(out, offsets) if zero_rest and rows.numel() else out
+
+
+@grouped_scaled_mm.register_fake
+def _(rows, weight, row_scale, weight_scale, offsets, zero_rest=True) -> Tensor:
+    _check(rows, weight, row_scale, weight_scale, offsets)
+    return rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("stepgraph::grouped_scaled_mm_weight", mutates_args=())
+def grouped_scaled_mm_weight(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the parts of each expert of two transposed copies.
+
+    Args:
+        a, b: (M, R') and (N, R'), contiguous, in float8_e4m3fn, as `cast_scaled_groups` gives them.
+        scale_a, scale_b: (E, M) and (E, N) fp32.
+        ends: (E,) int32, where each expert's part ends, multiples of 16.
+
+    Returns:
+        (E, M, N), contiguous, bf16; zeros for an expert without rows.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    _check_weight(a, b, scale_a, scale_b, ends)
+    if not a.is_cuda:
+        return weight_reference(a, b, scale_a, scale_b, ends)
+    return compat.scaled_grouped_mm(a, b.t(), scale_a.view(-1), scale_b.view(-1), ends).contiguous()
+
+
+@grouped_scaled_mm_weight.register_fake
+def _(a, b, scale_a, scale_b, ends) -> Tensor:
+    _check_weight(a, b, scale_a, scale_b, ends)
+    return a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("stepgraph::cast_scaled_groups", mutates_args=())
+@launching("cast_scaled_groups")
+def cast_scaled_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast the rows of experts into a transposed copy, with a scale for each expert and column.
+
+    Args:
+        x: (R, C), not empty, sorted by expert; bf16, fp16 or fp32, in any strides.
+        offsets: (E,) int32, the end of each expert's rows.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+
+    Returns:
+        (C, R') in ``dtype``, R' as `padded_rows` says; (E, C) fp32, the scales; (E,) int32, where each expert's part
+        ends. Past the last end there may be anything.
+
+    Raises ``ValueError`` for another dtype.
+    """
+    check(x, dtype)
+    if x.is_cuda:
+        from stepgraph.kernels.moe import scaled_triton
+
+        return (*scaled_triton.launch(x, offsets, dtype), padded_ends(offsets))
+    return (*cast_reference(x, offsets, dtype), padded_ends(offsets))
+
+
+@cast_scaled_groups.register_fake
+def _(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    check(x, dtype)
+    (R, C), experts = x.shape, len(offsets)
+    q = x.new_empty(C, padded_rows(R, experts), dtype=dtype)
+    return q, x.new_empty(experts, C, dtype=torch.float32), torch.empty_like(offsets)
+
+
+@register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm)
+def _flops(rows_shape, weight_shape, *_, **__) -> int:
+    return 2 * rows_shape[0] * rows_shape[1] * weight_shape[1]
+
+
+@register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm_weight)
+def _weight_flops(a_shape, b_shape, *_, **__) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[0]
+
+
+def _check(rows: Tensor, weight: Tensor, row_scale: Tensor, weight_scale: Tensor, offsets: Tensor) -> None:
+    fits = rows.ndim == 2 and weight.ndim == 3 and rows.shape[1] == weight.shape[2]
+    fits = fits and row_scale.shape == rows.shape[:1] and weight_scale.shape == weight.shape[:2]
+    right = rows.dtype == weight.dtype == E4M3 and offsets.dtype == torch.int32
+    if not (fits and right and offsets.shape == weight.shape[:1]):
+        raise ValueError(
+            f"grouped_scaled_mm got rows {rows.dtype} {tuple(rows.shape)}, weight {weight.dtype} "
+            f"{tuple(weight.shape)}, scales {tuple(row_scale.shape)} and {tuple(weight_scale.shape)}, offsets "
+            f"{offsets.dtype} {tuple(offsets.shape)}; allowed is rows (R, D) and weight (E, F, D) in float8_e4m3fn, "
+            "scales (R,) and (E, F), offsets int32 (E,): cast both by rows"
+        )
+    if rows.is_cuda and (rows.shape[1] % MULTIPLE or weight.shape[1] % MULTIPLE):
+        raise ValueError(
+            f"grouped_scaled_mm got matrices of {weight.shape[1]} x {rows.shape[1]}; allowed on a GPU are multiples of "
+            f"{MULTIPLE}: leave these products in bf16"
+        )
+
+
+def _check_weight(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> None:
+    fits = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1] and a.shape[1] % MULTIPLE == 0 and ends.ndim == 1
+    fits = fits and all(s.shape == (len(ends), len(x)) for x, s in ((a, scale_a), (b, scale_b)))
+    if not (fits and a.dtype == b.dtype == E4M3 and ends.dtype == torch.int32):
+        raise ValueError(
+            f"grouped_scaled_mm_weight got a {a.dtype} {tuple(a.shape)}, b {b.dtype} {tuple(b.shape)}, scales "
+            f"{tuple(scale_a.shape)} and {tuple(scale_b.shape)}, ends {ends.dtype} {tuple(ends.shape)}; allowed is "
+            "what cast_scaled_groups gives of two matrices in float8_e4m3fn and the same offsets: cast both by it"
+        )

@@ -1,0 +1,150 @@
+"""Products of experts' rows in fp8, forward and backward, with a scale for each row of both sides.
+
+Matches: grouped products in bf16. Before -> after, where W^T is a matrix of each expert:
+
+    grouped_mm(rows, W, offsets)         -> grouped_scaled_mm of casts of rows and W^T, each by its rows
+    grouped_mm_weight(x, dy, offsets)    -> grouped_scaled_mm_weight of casts by expert, transposed, of x and dy
+
+All sides are e4m3. Every recipe of fp8 has scales by rows here: torch multiplies groups in no other way. The recipe
+``rowwise-bf16-weight-gradients`` leaves gradients of weights in bf16.
+Tier numerics: values are rounded to 3 bits. Preconditions: bf16, matrices of which 16 divides both sides. Products
+whose casts take longer than they save stay in bf16, and those of modules that ``fp8_skip`` names.
+Source: as `fp8_matmul`; groups as torchao's ``_scaled_grouped_mm`` has them.
+"""
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import fx
+
+from stepgraph.costs.fp8 import cast_seconds, product_seconds
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import leaves_rest
+from stepgraph.graph.provenance import phase_of, provenance
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.kernels.moe.scaled import E4M3, MULTIPLE
+from stepgraph.passes.contract import PassReport, register
+
+aten, ours = torch.ops.aten, torch.ops.stepgraph
+_PRODUCT, _WEIGHT_PRODUCT = ours.grouped_mm.default, ours.grouped_mm_weight.default
+
+#: The compute capability of GPUs that torch's products of groups in fp8 are for.
+_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True)
+class ExpertFp8Options:
+    """``weight_gradients``: whether these are in fp8 too. ``skip``: patterns of module paths that stay in bf16.
+    ``unprofitable``: also where the forecast finds nothing to gain. ``capability``: the GPU's, None where there is none
+    or it is unknown; by the target."""
+
+    weight_gradients: bool = True
+    skip: tuple[str, ...] = ()
+    unprofitable: bool = False
+    capability: tuple[int, int] | None = None
+
+
+@register(
+    "fp8_experts",
+    "numerics",
+    options=ExpertFp8Options(),
+    after=("expert_swiglu", "grouped_products", "unread_rows"),
+    from_options=lambda options: (
+        {"weight_gradients": options.fp8 != "rowwise-bf16-weight-gradients", "skip": options.fp8_skip}
+        if options.fp8_experts
+        else None
+    ),
+    for_target=lambda options, target: replace(options, capability=target.capability),
+)
+def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) -> None:
+    """Multiply the rows of experts in fp8, forward and backward."""
+    stays: Counter[str] = Counter()
+    casts: dict[tuple, tuple[fx.Node, ...]] = {}
+    for node in [n for t in (_PRODUCT, _WEIGHT_PRODUCT) for n in step.graph.find_nodes(op="call_function", target=t)]:
+        report.matched += 1
+        if why := _refusal(node, options):
+            stays[why] += 1
+            continue
+        read, build = node.all_input_nodes, Builder(node, before=node)
+        if node.target is _PRODUCT:
+            rows, weight, offsets = node.args[:3]
+            q, scale = _cast_rows(rows, build, casts)
+            w, weight_scale = _cast_weight(weight, build, casts)
+            rest = {"zero_rest": False} if leaves_rest(node) else {}
+            new = build(ours.grouped_scaled_mm.default, q, w, scale, weight_scale, offsets, **rest)
+        else:
+            (a, scale_a, ends), (b, scale_b, _) = (_cast_groups(n, node.args[2], build, casts) for n in node.args[:2])
+            new = build(ours.grouped_scaled_mm_weight.default, a, b, scale_a, scale_b, ends)
+        node.replace_all_uses_with(new)
+        step.graph.erase_node(node)
+        erase_unread(*read)
+        report.changed += 1
+    report.summary = f"{report.changed} of {report.matched} products of experts' rows in fp8"
+    report.notes += [f"{count} stay in bf16: {why}" for why, count in stays.items()]
+
+
+def _refusal(node: fx.Node, options: ExpertFp8Options) -> str | None:
+    """Why the product stays as it is, or None."""
+    a, b, result = (n.meta["val"] for n in (*node.args[:2], node))
+    weight = result if node.target is _WEIGHT_PRODUCT else b
+    (_, K, N), R = weight.shape, a.shape[0]
+    for pattern in options.skip:
+        if fnmatchcase(provenance(node).path, pattern):
+            return f"fp8_skip={pattern}"
+    if a.dtype != torch.bfloat16:
+        return f"{str(a.dtype).removeprefix('torch.')}, and fp8 takes the place of bf16 alone"
+    if options.capability not in (None, _CAPABILITY):
+        return "torch multiplies groups in fp8 on compute capability {}.{} alone".format(*_CAPABILITY)
+    if K % MULTIPLE or N % MULTIPLE:
+        return f"{K} x {N} is no multiple of {MULTIPLE} each way"
+    if node.target is _WEIGHT_PRODUCT and not options.weight_gradients:
+        return "gradients of weights, by the recipe"
+    if options.unprofitable:
+        return None
+    bf16, fp8 = (product_seconds((R, N, K), fp8=eight) for eight in (False, True))
+    if node.target is _PRODUCT:
+        transposed = not b.mT.is_contiguous()
+        taken = cast_seconds(a.numel(), 1, reads=1) + cast_seconds(b.numel(), 1 + 2 * transposed, reads=1 + transposed)
+    else:
+        taken = cast_seconds(a.numel(), 1, reads=2) + cast_seconds(b.numel(), 1, reads=2)
+    if fp8 + taken < bf16:
+        return None
+    return (
+        f"{R} rows of {K} x {N} save nothing: {1e6 * bf16:.1f} us in bf16, {1e6 * fp8:.1f} us in fp8 with "
+        f"{1e6 * taken:.1f} us of casts"
+    )
+
+
+def _cast_rows(x: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node, ...]:
+    """Values and scales of a matrix by its rows: rows that no expert has may hold anything, which stays in them."""
+    key = (ours.cast_scaled_rows, x, phase_of(build.place))
+    if key not in casts:
+        made = build(ours.cast_scaled_rows.default, x, E4M3, True, False)
+        casts[key] = tuple(build(operator.getitem, made, i) for i in range(2))
+    return casts[key]
+
+
+def _cast_weight(weight: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node, ...]:
+    """Values (E, N, K) and scales (E, N) of the transposes of ``weight`` (E, K, N)."""
+    straight = weight.target is aten.transpose.int and {d % 3 for d in weight.args[1:]} == {1, 2}
+    key = ("weight", weight.args[0] if straight else weight, straight, phase_of(build.place))
+    if key not in casts:
+        x = weight.args[0] if straight else build(aten.transpose.int, weight, 1, 2)
+        if not x.meta["val"].is_contiguous():
+            x = build(aten.clone.default, x, memory_format=torch.contiguous_format)
+        E, N, K = x.meta["val"].shape
+        q, scale = _cast_rows(build.view(x, (E * N, K)), build, casts)
+        casts[key] = build.view(q, (E, N, K)), build.view(scale, (E, N))
+    return casts[key]
+
+
+def _cast_groups(x: fx.Node, offsets: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node, ...]:
+    """Values and scales of a matrix by its columns, transposed, for each expert apart, and where these parts end."""
+    key = (ours.cast_scaled_groups, x, offsets)
+    if key not in casts:
+        made = build(ours.cast_scaled_groups.default, x, offsets, E4M3)
+        casts[key] = tuple(build(operator.getitem, made, i) for i in range(3))
+    return casts[key]
