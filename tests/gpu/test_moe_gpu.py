@@ -28,7 +28,8 @@ from stepgraph.kernels.moe.swiglu import backward_reference, reference, swiglu_r
 from stepgraph.models import next_token_loss
 from stepgraph.passes import StepOptions, chosen
 from tests.kernels.moe.test_moe_triton import cast_cases, defined, row_cases, sort_cases, swiglu_cases, zero_cases
-from tests.kernels.moe.test_scaled import COUNTS, E4M3, arguments, by_rows
+from tests.kernels.moe.test_scaled import COUNTS, E4M3, by_rows
+from tests.kernels.moe.test_scaled import arguments as sides
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="groups in fp8 need compute capability 9.0")
@@ -66,7 +67,7 @@ def test_kernels_against_references():
 @pytest.mark.parametrize("counts", [*COUNTS, [300, 0, 1, 1000, 47]])
 def test_products_in_fp8(counts):
     """Casts have the reference's bits, and torch's products its values; without waiting for the GPU."""
-    rows, weight, dy, offsets = arguments(counts, D=256, F=384)
+    rows, weight, dy, offsets = sides(counts, D=256, F=384)
     (q, scale), (w, weight_scale) = by_rows(rows), by_rows(weight)
     expected = grouped_scaled_mm(q, w, scale, weight_scale, offsets)
     casts = [cast_scaled_groups(x, offsets, E4M3) for x in (dy, rows)]
