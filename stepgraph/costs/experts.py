@@ -12,7 +12,7 @@ import stepgraph.kernels.moe  # noqa: F401  (registers its operators)
 from stepgraph.graph.collectives import ROWS_BEGIN, stage_of
 from stepgraph.graph.facts import argument
 from stepgraph.graph.provenance import role_of
-from stepgraph.kernels.moe.scaled import MULTIPLE
+from stepgraph.kernels.fp8.formats import MULTIPLE
 
 ours = torch.ops.stepgraph
 

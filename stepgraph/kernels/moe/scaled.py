@@ -18,24 +18,18 @@ from torch.utils.flop_counter import register_flop_formula
 from stepgraph import compat
 from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.fp8.cast import check, rounded, scale_of
+from stepgraph.kernels.fp8.formats import MULTIPLE, padded_rows
 from stepgraph.kernels.moe.grouped import _zero_past
 
 Tensor = torch.Tensor
 
 E4M3 = torch.float8_e4m3fn
-#: Elements of a part of a transposed copy are a multiple of it: 16 bytes.
-MULTIPLE = 16
 
 
 def padded_ends(offsets: Tensor) -> Tensor:
     """(E,) int32, where the parts of a transposed copy end."""
     counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
     return ((counts + MULTIPLE - 1) // MULTIPLE * MULTIPLE).cumsum(0, dtype=torch.int32)
-
-
-def padded_rows(R: int, experts: int) -> int:
-    """Places of a transposed copy of R rows."""
-    return -(-R // MULTIPLE) * MULTIPLE + MULTIPLE * experts
 
 
 def reference(
@@ -104,14 +98,18 @@ def grouped_scaled_mm(
 
 
 @launching("grouped_scaled_mm")
-def _launch(rows, weight, row_scale, weight_scale, offsets, zero_rest=True) -> Tensor:
+def _launch(
+    rows: Tensor, weight: Tensor, row_scale: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True
+) -> Tensor:
     """What `grouped_scaled_mm` launches in addition to the product, which needs addresses."""
     out = rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
     return _zero_past(out, offsets) if zero_rest and rows.numel() else out
 
 
 @grouped_scaled_mm.register_fake
-def _(rows, weight, row_scale, weight_scale, offsets, zero_rest=True) -> Tensor:
+def _(
+    rows: Tensor, weight: Tensor, row_scale: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True
+) -> Tensor:
     _check(rows, weight, row_scale, weight_scale, offsets)
     return rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
 
@@ -137,7 +135,7 @@ def grouped_scaled_mm_weight(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Ten
 
 
 @grouped_scaled_mm_weight.register_fake
-def _(a, b, scale_a, scale_b, ends) -> Tensor:
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
     _check_weight(a, b, scale_a, scale_b, ends)
     return a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=torch.bfloat16)
 
@@ -175,12 +173,12 @@ def _(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 
 @register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm)
-def _flops(rows_shape, weight_shape, *_, **__) -> int:
+def _flops(rows_shape: torch.Size, weight_shape: torch.Size, *_: object, **__: object) -> int:
     return 2 * rows_shape[0] * rows_shape[1] * weight_shape[1]
 
 
 @register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm_weight)
-def _weight_flops(a_shape, b_shape, *_, **__) -> int:
+def _weight_flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[0]
 
 

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _on, _scale, _top, _transposed_before
-from stepgraph.kernels.fp8.formats import MOST
-from stepgraph.kernels.moe.scaled import MULTIPLE, padded_rows
+from stepgraph.kernels.fp8.formats import MOST, MULTIPLE, padded_rows
 
 TALL, WIDE, WARPS = 64, 64, 4
 

@@ -25,7 +25,8 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import leaves_rest
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.kernels.moe.scaled import E4M3, MULTIPLE
+from stepgraph.kernels.fp8.formats import MULTIPLE
+from stepgraph.kernels.moe.scaled import E4M3
 from stepgraph.passes.contract import PassReport, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
