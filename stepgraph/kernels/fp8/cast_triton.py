@@ -226,7 +226,7 @@ def _contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
-def _cast_rows(x, q, scale) -> None:
+def _cast_rows(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
     """Rows alone: read once where a program holds one."""
     if x.shape[1] <= LONGEST:
         block, warps = row_configuration(x.shape[1])
